@@ -1,0 +1,71 @@
+# Everything a person or CI runs. `make help` lists it; each target makes what it needs first.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+NODES ?= 2
+TASK ?= digits
+RUN ?= runs/$(TASK)
+EPOCHS ?=
+ARGS ?=
+
+# Whole-suite limits: one test may hang for its own limit (pyproject.toml), the suite never for longer.
+UNIT_LIMIT := 600
+TEST_LIMIT := 1800
+LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export
+
+.PHONY: help setup train test check lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  variables: NODES=$(NODES) TASK=$(TASK) RUN=$(RUN) EPOCHS=$(EPOCHS) ARGS=$(ARGS)"
+
+setup: $(STAMP) ## make .venv with the pinned packages and tandem itself
+
+$(STAMP): requirements-dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+		|| { echo "make: $(PYTHON) is not Python 3.11 to 3.13; name one that is: make setup PYTHON=python3.11" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); $(MAKE) --silent .venv-package; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/pip || $(BIN)/python -m ensurepip --upgrade >/dev/null
+	$(BIN)/pip install --quiet --require-hashes -r requirements-dev.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Debian ships python3 without ensurepip; root (a container, CI) installs it, a person is told how.
+.PHONY: .venv-package
+.venv-package:
+	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv >/dev/null; \
+	else \
+		echo "make: $(PYTHON) cannot make a virtual environment; install it first: sudo apt-get install python3-venv" >&2; exit 2; \
+	fi
+
+train: setup ## train on NODES simulated nodes of this machine, resumable in RUN
+	@[[ "$(NODES)" =~ ^[1-9][0-9]*$$ ]] \
+		|| { echo "make: NODES=$(NODES) is not a number of nodes; valid is 1, 2, 3...: make train NODES=2" >&2; exit 2; }
+	$(BIN)/tandem launch --nodes $(NODES) --task $(TASK) --run-dir $(RUN) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
+
+test: setup ## every test this machine can run; skips are listed
+	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -q -rs tests
+
+check: setup ## lint, types, layers and unit tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit/test_layers.py
+	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit --ignore tests/unit/test_layers.py
+
+lock: ## pin the newest releases that fit pyproject.toml, with hashes
+	@test -x $(BIN)/uv || $(MAKE) --silent setup
+	$(LOCK) --upgrade --output-file requirements.lock
+	$(LOCK) --extra dev --upgrade --constraint requirements.lock --output-file requirements-dev.lock
+
+clean: ## remove the environment and caches; runs/ and data/ stay
+	rm -rf $(VENV) build src/tandem.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

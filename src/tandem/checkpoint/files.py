@@ -1,0 +1,157 @@
+"""The file calls under a checkpoint, and the manifest that says what its files must be. No torch here."""
+
+import errno
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import CheckpointError, CorruptCheckpointError
+
+STATE, MANIFEST, FORMAT = "state.pt", "manifest.json", 1
+NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that cannot, and need not
+
+
+class FileSink:
+    """What a payload is written to: `write` for torch.save and friends; hashes and counts as it goes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+        self.error: OSError | None = None  # torch.save turns it into a RuntimeError of its own
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        written = 0
+        try:
+            while written < len(view):
+                written += os.write(self._descriptor, view[written:])
+        except OSError as error:
+            self.error = error
+            raise
+        self.bytes += written
+        return written
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def entry(self) -> dict[str, object]:
+        return {"bytes": self.bytes, "sha256": self._digest.hexdigest()}
+
+
+Payload = bytes | memoryview | Callable[[FileSink], object]
+
+
+class FsyncError(OSError):
+    """The kernel could not say that the bytes are on disk."""
+
+
+@contextmanager
+def translated(what: str, advice: str = "") -> Iterator[None]:
+    """OSError -> CheckpointError, one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{what}: {reason}" + (f"; {advice}" if advice else "")) from error
+
+
+def write_file(path: Path, payload: Payload) -> FileSink:
+    """Write and fsync a new file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        sink = FileSink(descriptor)
+        try:
+            payload(sink) if callable(payload) else sink.write(payload)
+        except Exception:
+            if sink.error is not None:
+                raise sink.error from None
+            raise
+        fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return sink
+
+
+def fsync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise FsyncError(error.errno, error.strerror) from error
+
+
+def fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fsync(descriptor)
+    except FsyncError as error:
+        if error.errno not in NO_DIRECTORY_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """os.rename to a free name; NFS may answer ESTALE or ENOENT to a rename that has worked."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in (errno.ESTALE, errno.ENOENT) or source.exists() or not target.exists():
+            raise
+
+
+def render_manifest(step: int, files: dict[str, dict[str, object]], info: dict[str, Any]) -> bytes:
+    body = {"format": FORMAT, "step": step, "written_at": time.time(), "files": files, "info": info}
+    return seal(json.loads(json.dumps(body, default=str)))  # as JSON will have it: keys are text
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**body, "manifest_sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
+
+
+def parse_manifest(path: Path, raw: bytes) -> dict[str, Any]:
+    """Raises CorruptCheckpointError unless these are the very bytes that `seal` made."""
+    try:
+        body = json.loads(raw)
+        del body["manifest_sha256"]
+        whole = seal(body) == raw
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not hold")
+    if body["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {body['format']}; this tandem reads {FORMAT}, use a newer")
+    manifest: dict[str, Any] = body
+    return manifest
+
+
+@contextmanager
+def open_or_corrupt(path: Path) -> Iterator[int]:
+    with translated(f"cannot read {path}"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{path} is missing") from None
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def read_or_corrupt(path: Path) -> bytes:
+    with open_or_corrupt(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
+        return file.read()
+
+
+def check(path: Path, wanted: dict[str, Any], size: int, digest: str) -> None:
+    if size != wanted["bytes"]:
+        raise CorruptCheckpointError(f"{path} has {size} bytes, {wanted['bytes']} were written")
+    if digest != wanted["sha256"]:
+        raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 is not that of the bytes written")

@@ -1,0 +1,300 @@
+"""Checkpoints as files that cannot lie: whole and hashed, or not there at all. Imports no torch.
+
+    checkpoints/step-000000500/state.pt        the state, as the caller serialised it
+    checkpoints/step-000000500/manifest.json   size and SHA-256 of every file, of itself too; and `info`
+    checkpoints/.tmp-...                       being written, or left by a killed writer; never read
+    checkpoints/.replaced-step-000000500       the old one while a second save of its step is renamed in
+    checkpoints/corrupt-step-000000500-1       its bytes were not those written; kept for a look
+
+One process writes to a directory at a time (rank 0); any number may read.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tandem.checkpoint.files import (
+    MANIFEST,
+    STATE,
+    FsyncError,
+    Payload,
+    check,
+    fsync_directory,
+    open_or_corrupt,
+    parse_manifest,
+    read_or_corrupt,
+    rename,
+    render_manifest,
+    translated,
+    write_file,
+)
+from tandem.errors import ConfigError, CorruptCheckpointError
+
+STEP_NAME = re.compile(r"step-(\d{9,})")
+T = TypeVar("T")
+OnCorrupt = Callable[[int, str], None]  # step, problem
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A committed checkpoint: its step, directory, size of all files and the seconds that it took."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """One line of `tandem checkpoints ls`; `verified` is None where nobody looked."""
+
+    step: int
+    path: Path
+    bytes: int
+    age_seconds: float
+    verified: bool | None
+    problem: str = ""
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in `directory` (made by the first save)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:09d}"
+
+    def steps(self) -> list[int]:
+        """Committed steps (those with a manifest), newest first; says nothing of their bytes."""
+        with translated(f"cannot list the checkpoints in {self.directory}"):
+            names = os.listdir(self.directory) if self.directory.is_dir() else []
+            steps = {int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match}
+            return sorted((step for step in steps if (self.path(step) / MANIFEST).exists()), reverse=True)
+
+    def save(self, step: int, payload: Payload, info: dict[str, Any]) -> SaveResult:
+        """Write one checkpoint; when this returns, it is whole and on disk under its name.
+
+        `payload` is the state's bytes, or a function that writes them to the sink it is given and that
+        can be called twice: after an fsync error the kernel may have dropped the pages it could not write
+        and call the next fsync a success, so everything is written anew, once, to new files.
+        Raises CheckpointError (full, read-only or failing volume); older checkpoints are as they were.
+        """
+        begin = time.monotonic()
+        free = "free space or mend the volume there; older checkpoints are untouched"
+        with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
+            self._prepare()
+            try:
+                size = self._write(step, payload, info)
+            except FsyncError:
+                size = self._write(step, payload, info)
+        return SaveResult(step, self.path(step), size, time.monotonic() - begin)
+
+    def _prepare(self) -> None:
+        if not self.directory.is_dir():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            fsync_directory(self.directory.parent)
+        self._restore_replaced()
+        self._sweep(".tmp-*")
+
+    def _sweep(self, pattern: str) -> None:
+        for leftover in self.directory.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _write(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
+        temporary = self.directory / f".tmp-{self.path(step).name}-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            os.mkdir(temporary)
+            state = write_file(temporary / STATE, payload)
+            manifest = write_file(temporary / MANIFEST, render_manifest(step, {STATE: state.entry()}, info))
+            fsync_directory(temporary)
+            self._publish(temporary, self.path(step))
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return state.bytes + manifest.bytes
+
+    def _publish(self, temporary: Path, target: Path) -> None:
+        replaced = self.directory / f".replaced-{target.name}"
+        if target.exists():
+            rename(target, replaced)
+        try:
+            rename(temporary, target)
+            fsync_directory(self.directory)
+        except BaseException:  # not known to be on disk: as if it had never been
+            if target.exists() and not temporary.exists():
+                os.rename(target, temporary)
+            if replaced.exists():
+                os.rename(replaced, target)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _restore_replaced(self) -> None:
+        """Finish or undo a second save of one step that was killed between its two renames."""
+        for replaced in self.directory.glob(".replaced-step-*"):
+            target = self.directory / replaced.name.removeprefix(".replaced-")
+            if (target / MANIFEST).exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                rename(replaced, target)
+
+    def prune(self, keep: int, keep_steps: Iterable[int] = ()) -> list[int]:
+        """Remove all but the `keep` newest and `keep_steps`, oldest first; returns the steps removed.
+
+        The newest always stays. It is read back first: if it is not what was written, nothing is removed
+        and CorruptCheckpointError is raised.
+        """
+        steps = self.steps()
+        doomed = sorted(set(steps[max(keep, 1) :]) - set(keep_steps))
+        if doomed:
+            self.verify(steps[0])
+        with translated(f"cannot remove old checkpoints in {self.directory}"):
+            for step in doomed:  # renamed first: half removed, it must not look like a damaged one
+                rename(self.path(step), self.directory / f".tmp-pruned-{step}-{secrets.token_hex(4)}")
+            self._sweep(".tmp-pruned-*")  # what a killed prune left, too
+        return doomed
+
+    def quarantine(self, step: int) -> Path:
+        """Rename a damaged checkpoint so that nobody takes it for a good one; returns its new path."""
+        number = 1
+        while (target := self.directory / f"corrupt-{self.path(step).name}-{number}").exists():
+            number += 1
+        with translated(f"cannot quarantine {self.path(step)}"):
+            rename(self.path(step), target)
+            fsync_directory(self.directory)
+        return target
+
+    def move_aside(self, after_step: int = -1) -> Path | None:
+        """Move the checkpoints newer than `after_step` (all by default, and what else lies there) to a
+        sibling checkpoints-before-<UTC time>, which is returned; None when there are none to move."""
+        newer = [step for step in self.steps() if step > after_step]
+        everything = after_step < 0 and self.directory.is_dir() and any(self.directory.iterdir())
+        if not newer and not everything:
+            return None
+        name = time.strftime("checkpoints-before-%Y%m%dT%H%M%SZ", time.gmtime())
+        aside, number = self.directory.with_name(name), 1
+        while aside.exists():
+            aside, number = aside.with_name(f"{name}-{number + 1}"), number + 1
+        with translated(f"cannot move the checkpoints in {self.directory} aside"):
+            if everything:
+                rename(self.directory, aside)
+            else:
+                aside.mkdir()
+                for step in newer:  # newest first: killed half-way, the rest is still one line of training
+                    rename(self.path(step), aside / self.path(step).name)
+                fsync_directory(self.directory)
+            fsync_directory(self.directory.parent)
+        return aside
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """The manifest: step, written_at (Unix seconds), files, info. Raises CorruptCheckpointError."""
+        path = self.path(step) / MANIFEST
+        if (manifest := parse_manifest(path, read_or_corrupt(path)))["step"] != step:
+            raise CorruptCheckpointError(f"{path} is of step {manifest['step']}, its directory of {step}")
+        return manifest
+
+    def info(self, step: int) -> dict[str, Any]:
+        return dict(self.manifest(step)["info"])
+
+    def size_bytes(self, step: int) -> int:
+        with translated(f"cannot size {self.path(step)}"):
+            return sum(file.stat().st_size for file in self.path(step).iterdir())
+
+    def verify(self, step: int) -> None:
+        """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""
+        for name, wanted in self.manifest(step)["files"].items():
+            path = self.path(step) / name
+            with open_or_corrupt(path) as descriptor:
+                with suppress(OSError):  # only a hint: forget the pages in memory
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                with os.fdopen(descriptor, "rb", closefd=False) as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                check(path, wanted, os.fstat(descriptor).st_size, digest)
+
+    def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
+        """The state's bytes, hashed before they are returned, and info. Raises CorruptCheckpointError."""
+        manifest = self.manifest(step)
+        path = self.path(step) / STATE
+        state = read_or_corrupt(path)
+        check(path, manifest["files"][STATE], len(state), hashlib.sha256(state).hexdigest())
+        return state, manifest["info"]
+
+    def newest_valid(self, on_corrupt: OnCorrupt) -> tuple[int, bytes, dict[str, Any]] | None:
+        """(step, state, info) of the newest checkpoint whose hashes hold; damaged ones are quarantined.
+
+        `on_corrupt(step, problem)` is called for each. An unreadable volume raises CheckpointError: to go
+        on from an older checkpoint because of a passing error would throw training away.
+        """
+        found = self._newest(self.read, on_corrupt, quarantine=True)
+        return None if found is None else (found[0], *found[1])
+
+    def newest_step(self, on_corrupt: OnCorrupt, quarantine: bool = True) -> int | None:
+        """As `newest_valid`, but the bytes are read through without being held in memory."""
+        found = self._newest(self.verify, on_corrupt, quarantine)
+        return None if found is None else found[0]
+
+    def _newest(self, read: Callable[[int], T], tell: OnCorrupt, quarantine: bool) -> tuple[int, T] | None:
+        if quarantine:
+            with translated(f"cannot mend {self.directory}"):
+                self._restore_replaced()
+        for step in self.steps():
+            try:
+                return step, read(step)
+            except CorruptCheckpointError as error:
+                problem = str(error)
+            if quarantine:
+                problem += f"; quarantined as {self.quarantine(step).name}"
+            tell(step, problem)
+        return None
+
+
+def locate(text: str) -> tuple[CheckpointStore, int | None]:
+    """PATH[@STEP] -> the store and the step (None: the newest); PATH is a run, its checkpoints, or one step.
+
+    Raises ConfigError where there is no such checkpoint.
+    """
+    name, at, number = text.rpartition("@")
+    step = int(number) if at and number.isdecimal() and not Path(text).exists() else None
+    path = Path(text if step is None else name)
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; give a run, its checkpoints, or one step-... of them")
+    if step is None and (match := STEP_NAME.fullmatch(path.resolve().name)):
+        path, step = path.resolve().parent, int(match[1])
+    store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    steps = store.steps()
+    if not steps:
+        raise ConfigError(f"{store.directory} holds no checkpoint; give a run that has saved one")
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+        raise ConfigError(f"{store.directory} has no checkpoint of step {step}; it has {there}")
+    return store, step
+
+
+def list_checkpoints(directory: Path, verify: bool = False, now: float | None = None) -> list[CheckpointRow]:
+    """Rows for `tandem checkpoints`, newest first; `now` in Unix seconds. Changes nothing."""
+    store = CheckpointStore(directory)
+    now = time.time() if now is None else now
+    return [_row(store, step, verify, now) for step in store.steps()]
+
+
+def _row(store: CheckpointStore, step: int, verify: bool, now: float) -> CheckpointRow:
+    verified, problem, path = None, "", store.path(step)
+    with translated(f"cannot read {path}"):
+        written = (path / MANIFEST).stat().st_mtime
+    try:
+        written = store.manifest(step)["written_at"]
+        if verify:
+            store.verify(step)
+            verified = True
+    except CorruptCheckpointError as error:
+        verified, problem = False, str(error)
+    return CheckpointRow(step, path, store.size_bytes(step), max(0.0, now - written), verified, problem)

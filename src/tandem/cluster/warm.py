@@ -1,0 +1,18 @@
+"""What the fork server imports before it forks the first rank.
+
+A rank started from scratch spends about four seconds in `import torch` and in what DDP imports lazily.
+The fork server pays that once per node; every rank forked from it, also after a restart, starts warm.
+Importing this module is its whole purpose, so it works at import time, and only in the fork server.
+"""
+
+import torch
+import torch._dynamo  # imported lazily by DDP's constructor: 900 modules
+import torch.distributed
+import torch.nn.parallel
+import torch.optim  # noqa: F401
+
+from tandem.signals import ignore_stop_signals
+
+# A scheduler signals the whole process tree. Were the fork server to die of it, the agent would lose
+# its ranks' exit codes while they still save; each rank installs its own handlers first thing.
+ignore_stop_signals()

@@ -1,0 +1,1 @@
+"""From a global step to a batch on the device."""

@@ -1,0 +1,150 @@
+"""Datasets that answer for a whole batch at once, and readers for the usual ones.
+
+A dataset is map-style (`__len__`, `__getitem__`). It may also answer for many indices at once, which is what
+makes small models fast:
+
+    __getitems__(indices) -> batch                  a finished batch, not a list of samples
+    augmented(indices, epoch, seed) -> batch        the same for training, where it augments: with randomness
+                                                    from (seed, epoch, index) alone, see `derive_seeds`
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from tandem.data import idx
+from tandem.data.seeds import derive_seed, derive_seeds
+from tandem.errors import ConfigError
+
+Augment = Callable[[Tensor, Tensor], Tensor]
+"""(uint8 pictures [N, H, W, C], int64 keys [N]) -> uint8 pictures of the same shape."""
+
+
+class Datasets(NamedTuple):
+    """What a task trains on and what it is evaluated on: map-style datasets, not loaders."""
+
+    train: Any
+    evaluation: Any
+
+
+class TensorImages(Dataset[tuple[Tensor, Tensor]]):
+    """Pictures in memory, uint8 [N, H, W] or [N, H, W, C], with int64 labels [N].
+
+    Gives float32 [B, C, H, W], normalised with `mean` and `std` (one each per channel, in units of 255).
+    `augment` is applied by `augmented` only.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: Augment | None = None,
+    ) -> None:
+        assert images.dtype == torch.uint8, images.dtype
+        assert len(images) == len(labels), (len(images), len(labels))
+        self.images = images if images.dim() == 4 else images.unsqueeze(-1)
+        self.labels = labels
+        self.augment = augment
+        self._scale = torch.tensor([1 / (255 * s) for s in std]).view(1, -1, 1, 1)
+        self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        chosen = torch.as_tensor(indices)
+        return self._normalised(self.images.index_select(0, chosen)), self.labels.index_select(0, chosen)
+
+    def augmented(self, indices: Sequence[int] | Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
+        if self.augment is None:
+            return self.__getitems__(indices)
+        chosen = torch.as_tensor(indices)
+        keys = derive_seeds(derive_seed(seed, epoch), chosen)
+        images = self.augment(self.images.index_select(0, chosen), keys)
+        return self._normalised(images), self.labels.index_select(0, chosen)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        channels_first = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        return channels_first.mul_(self._scale).add_(self._shift)
+
+
+class TensorRows(Dataset[tuple[Tensor, Tensor]]):
+    """Inputs [N, ...] and targets [N, ...] in memory, given out as they are."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        assert len(inputs) == len(targets), (len(inputs), len(targets))
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        chosen = torch.as_tensor(indices)
+        return self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
+
+
+def random_crop_flip(images: Tensor, keys: Tensor, padding: int = 4) -> Tensor:
+    """Each picture [N, H, W, C] padded with zeros, cropped at a random place, flipped half the time."""
+    _, height, width, _ = images.shape
+    padded = functional.pad(images, (0, 0, padding, padding, padding, padding))
+    places = 2 * padding + 1
+    top, left, flip = keys % places, (keys >> 20) % places, (keys >> 40) % 2
+    rows = torch.arange(height) + top.unsqueeze(1)
+    columns = torch.arange(width).expand(len(keys), -1)
+    columns = torch.where(flip.unsqueeze(1) == 1, columns.flip(1), columns) + left.unsqueeze(1)
+    return padded[torch.arange(len(keys)).view(-1, 1, 1), rows.unsqueeze(2), columns.unsqueeze(1)]
+
+
+def idx_datasets(folder: Path, mean: float, std: float, classes: int = 10) -> Datasets:
+    """The four IDX files of `folder`; raises ConfigError naming the file that is not as it should be."""
+    names = idx.NAMES
+    train = idx.read_pair(folder, names.train_images, names.train_labels, classes)
+    evaluation = idx.read_pair(folder, names.evaluation_images, names.evaluation_labels, classes)
+    return Datasets(*(TensorImages(images, labels, [mean], [std]) for images, labels in (train, evaluation)))
+
+
+def find_idx_folder(folders: Sequence[Path]) -> Path | None:
+    """The first folder that has all four standard files, raw or .gz."""
+    return next((folder for folder in folders if not idx.missing(folder)), None)
+
+
+def torchvision_for(task: str) -> Any:
+    """torchvision, or a ConfigError: beside a torch of another build its import raises RuntimeError."""
+    try:
+        import torchvision
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"task {task} needs torchvision, and it cannot be imported here ({one_line(error)}): "
+            "install the torchvision of the same build as torch, or use --task digits"
+        ) from error
+    return torchvision
+
+
+def download(task: str, make: Callable[[], object]) -> None:
+    """Run one of torchvision's downloads; raises ConfigError with its reason on one line."""
+    try:
+        make()
+    except (OSError, RuntimeError) as error:  # URLError is an OSError
+        raise ConfigError(
+            f"task {task} could not be downloaded ({one_line(error)}): "
+            "check the network, or put the files under --data-dir yourself"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and text of a foreign error, without line breaks."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

@@ -1,0 +1,116 @@
+"""Which samples make which step: a function of (seed, step) alone, whatever the number of ranks.
+
+An epoch is floor(n / B) full global batches of that epoch's permutation; the rest of it is left out. The
+position in the data is the global step and nothing else, so a resumed run seeks in O(1).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from tandem.data.seeds import derive_seed
+from tandem.errors import ConfigError
+
+SampleKey = tuple[int, int]
+"""(epoch, index): what a sample's augmentation is seeded with, next to the run's seed."""
+
+
+class GlobalOrder:
+    """The order of all samples over all epochs, cut into global batches.
+
+    Args: n: samples in the training set. batch_size: global batch, over all ranks.
+    Raises ConfigError if the set is smaller than one batch.
+    """
+
+    def __init__(self, n: int, batch_size: int, seed: int) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"--batch-size is {batch_size}: give 1 or more")
+        if n < batch_size:
+            raise ConfigError(
+                f"the training set has {n} samples, less than one global batch of {batch_size}: "
+                f"give --batch-size {max(n, 1)} or less"
+            )
+        self.n = n
+        self.batch_size = batch_size
+        self.seed = seed
+        self.steps_per_epoch = n // batch_size
+        self._cached: tuple[int, Tensor] | None = None
+
+    def batch(self, step: int) -> tuple[int, Tensor]:
+        """The epoch (0-based) and the int64 indices [B] of the global batch of 0-based global step `step`."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.batch_size
+        return epoch, self._permutation(epoch)[start : start + self.batch_size]
+
+    def _permutation(self, epoch: int) -> Tensor:
+        if self._cached is None or self._cached[0] != epoch:
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+            self._cached = epoch, torch.randperm(self.n, generator=generator)
+        return self._cached[1]
+
+
+def share(batch: Tensor, rank: int, world_size: int) -> Tensor:
+    """This rank's part of a global batch; the sizes of two ranks' parts differ by at most one."""
+    return batch[rank::world_size]
+
+
+class TrainBatches(Sampler[list[SampleKey]]):
+    """This rank's micro-batches of the steps `start_step` (included) to `stop_step` (left out), in order.
+
+    Every rank makes the same number of micro-batches a step, none of them empty, so that collectives inside
+    a forward pass match. A share is cut evenly: 10 samples with a micro-batch of 7 give 5 and 5. Only where
+    shares are uneven and the micro-batch is 1 can a micro-batch have one sample more than asked for.
+    Raises ConfigError if there are more ranks than samples in a batch.
+    """
+
+    def __init__(
+        self,
+        order: GlobalOrder,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int | None,
+        start_step: int,
+        stop_step: int,
+    ) -> None:
+        if order.batch_size < world_size:
+            raise ConfigError(
+                f"a global batch of {order.batch_size} leaves some of {world_size} ranks without a sample: "
+                f"give --batch-size {world_size} or more"
+            )
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise ConfigError(f"--micro-batch-size is {micro_batch_size}: give 1 or more")
+        self.order = order
+        self.rank = rank
+        self.world_size = world_size
+        self.start_step = start_step
+        self.stop_step = stop_step
+        smallest, rest = divmod(order.batch_size, world_size)
+        largest = smallest + (rest > 0)
+        self.share_size = smallest + (rank < rest)
+        """Samples of this rank in every step."""
+        self._micro_steps = 1 if micro_batch_size is None else min(-(-largest // micro_batch_size), smallest)
+
+    def micro_steps(self, step: int) -> int:
+        """Micro-batches that make up step `step`; the same on every rank."""
+        return self._micro_steps
+
+    def micro_sizes(self, step: int) -> list[int]:
+        """Samples in each of this rank's micro-batches of step `step`."""
+        size, rest = divmod(self.share_size, self._micro_steps)
+        return [size + (i < rest) for i in range(self._micro_steps)]
+
+    def micro_batches(self) -> Iterator[tuple[int, Tensor]]:
+        """(epoch, int64 indices) of each micro-batch, for datasets that take many indices at once."""
+        for step in range(self.start_step, self.stop_step):
+            epoch, batch = self.order.batch(step)
+            for part in share(batch, self.rank, self.world_size).tensor_split(self._micro_steps):
+                yield epoch, part
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for epoch, indices in self.micro_batches():
+            yield [(epoch, index) for index in indices.tolist()]
+
+    def __len__(self) -> int:
+        return max(0, self.stop_step - self.start_step) * self._micro_steps

@@ -1,0 +1,97 @@
+"""The only logging set-up: everyone else asks for `logging.getLogger("tandem")` and writes.
+
+Text is for people (`14:02:07 rank 0 | resumed from step 500`), JSON lines are for collectors.
+"""
+
+import json
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tandem.errors import ConfigError
+
+LOGGER_NAME = "tandem"
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def setup(
+    path: Path | None, rank: int | None, node: int, to_terminal: bool, json_lines: bool
+) -> logging.Logger:
+    """Send the "tandem" logger to a file (appended to, never truncated), to stderr, to both or to nothing.
+
+    A `rank` of None is the node's agent. May be called again, for example when a rank number changes: what
+    the call before set up is closed first. Raises ConfigError when the file cannot be opened.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    handlers: list[logging.Handler] = []
+    if path is not None:
+        handlers.append(_file_handler(path))
+    if to_terminal:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    formatter = JsonFormatter(rank, node) if json_lines else TextFormatter(rank, node)
+    for handler in handlers or [logging.NullHandler()]:
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    return logger
+
+
+def redirect_output(path: Path) -> None:
+    """Append this process's stdout and stderr to `path`, native code's too. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return logging.FileHandler(path, mode="a", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot write the log {path}: {reason}; give a --run-dir you can write") from error
+
+
+class TextFormatter(logging.Formatter):
+    """`14:02:07 rank 0 | message` in local time; anything but INFO names its level."""
+
+    def __init__(self, rank: int | None, node: int) -> None:
+        super().__init__()
+        self._who = f"node {node}" if rank is None else f"rank {rank}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self.formatTime(record, '%H:%M:%S')} {self._who} | {level}{record.message}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, rank, node, message, then whatever came as `extra`."""
+
+    def __init__(self, rank: int | None, node: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "rank": self._rank,
+            "node": self._node,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        for key, value in vars(record).items():
+            if key not in _STANDARD_FIELDS:
+                line.setdefault(key, value)
+        return json.dumps(line, default=str, ensure_ascii=False)

@@ -1,0 +1,140 @@
+"""Where the time went, from numbers given to it: no clock is read here.
+
+`Meter` splits steps into phases that add up to the step; `Activities` splits a launch into activities that
+add up to wall time. All durations are seconds.
+"""
+
+from dataclasses import dataclass
+
+PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
+ACTIVITIES = ("startup", "rendezvous", "resume", "train", "eval", "checkpoint", "drain")
+WARMUP_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The steps between two calls of `Meter.interval`; `phases`, all of PHASES, add up to `seconds`."""
+
+    steps: int
+    samples: int
+    seconds: float
+    phases: dict[str, float]
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self.seconds / self.steps if self.steps else 0.0
+
+
+class Meter:
+    """Phase timer and throughput window of one rank.
+
+    The loop reports each phase as it ends and then the step; what no phase claimed is "other".
+    """
+
+    def __init__(self, warmup_steps: int = WARMUP_STEPS) -> None:
+        self.steps = 0
+        self.samples = 0
+        self.seconds = 0.0
+        self._warmup_steps = warmup_steps
+        self._warmup_samples = 0
+        self._warmup_seconds = 0.0
+        self._step_phases: dict[str, float] = {}
+        self._reset_interval()
+
+    def _reset_interval(self) -> None:
+        self._interval_steps = 0
+        self._interval_samples = 0
+        self._interval_phases = dict.fromkeys(PHASES, 0.0)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Charge part of the running step to a phase; raises ValueError for a name not in PHASES."""
+        if phase not in PHASES:
+            raise ValueError(f"phase {phase!r}: valid are {', '.join(PHASES)}")
+        self._step_phases[phase] = self._step_phases.get(phase, 0.0) + max(0.0, seconds)
+
+    def step(self, samples: int, seconds: float) -> None:
+        """Close the step: `samples` of all ranks, `seconds` from its start to its end.
+
+        Two clocks (host and device) may disagree a little; then the step is as long as its phases.
+        """
+        claimed = sum(self._step_phases.values())
+        seconds = max(seconds, claimed)
+        for phase, part in self._step_phases.items():
+            self._interval_phases[phase] += part
+        self._interval_phases["other"] += seconds - claimed
+        self._step_phases.clear()
+        self._interval_steps += 1
+        self._interval_samples += samples
+        self.steps += 1
+        self.samples += samples
+        self.seconds += seconds
+        if self.steps <= self._warmup_steps:
+            self._warmup_samples += samples
+            self._warmup_seconds += seconds
+
+    def interval(self) -> Interval:
+        """What happened since the last call, and begin anew; an open step goes to the next interval."""
+        phases = self._interval_phases
+        closed = Interval(self._interval_steps, self._interval_samples, sum(phases.values()), phases)
+        self._reset_interval()
+        return closed
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput of this launch: steps only (no evaluation, no saves), without the first 20.
+
+        A launch of 20 steps or fewer has nothing else, so there all of its steps count; 0.0 before the first.
+        """
+        samples, seconds = self.samples, self.seconds
+        if self.steps > self._warmup_steps:
+            samples, seconds = samples - self._warmup_samples, seconds - self._warmup_seconds
+        return samples / seconds if seconds > 0 else 0.0
+
+
+class Activities:
+    """What a launch spends its wall time on: exactly one activity at any moment.
+
+    `now` is any clock in seconds; one that steps back counts as standing still.
+    """
+
+    def __init__(self, now: float, activity: str = "startup") -> None:
+        self._totals = dict.fromkeys(ACTIVITIES, 0.0)
+        self._taken = dict.fromkeys(ACTIVITIES, 0.0)
+        self._since = now
+        self.current = _known_activity(activity)
+
+    def switch(self, activity: str, now: float) -> str:
+        """Begin another activity; returns the one it replaces, to switch back to.
+
+        Raises ValueError for a name not in ACTIVITIES.
+        """
+        previous, following = self.current, _known_activity(activity)
+        self._advance(now)
+        self.current = following
+        return previous
+
+    def totals(self, now: float) -> dict[str, float]:
+        """Seconds since the start for every name of ACTIVITIES; they add up to the wall time until `now`."""
+        self._advance(now)
+        return dict(self._totals)
+
+    def take(self, now: float) -> dict[str, float]:
+        """Seconds per activity since the last `take`, for counters; activities without any are left out."""
+        totals, before = self.totals(now), self._taken
+        self._taken = totals
+        return {name: totals[name] - before[name] for name in ACTIVITIES if totals[name] > before[name]}
+
+    def _advance(self, now: float) -> None:
+        if now > self._since:
+            self._totals[self.current] += now - self._since
+            self._since = now
+
+
+def _known_activity(name: str) -> str:
+    if name not in ACTIVITIES:
+        raise ValueError(f"activity {name!r}: valid are {', '.join(ACTIVITIES)}")
+    return name

@@ -1,0 +1,98 @@
+"""`tandem health`: is the run making progress? Standard library only, few imports: probes run it often."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+
+STALE_SECONDS = 15.0
+FILE_NAME = "health.json"
+
+
+def write_health(
+    state_dir: str | os.PathLike[str],
+    *,
+    state: str,
+    step: int,
+    last_progress: float,
+    limit_seconds: float | None,
+) -> None:
+    """Replace STATE_DIR/health.json; call it once a second. Times are Unix seconds. Raises OSError.
+
+    `last_progress` is when the run last got further; `limit_seconds` is how long it may take in this
+    state until the next progress, None for no limit. Not fsynced: after a host's crash it is stale.
+    """
+    path = os.path.join(state_dir, FILE_NAME)
+    record = {
+        "time": time.time(), "state": state, "step": step, "last_progress": last_progress,
+        "limit_seconds": limit_seconds, "pid": os.getpid(),
+    }  # fmt: skip
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(record, file)
+    os.replace(temporary, path)
+
+
+def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[bool, str]:
+    """(healthy?, one line that says why) from STATE_DIR/health.json; never raises."""
+    path = os.path.join(state_dir, FILE_NAME)
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+        return judge(record, time.time() if now is None else now)
+    except FileNotFoundError:
+        return False, f"no heartbeat: {path} does not exist"
+    except OSError as error:
+        return False, f"no heartbeat: {path}: {error.strerror}"
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return False, f"no heartbeat: {path} is not a heartbeat"
+
+
+def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
+    """Judge one heartbeat; raises KeyError, TypeError or ValueError if it is not one."""
+    state, step = str(record["state"]), int(_number(record["step"]))
+    where = f"{state} at step {step}"
+    if state == "succeeded":
+        return True, where
+    if state == "failed":
+        return False, where
+    age = now - _number(record["time"])
+    if age > STALE_SECONDS:
+        return False, f"last heartbeat {age:.0f} s ago, limit {STALE_SECONDS:.0f} s ({where})"
+    pid = int(_number(record["pid"]))
+    if not _is_alive(pid):
+        return False, f"process {pid} is gone ({where})"
+    quiet = max(0.0, now - _number(record["last_progress"]))
+    limit = float("inf") if record["limit_seconds"] is None else _number(record["limit_seconds"])
+    if quiet > limit:
+        return False, f"no progress for {quiet:.0f} s, limit {limit:.0f} s ({where})"
+    return True, f"{where}, last progress {quiet:.0f} s ago"
+
+
+def main(environ: Mapping[str, str]) -> int:
+    """Print one line; 0 healthy, 1 not (Docker reserves 2)."""
+    state_dir = environ.get("TANDEM_STATE_DIR")
+    if not state_dir:
+        healthy, line = False, "TANDEM_STATE_DIR is not set; set it to the directory that tandem launch uses"
+    else:
+        healthy, line = check(state_dir)
+    print(f"{'healthy' if healthy else 'unhealthy'}: {line}", flush=True)
+    return 0 if healthy else 1
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"not a number: {value!r}")
+    return float(value)
+
+
+def _is_alive(pid: int) -> bool:
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,124 @@
+"""Files of the run directory a person or a script reads: events.jsonl, metrics.jsonl, atomic JSON files."""
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+logger = logging.getLogger("tandem")
+
+
+def plain(value: object) -> object:
+    """A copy that strict JSON can hold: NaN and infinities become "NaN", "Infinity", "-Infinity" (the
+    spelling of protobuf's JSON mapping), what JSON does not know becomes its str()."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Strict JSON of anything."""
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
+
+
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Replace `path`, durably: readers see the old or the new content, never a part. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def write_json_atomic(path: Path, obj: object) -> None:
+    """Replace `path` with `obj` as indented JSON, atomically. Raises OSError."""
+    write_bytes_atomic(path, (to_json(obj, indent=2) + "\n").encode())
+
+
+class Journal:
+    """Appends to RUN_DIR/events.jsonl and metrics.jsonl. A full disk is logged once, never raised."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.events_path = run_dir / "events.jsonl"
+        self.metrics_path = run_dir / "metrics.jsonl"
+        self.failures = 0
+        self._lock = threading.Lock()
+
+    def event(self, kind: str, **fields: object) -> None:
+        """Append {"time": Unix seconds, "kind": kind, ...} to events.jsonl."""
+        self._append(self.events_path, {"time": time.time(), "kind": kind, **fields})
+
+    def metrics(self, step: int, **fields: object) -> None:
+        """Append {"time": Unix seconds, "step": step, ...} to metrics.jsonl."""
+        self._append(self.metrics_path, {"time": time.time(), "step": step, **fields})
+
+    def rewind(self, step: int) -> int:
+        """Drop the lines of metrics.jsonl after `step`, and torn ones; returns how many went."""
+        with self._lock:
+            try:
+                lines = self.metrics_path.read_bytes().splitlines(keepends=True)
+            except FileNotFoundError:
+                return 0
+            except OSError as error:
+                self._failed(self.metrics_path, error)
+                return 0
+            kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+            if len(kept) < len(lines):
+                try:
+                    write_bytes_atomic(self.metrics_path, b"".join(kept))
+                except OSError as error:
+                    self._failed(self.metrics_path, error)
+                    return 0
+            return len(lines) - len(kept)
+
+    def _append(self, path: Path, record: dict[str, object]) -> None:
+        line = (to_json(record) + "\n").encode()
+        with self._lock:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a+b", buffering=0) as file:
+                    if _is_torn(file.fileno()):
+                        line = b"\n" + line
+                    file.write(line)
+                self.failures = 0
+            except OSError as error:
+                self._failed(path, error)
+
+    def _failed(self, path: Path, error: OSError) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            logger.warning("cannot write %s (%s); training goes on", path, error.strerror or error)
+
+
+def _is_torn(descriptor: int) -> bool:
+    """True if the file's last line has no end: its writer was killed."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
+def _step_of(line: bytes) -> float:
+    """The line's step; infinity where there is none, so that the line goes."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf

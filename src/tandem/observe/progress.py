@@ -1,0 +1,74 @@
+"""What rank 0 shows while it trains: a bar on a terminal, else one log line per interval."""
+
+import logging
+import sys
+import threading
+from typing import Any, Literal, TextIO
+
+logger = logging.getLogger("tandem")
+
+
+class Progress:
+    """`advance` after each step (cheap), `report` once per log interval, `note` for a line in between.
+
+    mode auto: a bar if `stream` is a terminal; on: a bar; off: log lines only. Other ranks stay silent.
+    """
+
+    def __init__(
+        self, steps_planned: int, *, start_step: int = 0, rank: int = 0,
+        mode: Literal["auto", "on", "off"] = "auto", stream: TextIO | None = None,
+    ) -> None:  # fmt: skip
+        self._steps_planned = steps_planned
+        self._silent = rank != 0
+        self._stream = sys.stderr if stream is None else stream
+        self._step = start_step
+        self._bar: Any = None
+        if not self._silent and (mode == "on" or mode == "auto" and self._stream.isatty()):
+            self._bar = _open_bar(steps_planned, start_step, self._stream)
+
+    @property
+    def has_bar(self) -> bool:
+        return self._bar is not None
+
+    def advance(self, step: int) -> None:
+        """`step` steps are done."""
+        if self._bar is not None and step > self._step:
+            self._bar.update(step - self._step)
+        self._step = max(step, self._step)
+
+    def report(self, step: int, *, epoch: int, loss: float, samples_per_second: float) -> None:
+        """Show the interval that ended with `step` (count of finished steps)."""
+        self.advance(step)
+        if self._bar is not None:
+            self._bar.set_postfix_str(
+                f"epoch {epoch}, loss {loss:.4f}, {samples_per_second:,.0f} samples/s", refresh=False
+            )
+        elif not self._silent:
+            logger.info(
+                "step %d of %d (epoch %d): loss %.4f, %s samples/s",
+                step, self._steps_planned, epoch, loss, f"{samples_per_second:,.0f}",
+            )  # fmt: skip
+
+    def note(self, text: str) -> None:
+        """One line, without tearing the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        elif not self._silent:
+            logger.info("%s", text)
+
+    def close(self) -> None:
+        """Leave the bar as it stands; safe to call twice."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _open_bar(total: int, initial: int, stream: TextIO) -> Any:
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+    class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
+        monitor_interval = 0  # no watcher thread: nothing here needs one
+
+    # tqdm's own lock makes a POSIX semaphore, which needs /dev/shm and is reported as leaked after os._exit.
+    Bar.set_lock(threading.RLock())
+    return Bar(total=total, initial=initial, file=stream, unit="step", dynamic_ncols=True, mininterval=0.2)

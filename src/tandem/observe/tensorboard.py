@@ -1,0 +1,54 @@
+"""TensorBoard event files, for those who installed the extra."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+
+logger = logging.getLogger("tandem")
+
+
+class EventWriter:
+    """Writes scalars under `directory`; events at `purge_step` and later of an earlier launch are hidden.
+
+    Raises ConfigError if TensorBoard is not installed. Writing never raises OSError: it is logged once.
+    """
+
+    def __init__(self, directory: Path, purge_step: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"--tensorboard needs TensorBoard, which cannot be imported ({error}); "
+                "type: pip install 'tandem[tensorboard]', or leave --tensorboard out"
+            ) from error
+        self._failed = False
+        # torch.utils.tensorboard has no annotations
+        self._writer: Any = SummaryWriter(log_dir=str(directory), purge_step=purge_step)  # type: ignore[no-untyped-call,unused-ignore]
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write `values` (name -> number) at `step`."""
+        try:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            self._fail(error)
+
+    def flush(self) -> None:
+        try:
+            self._writer.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._failed:
+            logger.warning("cannot write TensorBoard events (%s); training goes on", error)
+        self._failed = True

@@ -1,0 +1,145 @@
+"""When something is due, and how large a step is: pure functions of the global step.
+
+Nothing here remembers anything, so a resumed run saves, evaluates and decays at the same steps as an
+undisturbed one.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Literal
+
+CadenceUnit = Literal["steps", "epochs", "seconds", "percent", "never"]
+LrScaling = Literal["none", "linear", "sqrt"]
+LrSchedule = Literal["constant", "linear", "cosine", "step"]
+
+CADENCE_VALID = "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"
+_CADENCE = re.compile(r"(\d+(?:\.\d+)?)(steps?|epochs?|s|%)?", re.ASCII)
+_UNITS: dict[str, CadenceUnit] = {
+    **{"": "steps", "step": "steps", "steps": "steps"},
+    **{"epoch": "epochs", "epochs": "epochs", "s": "seconds", "%": "percent"},
+}
+
+# Where "step" decays: epochs 30, 60 and 80 of 90 (Goyal et al. 2017, arXiv:1706.02677).
+STEP_MILESTONES = (30 / 90, 60 / 90, 80 / 90)
+STEP_FACTOR = 0.1
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often something happens: every so many steps, epochs, seconds, or percent of the planned steps."""
+
+    value: float
+    unit: CadenceUnit
+
+    @classmethod
+    def parse(cls, text: str) -> "Cadence":
+        """Read `200`, `1epoch`, `0.5epochs`, `30s`, `10%`, `never`; a zero of any unit is never.
+
+        Raises ValueError, whose text says what is valid.
+        """
+        if text == "never":
+            return cls(0.0, "never")
+        found = _CADENCE.fullmatch(text)
+        if not found:
+            raise ValueError(CADENCE_VALID)
+        value, unit = float(found[1]), _UNITS[found[2] or ""]
+        if value == 0:
+            return cls(0.0, "never")
+        if not math.isfinite(value) or (unit == "steps" and value % 1) or (unit == "percent" and value > 100):
+            raise ValueError(CADENCE_VALID)
+        return cls(value, unit)
+
+    def is_due(self, step: int, steps_per_epoch: int, steps_planned: int) -> bool:
+        """True when `step`, the count of finished steps, has just reached or passed a multiple.
+
+        Multiples need not be whole: 10% of 1005 steps is due at 101, 201, 302, ... 1005. Always False for
+        seconds and never.
+        """
+        period = _period_steps(self.value, self.unit, steps_per_epoch, steps_planned)
+        if period is None or step < 1:
+            return False
+        length, parts = period
+        return step * parts // length > (step - 1) * parts // length
+
+    def is_due_by_time(self, seconds_since_last: float) -> bool:
+        """True when a cadence in seconds is due; always False for the other units."""
+        return self.unit == "seconds" and seconds_since_last >= self.value
+
+    def to_steps(self, steps_per_epoch: int, steps_planned: int) -> int | None:
+        """The first step at which it is due, at least 1; None for seconds and never."""
+        period = _period_steps(self.value, self.unit, steps_per_epoch, steps_planned)
+        return None if period is None else -(-period[0] // period[1])
+
+    def __str__(self) -> str:
+        if self.unit == "never":
+            return "never"
+        epochs = "epoch" if self.value == 1 else "epochs"
+        suffix = {"steps": "", "epochs": epochs, "seconds": "s", "percent": "%"}
+        number = int(self.value) if self.value % 1 == 0 else self.value
+        return f"{number}{suffix[self.unit]}"
+
+
+@lru_cache(maxsize=64)
+def _period_steps(
+    value: float, unit: CadenceUnit, steps_per_epoch: int, steps_planned: int
+) -> tuple[int, int] | None:
+    """Steps between two multiples, as a ratio of integers: 0.7 * 10 is 7, not 7.000000000000001."""
+    per_unit: dict[str, Fraction | int] = {"steps": 1, "epochs": steps_per_epoch}
+    per_unit["percent"] = Fraction(steps_planned, 100)
+    period = Fraction(repr(value)) * per_unit.get(unit, 0)
+    return period.as_integer_ratio() if period > 0 else None
+
+
+def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) -> float:
+    """The learning rate for a global batch of `batch_size`, when `lr` was found with `base_batch_size`.
+
+    linear: Goyal et al. 2017 (SGD). sqrt: Krizhevsky 2014, arXiv:1404.5997 (adaptive optimizers).
+    """
+    if batch_size < 1 or base_batch_size < 1:
+        raise ValueError(f"batch sizes {batch_size} and {base_batch_size}: both must be at least 1")
+    ratio = batch_size / base_batch_size
+    match rule:
+        case "none":
+            return lr
+        case "linear":
+            return lr * ratio
+        case "sqrt":
+            return lr * math.sqrt(ratio)
+    raise ValueError(f"learning-rate scaling {rule!r}: valid are none, linear, sqrt")
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    steps_planned: int,
+    schedule: LrSchedule,
+    final: float = 0.0,
+    milestones: Sequence[float] = STEP_MILESTONES,
+    factor: float = STEP_FACTOR,
+) -> float:
+    """The learning rate of the optimizer step about to be taken (`step` counts from 0).
+
+    Warm-up is linear from peak/warmup_steps to peak. After it, linear and cosine fall towards `final`, which
+    the step after the last planned one would reach; "step" multiplies by `factor` at each of the `milestones`
+    (fractions of the planned steps). Beyond the plan the rate stays where it ended.
+    """
+    if step < warmup_steps:
+        return peak * ((step + 1) / warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / max(1, steps_planned - warmup_steps))
+    match schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak + (final - peak) * progress
+        case "cosine":
+            return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "step":
+            passed = sum(step / max(1, steps_planned) >= milestone for milestone in milestones)
+            return float(peak * factor**passed)
+    raise ValueError(f"learning-rate schedule {schedule!r}: valid are constant, linear, cosine, step")

@@ -1,0 +1,49 @@
+"""Signals become a flag, and nothing else: whoever reads the flag decides what it means."""
+
+import signal
+import time
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+IGNORED_BY_FORK_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+REPEAT_WINDOW_SECONDS = 2.0
+
+
+class StopFlag:
+    """Set by the first stop signal; counts interrupts that come later than a repeat.
+
+    A scheduler signals the whole process tree and the agent forwards the same signal, so a rank may see
+    one stop several times: all within `REPEAT_WINDOW_SECONDS` count as one.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self.interrupts = 0
+        self._last = float("-inf")
+
+    def __bool__(self) -> bool:
+        return self.signal_number is not None
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.signal_number).name if self.signal_number is not None else "none"
+
+    def install(self) -> "StopFlag":
+        """Take over the stop signals of this process (main thread only)."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._last > REPEAT_WINDOW_SECONDS and number == signal.SIGINT:
+            self.interrupts += 1
+        self._last = now
+        if self.signal_number is None:
+            self.signal_number = number
+
+
+def ignore_stop_signals() -> None:
+    """Make this process, and those forked from it until they decide otherwise, deaf to stop signals."""
+    for number in IGNORED_BY_FORK_SERVER:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,1 @@
+"""What is trained: the contract, and the tasks that come with tandem."""

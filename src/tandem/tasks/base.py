@@ -1,0 +1,180 @@
+"""What a task is, and how one is found by its name.
+
+A task is a plain class; three methods are enough, and tandem owns the sampler, loader, loop, precision, DDP,
+checkpoints and metrics. A dataclass's fields are its settings, given with `--task.FIELD VALUE`; a field named
+`data_dir` or `download` is filled from `--data-dir` and `--download`.
+
+Methods a task may have besides, each looked for by name:
+
+    prepare(self) -> None                           once on each node, before `build_datasets`: downloads
+    evaluate_batch(self, model, batch)              as `loss`, for evaluation
+    build_optimizer(self, model) -> Optimizer       instead of --optimizer
+    build_scheduler(self, optimizer)                instead of --schedule
+    collate(self, samples) -> batch                 instead of torch's default_collate
+    place(self, model, device) -> nn.Module         instead of model.to(device)
+    after_resume(self, model) -> None               called when a checkpoint has been loaded
+
+How a dataset answers for many indices at once, and how it augments, is said in `tandem/data/datasets.py`.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from tandem.data.datasets import Datasets, one_line
+from tandem.errors import ConfigError, TandemError
+from tandem.tasks.fields import convert_fields
+
+BUILT_IN: Mapping[str, str] = {
+    "digits": "tandem.tasks.digits:Digits",
+    "mnist": "tandem.tasks.mnist:Mnist",
+    "fashion-mnist": "tandem.tasks.mnist:FashionMnist",
+    "cifar10": "tandem.tasks.cifar10:Cifar10",
+    "image-folder": "tandem.tasks.image_folder:ImageFolder",
+    "binary": "tandem.tasks.binary:Binary",
+}
+REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
+
+Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
+"""{name: (sum over the samples, number of samples)}: tandem adds both up and divides once."""
+
+
+class Task(Protocol):
+    """The contract; see the top of this file for what a task may have besides."""
+
+    def build_model(self) -> nn.Module: ...
+
+    def build_datasets(self) -> Datasets: ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Sums]:
+        """The mean loss over the batch, a scalar on the model's device, and sums for further numbers."""
+        ...
+
+
+def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bool) -> Task:
+    """The task `name` (built in, `path/to/file.py:Class` or `package.module:Class`) with its fields set.
+
+    A file or module with a single task class may be named without the class.
+    Raises ConfigError on an unknown name, a module that does not import, and fields that do not fit.
+    """
+    found = _find_class(BUILT_IN.get(name, name))
+    given = {"data_dir": data_dir, "download": download}
+    values = convert_fields(found, name, fields, given)
+    try:
+        task = found(**values)
+        for attribute in given.keys() - values.keys():
+            if hasattr(task, attribute):
+                setattr(task, attribute, given[attribute])
+    except TandemError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"task {name} cannot be made with the fields given ({_where(error)})") from error
+    result: Task = task
+    return result
+
+
+def _find_class(name: str) -> type[Any]:
+    location, _, class_name = name.rpartition(":") if ":" in name else (name, "", "")
+    if location.endswith(".py"):
+        module = _module_of_file(Path(location))
+    elif class_name or "." in location:
+        module = _module_of_name(location, name)
+    else:
+        raise ConfigError(f"unknown task {name!r}{_nearest(name, list(BUILT_IN))}: {_valid()}")
+    if not class_name:
+        return _only_task(module, name)
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        classes = [candidate.__name__ for candidate in _task_classes(module)]
+        raise ConfigError(f"{location} has no class {class_name!r}; task classes in it: {_listed(classes)}")
+    if absent := [method for method in REQUIRED_METHODS if not callable(getattr(found, method, None))]:
+        raise ConfigError(
+            f"{name} is no task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
+        )
+    return found
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own; its folder joins the search path's end, for its neighbours."""
+    if not path.is_file():
+        raise ConfigError(f"task file {path} does not exist (from {Path.cwd()}): give PATH/FILE.py:CLASS")
+    path = path.resolve()
+    name = f"tandem_task_{path.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    _search_also(path.parent)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"task file {path} cannot be imported ({_where(error)})") from error
+    return module
+
+
+def _module_of_name(location: str, name: str) -> ModuleType:
+    _search_also(Path.cwd())
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (location + ".").startswith(error.name + "."):
+            raise ConfigError(f"task {name!r}: there is no module {error.name!r}; {_valid()}") from error
+        raise ConfigError(f"task module {location} cannot be imported ({_where(error)})") from error
+    except Exception as error:
+        raise ConfigError(f"task module {location} cannot be imported ({_where(error)})") from error
+
+
+def _search_also(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _only_task(module: ModuleType, name: str) -> type[Any]:
+    classes = _task_classes(module)
+    if len(classes) != 1:
+        names = _listed([found.__name__ for found in classes])
+        raise ConfigError(f"{name} has {len(classes)} task classes ({names}): name one, as in {name}:MyTask")
+    return classes[0]
+
+
+def _task_classes(module: ModuleType) -> list[type[Any]]:
+    return [
+        found
+        for _, found in inspect.getmembers(module, inspect.isclass)
+        if found.__module__ == module.__name__
+        and all(callable(getattr(found, method, None)) for method in REQUIRED_METHODS)
+    ]
+
+
+def _where(error: Exception) -> str:
+    """The error on one line, and the last line of code that led to it."""
+    if isinstance(error, SyntaxError):
+        return one_line(error)  # says the file and the line itself
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
+    return f"{one_line(error)}, {frames[-1].filename} line {frames[-1].lineno}" if frames else one_line(error)
+
+
+def _valid() -> str:
+    return f"valid are {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS and PACKAGE.MODULE:CLASS"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f", did you mean {near[0]!r}" if near else ""
+
+
+def _listed(names: list[str] | tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,52 @@
+"""CIFAR-10, read once through torchvision (which checks the MD5 of every file), served from memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tandem.data.datasets import Augment, Datasets, TensorImages, download, random_crop_flip, torchvision_for
+from tandem.errors import ConfigError
+from tandem.tasks.classification import LossAndSums, cross_entropy, small_resnet
+
+
+@dataclass
+class Cifar10:
+    """50,000 + 10,000 colour pictures of 32 x 32; trained with random crops and flips."""
+
+    data_dir: Path = Path("data")
+    download: bool = False
+    width: int = 16
+    augment: bool = True
+
+    mean: ClassVar[tuple[float, float, float]] = (0.4914, 0.4822, 0.4465)
+    std: ClassVar[tuple[float, float, float]] = (0.2470, 0.2435, 0.2616)
+
+    def prepare(self) -> None:
+        """Download the files where that is asked for; those that are there and whole are left alone."""
+        if self.download:
+            vision = torchvision_for("cifar10")
+            download("cifar10", lambda: vision.datasets.CIFAR10(self.data_dir, download=True))
+
+    def build_model(self) -> nn.Module:
+        return small_resnet(self.width)
+
+    def build_datasets(self) -> Datasets:
+        return Datasets(self._read(True, random_crop_flip if self.augment else None), self._read(False, None))
+
+    def loss(self, model: nn.Module, batch: Any) -> LossAndSums:
+        return cross_entropy(model, batch)
+
+    def _read(self, train: bool, augment: Augment | None) -> TensorImages:
+        vision = torchvision_for("cifar10")
+        try:
+            read = vision.datasets.CIFAR10(self.data_dir, train)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"task cifar10 found no whole cifar-10-batches-py (MD5 checked) in {self.data_dir}: "
+                "put it there, or add --download"
+            ) from error
+        labels = torch.tensor(read.targets, dtype=torch.int64)
+        return TensorImages(torch.from_numpy(read.data), labels, self.mean, self.std, augment)

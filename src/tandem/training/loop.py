@@ -1,0 +1,115 @@
+"""The loop: everything that happens to a run, in order, on one screen."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tandem.cluster.world import Agreed, World
+from tandem.config import Settings
+from tandem.errors import NonFiniteError
+from tandem.observe.recorder import Recorder
+from tandem.schedule import Cadence
+from tandem.signals import StopFlag
+from tandem.training.optim import Schedule
+from tandem.training.step import Proposal, Stepper
+
+EVENTS = ("log", "eval", "save")
+
+
+@dataclass
+class Timetable:
+    """When to log, evaluate and save: by step number on every rank alike, by rank 0's clock for seconds.
+
+    What the clock says travels as a bit inside the step's all-reduce, so that all ranks act together.
+    """
+
+    cadences: dict[str, Cadence]
+    steps_per_epoch: int
+    steps_planned: int
+    clock: Callable[[], float] = time.monotonic
+    _last: dict[str, float] = field(default_factory=dict)
+
+    def decisions(self, is_first: bool) -> int:
+        """Rank 0's bits for this step; nothing from the others."""
+        if not is_first:
+            return 0
+        now = self.clock()
+        bits = 0
+        for position, event in enumerate(EVENTS):
+            if self.cadences[event].is_due_by_time(now - self._last.setdefault(event, now)):
+                self._last[event] = now
+                bits |= 1 << position
+        return bits
+
+    def is_due(self, event: str, step: int, agreed: Agreed | None) -> bool:
+        """Whether `event` happens after `step` finished steps; the last step counts for all of them."""
+        by_clock = agreed is not None and bool(agreed.decisions & (1 << EVENTS.index(event)))
+        cadence = self.cadences[event]
+        if step == self.steps_planned:
+            return cadence.unit != "never" or event == "save"
+        return by_clock or cadence.is_due(step, self.steps_per_epoch, self.steps_planned)
+
+
+@dataclass
+class Training:
+    """A run, put together by `run.py`: `step` is the number of finished steps."""
+
+    world: World
+    settings: Settings
+    model: nn.Module
+    stepper: Stepper
+    schedule: Schedule
+    timetable: Timetable
+    recorder: Recorder
+    stop: StopFlag
+    batches: Iterator[Sequence[Any]]
+    evaluate: Callable[[], dict[str, float]]
+    save: Callable[[int], None]
+    step: int
+
+
+def train(t: Training) -> bool:
+    """Train to the planned step: True when it is reached, False when a signal ended the run before.
+
+    Raises NonFiniteError (all ranks at the same step); errors of torch and of the task pass through.
+    """
+    planned, first = t.timetable.steps_planned, t.step
+    with t.recorder.activity("train"):
+        while t.step < planned:
+            t.recorder.begin_step()
+            micro_batches = next(t.batches)
+            t.recorder.got_data()
+            if t.step == first:
+                t.stepper.settle_buckets(micro_batches, t.step)
+            rate = t.schedule.set(t.step)
+            proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
+            agreed = t.stepper.take(micro_batches, t.step, proposal)
+            t.schedule.advance()
+            t.step += 1
+            if t.step == first + 1:
+                t.world.shorten_timeout(t.settings.hang_timeout)
+            t.recorder.end_step(t.step, t.stepper.phases, agreed, rate)
+            due = {event for event in EVENTS if t.timetable.is_due(event, t.step, agreed)}
+            if agreed is not None and agreed.stop:
+                due.add("save")
+            if "save" in due or t.step == planned:
+                agreed = t.recorder.late(t.stepper.drain()) or agreed
+            if agreed is not None and agreed.non_finite:
+                raise NonFiniteError(
+                    f"the loss of step {agreed.step + 1} is not finite; lower --lr, set --clip-norm, or look "
+                    "at the data; the last checkpoint is from before it"
+                )
+            if "log" in due:
+                t.recorder.log_interval(t.step, t.stepper.grad_norm)
+            if "eval" in due:
+                with t.recorder.activity("eval"):
+                    t.recorder.evaluated(t.step, t.evaluate())
+            if "save" in due:
+                with t.recorder.activity("checkpoint"):
+                    t.save(t.step)
+            if agreed is not None and agreed.stop and t.step < planned:
+                return False
+    return True

@@ -1,0 +1,75 @@
+"""The optimizer and the learning rate of each step."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tandem.config import Settings
+from tandem.schedule import Cadence, learning_rate, scale_lr
+from tandem.tasks.base import Task
+
+
+def build_optimizer(settings: Settings, task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """The task's own optimizer if it has one, else the one that the settings name."""
+    own = getattr(task, "build_optimizer", None)
+    if own is not None:
+        optimizer = own(model)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return optimizer
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    lr, decay = settings.lr, settings.weight_decay
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=lr, momentum=settings.momentum, weight_decay=decay, nesterov=settings.momentum > 0
+        )
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=decay)
+
+
+def learning_rate_of(settings: Settings, steps_per_epoch: int, steps_planned: int) -> Callable[[int], float]:
+    """step (0-based, about to be taken) -> learning rate; a pure function, so nothing of it is saved."""
+    peak = scale_lr(settings.lr, settings.lr_scaling, settings.batch_size, settings.lr_base_batch_size)
+    warmup = Cadence.parse(settings.warmup).to_steps(steps_per_epoch, steps_planned) or 0
+
+    def at(step: int) -> float:
+        return learning_rate(
+            step, peak=peak, warmup_steps=warmup, steps_planned=steps_planned, schedule=settings.schedule
+        )
+
+    return at
+
+
+class Schedule:
+    """Sets the learning rate before each step: the settings' rule, or the task's own scheduler."""
+
+    def __init__(
+        self, settings: Settings, task: Task, optimizer: torch.optim.Optimizer, epoch_steps: int, planned: int
+    ) -> None:
+        self._optimizer = optimizer
+        build = getattr(task, "build_scheduler", None)
+        self._own: torch.optim.lr_scheduler.LRScheduler | None = build(optimizer) if build else None
+        self._rule = learning_rate_of(settings, epoch_steps, planned)
+        self._fixed = hasattr(task, "build_optimizer")
+
+    def set(self, step: int) -> float:
+        """Prepare the optimizer for 0-based `step`; return the rate of its first group."""
+        if self._own is None and not self._fixed:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rule(step)
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def advance(self) -> None:
+        """After a step: move the task's own scheduler on, if there is one."""
+        if self._own is not None:
+            self._own.step()
+
+    def state(self) -> dict[str, object]:
+        """What to save: empty unless the task brought a scheduler."""
+        return self._own.state_dict() if self._own is not None else {}
+
+    def load(self, state: dict[str, object]) -> None:
+        """Restore the task's own scheduler."""
+        if self._own is not None and state:
+            self._own.load_state_dict(state)

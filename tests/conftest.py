@@ -1,0 +1,87 @@
+"""What all tests share: honest skips, free ports, and processes that never outlive their test."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+DEFAULT_LIMIT_SECONDS = 100.0  # below pytest-timeout's 120, so that the process is named, not the test
+
+
+def require(name: str, available: bool | None = None, why: str = "") -> None:
+    """Skip where `name` (say docker) is missing; fail instead when TANDEM_REQUIRE (a,b,c) names it.
+
+    `available` None means: is there a program of that name?
+    """
+    if shutil.which(name) is not None if available is None else available:
+        return
+    message = f"{name} is not available here{': ' + why if why else ''}"
+    if name in os.environ.get("TANDEM_REQUIRE", "").replace(",", " ").split():
+        pytest.fail(f"{message}, but TANDEM_REQUIRE asks for it", pytrace=False)
+    pytest.skip(message)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port that was free a moment ago on every local address."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+class Processes:
+    """Starts programs, each leader of a session of its own, and ends those sessions, nothing else."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """`subprocess.Popen` with text pipes; stderr goes into stdout unless told otherwise."""
+        defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, start_new_session=True, **{**defaults, **options})
+        self.started.append(process)
+        return process
+
+    def run(
+        self, command: Sequence[str], limit: float = DEFAULT_LIMIT_SECONDS, **options: Any
+    ) -> tuple[int, str]:
+        """Exit code and output; fails the test with the output so far when `limit` seconds pass."""
+        return self.wait(self.start(command, **options), limit)
+
+    def wait(self, process: subprocess.Popen[str], limit: float = DEFAULT_LIMIT_SECONDS) -> tuple[int, str]:
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.kill(process)
+            output, _ = process.communicate(timeout=10)
+            pytest.fail(f"{process.args!r} ran longer than {limit:g} s; its output:\n{output}", pytrace=False)
+        return process.returncode, output or ""
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        """SIGKILL to the whole group; the group outlives its leader, so a finished leader does not matter."""
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    own = Processes()
+    yield own
+    for process in own.started:
+        own.kill(process)
+        process.wait(timeout=10)
+        for stream in (process.stdout, process.stderr, process.stdin):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture(name="require")
+def require_fixture() -> Callable[..., None]:
+    return require

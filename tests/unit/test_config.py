@@ -1,0 +1,273 @@
+"""Where values come from, and what is said about those that cannot be."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.config import FIELDS, FLAGS, Settings, explain, load, markdown_table
+from tandem.errors import ConfigError
+
+
+def settings_of(*argv: str, **environ: str) -> Settings:
+    return load(argv, environ, None).settings
+
+
+def message_of(*argv: str, environ: Mapping[str, str] | None = None, dotenv: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(argv, environ or {}, dotenv)
+    message = str(caught.value)
+    assert "\n" not in message and "pydantic" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+def test_defaults_are_valid() -> None:
+    loaded = load([], {}, None)
+    assert loaded.settings == Settings()
+    assert set(loaded.sources) == set(FIELDS)
+    assert set(loaded.sources.values()) == {"default"}
+    for name in FIELDS:  # defaults are not validated by construction, so hand them in
+        Settings.from_dict({name: getattr(loaded.settings, name)})
+
+
+def test_precedence_and_sources(tmp_path: Path) -> None:
+    config, dotenv = tmp_path / "run.toml", tmp_path / ".env"
+    config.write_text("epochs = 1\nlr = 1\nseed = 1\nworkers = 1\n")
+    dotenv.write_text(f"TANDEM_EPOCHS=2\nTANDEM_LR=2\nTANDEM_SEED=2\nTANDEM_CONFIG={config}\nOTHER=x\n")
+    environ = {"TANDEM_EPOCHS": "3", "TANDEM_LR": "3", "PATH": "/bin"}
+    loaded = load(["--epochs", "4"], environ, dotenv)
+    chosen = loaded.settings
+    assert (chosen.epochs, chosen.lr, chosen.seed, chosen.workers, chosen.momentum) == (4, 3.0, 2, 1, 0.9)
+    assert loaded.sources["epochs"] == "flag --epochs"
+    assert loaded.sources["lr"] == "environment TANDEM_LR"
+    assert loaded.sources["seed"] == ".env"
+    assert loaded.sources["workers"] == f"config {config}"
+    assert loaded.sources["momentum"] == "default"
+
+
+@given(st.permutations(range(4)), st.integers(0, 4))
+def test_the_strongest_source_wins(values: list[int], sources: int) -> None:
+    argv = [f"--seed={values[0]}"] if sources > 0 else []
+    argv += ["--seed", str(values[1])] if sources > 1 else []
+    environ = {"TANDEM_SEED": str(values[2])} if sources > 2 else {}
+    expected = values[1] if sources > 1 else values[0] if sources > 0 else 0
+    assert load(argv, environ, None).settings.seed == expected
+
+
+def test_flag_forms() -> None:
+    assert settings_of("--lr=0.5").lr == settings_of("--lr", "0.5").lr == 0.5
+    assert settings_of("--run-dir=a=b").run_dir == Path("a=b")
+    for argv in (["--compile"], ["--compile", "true"], ["--compile=1"], ["--compile", "--lr", "1"]):
+        assert settings_of(*argv).compile
+    for argv in (["--no-compile"], ["--compile", "false"], ["--compile=no"]):
+        assert not settings_of(*argv, TANDEM_COMPILE="true").compile
+
+
+def test_none_resets_what_may_be_none() -> None:
+    assert settings_of("--steps", "none", TANDEM_STEPS="5").steps is None
+    assert "--epochs got 'none'" in message_of("--epochs", "none")
+
+
+def test_empty_variables_count_as_not_set(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("TANDEM_EPOCHS=7\nTANDEM_LR=\nTANDEM_SEED\n")
+    assert load([], {"TANDEM_EPOCHS": "", "TANDEM_STEPS": ""}, dotenv).settings.epochs == 7
+
+
+def test_dotenv_is_not_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s3cret")
+    monkeypatch.setenv("TANDEM_EPOCHS", "9")
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("TANDEM_RUN_DIR=${SECRET}\n")
+    loaded = load([], {}, dotenv)
+    assert loaded.settings.run_dir == Path("${SECRET}")
+    assert loaded.settings.epochs == Settings().epochs == 4
+
+
+def test_task_fields_are_merged_per_name(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[task_fields]\ndepth = 2\nwidth = 8\nflip = true\nname = "a"\n')
+    argv = ["--config", str(config), "--task.depth", "4", "--task.image-size=28"]
+    loaded = load(argv, {"TANDEM_TASK__DEPTH": "3", "TANDEM_TASK__WIDTH": "16"}, None)
+    fields = {"depth": "4", "image_size": "28", "width": "16", "flip": "true", "name": "a"}
+    assert loaded.settings.task_fields == fields
+    assert loaded.sources["task.depth"] == "flag --task.depth"
+    assert loaded.sources["task.width"] == "environment TANDEM_TASK__WIDTH"
+    assert loaded.sources["task.flip"] == f"config {config}"
+
+
+def test_kubernetes_service_links_are_not_ours() -> None:
+    links = {
+        "TANDEM_METRICS_SERVICE_HOST": "10.0.0.1",
+        "TANDEM_METRICS_SERVICE_PORT_HTTP": "9469",
+        "TANDEM_METRICS_PORT": "tcp://10.0.0.1:9469",
+        "TANDEM_METRICS_PORT_9469_TCP_ADDR": "10.0.0.1",
+        "TANDEM_PORT": "tcp://10.0.0.1:9469",
+    }
+    assert settings_of(**links).metrics_port == 9469
+    assert settings_of(TANDEM_METRICS_PORT="9470").metrics_port == 9470
+
+
+@pytest.mark.parametrize(
+    "name", ["TANDEM_STATE_DIR", "TANDEM_REQUIRE", "TANDEM_TRIALS", "TANDEM_COMPOSE_NODES"]
+)
+def test_variables_read_elsewhere_are_known(name: str) -> None:
+    assert settings_of(**{name: "x"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--epoch", "3"], "unknown flag --epoch; did you mean --epochs? See `tandem config --explain`"),
+        (["--batch_size=3"], "unknown flag --batch_size; did you mean --batch-size?"),
+        (["-lr", "3"], "unknown flag -lr; did you mean --lr?"),
+        (["--no-compil"], "unknown flag --no-compil; did you mean --no-compile?"),
+        (["--zzz"], "unknown flag --zzz. See"),
+        (["train"], "unexpected argument 'train'"),
+        (["--lr"], "--lr needs a value: a number of at least 0"),
+        (["--lr", "--seed", "1"], "--lr needs a value"),
+        (["--no-compile=1"], "--no-compile got '1', but takes no value"),
+        (["--task.depth"], "--task.depth needs a value"),
+    ],
+)
+def test_flags_that_cannot_be(argv: list[str], expected: str) -> None:
+    assert message_of(*argv).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "valid"),
+    [
+        ("--epochs", "zero", "a whole number of at least 1"),
+        ("--epochs", "0", "a whole number of at least 1"),
+        ("--lr", "nan", "a number of at least 0"),
+        ("--momentum", "1", "a number from 0 to below 1"),
+        ("--schedule", "cosin", "one of constant, linear, cosine, step"),
+        ("--strategy", "fsdp", "ddp"),
+        ("--compile", "maybe", "true or false"),
+        ("--threads", "0", "auto, or a whole number of at least 1"),
+        ("--steps", "0", "a whole number of at least 1, or none"),
+        ("--data-dir", "", "a path"),
+        ("--master", "node-0", "HOST:PORT"),
+        ("--master", "node-0:0", "HOST:PORT"),
+        ("--master", "::1:23456", "HOST:PORT"),
+        ("--elastic", "4:1", "MIN:MAX nodes"),
+        ("--elastic", "0:1", "MIN:MAX nodes"),
+        ("--profile", "10:0", "START:STEPS"),
+        ("--log-every", "5x", "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"),
+        ("--warmup", "30s", "steps, epochs or percent"),
+        ("--run-name", "../up", "up to 63 letters"),
+        ("--metrics-port", "65536", "a port from 0"),
+    ],
+)
+def test_bad_values_name_flag_value_and_what_is_valid(flag: str, text: str, valid: str) -> None:
+    assert message_of(flag, text).startswith(f"{flag} got {text!r}, valid is {valid}")
+    variable = "TANDEM_" + FLAGS[flag].upper()
+    if text:
+        assert message_of(environ={variable: text}).startswith(f"{variable} got {text!r}, valid is {valid}")
+
+
+def test_good_values_of_checked_texts() -> None:
+    for address in ("plain-master-0:23456", "10.0.0.1:1", "[::1]:65535"):
+        assert settings_of("--master", address).master == address
+    assert settings_of("--elastic", "2:2", "--profile", "0:1", "--warmup", "5%").elastic == "2:2"
+    assert settings_of("--threads", "4", "--nproc", "auto").threads == 4
+
+
+def test_a_long_bad_value_is_cut() -> None:
+    assert len(message_of("--epochs", "9" * 5000 + "x\n")) < 200
+
+
+def test_unknown_variables(tmp_path: Path) -> None:
+    assert message_of(environ={"TANDEM_EPOCH": "3"}).startswith(
+        "unknown variable TANDEM_EPOCH; did you mean TANDEM_EPOCHS?"
+    )
+    assert message_of(environ={"TANDEM_lr": "3"}).startswith(
+        "unknown variable TANDEM_lr; did you mean TANDEM_LR?"
+    )
+    assert message_of(environ={"TANDEM_QQQ": ""}).startswith("unknown variable TANDEM_QQQ. See")
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("TANDEM_EPOCH=3\n")
+    assert "TANDEM_EPOCH in .env; did you mean TANDEM_EPOCHS?" in message_of(dotenv=dotenv)
+    dotenv.write_text("TANDEM_EPOCHS=x\n")
+    assert message_of(dotenv=dotenv).startswith("TANDEM_EPOCHS in .env got 'x', valid is")
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ("epoch = 3", "unknown key epoch in {file}; did you mean epochs?"),
+        ("epochs = true", "epochs in {file} got 'true', valid is a whole number"),
+        ("epochs = [1]", "epochs in {file} got [1], valid is a whole number"),
+        ("lr = inf", "lr in {file} got 'inf', valid is a number"),
+        ("task_fields = 3", "task_fields in {file} got 3, valid is a table"),
+        ("[task_fields]\ndepth = []", "task.depth in {file} got [], valid is text"),
+        ("epochs =", "--config got '{file}', valid is a TOML file: "),
+    ],
+)
+def test_config_files_that_cannot_be(tmp_path: Path, toml: str, expected: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(toml)
+    assert message_of("--config", str(file)).startswith(expected.format(file=file))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file" in message_of(environ={"TANDEM_CONFIG": str(tmp_path / "gone.toml")})
+    dotenv = tmp_path / ".env"
+    dotenv.write_bytes(b"TANDEM_TASK=\xff\n")
+    assert message_of(dotenv=dotenv).startswith(f"cannot read {dotenv}")
+
+
+def test_dict_round_trip_goes_through_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_EPOCHS", "99")
+    settings = settings_of("--lr", "0.3", "--threads", "2", "--run-dir", "runs/a", "--task.depth", "4")
+    assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    with pytest.raises(ConfigError, match="unknown setting epoch; did you mean epochs"):
+        Settings.from_dict({"epoch": 1})
+    with pytest.raises(ConfigError, match="^epochs got 0, valid is a whole number"):
+        Settings.from_dict({"epochs": 0})
+
+
+def test_fingerprint_fields() -> None:
+    assert settings_of("--task.depth", "4").fingerprint_fields() == {
+        "task": "digits",
+        "task_fields": {"depth": "4"},
+        "seed": 0,
+        "batch_size": 240,
+        "precision": "fp32",
+        "strategy": "ddp",
+        "optimizer": "sgd",
+        "sync_batchnorm": False,
+    }
+
+
+@given(
+    st.lists(
+        st.sampled_from([*FLAGS, "--no-compile", "--task.x", "x", "1", "=", "--", "--config", "none", ""])
+    )
+)
+def test_any_command_line_gives_settings_or_one_line(argv: list[str]) -> None:
+    try:
+        load(argv, {}, None)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+def test_explain_and_table_have_every_setting() -> None:
+    explained = explain(load(["--lr", "0.3", "--task.depth=4"], {}, None)).splitlines()
+    assert [line.split()[0] for line in explained] == [*FIELDS, "task.depth"]
+    assert any(line.split() == ["lr", "0.3", "flag", "--lr"] for line in explained)
+    rows = markdown_table().splitlines()
+    assert all(row.count("|") == 6 for row in rows)
+    assert [row.split("`")[1] for row in rows[2:-2]] == list(FLAGS)
+    assert all(row.split("|")[5].strip() for row in rows)
+
+
+def test_settings_need_no_torch() -> None:
+    code = "import sys, tandem.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,72 @@
+"""One logger, two forms, a file that is only ever appended to."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.log import setup
+
+
+@pytest.fixture(autouse=True)
+def quiet_afterwards() -> Iterator[None]:
+    yield
+    setup(None, None, 0, to_terminal=False, json_lines=False)
+
+
+def test_text_line_names_the_rank(tmp_path: Path) -> None:
+    path = tmp_path / "log" / "rank-2.log"
+    setup(path, 2, 1, to_terminal=False, json_lines=False).info("resumed from step %d", 500)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d rank 2 \| resumed from step 500\n", path.read_text())
+
+
+def test_agent_lines_name_the_node_and_other_levels_are_named(tmp_path: Path) -> None:
+    logger = setup(tmp_path / "agent.log", None, 3, to_terminal=False, json_lines=False)
+    logger.debug("not shown")
+    logger.warning("port 9469 is busy")
+    line = (tmp_path / "agent.log").read_text()
+    assert line.endswith(" node 3 | warning: port 9469 is busy\n")
+    assert line.count("\n") == 1
+
+
+def test_json_line_has_extra_fields_and_stays_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    logger = setup(path, 0, 0, to_terminal=False, json_lines=True)
+    try:
+        raise OSError("disk\nfull")
+    except OSError:
+        logger.exception("save failed\nagain", extra={"step": 7, "path": tmp_path})
+    (line,) = path.read_text().splitlines()
+    record = json.loads(line)
+    assert list(record)[:5] == ["time", "level", "rank", "node", "message"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record["time"])
+    assert (record["level"], record["rank"], record["node"]) == ("error", 0, 0)
+    assert record["message"] == "save failed\nagain"
+    assert record["step"] == 7 and record["path"] == str(tmp_path)
+    assert "OSError" in record["exception"]
+    assert set(record) == {"time", "level", "rank", "node", "message", "exception", "step", "path"}
+
+
+def test_set_up_again_appends_and_replaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rank-0.log"
+    for text in ("one", "two"):
+        setup(path, 0, 0, to_terminal=True, json_lines=False).info(text)
+    assert [line.split(" | ")[1] for line in path.read_text().splitlines()] == ["one", "two"]
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_without_file_and_terminal_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(None, 1, 0, to_terminal=False, json_lines=False).error("lost")
+    logging.getLogger("tandem.child").error("lost too")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_file_that_cannot_be_opened_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("a file, not a directory")
+    with pytest.raises(ConfigError, match="cannot write the log .*--run-dir") as caught:
+        setup(tmp_path / "log" / "rank-0.log", 0, 0, to_terminal=False, json_lines=False)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,120 @@
+"""Phases add up to the step, activities to wall time, throughput leaves the first steps out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.meter import ACTIVITIES, PHASES, Activities, Meter
+
+SECONDS = st.floats(0, 10)
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.sampled_from(PHASES), SECONDS), SECONDS), max_size=30))
+def test_phases_add_up_to_the_steps(steps: list[tuple[dict[str, float], float]]) -> None:
+    meter = Meter()
+    for phases, rest in steps:
+        for phase, seconds in phases.items():
+            meter.add(phase, seconds)
+        meter.step(4, sum(phases.values()) + rest)
+    interval = meter.interval()
+    assert sum(interval.phases.values()) == pytest.approx(interval.seconds)
+    assert interval.seconds == pytest.approx(meter.seconds)
+    assert tuple(interval.phases) == PHASES
+    assert (interval.steps, interval.samples) == (len(steps), 4 * len(steps))
+
+
+def test_what_no_phase_claimed_is_other() -> None:
+    meter = Meter()
+    meter.add("data", 1.0)
+    meter.add("data", 0.5)
+    meter.add("forward", 2.0)
+    meter.step(10, 4.0)
+    interval = meter.interval()
+    assert interval.phases["data"] == 1.5
+    assert interval.phases["other"] == 0.5
+    assert interval.samples_per_second == 2.5
+    assert interval.seconds_per_step == 4.0
+
+
+def test_phases_longer_than_the_step_stretch_it() -> None:
+    meter = Meter()
+    meter.add("backward", 1.2)
+    meter.step(1, 1.0)
+    interval = meter.interval()
+    assert interval.seconds == meter.seconds == 1.2
+    assert interval.phases["other"] == 0.0
+
+
+def test_interval_begins_anew_and_an_open_step_goes_to_the_next() -> None:
+    meter = Meter()
+    meter.step(1, 1.0)
+    meter.add("data", 0.25)
+    assert meter.interval().phases["data"] == 0.0
+    assert meter.interval().steps == 0
+    meter.step(1, 1.0)
+    assert meter.interval().phases["data"] == 0.25
+    empty = meter.interval()
+    assert empty.samples_per_second == empty.seconds_per_step == 0.0
+
+
+def test_throughput_leaves_out_the_first_twenty_steps() -> None:
+    meter = Meter()
+    assert meter.samples_per_second == 0.0
+    for _ in range(20):
+        meter.step(100, 10.0)
+    assert meter.samples_per_second == 10.0
+    for _ in range(5):
+        meter.step(100, 1.0)
+    assert meter.samples_per_second == 100.0
+    assert (meter.steps, meter.samples, meter.seconds) == (25, 2500, 205.0)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="data, transfer, forward"):
+        Meter().add("fwd", 1.0)
+    with pytest.raises(ValueError, match="startup, rendezvous"):
+        Activities(0.0).switch("lunch", 1.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTIVITIES), SECONDS, st.booleans()), max_size=40))
+def test_activities_add_up_to_wall_time(switches: list[tuple[str, float, bool]]) -> None:
+    now = start = 1000.0
+    activities = Activities(start)
+    taken = dict.fromkeys(ACTIVITIES, 0.0)
+    for name, seconds, take in switches:
+        now += seconds
+        before = activities.current
+        assert activities.switch(name, now) == before
+        if take:
+            taken = {
+                key: value + part.get(key, 0.0)
+                for part in [activities.take(now)]
+                for key, value in taken.items()
+            }
+    totals = activities.totals(now)
+    assert sum(totals.values()) == pytest.approx(now - start)
+    last = activities.take(now)
+    assert {key: value + last.get(key, 0.0) for key, value in taken.items()} == pytest.approx(totals)
+    assert activities.take(now) == {}
+
+
+def test_activities_in_order() -> None:
+    activities = Activities(0.0)
+    activities.switch("train", 3.0)
+    previous = activities.switch("checkpoint", 10.0)
+    activities.switch(previous, 12.0)
+    totals = activities.totals(15.0)
+    assert (totals["startup"], totals["train"], totals["checkpoint"]) == (3.0, 10.0, 2.0)
+
+
+def test_a_clock_that_steps_back_counts_nothing() -> None:
+    activities = Activities(10.0)
+    activities.switch("train", 5.0)
+    assert sum(activities.totals(11.0).values()) == 1.0
+
+
+def test_a_refused_switch_changes_nothing() -> None:
+    activities = Activities(0.0)
+    with pytest.raises(ValueError):
+        activities.switch("lunch", 1.0)
+    assert activities.current == "startup"

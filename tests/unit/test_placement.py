@@ -1,0 +1,255 @@
+"""Placement against the captured environments of real pods, steps and ranks, and everything that can be wrong."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.cluster.placement import Placement, detect, expand_nodelist, expand_tasks
+from tandem.errors import ConfigError
+
+ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
+
+
+def captured(name: str) -> tuple[dict[str, str], str]:
+    """The variables of a captured environment, and its host name (first line, or HOSTNAME)."""
+    lines = (ENVIRONMENTS / f"{name}.env").read_text().splitlines()
+    variables = dict(line.split("=", 1) for line in lines if "=" in line)
+    return variables, lines[0] if "=" not in lines[0] else variables.get("HOSTNAME", "host")
+
+
+def place(name: str, **changes: object) -> Placement:
+    """`detect` on a captured environment; upper-case changes are variables (None removes), others flags."""
+    variables, hostname = captured(name)
+    variables.update(
+        {key: str(value) for key, value in changes.items() if key.isupper() and value is not None}
+    )
+    for key in [key for key, value in changes.items() if key.isupper() and value is None]:
+        variables.pop(key, None)
+    hostname = str(changes.pop("hostname", hostname))
+    return detect(variables, hostname, **{k: v for k, v in changes.items() if not k.isupper()})  # type: ignore[arg-type]
+
+
+REAL = [
+    # environment, platform, nodes, node rank, nproc, master, elastic, local name
+    ("pytorchjob-plain-master-0", "kubeflow-v1", 3, 0, None, "plain-master-0:23456", None, "plain-master-0"),
+    ("pytorchjob-plain-worker-0", "kubeflow-v1", 3, 1, None, "plain-master-0:23456", None, "plain-worker-0"),
+    ("pytorchjob-plain-worker-1", "kubeflow-v1", 3, 2, None, "plain-master-0:23456", None, "plain-worker-1"),
+    ("pytorchjob-nproc2-master-0", "kubeflow-v1", 2, 0, 2, "nproc2-master-0:23456", None, "nproc2-master-0"),
+    ("pytorchjob-nproc2-worker-0", "kubeflow-v1", 2, 1, 2, "nproc2-master-0:23456", None, "nproc2-worker-0"),
+    ("pytorchjob-nprocauto-worker-0", "kubeflow-v1", 2, 1, None, "nprocauto-master-0:23456", None, None),
+    ("pytorchjob-nprocauto-master-0", "kubeflow-v1", 2, 0, None, "nprocauto-master-0:23456", None, None),
+    ("pytorchjob-masteronly-master-0", "kubeflow-v1", 1, 0, None, "masteronly-master-0:23456", None, None),
+    ("pytorchjob-elastic-worker-0", "kubeflow-v1", 2, 0, None, "elastic-worker-0:23456", (1, 2), None),
+    ("pytorchjob-elastic-worker-1", "kubeflow-v1", 2, 1, None, "elastic-worker-0:23456", (1, 2), None),
+    (
+        "pytorchjob-elasticmaster-master-0",
+        "kubeflow-v1",
+        2,
+        0,
+        None,
+        "elasticmaster-master-0:23456",
+        (1, 2),
+        None,
+    ),
+    (
+        "pytorchjob-elasticmaster-worker-0",
+        "kubeflow-v1",
+        2,
+        1,
+        None,
+        "elasticmaster-master-0:23456",
+        (1, 2),
+        None,
+    ),
+    ("slurm-step-0", "slurm", 2, 0, None, "node1:20004", None, "node1"),
+    ("slurm-step-1", "slurm", 2, 1, None, "node1:20004", None, "node2"),
+    ("slurm-two-per-node-0", "slurm", 2, 0, 2, "node1:20005", None, "node1"),
+    ("slurm-two-per-node-3", "slurm", 2, 1, 2, "node1:20005", None, "node2"),
+    ("torchrun-rank-1", "torchrun", 1, 0, 2, "127.0.0.1:29444", None, None),
+]
+
+
+@pytest.mark.parametrize("case", REAL, ids=lambda case: case[0])
+def test_real_environments(case: tuple) -> None:  # type: ignore[type-arg]
+    name, platform, nodes, node_rank, nproc, master, elastic, local_name = case
+    found = place(name)
+    assert (found.platform, found.nodes, found.node_rank, found.nproc) == (platform, nodes, node_rank, nproc)
+    assert (f"{found.master_host}:{found.master_port}", found.elastic) == (master, elastic)
+    assert found.local_name == (local_name or captured(name)[1] or "host")
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_slurm_with_several_tasks_per_node_makes_each_task_a_rank(index: int) -> None:
+    found = place(f"slurm-two-per-node-{index}")
+    assert (found.rank, found.local_rank, found.world_size) == (index, index % 2, 4)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_torchrun_ranks(index: int) -> None:
+    found = place(f"torchrun-rank-{index}")
+    assert (found.rank, found.local_rank, found.world_size) == (index, index, 2)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_indexed_job_with_nodes_and_master(index: int) -> None:
+    by_flags = place(f"indexedjob-{index}", nodes=2, master="indexed-0.indexed:29500")
+    by_variables = place(f"indexedjob-{index}", NNODES="2", MASTER_ADDR="indexed-0.indexed")
+    assert by_flags == by_variables
+    assert (by_flags.platform, by_flags.node_rank, by_flags.nodes) == ("indexed-job", index, 2)
+    assert by_flags.local_name == f"indexed-{index}.indexed"
+
+
+TRAINJOB = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1", "JOB_COMPLETION_INDEX": "1",
+            "PET_MASTER_ADDR": "mnist-node-0-0.mnist", "PET_MASTER_PORT": "29500"}  # fmt: skip
+JOBSET = {"JOBSET_NAME": "js", "REPLICATED_JOB_NAME": "node", "NODES": "3", "JOB_COMPLETION_INDEX": "2"}
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+           "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}  # fmt: skip
+COMPOSE = {"TANDEM_COMPOSE_PROJECT": "demo", "TANDEM_COMPOSE_NODES": "2", "TANDEM_COMPOSE_INDEX": "2"}
+
+
+def test_platforms_without_a_capture() -> None:
+    trainjob = detect(TRAINJOB, "mnist-node-0-1")
+    assert trainjob == Placement(
+        "kubeflow-v2", 2, 1, None, "mnist-node-0-0.mnist", 29500, None, "mnist-node-0-1.mnist"
+    )
+    jobset = detect(JOBSET, "js-node-0-2")
+    assert jobset == Placement("jobset", 3, 2, None, "js-node-0-0.js", 29500, None, "js-node-0-2.js")
+    compose = detect(COMPOSE, "4f3c")
+    assert compose == Placement("compose", 2, 1, None, "demo-node-1", 29500, None, "demo-node-2")
+    openmpi = detect(OPENMPI, "n2")
+    assert openmpi == Placement("openmpi", 2, 1, 2, "n1", 29500, None, "n2", 3, 1, 4)
+
+
+def test_no_platform_and_by_hand() -> None:
+    assert detect({}, "laptop") == Placement("none", 1, 0, None, "127.0.0.1", 0, None, "127.0.0.1")
+    many = detect({}, "laptop", nodes=3, nproc=2)
+    assert (many.nodes, many.nproc, many.nodes_share_host) == (3, 2, True)
+    assert many.simulate(2, 4000).local_name == "127.0.0.103"
+    hand = detect({}, "b", nodes=2, node_rank=1, master="a:29500", nproc="auto")
+    assert hand == Placement("by-hand", 2, 1, None, "a", 29500, None, "b")
+    assert detect({}, "b", nodes=2, node_rank=1, master="127.0.0.101:29500").nodes_share_host
+    assert detect({}, "laptop", elastic="1:3").elastic == (1, 3)
+    assert str(place("pytorchjob-nproc2-worker-0")) == (
+        "node 1 of 2 (kubeflow-v1), 2 processes here, master nproc2-master-0:23456"
+    )
+
+
+def test_slurm_single_allocation_needs_no_srun() -> None:
+    alone = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    assert (detect(alone, "n1").platform, detect(alone, "n1").nodes) == ("slurm", 1)
+
+
+def test_a_flag_fills_in_what_the_platform_leaves_to_auto() -> None:
+    assert place("pytorchjob-plain-worker-0", nproc=2).nproc == 2
+
+
+WRONG: list[tuple[str, dict[str, object], list[str]]] = [
+    ("pytorchjob-workeronly-worker-0", {}, ["PET_NNODES=2", "MASTER_ADDR", "elasticPolicy"]),
+    ("pytorchjob-workeronly-worker-1", {}, ["PET_NNODES=2", "PET_RDZV_ENDPOINT"]),
+    ("pytorchjob-plain-worker-0", {"PET_NODE_RANK": 2}, ["RANK=1", "PET_NODE_RANK=2"]),
+    ("pytorchjob-plain-worker-0", {"MASTER_ADDR": "x"}, ["MASTER_ADDR=x", "PET_MASTER_ADDR=plain-master-0"]),
+    ("pytorchjob-plain-worker-0", {"MASTER_PORT": "tcp://10.0.0.1:80"}, ["MASTER_PORT", "PET_MASTER_PORT"]),
+    ("pytorchjob-plain-worker-0", {"WORLD_SIZE": 4}, ["WORLD_SIZE=4", "PET_NNODES=3", "PET_NPROC_PER_NODE"]),
+    ("pytorchjob-nproc2-worker-0", {"WORLD_SIZE": 2}, ["WORLD_SIZE=2", "PET_NPROC_PER_NODE=2"]),
+    ("pytorchjob-nproc2-worker-0", {"nproc": 4}, ["--nproc=4", "PET_NPROC_PER_NODE=2"]),
+    ("pytorchjob-plain-worker-0", {"nodes": 2}, ["--nodes=2", "PET_NNODES=3"]),
+    ("pytorchjob-plain-worker-0", {"node_rank": 0}, ["--node-rank=0", "RANK=1"]),
+    ("pytorchjob-plain-worker-0", {"master": "y:23456"}, ["--master=y", "MASTER_ADDR=plain-master-0"]),
+    ("pytorchjob-plain-worker-0", {"RANK": 3, "PET_NODE_RANK": 3}, ["RANK=3", "PET_NNODES=3"]),
+    ("pytorchjob-plain-worker-0", {"PET_NNODES": None}, ["RANK=1", "PET_NNODES"]),
+    ("pytorchjob-plain-worker-0", {"PET_NNODES": "three"}, ["PET_NNODES", "three"]),
+    (
+        "pytorchjob-plain-worker-0",
+        {"MASTER_PORT": None, "PET_MASTER_PORT": None},
+        ["MASTER_PORT", "--master"],
+    ),
+    ("pytorchjob-elastic-worker-1", {"PET_RDZV_ENDPOINT": "nope"}, ["PET_RDZV_ENDPOINT", "HOST:PORT"]),
+    ("pytorchjob-elastic-worker-1", {"hostname": "somewhere"}, ["PET_RDZV_ENDPOINT", "somewhere"]),
+    ("pytorchjob-elastic-worker-1", {"hostname": "elastic-worker-2"}, ["PET_NNODES=1:2", "elastic-worker-2"]),
+    ("pytorchjob-elastic-worker-1", {"elastic": "1:3"}, ["--elastic 1:3", "PET_NNODES"]),
+    ("indexedjob-1", {}, ["JOB_COMPLETION_INDEX=1", "NNODES", "--nodes"]),
+    ("indexedjob-1", {"nodes": 2}, ["JOB_COMPLETION_INDEX=1", "MASTER_ADDR", "--master"]),
+    ("indexedjob-1", {"nodes": 2, "master": "a:1", "NODE_RANK": 0}, ["NODE_RANK=0", "JOB_COMPLETION_INDEX=1"]),
+    ("slurm-batch", {}, ["SLURM_NTASKS=2", "SLURM_STEP_ID", "srun"]),
+    ("slurm-batch", {"SLURM_STEP_ID": 4294967291}, ["srun"]),
+    ("slurm-step-1", {"SLURMD_NODENAME": "node9"}, ["SLURMD_NODENAME=node9", "SLURM_NODEID=1"]),
+    ("slurm-step-1", {"SLURM_STEP_NODELIST": "node[1-"}, ["node[1-"]),
+    ("slurm-step-1", {"MASTER_ADDR": "node2"}, ["MASTER_ADDR=node2", "node1"]),
+    ("slurm-step-1", {"nodes": 3}, ["--nodes=3", "SLURM_STEP_NUM_NODES=2"]),
+    ("slurm-two-per-node-1", {"nproc": 1}, ["SLURM_PROCID=1", "--nproc=1"]),
+    ("slurm-two-per-node-1", {"elastic": "1:2"}, ["--elastic"]),
+    ("torchrun-rank-1", {"RANK": None}, ["RANK", "LOCAL_RANK=1"]),
+    ("torchrun-rank-1", {"RANK": 2}, ["RANK=2", "WORLD_SIZE=2"]),
+    ("torchrun-rank-1", {"MASTER_ADDR": None}, ["MASTER_ADDR"]),
+    ("torchrun-rank-1", {"nproc": 3}, ["--nproc=3", "LOCAL_WORLD_SIZE=2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), WRONG, ids=lambda value: str(value)[:40])
+def test_contradictions_and_half_environments(
+    name: str, changes: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        place(name, **changes)
+    assert "\n" not in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == [], str(error.value)
+
+
+@pytest.mark.parametrize("variables", [
+    {"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "1"},
+    {"NNODES": "2"}, {"NODE_RANK": "1"}, {"LOCAL_RANK": "0"}, {"TORCHELASTIC_RUN_ID": "none"},
+    {"PET_NPROC_PER_NODE": "auto"}, {"PET_MASTER_ADDR": "a"}, {"PET_NNODES": "2"}, {"PET_NODE_RANK": "1"},
+    {"JOBSET_NAME": "js"}, {"JOB_COMPLETION_INDEX": "1"}, {"OMPI_COMM_WORLD_RANK": "0"},
+    {"TANDEM_COMPOSE_NODES": "2"}, {"TANDEM_COMPOSE_INDEX": "1"}, {"NNODES": "2", "NODE_RANK": "1"},
+    {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, {**OPENMPI, "MASTER_ADDR": ""}, {**COMPOSE, "TANDEM_COMPOSE_INDEX": "3"},
+    {**JOBSET, "NODES": ""}, {**JOBSET, "REPLICATED_JOB_NAME": ""}, {**TRAINJOB, "PET_MASTER_ADDR": ""},
+], ids=lambda variables: "+".join(variables)[:60])  # fmt: skip
+def test_half_an_environment_is_never_a_world_of_one(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        detect(variables, "host")
+    assert "\n" not in str(error.value)
+    assert any(name in str(error.value) for name in variables)
+
+
+@pytest.mark.parametrize(("text", "names"), [
+    ("node1", ["node1"]), ("node[1-3,7],gpu-a[01-02]", ["node1", "node2", "node3", "node7", "gpu-a01", "gpu-a02"]),
+    ("r[1-2]n[08-10]", ["r1n08", "r1n09", "r1n10", "r2n08", "r2n09", "r2n10"]), ("a[1]-ib,b", ["a1-ib", "b"]),
+])  # fmt: skip
+def test_nodelist(text: str, names: list[str]) -> None:
+    assert expand_nodelist(text) == names
+
+
+numbers = st.tuples(st.integers(0, 50), st.integers(0, 9), st.integers(1, 4))
+
+
+@given(
+    st.lists(
+        st.tuples(st.from_regex(r"[a-z][a-z0-9-]{0,4}[a-z]", fullmatch=True), st.lists(numbers, max_size=3)),
+        min_size=1,
+    )
+)
+def test_nodelist_expands_what_was_folded(groups: list[tuple[str, list[tuple[int, int, int]]]]) -> None:
+    folded, expected = [], []
+    for stem, ranges in groups:
+        entries = [f"{low:0{width}d}-{low + more:0{width}d}" for low, more, width in ranges]
+        folded.append(f"{stem}[{','.join(entries)}]" if entries else stem)
+        expected += [
+            f"{stem}{n:0{width}d}" for low, more, width in ranges for n in range(low, low + more + 1)
+        ] or [stem]
+    assert expand_nodelist(",".join(folded)) == expected
+
+
+@given(st.text(alphabet="ab01[]-,x ", max_size=12))
+def test_nodelist_expands_or_says_why_not(text: str) -> None:
+    try:
+        assert all(name and not set(name) & set("[], ") for name in expand_nodelist(text))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+def test_tasks() -> None:
+    assert expand_tasks("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(ConfigError):
+        expand_tasks("2(y3)")

@@ -1,0 +1,81 @@
+import io
+import logging
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.observe.progress import Progress
+from tandem.observe.tensorboard import EventWriter
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def report(progress: Progress, loss: float = 0.5) -> None:
+    progress.report(7, epoch=1, loss=loss, samples_per_second=1234.5)
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    stream = Terminal()
+    progress = Progress(10, start_step=5, stream=stream)
+    assert progress.has_bar
+    report(progress, float("nan"))
+    progress.note("saved")
+    progress.advance(10)
+    progress.close()
+    progress.close()
+    assert "10/10" in stream.getvalue() and "saved" in stream.getvalue() and "loss nan" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("mode", "stream"), [("auto", io.StringIO()), ("off", Terminal())])
+def test_without_a_bar_a_line_is_logged(
+    mode: str, stream: io.StringIO, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "tandem"):
+        report(Progress(10, mode=mode, stream=stream))  # type: ignore[arg-type]
+    assert caplog.messages == ["step 7 of 10 (epoch 1): loss 0.5000, 1,234 samples/s"]
+    assert stream.getvalue() == ""
+
+
+def test_other_ranks_are_silent(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Terminal()
+    with caplog.at_level(logging.INFO, "tandem"):
+        progress = Progress(10, rank=1, mode="on", stream=stream)
+        report(progress)
+        progress.note("x")
+        progress.close()
+    assert caplog.messages == [] and stream.getvalue() == ""
+
+
+def test_tensorboard_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="pip install") as caught:
+        EventWriter(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensorboard_failures_are_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk:
+        def __init__(self, log_dir: str, purge_step: int | None) -> None:
+            assert purge_step == 3
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            raise OSError("no space")
+
+        flush = close = lambda self: None
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FullDisk  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    writer = EventWriter(tmp_path, purge_step=3)
+    writer.scalars(3, {"loss": 1.0})
+    writer.scalars(4, {"loss": 1.0})
+    writer.close()
+    assert len(caplog.records) == 1

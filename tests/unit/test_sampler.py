@@ -1,0 +1,126 @@
+"""The order of samples: each once an epoch, the same for any number of ranks, seekable."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.data.sampler import GlobalOrder, TrainBatches, share
+from tandem.data.seeds import derive_seed, derive_seeds
+from tandem.errors import ConfigError
+
+seeds = st.integers(0, 2**63 - 1)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> GlobalOrder:
+    n = draw(st.integers(1, 200))
+    return GlobalOrder(n, draw(st.integers(1, n)), draw(seeds))
+
+
+def steps_of(order, rank, world_size, micro_batch_size, start, stop):
+    """Per step, the list of this rank's micro-batches of (epoch, index)."""
+    sampler = TrainBatches(order, rank, world_size, micro_batch_size, start, stop)
+    flat = iter(sampler)
+    steps = [[next(flat) for _ in range(sampler.micro_steps(step))] for step in range(start, stop)]
+    assert next(flat, None) is None
+    return steps
+
+
+@given(orders(), st.integers(0, 5))
+def test_an_epoch_has_every_sample_at_most_once_in_full_batches(order: GlobalOrder, epoch: int) -> None:
+    assert order.steps_per_epoch == order.n // order.batch_size
+    seen: list[int] = []
+    for step in range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch):
+        of_epoch, batch = order.batch(step)
+        assert of_epoch == epoch and batch.dtype == torch.int64 and len(batch) == order.batch_size
+        seen += batch.tolist()
+    assert len(set(seen)) == len(seen) == order.steps_per_epoch * order.batch_size
+    assert set(seen) <= set(range(order.n))
+
+
+@given(orders(), st.data())
+def test_the_union_of_all_ranks_is_the_global_batch(order: GlobalOrder, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, min(6, order.batch_size)))
+    micro = data.draw(st.none() | st.integers(1, 40))
+    step = data.draw(st.integers(0, 3 * order.steps_per_epoch))
+    epoch, batch = order.batch(step)
+    ranks = [steps_of(order, rank, world_size, micro, step, step + 1)[0] for rank in range(world_size)]
+    seen = sorted(key for micro_batches in ranks for keys in micro_batches for key in keys)
+    assert seen == sorted((epoch, index) for index in batch.tolist())
+
+
+@given(orders(), st.data())
+def test_micro_batches_match_over_ranks_and_are_never_empty(order: GlobalOrder, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, min(6, order.batch_size)))
+    micro = data.draw(st.none() | st.integers(1, 40))
+    samplers = [TrainBatches(order, rank, world_size, micro, 0, 2) for rank in range(world_size)]
+    assert len({sampler.micro_steps(0) for sampler in samplers}) == 1
+    for sampler in samplers:
+        sizes = [len(keys) for keys in sampler]
+        assert sizes == sampler.micro_sizes(0) + sampler.micro_sizes(1) and len(sizes) == len(sampler)
+        assert min(sizes) >= 1 and sum(sampler.micro_sizes(0)) == sampler.share_size
+        if micro is not None:
+            uneven = order.batch_size % world_size != 0
+            assert max(sizes) <= micro + (1 if micro == 1 and uneven else 0)
+
+
+@given(st.integers(0, 300), st.integers(1, 17))
+def test_shares_differ_by_at_most_one(n: int, world_size: int) -> None:
+    parts = [share(torch.arange(n), rank, world_size) for rank in range(world_size)]
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sorted(torch.cat(parts).tolist()) == list(range(n))
+
+
+@given(orders(), st.data())
+def test_seeking_gives_what_iterating_gives(order: GlobalOrder, data: st.DataObject) -> None:
+    stop = data.draw(st.integers(0, min(3 * order.steps_per_epoch, 40)))
+    start = data.draw(st.integers(0, stop))
+    fresh = GlobalOrder(order.n, order.batch_size, order.seed)
+    assert steps_of(fresh, 0, 1, None, start, stop) == steps_of(order, 0, 1, None, 0, stop)[start:]
+
+
+def test_epochs_and_seeds_are_shuffled_differently() -> None:
+    order = GlobalOrder(100, 100, seed=0)
+    assert order.batch(0)[1].tolist() != order.batch(1)[1].tolist()
+    assert order.batch(0)[1].tolist() != GlobalOrder(100, 100, seed=1).batch(0)[1].tolist()
+
+
+def test_the_order_is_the_one_of_earlier_versions() -> None:
+    """A resume across versions continues in the same order: change these numbers knowingly."""
+    assert GlobalOrder(10, 10, seed=0).batch(0)[1].tolist() == [6, 3, 5, 2, 7, 4, 1, 0, 9, 8]
+    assert derive_seed(0, 1, 2) == 475751613658851134
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    GlobalOrder(100, 10, seed=0).batch(0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(100, 240), (10, 0), (0, 1)])
+def test_a_batch_that_cannot_be_filled_is_a_config_error(n: int, batch_size: int) -> None:
+    with pytest.raises(ConfigError, match="--batch-size") as caught:
+        GlobalOrder(n, batch_size, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_many_ranks_and_a_micro_batch_of_none_are_config_errors() -> None:
+    order = GlobalOrder(10, 2, 0)
+    with pytest.raises(ConfigError, match="--batch-size 3"):
+        TrainBatches(order, 0, 3, None, 0, 1)
+    with pytest.raises(ConfigError, match="--micro-batch-size"):
+        TrainBatches(order, 0, 1, 0, 0, 1)
+
+
+@given(seeds, st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
+def test_seeds_of_a_tensor_are_those_of_its_parts(seed: int, parts: list[int]) -> None:
+    base = derive_seed(seed, 3)
+    expected = [derive_seed(seed, 3, part) for part in parts]
+    assert derive_seeds(base, torch.tensor(parts)).tolist() == expected
+    assert all(0 <= value < 2**63 for value in expected)
+
+
+def test_neighbouring_positions_have_different_seeds() -> None:
+    assert len({derive_seed(a, b, c) for a in range(20) for b in range(20) for c in range(20)}) == 8_000

@@ -1,0 +1,140 @@
+"""Cadences and learning rates: pure functions of the step."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.schedule import Cadence, LrSchedule, learning_rate, scale_lr
+
+SCHEDULES: list[LrSchedule] = ["constant", "linear", "cosine", "step"]
+SIZES = st.integers(1, 300)
+STEP_CADENCES = st.one_of(
+    st.integers(1, 50).map(str),
+    st.integers(1, 30).map(lambda tenths: f"{tenths / 10}epochs"),
+    st.integers(1, 100).map(lambda percent: f"{percent}%"),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("200", 200, "steps"),
+        ("1step", 1, "steps"),
+        ("1epoch", 1, "epochs"),
+        ("2epochs", 2, "epochs"),
+        ("0.5epoch", 0.5, "epochs"),
+        ("30s", 30, "seconds"),
+        ("0.5s", 0.5, "seconds"),
+        ("10%", 10, "percent"),
+        ("0", 0, "never"),
+        ("0epochs", 0, "never"),
+        ("never", 0, "never"),
+    ],
+)
+def test_parse(text: str, value: float, unit: str) -> None:
+    cadence = Cadence.parse(text)
+    assert (cadence.value, cadence.unit) == (value, unit)
+    assert Cadence.parse(str(cadence)) == cadence
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1.5", "101%", "epoch", "5x", "1e3", "nan", "inf", "10 %", " 1", "٣", "9" * 400]
+)
+def test_parse_refuses_and_says_what_is_valid(text: str) -> None:
+    with pytest.raises(ValueError, match="200 .steps., 1epoch, 30s, 10% or never"):
+        Cadence.parse(text)
+
+
+def due_steps(text: str, steps_per_epoch: int, steps_planned: int) -> list[int]:
+    cadence = Cadence.parse(text)
+    return [s for s in range(steps_planned + 1) if cadence.is_due(s, steps_per_epoch, steps_planned)]
+
+
+def test_due_steps() -> None:
+    assert due_steps("4", 10, 10) == [4, 8]
+    assert due_steps("1epoch", 5, 12) == [5, 10]
+    assert due_steps("0.7epochs", 10, 30) == [7, 14, 21, 28]
+    assert due_steps("10%", 7, 1005) == [101, 201, 302, 402, 503, 603, 704, 804, 905, 1005]
+    assert due_steps("1%", 10, 5) == [1, 2, 3, 4, 5]
+    assert due_steps("never", 5, 12) == due_steps("1s", 5, 12) == []
+    assert due_steps("1epoch", 0, 12) == []
+
+
+@given(STEP_CADENCES, SIZES, SIZES)
+def test_due_steps_are_evenly_spread_and_begin_at_to_steps(text: str, per_epoch: int, planned: int) -> None:
+    due = due_steps(text, per_epoch, planned)
+    first = Cadence.parse(text).to_steps(per_epoch, planned)
+    assert first is not None and first >= 1
+    assert (due[0] == first) if due else (first > planned)
+    gaps = {after - before for before, after in zip(due, due[1:], strict=False)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@given(st.integers(1, 100), st.integers(100, 5000))
+def test_a_percentage_that_divides_is_due_at_the_last_step(percent: int, planned: int) -> None:
+    due = Cadence(percent, "percent").is_due(planned, 1, planned)
+    assert due or 100 % percent
+
+
+def test_time_is_due_by_time_only() -> None:
+    cadence = Cadence.parse("30s")
+    assert not cadence.is_due_by_time(29.9)
+    assert cadence.is_due_by_time(30.0)
+    assert not Cadence.parse("1").is_due_by_time(1e9)
+    assert cadence.to_steps(10, 100) is None
+    assert Cadence.parse("never").to_steps(10, 100) is None
+
+
+def test_scale_lr() -> None:
+    assert scale_lr(0.1, "none", 960, 240) == 0.1
+    assert scale_lr(0.1, "linear", 960, 240) == pytest.approx(0.4)
+    assert scale_lr(0.1, "sqrt", 960, 240) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="linear"):
+        scale_lr(0.1, "cubic", 960, 240)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 1"):
+        scale_lr(0.1, "linear", 0, 240)
+
+
+def rates(schedule: LrSchedule, warmup: int, planned: int, peak: float = 1.0) -> list[float]:
+    return [
+        learning_rate(s, peak=peak, warmup_steps=warmup, steps_planned=planned, schedule=schedule)
+        for s in range(planned + 3)
+    ]
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(0, 60), st.integers(1, 200), st.floats(1e-6, 10))
+def test_rate_rises_to_the_peak_and_never_again(
+    schedule: LrSchedule, warmup: int, planned: int, peak: float
+) -> None:
+    values = rates(schedule, warmup, planned, peak)
+    assert all(0 <= value <= peak * (1 + 1e-12) for value in values)
+    assert all(value > 0 for value in values[:planned])
+    rise, fall = values[:warmup], values[warmup:]
+    assert rise == sorted(rise)
+    assert all(after <= before * (1 + 1e-12) for before, after in zip(fall, fall[1:], strict=False))
+    if warmup < planned:
+        assert max(values) == pytest.approx(peak)
+
+
+def test_warmup_is_linear_and_ends_at_the_peak() -> None:
+    assert rates("constant", 4, 6)[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates("constant", 0, 2)[0] == 1.0
+
+
+def test_shapes() -> None:
+    assert rates("linear", 0, 4) == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]
+    cosine = rates("cosine", 0, 4)
+    assert cosine[2] == pytest.approx(0.5) and cosine[1] == pytest.approx(0.5 + math.sqrt(2) / 4)
+    assert cosine[4] == cosine[6] == pytest.approx(0.0)
+    stairs = rates("step", 0, 90)
+    assert [s for s in range(1, 90) if stairs[s] != stairs[s - 1]] == [30, 60, 80]
+    assert stairs[80] == pytest.approx(1e-3)
+
+
+def test_final_and_unknown_schedule() -> None:
+    end = learning_rate(9, peak=1.0, warmup_steps=0, steps_planned=9, schedule="cosine", final=0.1)
+    assert end == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="cosine"):
+        learning_rate(0, peak=1.0, warmup_steps=0, steps_planned=9, schedule="magic")  # type: ignore[arg-type]

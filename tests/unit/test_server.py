@@ -1,0 +1,213 @@
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.observe.metrics import Metrics
+from tandem.observe.server import MetricsServer, SampleReceiver, SampleSender
+
+STATUS: dict[str, object] = {"healthy": True, "state": "training", "loss": float("nan")}
+
+
+@pytest.fixture
+def status() -> dict[str, object]:
+    return dict(STATUS)
+
+
+@pytest.fixture
+def server(status: dict[str, object]) -> Iterator[MetricsServer]:
+    server = MetricsServer(Metrics(), "127.0.0.1", 0, lambda: status)
+    yield server
+    server.close()
+
+
+def ask(server: MetricsServer, path: str, method: str = "GET") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def raw(server: MetricsServer, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        try:
+            client.sendall(data)
+            return client.recv(100)
+        except ConnectionError:
+            return b""
+
+
+def wait_for(condition: object, seconds: float = 5.0) -> bool:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def test_paths(server: MetricsServer, status: dict[str, object]) -> None:
+    code, page = ask(server, "/metrics?x=1")
+    assert code == 200 and b"tandem_run_state" in page
+    assert ask(server, "/healthz")[0] == 200
+    assert ask(server, "/readyz")[0] == 503
+    server.metrics.apply({"state": "training"})
+    assert ask(server, "/readyz")[0] == 200
+    assert json.loads(ask(server, "/api/run")[1])["loss"] == "NaN"
+    assert b"textContent" in ask(server, "/")[1]
+    assert ask(server, "/../etc/passwd")[0] == 404
+    status["healthy"] = False
+    assert ask(server, "/healthz")[0] == 503
+
+
+def test_a_status_that_raises_is_unhealthy() -> None:
+    def broken() -> dict[str, object]:
+        raise RuntimeError("no")
+
+    server = MetricsServer(Metrics(), "127.0.0.1", 0, broken)
+    try:
+        assert ask(server, "/healthz")[0] == 503
+        assert ask(server, "/api/run")[0] == 200
+    finally:
+        server.close()
+
+
+def test_only_get_and_head(server: MetricsServer) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "BREW"):
+        assert ask(server, "/metrics", method)[0] == 405
+    assert ask(server, "/metrics", "HEAD") == (200, b"")
+    assert not server.scraped
+
+
+def test_garbage_does_not_stop_it(server: MetricsServer) -> None:
+    raw(server, b"\x00\xff" * 5000 + b"\r\n\r\n")
+    raw(server, b"GET /" + b"a" * 100_000)
+    raw(server, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 2000 + b"\r\n")
+    raw(server, b"\r\n\r\n")
+    raw(server, b"GET /metrics HTTP/1.1\r\nAccept: text/plain;version=x.y\r\n\r\n")
+    assert ask(server, "/metrics")[0] == 200
+
+
+def test_200_clients_are_all_answered(server: MetricsServer) -> None:
+    codes: list[int] = []
+
+    def client() -> None:
+        codes.append(ask(server, "/healthz")[0])
+
+    threads = [threading.Thread(target=client) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert codes == [200] * 200
+
+
+def test_silent_clients_are_dropped(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.observe.server.REQUEST_SECONDS", 0.3)
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
+    try:
+        assert ask(server, "/metrics")[0] == 200
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_a_busy_port_warns_and_takes_another(server: MetricsServer, caplog: pytest.LogCaptureFixture) -> None:
+    other = MetricsServer(Metrics(), "127.0.0.1", server.port, dict)
+    try:
+        assert other.port not in (0, server.port)
+        assert "instead" in caplog.text
+        assert ask(other, "/metrics")[0] == 200
+    finally:
+        other.close()
+
+
+def test_a_bad_host_falls_back_to_loopback() -> None:
+    server = MetricsServer(Metrics(), "192.0.2.1", 0, dict)
+    try:
+        assert server.host == "127.0.0.1"
+    finally:
+        server.close()
+
+
+def test_linger_is_over_at_once_if_never_scraped(server: MetricsServer) -> None:
+    server.metrics.apply({"state": "failed"})
+    began = time.monotonic()
+    server.linger(5)
+    assert time.monotonic() - began < 1
+
+
+def test_linger_waits_for_a_scrape_of_the_final_state(server: MetricsServer) -> None:
+    ask(server, "/metrics")
+    assert wait_for(lambda: server.scraped)
+    server.metrics.apply({"state": "succeeded"})
+    began = time.monotonic()
+    server.linger(0.2)
+    assert 0.2 <= time.monotonic() - began < 2
+    began = time.monotonic()
+    server.linger(10, lambda: time.monotonic() - began > 0.2)
+    assert time.monotonic() - began < 2
+    threading.Timer(0.2, ask, (server, "/metrics")).start()
+    began = time.monotonic()
+    server.linger(10)
+    assert time.monotonic() - began < 5
+
+
+def test_the_last_page_is_written(tmp_path: Path) -> None:
+    Metrics().write_last_page(tmp_path / "metrics.prom")
+    assert b"tandem_run_state" in (tmp_path / "metrics.prom").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.prom"]
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_samples_arrive_also_over_a_long_path(tmp_path: Path, depth: int) -> None:
+    path = tmp_path.joinpath(*["d" * 60] * depth) / "samples.sock"
+    got: list[dict[str, object]] = []
+    receiver = SampleReceiver(path, got.append)
+    sender = SampleSender(path)
+    assert sender.send({"inc": [["tandem_steps", {}, 1]]})
+    assert wait_for(lambda: len(got) == 1)
+    receiver.close()
+    assert not sender.send({"a": 1})
+    second = SampleReceiver(path, got.append)
+    assert sender.send({"a": 2})
+    second.close()
+    assert got[-1] == {"a": 2}
+    sender.close()
+
+
+def test_malformed_datagrams_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    metrics = Metrics()
+    receiver = SampleReceiver(path, metrics.apply, metrics.count_error)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+        client.connect(str(path))
+        for data in (b"", b"\xff", b"[1]", b"[" * 50_000, b'"' + b"a" * 70_000 + b'"'):
+            client.send(data)
+        client.send(b'{"state": "training"}')
+    receiver.close()
+    assert receiver.malformed == 5
+    assert metrics.registry.get_sample_value("tandem_collect_errors_total", {"source": "datagram"}) == 5
+    assert metrics.state == "training"
+
+
+def test_the_sender_never_raises_or_waits(tmp_path: Path) -> None:
+    sender = SampleSender(tmp_path / "none" / "s")
+    assert not sender.send({"a": 1})
+    assert not sender.send({"a": object()})
+    path = tmp_path / "full"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nobody_reads:
+        nobody_reads.bind(str(path))
+        sender = SampleSender(path)
+        assert not sender.send({"a": "x" * 70_000})
+        began = time.monotonic()
+        assert not all([sender.send({"a": "x" * 1000}) for _ in range(2000)])
+        assert time.monotonic() - began < 5
+    assert sender.dropped > 0

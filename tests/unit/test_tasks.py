@@ -1,0 +1,247 @@
+"""Tasks found by name, their fields, and the built-in ones."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from test_datasets import write_set
+
+from tandem.data import datasets, digits
+from tandem.data.loader import evaluation_batches, train_batches
+from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.errors import ConfigError
+from tandem.tasks.base import BUILT_IN, load_task
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TASK = """
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+@dataclass
+class Mine:
+    width: int = 1
+    rate: float = 0.5
+    fast: bool = False
+    kind: Literal["a", "b"] = "a"
+    limit: int | None = None
+    place: Path = Path(".")
+    names: list[str] = field(default_factory=list)
+    data_dir: Path = Path("nowhere")
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError("width must be positive")
+
+    def build_model(self): ...
+    def build_datasets(self): ...
+    def loss(self, model, batch): ...
+
+class Other: ...
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(TASK)
+    return path
+
+
+def load(task_name: str, data_folder: Path = Path("data"), /, **fields: str):
+    return load_task(task_name, fields, data_folder, download=False)
+
+
+def error_of(task_name: str, /, **fields: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(task_name, **fields)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_fields_are_converted_by_their_type(task_file: Path) -> None:
+    task = load(
+        f"{task_file}:Mine", Path("d"), width="3", rate="1e-3", fast="yes", kind="b", limit="4", place="x"
+    )
+    assert (task.width, task.rate, task.fast, task.kind, task.limit) == (3, 1e-3, True, "b", 4)
+    assert task.place == Path("x") and task.data_dir == Path("d")
+    assert load(f"{task_file}", limit="none").limit is None  # the only task class of the file
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"width": "x"}, "--task.width is 'x': give a whole number"),
+        ({"rate": "x"}, "give a number"),
+        ({"fast": "x"}, "give true or false"),
+        ({"kind": "x"}, "give one of a, b"),
+        ({"limit": "x"}, "give a whole number, or none"),
+        ({"names": "x"}, "cannot be set from text"),
+        ({"widht": "1"}, "did you mean --task.width"),
+        ({"data_dir": "x"}, "--data-dir"),
+        ({"width": "0"}, "width must be positive"),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(task_file: Path, fields: dict[str, str], says: str) -> None:
+    assert says in error_of(f"{task_file}:Mine", **fields)
+
+
+@given(st.text())
+def test_any_text_for_a_number_is_taken_or_refused_in_one_line(text: str) -> None:
+    try:
+        load("binary", samples=text)
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("digit", "did you mean 'digits'"),
+        ("", "unknown task"),
+        ("nothing.py:A", "nothing.py does not exist"),
+        ("no_such_module:A", "there is no module 'no_such_module'"),
+        ("tandem.nothing:A", "there is no module 'tandem.nothing'"),
+        ("tandem.tasks.binary:Binry", "task classes in it: Binary"),
+        ("tandem.errors:ConfigError", "is no task: add build_model, build_datasets, loss"),
+        ("tandem.errors", "0 task classes"),
+    ],
+)
+def test_a_task_that_is_not_there_is_explained(name: str, says: str) -> None:
+    assert says in error_of(name)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def (", "SyntaxError"),
+        ("x = 1\ny = nothing", "NameError: name 'nothing' is not defined"),
+        ("import no_such_thing", "no_such_thing"),
+        ("raise ValueError('two\\nlines')", "two lines"),
+    ],
+)
+def test_a_file_that_does_not_import_says_why_and_where(tmp_path: Path, code: str, says: str) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    message = error_of(f"{tmp_path / 'broken.py'}:A")
+    assert says in message and "broken.py" in message
+    assert "tandem_task_broken" not in sys.modules
+
+
+def test_a_task_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_of_task.py").write_text("WIDTH = 7")
+    (tmp_path / "mine2.py").write_text("import neighbour_of_task\n" + TASK)
+    assert load(f"{tmp_path / 'mine2.py'}:Mine").width == 1
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_task_is_there(name: str) -> None:
+    assert load(name) is not None
+
+
+def one_step(task, batch_size: int = 8):
+    """Loss and sums of one batch, and of the first evaluation batch; gradients must arrive."""
+    model, (train, evaluation) = task.build_model(), task.build_datasets()
+    sampler = TrainBatches(GlobalOrder(len(train), batch_size, 0), 0, 1, None, 0, 1)
+    cpu = torch.device("cpu")
+    result = task.loss(model, next(iter(train_batches(train, sampler, seed=0, device=cpu))))
+    loss, sums = result if isinstance(result, tuple) else (result, {})
+    loss.backward()
+    assert loss.isfinite() and all(parameter.grad is not None for parameter in model.parameters())
+    for total, count in sums.values():
+        assert total.dim() == count.dim() == 0 and count >= batch_size
+    with torch.no_grad():
+        task.loss(model.eval(), next(iter(evaluation_batches(evaluation, 0, 1, 8, device=cpu))))
+    return model, sums
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("mnist", "mnist"), ("fashion-mnist", "FashionMNIST/raw"), ("mnist", "")]
+)
+def test_idx_tasks_read_their_folders(tmp_path: Path, name: str, folder: str) -> None:
+    write_set(tmp_path / folder, count=16)
+    task = load(name, tmp_path)
+    task.prepare()
+    one_step(task)
+
+
+def test_missing_files_say_what_where_and_how(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("fashion-mnist", tmp_path).prepare()
+    message = str(caught.value)
+    for part in ("train-images-idx3-ubyte", str(tmp_path / "FashionMNIST" / "raw"), "--download"):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_digits_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "TRAIN_SAMPLES", 60)
+    monkeypatch.setattr(digits, "EVALUATION_SAMPLES", 10)
+    task = load("digits", tmp_path, train_samples="24")
+    model, sums = one_step(task)
+    assert len(task.build_datasets().train) == 24 and sums["accuracy"][1] == 8
+    assert 9_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 21_000
+    assert "--task.train-samples" in error_of("digits", train_samples="0")
+
+
+def test_binary_counts_its_passes_in_training_only() -> None:
+    model, _ = one_step(load("binary"))
+    assert model.passes == 1
+    assert [len(part) for part in load("binary").build_datasets()] == [100, 100]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("my_task.py:MyTask", {"width": "8"}), ("char_lm.py:CharLM", {"context": "16"})]
+)
+def test_the_examples_train(name: str, fields: dict[str, str]) -> None:
+    one_step(load(f"{EXAMPLES / name}", **fields))
+
+
+def test_the_short_example_has_25_lines() -> None:
+    assert len((EXAMPLES / "my_task.py").read_text().splitlines()) == 25
+
+
+def test_cifar10_without_files_says_how_to_get_them(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
+    with pytest.raises(ConfigError, match="cifar-10-batches-py.*--download"):
+        load("cifar10", tmp_path).build_datasets()
+
+
+def test_cifar10_network_takes_colour_pictures() -> None:
+    assert load("cifar10", width="4").build_model()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_image_folder_trains_through_the_data_loader(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
+    for part in ("train", "val"):
+        for kind in ("cat", "dog"):
+            (tmp_path / part / kind).mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (40, 40), (number * 60, 0, 0)).save(tmp_path / part / kind / f"{number}.png")
+    one_step(load("image-folder", tmp_path, image_size="32"), batch_size=4)
+    with pytest.raises(ConfigError, match="resnet18"):
+        load("image-folder", tmp_path, model="resnet_18").build_model()
+    (tmp_path / "val" / "dog").rename(tmp_path / "val" / "wolf")
+    with pytest.raises(ConfigError, match="dog, wolf"):
+        load("image-folder", tmp_path).build_datasets()
+    with pytest.raises(ConfigError, match="train/CLASS"):
+        load("image-folder", tmp_path / "val").build_model()
+
+
+def test_a_torchvision_that_does_not_import_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ConfigError, match="task cifar10 needs torchvision") as caught:
+        load("cifar10").build_datasets()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_download_that_fails_is_one_line() -> None:
+    def fail() -> None:
+        raise RuntimeError("Error downloading\nx")
+
+    with pytest.raises(ConfigError, match="could not be downloaded .RuntimeError: Error downloading x"):
+        datasets.download("mnist", fail)
