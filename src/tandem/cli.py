@@ -108,7 +108,7 @@ def launch(arguments: Arguments, environ: Environment) -> int:
     if placement.platform == "none":
         print(where(settings), file=sys.stderr)
         if placement.nodes > 1:
-            return simulate(settings, placement, arguments, stop)
+            return simulate(settings, placement, arguments, environ, stop)
         placement = with_port(placement)
     state = environ.get("TANDEM_STATE_DIR")
     return run_this_node(settings, placement, RANK_FUNCTION, Path(state) if state else None, stop)
@@ -152,7 +152,9 @@ def checkpoints(arguments: Arguments, environ: Environment) -> int:
         try:
             keep = int(rest[at + 1])
         except (IndexError, ValueError):
-            raise ConfigError("--keep needs a number: tandem checkpoints prune DIR --keep 3") from None
+            keep = 0
+        if keep < 1:
+            raise ConfigError("--keep needs a number of at least 1: tandem checkpoints prune DIR --keep 3")
         del rest[at : at + 2]
     if action not in ("ls", "verify", "prune") or len(rest) != 1:
         raise ConfigError("say what to do and where: tandem checkpoints ls|verify|prune RUN_DIR [--keep N]")

@@ -7,7 +7,6 @@ processes of their own (`simulate`), each with an address of its own, as a clust
 import contextlib
 import ctypes
 import logging
-import os
 import shutil
 import signal
 import socket
@@ -46,11 +45,13 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
         name = settings.task.rpartition(":")[2] if ":" in settings.task else settings.task
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         run_dir = Path("runs") / f"{name.replace('/', '-')}-{stamp}"
-    return settings.model_copy(update={"run_dir": run_dir.absolute(), "data_dir": settings.data_dir.absolute()})
+    return settings.model_copy(
+        update={"run_dir": run_dir.absolute(), "data_dir": settings.data_dir.absolute()}
+    )
 
 
 def prepare_run_dir(run_dir: Path, settings: Settings) -> None:
-    """Make the run directory, write config.json, remove an old summary; ConfigError if it cannot be written."""
+    """Make the run directory, write config.json, remove an old summary. Raises ConfigError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_json_atomic(run_dir / "config.json", settings.to_dict())
@@ -61,7 +62,13 @@ def prepare_run_dir(run_dir: Path, settings: Settings) -> None:
         ) from error
 
 
-def simulate(settings: Settings, placement: Placement, argv: Sequence[str], stop: StopFlag) -> int:
+def simulate(
+    settings: Settings,
+    placement: Placement,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    stop: StopFlag,
+) -> int:
     """Run `placement.nodes` nodes on this machine; the job's exit code.
 
     Node 0 keeps the terminal, the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
@@ -71,13 +78,13 @@ def simulate(settings: Settings, placement: Placement, argv: Sequence[str], stop
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = int(probe.getsockname()[1])
-    gpus = _gpus(os.environ)
+    gpus = _gpus(environ)
     nodes = [
         _SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
             + ["--master", f"{placement.master_host}:{port}", "--run-dir", str(run_dir)],
             None if index == 0 else run_dir / "log" / f"node-{index}.log",
-            _share(gpus, index, placement.nodes),
+            {**environ, **_share(gpus, index, placement.nodes)},
         )
         for index in range(placement.nodes)
     ]
@@ -123,7 +130,7 @@ class _SimulatedNode:
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,
-                env={**os.environ, **self._environment},
+                env=dict(self._environment),
                 preexec_fn=_stop_with_parent,
             )
 
@@ -162,6 +169,8 @@ def run_this_node(
     settings: Settings, placement: Placement, rank_function: str, state_dir: Path | None, stop: StopFlag
 ) -> int:
     """Everything one node does in a run; the exit code (see `errors`)."""
+    if placement.nodes_share_host or placement.nodes == 1:
+        use_loopback()
     start_fork_server([rank_function.partition(":")[0]])
     from tandem.checkpoint.state import decide_resume
     from tandem.checkpoint.store import CheckpointStore
@@ -169,8 +178,6 @@ def run_this_node(
     from tandem.tasks.base import load_task
 
     run_dir, is_first = Path(str(settings.run_dir)), placement.node_rank == 0
-    if placement.nodes_share_host or placement.nodes == 1:
-        use_loopback()
     nproc = placement.nproc or _ranks_for_gpus(settings)
     start_from = None
     try:
@@ -193,7 +200,9 @@ def run_this_node(
         announce(placement, error.exit_code)
         return error.exit_code
     if is_first:
-        setup(run_dir / "log" / f"node-{placement.node_rank}.log", None, 0, True, settings.log_format == "json")
+        setup(
+            run_dir / "log" / f"node-{placement.node_rank}.log", None, 0, True, settings.log_format == "json"
+        )
     scratch = Path(tempfile.mkdtemp(prefix="tandem-"))
     view = NodeView(settings, placement, state_dir, scratch, run_dir)
     try:
@@ -210,7 +219,13 @@ def run_this_node(
         ranks = RankProcesses(rank_function, settings.to_dict())
         report = run_node(placement, ranks, options, stop, view.world_opened)
         if report.code not in (FINISHED, STOPPED):
-            log.error("ended with code %d: %s", report.code, report.reason)
+            said_already = report.code in (1, 2) and is_first  # rank 0 is here and has said what is wrong
+            log.log(
+                logging.INFO if said_already else logging.ERROR,
+                "ended with code %d: %s",
+                report.code,
+                report.reason,
+            )
         view.ended(report.code, report.reason, report.worlds_opened)
         view.linger(settings.metrics_linger, lambda: bool(stop))
         return report.code
@@ -240,8 +255,6 @@ def with_port(placement: Placement) -> Placement:
     with socket.socket() as probe:
         probe.bind((placement.master_host, 0))
         return replace(placement, master_port=int(probe.getsockname()[1]))
-
-
 
 
 def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankFunction) -> int:

@@ -17,7 +17,7 @@ LAYERS: list[list[str]] = [
     ["data.*", "tasks.*", "observe.*"],
     ["checkpoint.*"],
     ["training.*"],
-    ["doctor verify_resume bench"],
+    ["doctor verify_resume bench launch"],
     ["cli", "__main__"],
 ]
 PACKAGES = ("", "cluster", "data", "tasks", "observe", "checkpoint", "training")  # their __init__: no imports
@@ -47,14 +47,14 @@ RESERVED: dict[str, tuple[str, ...]] = {
         "doctor",
     ),
     "multiprocessing": ("cluster.agent", "cluster.ranks", "cluster.warm"),
-    "socket": ("cluster.watchdog", "cluster.agent", "cluster.world", "observe.server", "doctor", "cli"),
+    "socket": ("cluster.watchdog", "cluster.agent", "cluster.world", "observe.server", "doctor", "launch", "cli"),
     "os._exit": ("cluster.watchdog", "cluster.agent", "cluster.ranks", "cluster.warm", "cli"),
     "prometheus_client": ("observe.*",),
     "tqdm": ("observe.*",),
     "pynvml": ("observe.*",),
     "sys.exit": ("cli", "__main__"),
     "argparse": ("cli",),
-    "os.environ": ("cli", "cluster.agent"),  # read by cli; only the agent writes
+    "os.environ": ("cli", "cluster.agent", "cluster.ranks"),  # read by cli; only agent and ranks write
     "os.getenv": ("cli",),
 }
 LAZY = ("torchvision",)  # never at module level: the default run works without it

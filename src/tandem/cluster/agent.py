@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -315,7 +315,13 @@ class NodeAgent(SimpleElasticAgent):
             self._next_word = waited + 5.0
             here = len(self._handler._state_holder.state.participants)
             timeout = self._options.master_timeout
-            log.info("waiting: %d of %d nodes are here (%.0f of %.0f s)", here, self._placement.nodes, waited, timeout)
+            log.info(
+                "waiting: %d of %d nodes are here (%.0f of %.0f s)",
+                here,
+                self._placement.nodes,
+                waited,
+                timeout,
+            )
 
     def _raise_verdict(self) -> None:
         try:
@@ -339,19 +345,20 @@ class NodeAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give every local rank its position and fork it."""
-        store = worker_group.store
-        if worker_group.group_rank == 0:
+        group = cast(Any, worker_group)  # torch annotates what it fills in later as None
+        store = group.store
+        if group.group_rank == 0:
             store.set("tandem/world", uuid.uuid4().hex)
         prefix = "world/" + store.get("tandem/world").decode()
         self._ledger.worlds += 1
         positions = {
             worker.local_rank: Position(
-                rank=int(worker.global_rank),
+                rank=worker.global_rank,
                 local_rank=worker.local_rank,
-                world_size=int(worker.world_size),
+                world_size=worker.world_size,
                 local_world_size=self._options.nproc,
-                node_rank=int(worker_group.group_rank or 0),
-                nodes=int(worker_group.group_world_size or 1),
+                node_rank=group.group_rank,
+                nodes=group.group_world_size,
                 ranks_on_host=self._options.ranks_on_host,
                 platform=self._placement.platform,
                 node_name=self._placement.local_name or "localhost",
@@ -361,10 +368,13 @@ class NodeAgent(SimpleElasticAgent):
                 sample_socket=self._options.sample_socket,
                 start_from=self._options.start_from,
             )
-            for worker in worker_group.workers
+            for worker in group.workers
         }
         self._on_world(self._ledger.worlds, positions[0])
-        return dict(self._ranks.start(positions))
+        pids = self._ranks.start(positions)
+        for local_rank, pid in pids.items():
+            log.info("%s is process %d", positions[local_rank], pid)
+        return dict(pids)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._ranks.kill()
@@ -375,5 +385,3 @@ class NodeAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: Any = None, timeout: int = 30) -> None:
         self._ranks.kill()
-
-

@@ -4,6 +4,7 @@ No torch in here: the fork server has to be started before the agent imports tor
 """
 
 import contextlib
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -18,6 +19,8 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from tandem.errors import FAILED, FINISHED, KILLED, MISCONFIGURED, PEER_LOST, STOPPED
+
+PR_SET_NAME = 15
 
 RankFunction = Callable[[dict[str, object], Any], int]
 
@@ -53,12 +56,15 @@ def shell_code(exitcode: int | None) -> int:
 
 
 def use_loopback() -> None:
-    """Make gloo talk over the loopback device: all ranks are on this host, whose own name may not resolve."""
+    """Make gloo talk over the loopback device: all ranks are on this host, whose own name may not resolve.
+
+    To be called before the fork server starts, which hands its environment on to the ranks.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def resolve(name: str) -> RankFunction:
-    """"package.module:function" -> the function."""
+    """ "package.module:function" -> the function."""
     module, _, attribute = name.partition(":")
     function: RankFunction = getattr(importlib.import_module(module), attribute)
     return function
@@ -81,11 +87,17 @@ def _rank_main(function: str, settings: dict[str, object], position: Any, lifeli
             lifeline.recv_bytes()
         os._exit(PEER_LOST)
 
+    _name_process(f"tandem-rank-{position.rank}")
     threading.Thread(target=leave_with_agent, name="agent-lifeline", daemon=True).start()
     code = resolve(function)(settings, position)
     sys.stdout.flush()
     sys.stderr.flush()
     raise SystemExit(code)
+
+
+def _name_process(name: str) -> None:
+    """What `ps` and `pkill` know this process by (Linux: prctl(2), 15 characters)."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 @dataclass
@@ -144,7 +156,9 @@ class RankProcesses:
             if rank.process.exitcode is None:
                 rank.process.kill()
         self.wait(10.0)
-        codes = {local_rank: code if code is not None else KILLED for local_rank, code in self.codes().items()}
+        codes = {
+            local_rank: code if code is not None else KILLED for local_rank, code in self.codes().items()
+        }
         for rank in self._ranks.values():
             rank.lifeline.close()
         self._ranks = {}

@@ -3,6 +3,7 @@
 Everything here is called by all ranks together; no caller puts it under `if rank == 0`.
 """
 
+import inspect
 import io
 import json
 import logging
@@ -17,12 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from tandem.errors import ConfigError, PeerLostError
 
 log = logging.getLogger("tandem.world")
 
+# torch 2.15 renamed DDP's argument and warns about the old name.
+_BUFFER_ARGUMENT = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 PEER_LOSS_MARKS = (
     "gloo",
@@ -63,7 +71,8 @@ class Position:
     start_from: tuple[str, int] | None = None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size} on node {self.node_rank} of {self.nodes} ({self.node_name})"
+        rank, node = f"rank {self.rank} of {self.world_size}", f"node {self.node_rank} of {self.nodes}"
+        return f"{rank} on {node} ({self.node_name})"
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -122,13 +131,19 @@ class World:
                     backend, store=store, rank=position.rank, world_size=position.world_size, timeout=timeout
                 )
         except (RuntimeError, ValueError) as error:
-            raise PeerLostError(f"cannot join the process group as {position}: {first_line(error)}") from error
+            raise PeerLostError(
+                f"cannot join the process group as {position}: {first_line(error)}"
+            ) from error
         return cls(position, device)
 
     def shorten_timeout(self, seconds: float) -> None:
         """From the first step on, no collective may take longer than this."""
-        group = dist.distributed_c10d._get_default_group()
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        newer = getattr(dist, "set_timeout", None)  # torch 2.15; its private forerunner before
+        if newer is not None:
+            newer(timedelta(seconds=seconds))
+        else:
+            group = dist.distributed_c10d._get_default_group()
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def close(self) -> None:
         """Leave after a success; after a failure just exit, because destroying would deadlock."""
@@ -137,8 +152,10 @@ class World:
     def synchronise_batchnorm(self, model: nn.Module) -> nn.Module:
         """SyncBatchNorm in place of every BatchNorm; ConfigError on CPUs, where torch has none."""
         if self.device.type != "cuda":
-            raise ConfigError("--sync-batchnorm needs GPUs (torch has no CPU kernel for it); leave it out here")
-        converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            raise ConfigError(
+                "--sync-batchnorm needs GPUs (torch has no CPU kernel for it); leave it out here"
+            )
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         assert isinstance(converted, nn.Module)
         return converted
 
@@ -148,11 +165,12 @@ class World:
         BatchNorm's running statistics are not read in training mode, so a model whose buffers are all
         BatchNorm's does without DDP's broadcast before every forward; evaluation gets rank 0's.
         """
+        buffers: dict[str, Any] = {_BUFFER_ARGUMENT: has_buffers_beside_batchnorm(module)}
         return DistributedDataParallel(
             module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            broadcast_buffers=has_buffers_beside_batchnorm(module),
             gradient_as_bucket_view=True,
+            **buffers,
         )
 
     def without_sync(self, model: DistributedDataParallel, skip: bool) -> AbstractContextManager[None]:
@@ -220,17 +238,17 @@ class World:
             raise PeerLostError("preparing the data failed on another node; its log says why")
 
 
-def _open_store(position: Position, timeout: timedelta) -> dist.Store:
+def _open_store(position: Position, timeout: timedelta) -> Any:
     """The store through which ranks find each other."""
     if position.store is not None:
         host, port, prefix = position.store
-        return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=timeout))
+        return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timeout))
     if position.init == "alone":
-        return dist.HashStore()
+        return HashStore()
     if position.master is None:
         raise ValueError("no master is known")
     host, port = position.master
-    return dist.TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
+    return TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
 
 
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
@@ -305,7 +323,7 @@ class AgreedReader:
         before = self.drain()
         copy = torch.empty(Telemetry.SLOTS, pin_memory=True)
         copy.copy_(carrier.grad, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._pending = (step, copy, event)
         return before
@@ -352,6 +370,8 @@ def wait_for_master(
                 "check that node 0 runs and that its name resolves here, or give --master HOST:PORT"
             )
         if time.monotonic() >= next_word:
-            log.info("waiting for master %s:%d: %s (%.0f of %.0f s)", host, port, problem, waited, timeout_seconds)
+            log.info(
+                "waiting for master %s:%d: %s (%.0f of %.0f s)", host, port, problem, waited, timeout_seconds
+            )
             next_word += every_seconds
         time.sleep(0.1)

@@ -151,7 +151,9 @@ class NodeView:
                 log.warning("cannot write health to %s: %s", self._state_dir, error)
                 return
 
-    def _failed_summary(self, code: int, reason: str, worlds: int, beat: Mapping[str, Any]) -> dict[str, object]:
+    def _failed_summary(
+        self, code: int, reason: str, worlds: int, beat: Mapping[str, Any]
+    ) -> dict[str, object]:
         step = int(beat.get("step", 0))
         return {
             "state": "failed",

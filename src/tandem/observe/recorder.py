@@ -260,7 +260,10 @@ class Recorder:
                 "inc": [
                     ["tandem_steps", {}, new_steps],
                     ["tandem_samples", {}, new_steps * self._batch_size],
-                    *[["tandem_activity_seconds", {"activity": name}, value] for name, value in spent.items()],
+                    *[
+                        ["tandem_activity_seconds", {"activity": name}, value]
+                        for name, value in spent.items()
+                    ],
                 ],
                 "observe": [["tandem_step_duration_seconds", {}, value] for value in durations[:500]],
             }

@@ -20,8 +20,8 @@ def cross_entropy(model: nn.Module, batch: Any) -> LossAndSums:
 
 
 def strided_cnn(classes: int = 10) -> nn.Sequential:
-    """Grey 28 x 28 pictures -> logits; three strided convolutions with batch norm, 14,878 parameters."""
-    widths = (1, 12, 24, 32)
+    """Grey 28 x 28 pictures -> logits; three strided convolutions with batch norm, 11,074 parameters."""
+    widths = (1, 8, 16, 32)
     layers: list[nn.Module] = []
     for inputs, outputs in zip(widths, widths[1:], strict=False):
         layers += [

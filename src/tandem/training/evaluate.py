@@ -10,7 +10,9 @@ from tandem.data.loader import batch_size_of, evaluation_batches
 from tandem.tasks.base import Task
 
 
-def evaluate(world: World, task: Task, model: nn.Module, dataset: Any, batch_size: int, workers: int = 0) -> dict[str, float]:
+def evaluate(
+    world: World, task: Task, model: nn.Module, dataset: Any, batch_size: int, workers: int = 0
+) -> dict[str, float]:
     """Means over the whole `dataset`, by score name, equal on all ranks; `loss` is always there.
 
     Counts are exact and sums are in float64, so the world size does not show beyond rounding. Rank 0's

@@ -97,7 +97,7 @@ class Stepper:
         self._reset_gradients()
         for buffer, old in zip(self._model.buffers(), before, strict=True):
             buffer.copy_(old)
-        self._ddp.train()
+        self._ddp.train()  # type: ignore[no-untyped-call]
         self.phases = PhaseSeconds()
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Agreed | None:
@@ -123,7 +123,9 @@ class Stepper:
         for micro_step, batch in enumerate(micro_batches):
             t0 = time.perf_counter()
             weight = batch_size_of(batch) * self._world.size / self._settings.batch_size
-            values = torch.tensor([float(proposal.stop), float(micro_step == last), 0.0, float(proposal.decisions)])
+            values = torch.tensor(
+                [float(proposal.stop), float(micro_step == last), 0.0, float(proposal.decisions)]
+            )
             values = values.to(self._world.device, non_blocking=True)
             t1 = time.perf_counter()
             seed_micro_step(self._seed, step, micro_step, self._world.rank)

@@ -1,0 +1,123 @@
+"""How a world begins: rank 0 reads a checkpoint, every rank gets it, shapes are compared before loading."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.checkpoint.state import ResumeDecision, deserialize
+from tandem.checkpoint.store import CheckpointStore
+from tandem.cluster.world import Position, World
+from tandem.errors import ConfigError
+from tandem.observe.recorder import Recorder
+from tandem.training.optim import Schedule
+
+log = logging.getLogger("tandem.run")
+
+COMPLETE = -1
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where this world begins: the state to load (None: fresh) and its step, equal on all ranks."""
+
+    step: int
+    state: dict[str, Any] | None
+    changes: list[str]
+
+
+def begin(
+    world: World,
+    store: CheckpointStore,
+    position: Position,
+    decision: ResumeDecision | None,
+    recorder: Recorder,
+) -> Beginning:
+    """Rank 0 reads the newest valid checkpoint, or the one that the agent chose; all get it by broadcast."""
+    step, payload = 0, b""
+    if world.is_first and decision is not None and decision.kind == "complete":
+        log.info("the run is complete at step %d; raise --epochs or --steps to go on", decision.step)
+        step = COMPLETE
+    elif world.is_first:
+        found = store.newest_valid(lambda bad, problem: _quarantined(recorder, bad, problem))
+        other = (
+            (decision.directory, decision.step) if decision and decision.directory else position.start_from
+        )
+        if found is None and other is not None and other[0] is not None:
+            raw, _info = CheckpointStore(Path(other[0])).read(other[1])
+            found = (other[1], raw, _info)
+        if found is not None:
+            step, payload = found[0], found[1]
+    step = int(world.broadcast_json(step))
+    if step <= 0:
+        return Beginning(step, None, [])
+    began = time.monotonic()
+    state = deserialize(world.broadcast_bytes(payload if world.is_first else None))
+    recorder.message(
+        {
+            "inc": [["tandem_checkpoint_loads", {}, 1]],
+            "set": [["tandem_checkpoint_last_load_duration_seconds", {}, time.monotonic() - began]],
+        }
+    )
+    return Beginning(step, state, decision.changes if decision is not None else [])
+
+
+def _quarantined(recorder: Recorder, step: int, problem: str) -> None:
+    log.warning("checkpoint step %d is damaged (%s): set aside, using the one before", step, problem)
+    recorder.event("fallback", step=step, problem=problem)
+    recorder.message(
+        {"inc": [["tandem_checkpoint_fallbacks", {}, 1], ["tandem_checkpoint_load_failures", {}, 1]]}
+    )
+
+
+def load_state(
+    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule
+) -> None:
+    """Load a checkpoint's state; ConfigError when it is of another model (the checkpoint is left alone)."""
+    mine, theirs = model.state_dict(), state["model"]
+    for name in sorted({*mine, *theirs}):
+        here = tuple(mine[name].shape) if name in mine else "missing"
+        there = tuple(theirs[name].shape) if name in theirs else "missing"
+        if here != there:
+            raise ConfigError(
+                f"the checkpoint is of another model: {name} is {there} in it and {here} in this model; "
+                "give another --run-dir or --resume never"
+            )
+    model.load_state_dict(theirs)
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load(state["schedule"])
+
+
+def load_weights(world: World, path: Path, model: nn.Module) -> None:
+    """`--init-from`: load the keys whose names and shapes match, and say which did not."""
+    raw: bytes | None = None
+    if world.is_first:
+        found = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        if path.is_file():
+            raw = path.read_bytes()
+        elif (newest := found.newest_step(lambda _step, _problem: None, quarantine=False)) is not None:
+            raw = found.read(newest)[0]
+        else:
+            raise ConfigError(f"--init-from {path}: no checkpoint or weights file there")
+    state = deserialize(world.broadcast_bytes(raw))
+    weights = state.get("model", state)
+    mine = model.state_dict()
+    fitting = {
+        name: value
+        for name, value in weights.items()
+        if name in mine and isinstance(value, torch.Tensor) and value.shape == mine[name].shape
+    }
+    model.load_state_dict(fitting, strict=False)
+    left = sorted(set(mine) - set(fitting))
+    log.info(
+        "loaded %d of %d tensors from %s%s",
+        len(fitting),
+        len(mine),
+        path,
+        f"; left at their start: {', '.join(left)}" if left else "",
+    )

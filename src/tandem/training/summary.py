@@ -1,0 +1,185 @@
+"""What a run says of itself: identity, the first sentences, the manifest's facts, the summary at the end."""
+
+import logging
+import platform as machine
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem import __version__
+from tandem.checkpoint.state import weights_sha256
+from tandem.checkpoint.writer import CheckpointWriter
+from tandem.cluster.world import Position, World
+from tandem.config import Settings
+from tandem.data.sampler import GlobalOrder
+from tandem.errors import FINISHED
+from tandem.observe.journal import Journal, write_json_atomic
+from tandem.observe.progress import Progress
+from tandem.observe.recorder import Recorder
+from tandem.observe.tensorboard import EventWriter
+from tandem.training.resume import Beginning
+
+log = logging.getLogger("tandem.run")
+
+
+def identity(
+    settings: Settings, position: Position, device: torch.device, run_dir: Path
+) -> dict[str, object]:
+    """The identity group of the metrics."""
+    version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+    nccl = ".".join(map(str, version())) if device.type == "cuda" else ""
+    return {
+        "info": [
+            [
+                "tandem_build_info",
+                {
+                    "version": __version__,
+                    "revision": "",
+                    "python": machine.python_version(),
+                    "torch": torch.__version__,
+                    "cuda": torch.version.cuda or "",
+                    "nccl": nccl,
+                },
+            ],
+            [
+                "tandem_run_info",
+                {
+                    "run": settings.run_name or run_dir.name,
+                    "task": settings.task,
+                    "platform": position.platform,
+                    "backend": "nccl" if device.type == "cuda" else "gloo",
+                    "precision": settings.precision,
+                    "config_hash": settings.digest(),
+                },
+            ],
+        ],
+        "set": [
+            ["tandem_world_size", {}, position.world_size],
+            ["tandem_nodes", {}, position.nodes],
+        ],
+    }
+
+
+def manifest_info(
+    settings: Settings,
+    world: World,
+    order: GlobalOrder,
+    planned: int,
+    step: int,
+    threads: int,
+    scores: Mapping[str, float],
+) -> dict[str, Any]:
+    """What the manifest says about a checkpoint, so that the decision to resume needs no torch.load."""
+    return {
+        "step": step,
+        "epoch": step // order.steps_per_epoch,
+        "task": settings.task,
+        "settings": settings.to_dict(),
+        "fingerprint": settings.fingerprint_fields(),
+        "world_size": world.size,
+        "threads": threads,
+        "steps_per_epoch": order.steps_per_epoch,
+        "steps_planned": planned,
+        "train_samples": order.n,
+        "time": time.time(),
+        "eval": dict(scores),
+    }
+
+
+def write_summary(
+    run_dir: Path,
+    settings: Settings,
+    position: Position,
+    recorder: Recorder,
+    order: GlobalOrder,
+    model: nn.Module,
+    writer: CheckpointWriter,
+    beginning: Beginning,
+    code: int,
+    started: float,
+) -> None:
+    """RUN_DIR/summary.json, and the same in a few words on the terminal."""
+    digest = weights_sha256(model)
+    summary = {
+        "state": "finished" if code == FINISHED else "stopped",
+        "exit_code": code,
+        "task": settings.task,
+        "platform": position.platform,
+        "world_size": position.world_size,
+        "nodes": position.nodes,
+        "epoch": recorder.step // order.steps_per_epoch,
+        "global_step": recorder.step,
+        "samples_seen": recorder.step * settings.batch_size,
+        "loss": recorder.loss,
+        "eval": recorder.scores,
+        "samples_per_second": round(recorder.meter.samples_per_second, 1),
+        "wall_seconds": round(time.monotonic() - started, 3),
+        "weights_sha256": digest,
+        "restarts": position.restart,
+        "resumed_from_step": beginning.step or None,
+        "last_checkpoint_step": writer.last_step,
+    }
+    write_json_atomic(run_dir / "summary.json", summary)
+    recorder.event(str(summary["state"]), step=recorder.step, exit_code=code)
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in recorder.scores.items())
+    log.info(
+        "%s at step %d: %s; %s samples/s; weights %s",
+        summary["state"],
+        recorder.step,
+        scores or "not evaluated",
+        f"{recorder.meter.samples_per_second:,.0f}",
+        digest[:12],
+    )
+
+
+def open_displays(
+    settings: Settings,
+    world: World,
+    run_dir: Path,
+    recorder: Recorder,
+    order: GlobalOrder,
+    planned: int,
+    beginning: Beginning,
+    model: nn.Module,
+    dataset: Any,
+    threads: int,
+) -> None:
+    """Rank 0 opens its journal, TensorBoard and progress display, and says the derived numbers once."""
+    if not world.is_first:
+        recorder.begin_run(beginning.step, order.steps_per_epoch, planned, None, None, None)
+        return
+    journal = Journal(run_dir)
+    if beginning.step:
+        journal.rewind(beginning.step)
+        journal.event("resumed", step=beginning.step)
+    writer = EventWriter(run_dir / "tensorboard", beginning.step) if settings.tensorboard else None
+    progress = Progress(planned, start_step=beginning.step, mode=settings.progress)
+    recorder.begin_run(beginning.step, order.steps_per_epoch, planned, journal, progress, writer)
+    recorder.message(identity(settings, world.position, world.device, run_dir))
+    for change in beginning.changes:
+        log.info("changed since the checkpoint: %s", change)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    log.info(
+        "%s: %s samples, %s parameters; %d ranks on %d nodes (%s), %s of a batch of %d each, %s, %d threads",
+        settings.task,
+        f"{order.n:,}",
+        f"{parameters:,}",
+        world.size,
+        world.position.nodes,
+        world.device.type,
+        f"{settings.batch_size / world.size:g}",
+        settings.batch_size,
+        settings.precision,
+        threads,
+    )
+    log.info(
+        "steps %d to %d, %d an epoch%s",
+        beginning.step,
+        planned,
+        order.steps_per_epoch,
+        f"; resumed from step {beginning.step}" if beginning.step else "",
+    )

@@ -1,0 +1,69 @@
+"""The documentation against the code: generated tables, links, and the flags of README's commands."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tandem import config
+from tandem.cli import HELP, VERBS
+from tandem.observe import metrics
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+VERB_OPTIONS = {
+    "checkpoints": {"--keep"},
+    "config": {"--explain", "--markdown"},
+}
+EVERYWHERE = {"--help", "--version", "--config"}
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def table_of(page: str) -> str:
+    """The last table of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every `tandem VERB ...` in code blocks and code spans."""
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.M | re.S)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    verbs = "|".join(VERBS)
+    found = []
+    for line in [line for block in blocks for line in block.splitlines()] + spans:
+        match = re.search(rf"\btandem ((?:{verbs}|--)\b.*|--\S+)", line)
+        if match and " | " not in line:
+            found.append(shlex.split(match[1], comments=True))
+    return found
+
+
+def test_configuration_is_generated() -> None:
+    assert table_of("configuration.md") == config.markdown_table().strip()
+
+
+def test_metrics_are_generated() -> None:
+    assert table_of("metrics.md") == metrics.markdown_table().strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_exist(page: Path) -> None:
+    targets = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    missing = [link for link in targets if not (page.parent / (link.partition("#")[0] or page.name)).exists()]
+    assert not missing
+
+
+def test_readme_names_known_flags_only() -> None:
+    found = commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(found) >= 6, found
+    for words in found:
+        known = {*config.FLAGS, *config.NEGATED, *EVERYWHERE, *VERB_OPTIONS.get(words[0], set())}
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        assert not [flag for flag in flags if flag not in known and not flag.startswith("--task.")], words
+
+
+def test_readme_verbs_exist() -> None:
+    for words in commands((ROOT / "README.md").read_text(encoding="utf-8")):
+        assert words[0] in VERBS or words[0].startswith("--")
+        assert words[0].startswith("--") or f"tandem {words[0]}" in HELP

@@ -1,0 +1,138 @@
+"""The same weights evaluated by one, two and three gloo processes: equal counts, equal means."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tandem.cluster.world import Position, World
+from tandem.data.datasets import TensorRows
+from tandem.training.evaluate import evaluate
+
+pytestmark = pytest.mark.multi
+
+SAMPLES, FEATURES, CLASSES = 1003, 12, 5  # 2 and 3 do not divide 1003: shares and last batches differ
+LIMIT_SECONDS = 80.0
+
+
+def set_of(samples: int) -> TensorRows:
+    """Rows whose target is their own index, so that a task can tell which samples it was given."""
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(samples, FEATURES, generator=generator) * 3 + 1
+    return TensorRows(rows, torch.arange(samples))
+
+
+def labels_of(indices: Tensor) -> Tensor:
+    return indices.square() % CLASSES
+
+
+def trained_model() -> nn.Sequential:
+    """Weights from one seed, with running statistics that are not those of a new BatchNorm."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+    model(set_of(240).inputs)
+    return model
+
+
+class ByLoss:
+    """Scores by way of `loss`, as most tasks have them."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
+        assert not model.training and not torch.is_grad_enabled()
+        rows, indices = batch
+        self.seen += indices.tolist()
+        logits, labels = model(rows), labels_of(indices)
+        correct = (logits.argmax(dim=1) == labels).sum()
+        return functional.cross_entropy(logits, labels), {"accuracy": (correct, len(labels))}
+
+
+class ByEvaluateBatch(ByLoss):
+    """Own `evaluate_batch`; only the batch with sample 0 counts, so that means are sums over the set."""
+
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
+        loss, metrics = self.loss(model, batch)
+        once = float((batch[1] == 0).sum())
+        return {
+            "loss": (loss * len(batch[1]), len(batch[1])),
+            "samples": (len(batch[1]), once),
+            "correct": (metrics["accuracy"][0], once),
+        }
+
+
+def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size: int) -> None:
+    torch.set_num_threads(1)
+    position = Position(
+        rank=rank,
+        local_rank=rank,
+        world_size=size,
+        local_world_size=size,
+        ranks_on_host=size,
+        init="master" if size > 1 else "alone",
+        master=("127.0.0.1", port),
+    )
+    world = World.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    model = trained_model()
+    if rank:  # a rank's own statistics must not show: evaluation takes rank 0's
+        batch_norm = model[1]
+        assert isinstance(batch_norm, nn.BatchNorm1d) and batch_norm.running_mean is not None
+        batch_norm.running_mean.add_(5.0)
+    results = []
+    for task in (ByLoss(), ByEvaluateBatch()):
+        model.train()
+        scores = evaluate(world, task, model, set_of(samples), batch_size)  # type: ignore[arg-type]
+        assert model.training
+        results.append({"scores": scores, "seen": task.seen})
+    (Path(folder) / f"{size}-{rank}.json").write_text(json.dumps(results))
+    world.close()
+
+
+def scores_in_a_world_of(
+    size: int, folder: Path, port: int, samples: int, batch_size: int
+) -> list[dict[str, float]]:
+    """Scores of `ByLoss` and of `ByEvaluateBatch`, after a check that all ranks have the same."""
+    arguments = (size, port, str(folder), samples, batch_size)
+    context = torch.multiprocessing.spawn(work, args=arguments, nprocs=size, join=False)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    try:
+        while not context.join(timeout=1.0):
+            if time.monotonic() > deadline:
+                pytest.fail(f"{size} ranks took longer than {LIMIT_SECONDS:g} s", pytrace=False)
+    finally:
+        for process in context.processes:
+            process.kill()
+    ranks = [json.loads((folder / f"{size}-{rank}.json").read_text()) for rank in range(size)]
+    for of_task in zip(*ranks, strict=True):
+        assert all(result["scores"] == of_task[0]["scores"] for result in of_task), of_task
+        assert sorted(index for result in of_task for index in result["seen"]) == list(range(samples))
+    return [result["scores"] for result in ranks[0]]
+
+
+def in_one_pass(samples: int) -> tuple[float, int]:
+    """Mean loss (float64) and number of right answers over the whole set, with nothing of tandem's."""
+    model, dataset = trained_model().eval(), set_of(samples)
+    labels = labels_of(dataset.targets)
+    with torch.no_grad():
+        logits = model(dataset.inputs)
+    return float(functional.cross_entropy(logits.double(), labels)), int((logits.argmax(1) == labels).sum())
+
+
+@pytest.mark.parametrize("samples, batch_size", [(SAMPLES, 64), (SAMPLES, 1000), (2, 64)])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_world_size_gives_the_counts_and_the_mean_of_one_pass(
+    size: int, samples: int, batch_size: int, tmp_path: Path, free_port: int
+) -> None:
+    by_loss, by_batch = scores_in_a_world_of(size, tmp_path, free_port, samples, batch_size)
+    loss, correct = in_one_pass(samples)
+    assert by_loss["accuracy"] == correct / samples
+    assert (by_batch["samples"], by_batch["correct"]) == (samples, correct)
+    assert math.isclose(by_loss["loss"], loss, rel_tol=1e-6), (by_loss["loss"], loss)
+    assert math.isclose(by_batch["loss"], loss, rel_tol=1e-6), (by_batch["loss"], loss)

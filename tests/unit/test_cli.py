@@ -1,0 +1,120 @@
+"""The verbs: what they import, and what they say to a user who mistypes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem import cli
+from tandem.errors import ConfigError
+
+SOURCE = str(Path(tandem.__file__).parents[1])
+WATCHED = """
+import sys
+sys.path.insert(0, {source!r})
+sys.argv = {argv!r}
+from tandem.cli import main
+try:
+    main()
+finally:
+    heavy = {{"torch", "numpy", "pydantic"}} & set(sys.modules)
+    print("IMPORTED", sorted(heavy), file=sys.stderr)
+"""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    return {**kept, **variables}
+
+
+def watched(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, that says on stderr which heavy packages it imported."""
+    script = WATCHED.format(source=SOURCE, argv=["tandem", *arguments])
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], [], ["launch", "--help"]])
+def test_help_needs_no_torch(arguments: list[str], tmp_path: Path) -> None:
+    done = watched(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "IMPORTED []\n"
+    assert all(f"tandem {verb}" in done.stdout for verb in cli.VERBS)
+
+
+def test_version_needs_no_torch(tmp_path: Path) -> None:
+    done = watched(tmp_path, "--version")
+    assert (done.returncode, done.stdout) == (0, f"tandem {tandem.__version__}\n")
+    assert done.stderr == "IMPORTED []\n"
+
+
+def test_health_needs_no_torch_and_is_unhealthy_where_nothing_runs(tmp_path: Path) -> None:
+    done = watched(tmp_path, "health", TANDEM_STATE_DIR=str(tmp_path / "state"))
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == "IMPORTED []"
+    assert "Traceback" not in done.stderr
+
+
+def test_health_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("health", ["--fast"], {}) == 2
+    assert "no arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [("lanch", "launch"), ("trian", "train"), ("checkpoint", "checkpoints"), ("confg", "config")],
+)
+def test_an_unknown_verb_suggests_the_nearest(typed: str, meant: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"unknown verb '{typed}'.*did you mean `tandem {meant}`"):
+        cli.run(typed, [], {})
+
+
+def test_a_verb_like_none_points_to_the_help(tmp_path: Path) -> None:
+    done = watched(tmp_path, "xyzzy")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert lines[0].startswith("tandem: unknown verb 'xyzzy'") and "tandem --help" in lines[0]
+    assert lines[1:] == ["IMPORTED []"]
+
+
+def test_checkpoints_of_a_missing_directory_exit_2(tmp_path: Path) -> None:
+    done = watched(tmp_path, "checkpoints", "ls", "absent")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "tandem: absent is not a directory; give the run directory"
+    assert "'torch'" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["ls"], ["list", "."], ["ls", ".", "extra"], ["prune", ".", "--keep"]], ids=" ".join
+)
+def test_checkpoints_says_how_it_is_used(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="tandem checkpoints"):
+        cli.run("checkpoints", arguments, {})
+
+
+@pytest.mark.parametrize("keep", ["0", "-1", "many"])
+def test_prune_keeps_at_least_one(keep: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--keep"):
+        cli.run("checkpoints", ["prune", str(tmp_path), "--keep", keep], {})
+
+
+def test_checkpoints_of_an_empty_directory_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run("checkpoints", ["ls", str(tmp_path)], {}) == 0
+    assert f"no checkpoints in {tmp_path}" in capsys.readouterr().out
+
+
+def test_config_explains_where_values_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run("config", ["--explain", "--epochs", "7"], {"TANDEM_LR": "0.5"}) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "flag --epochs" in rows["epochs"] and "environment TANDEM_LR" in rows["lr"]
+    assert rows["seed"].endswith("default")
