@@ -1,0 +1,124 @@
+"""A small task with everything that makes a resume hard, and runs of it that can be disturbed."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TASK = """
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tandem.data.datasets import Datasets, TensorRows
+
+
+@dataclass
+class Small:
+    delay: float = 0.0
+
+    def build_model(self):
+        return nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32),
+            nn.ReLU(), nn.Linear(32, 3)
+        )
+
+    def build_datasets(self):
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(2500, 8, generator=generator)
+        rows = TensorRows(x, x[:, :3].argmax(1))
+        return Datasets(rows, TensorRows(x[:101], x[:101, :3].argmax(1)))
+
+    def loss(self, model, batch):
+        x, y = batch
+        time.sleep(self.delay if model.training else 0)
+        out = model(x)
+        return nn.functional.cross_entropy(out, y), {"accuracy": ((out.argmax(1) == y).sum(), len(y))}
+"""
+
+
+class Runs:
+    """Commands on the small task in one folder; 100 steps of 24 samples an epoch."""
+
+    def __init__(self, folder: Path, processes: Any) -> None:
+        self.folder, self.processes = folder, processes
+        (folder / "small.py").write_text(TASK)
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
+
+    def command(self, verb: str, run: str, *flags: object, delay: float = 0.0) -> list[str]:
+        module = ["-m", "tandem", verb] if verb != "torchrun" else []
+        launcher = [sys.executable, *module]
+        if verb == "torchrun":
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "tandem",
+                "train",
+            ]
+        settings = [
+            "--task",
+            "small.py:Small",
+            "--batch-size",
+            "24",
+            "--metrics-linger",
+            "0",
+            "--metrics-port",
+            "0",
+        ]
+        settings += ["--run-dir", run, "--task.delay", str(delay)]
+        return [*launcher, *settings, *map(str, flags)]
+
+    def start(self, verb: str, run: str, *flags: object, delay: float = 0.0) -> Any:
+        command = self.command(verb, run, *flags, delay=delay)
+        return self.processes.start(command, cwd=self.folder, env=self.environment)
+
+    def finish(self, verb: str, run: str, *flags: object, delay: float = 0.0) -> dict[str, Any]:
+        """Run to the end, which has to be a good one; the summary."""
+        code, output = self.processes.wait(self.start(verb, run, *flags, delay=delay))
+        assert code == 0, output
+        return self.summary(run)
+
+    def summary(self, run: str) -> dict[str, Any]:
+        return dict(json.loads((self.folder / run / "summary.json").read_text()))
+
+    def events(self, run: str, kind: str) -> list[dict[str, Any]]:
+        path = self.folder / run / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+    def wait_for_step(self, run: str, step: int) -> None:
+        """Until the newest checkpoint is of `step` or later."""
+        self.until(
+            lambda: any(event["step"] >= step for event in self.events(run, "checkpoint")), f"step {step}"
+        )
+
+    @staticmethod
+    def until(condition: Callable[[], bool], what: str, limit: float = 90.0) -> None:
+        deadline = time.monotonic() + limit
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what} within {limit:g} s"
+            time.sleep(0.05)
+
+
+def rank_processes(session: int) -> dict[str, int]:
+    """{"tandem-rank-0": pid, ...} of one session."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                name = (entry / "comm").read_text().strip()
+                if name.startswith("tandem-rank-") and os.getsid(int(entry.name)) == session:
+                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                        found[name] = int(entry.name)
+            except OSError:
+                continue
+    return found
