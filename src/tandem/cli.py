@@ -53,8 +53,8 @@ def main() -> None:
         code = 130
     sys.stdout.flush()
     sys.stderr.flush()
-    if verb == "train":
-        os._exit(code)  # gloo's threads abort some interpreters at a normal exit
+    if "torch" in sys.modules:
+        os._exit(code)  # threads of gloo and of the store abort some interpreters at a normal exit
     sys.exit(code)
 
 
@@ -131,6 +131,11 @@ def where(settings: "Settings") -> str:
 def train(arguments: Arguments, environ: Environment) -> int:
     """Rank level: what the environment says, or alone."""
     settings, placement = _settings_and_placement(arguments, environ)
+    if placement.rank is None and placement.nodes > 1:
+        raise ConfigError(
+            f"`tandem train` is one rank, and no environment says which of {placement.nodes} nodes' it is; "
+            f"start them with `tandem launch --nodes {placement.nodes}` or torchrun"
+        )
     return _train(settings, placement)
 
 

@@ -51,11 +51,10 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
 
 
 def prepare_run_dir(run_dir: Path, settings: Settings) -> None:
-    """Make the run directory, write config.json, remove an old summary. Raises ConfigError."""
+    """Make the run directory, write config.json. Raises ConfigError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_json_atomic(run_dir / "config.json", settings.to_dict())
-        (run_dir / "summary.json").unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot write to the run directory {run_dir}: {error.strerror or error}; give another --run-dir"
@@ -102,7 +101,7 @@ def simulate(
             if node.was_killed() and not stop and restarts_left > 0 and _others_run(nodes, index):
                 restarts_left -= 1
                 log.warning("node %d was killed (%s): starting it again", index, node.code())
-                node.start()
+                node.start("--resume", "auto")  # whatever this launch began with, it goes on now
     return job_code([code for node in nodes if (code := node.code()) is not None])
 
 
@@ -119,14 +118,14 @@ class _SimulatedNode:
         self._output, self._environment = output, environment
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
         with contextlib.ExitStack() as stack:
             target = None
             if self._output is not None:
                 self._output.parent.mkdir(parents=True, exist_ok=True)
                 target = stack.enter_context(self._output.open("ab"))
             self._process = subprocess.Popen(
-                self._command,
+                [*self._command, *more],
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,

@@ -104,7 +104,7 @@ class NodeView:
             "platform": self._placement.platform,
             "nodes": self._placement.nodes,
             "step": beat.get("step", 0),
-            "steps_planned": self._settings.steps,
+            "steps_planned": beat.get("steps_planned"),
             "loss": beat.get("loss"),
             "samples_per_second": beat.get("samples_per_second"),
             "seconds_since_progress": round(quiet, 1),

@@ -276,6 +276,7 @@ class Recorder:
                 "heartbeat": {
                     "rank": self.rank,
                     "step": self.step,
+                    "steps_planned": self._steps_planned,
                     "activity": self._activity,
                     "loss": self.loss if math.isfinite(self.loss) else None,
                     "samples_per_second": round(self.meter.samples_per_second, 1),

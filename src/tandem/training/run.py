@@ -28,6 +28,7 @@ from tandem.tasks.base import Task, load_task
 from tandem.training.evaluate import evaluate
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.optim import Schedule, build_optimizer
+from tandem.training.profiling import profiled
 from tandem.training.resume import COMPLETE, begin, load_state, load_weights
 from tandem.training.seeding import seed_model
 from tandem.training.step import Stepper
@@ -44,6 +45,7 @@ PER_NODE = {
     "metrics_port",
     "threads",
     "log_format",
+    "resume",
 }
 
 
@@ -119,6 +121,8 @@ def _run(
         beginning = begin(world, store, position, decision, recorder)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
+        if world.is_first:
+            (run_dir / "summary.json").unlink(missing_ok=True)
         _check_division(settings, world, fresh=beginning.state is None)
         if beginning.state is not None:
             load_state(beginning.state, model, optimizer, schedule)
@@ -167,7 +171,12 @@ def _run(
         ),
         recorder=recorder,
         stop=stop,
-        batches=_steps(settings, task, datasets.train, batches, device),
+        batches=profiled(
+            _steps(settings, task, datasets.train, batches, device),
+            settings.profile if world.is_first else None,
+            beginning.step,
+            run_dir / "profile" / "rank-0.json",
+        ),
         evaluate=lambda: evaluate(
             world, task, model, datasets.evaluation, evaluation_batch_size(settings, world), settings.workers
         ),

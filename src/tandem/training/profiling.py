@@ -1,0 +1,39 @@
+"""`--profile START:STEPS`: a window of steps under torch.profiler, as a trace for chrome://tracing."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import profile
+
+log = logging.getLogger("tandem.run")
+
+
+def profiled(batches: Iterator[Any], window: str | None, first_step: int, path: Path) -> Iterator[Any]:
+    """Pass `batches` (one item per step) on, recording the steps of the window to `path`.
+
+    A step lasts from its batch to the next one's request. `window` None: nothing is recorded.
+    """
+    if window is None:
+        yield from batches
+        return
+    start, steps = map(int, window.split(":"))
+    recording: Any = None
+    for step, batch in enumerate(batches, first_step):
+        if step == max(start, first_step) and step < start + steps:
+            recording = profile()
+            recording.__enter__()
+        yield batch
+        if recording is not None and step + 1 >= start + steps:
+            _finish(recording, path)
+            recording = None
+    if recording is not None:
+        _finish(recording, path)
+
+
+def _finish(recording: Any, path: Path) -> None:
+    recording.__exit__(None, None, None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recording.export_chrome_trace(str(path))
+    log.info("profile written to %s", path)
