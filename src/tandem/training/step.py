@@ -37,7 +37,7 @@ class TrainingModule(nn.Module):
         self._precision = precision
 
     def forward(
-        self, batch: Any, weight: float, scale: float, so_far: Tensor
+        self, batch: Any, weight: float, scale: Tensor, so_far: Tensor
     ) -> tuple[Tensor, Tensor, Any, Tensor]:
         """(scaled loss for backward, weighted loss, task metrics, weighted losses of the step so far)."""
         with self._autocast():
@@ -117,7 +117,7 @@ class Stepper:
         return self._reader.drain()
 
     def _accumulate(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> None:
-        scale = float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
+        scale = self.scaler.scale(torch.ones((), device=self._world.device))  # 1 without fp16
         so_far = torch.zeros((), device=self._world.device)
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
