@@ -174,13 +174,15 @@ def run_this_node(
     from tandem.checkpoint.state import decide_resume
     from tandem.checkpoint.store import CheckpointStore
     from tandem.cluster.agent import AgentOptions, announce, run_node
+    from tandem.observe.access import load_access
     from tandem.tasks.base import load_task
 
     run_dir, is_first = Path(str(settings.run_dir)), placement.node_rank == 0
     nproc = placement.nproc or _ranks_for_gpus(settings)
-    start_from = None
+    start_from, access = None, None
     try:
         if is_first:
+            access = load_access(settings)
             decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
             if decision.kind == "complete":
                 log.info("%s", complete_line(decision.step, run_dir))
@@ -203,7 +205,7 @@ def run_this_node(
             run_dir / "log" / f"node-{placement.node_rank}.log", None, 0, True, settings.log_format == "json"
         )
     scratch = Path(tempfile.mkdtemp(prefix="tandem-"))
-    view = NodeView(settings, placement, state_dir, scratch, run_dir)
+    view = NodeView(settings, placement, state_dir, scratch, run_dir, access, stop)
     try:
         options = AgentOptions(
             nproc=nproc,
@@ -283,9 +285,12 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
     )
     if rank != 0:
         return rank_function(settings.to_dict(), position)
+    from tandem.observe.access import load_access
+
+    access = load_access(settings)
     prepare_run_dir(run_dir, settings)
     scratch = Path(tempfile.mkdtemp(prefix="tandem-"))
-    view = NodeView(settings, placement, None, scratch, run_dir)
+    view = NodeView(settings, placement, None, scratch, run_dir, access)
     try:
         code = rank_function(settings.to_dict(), replace(position, sample_socket=str(view.socket_path)))
         view.ended(code, f"the rank ended with code {code}", 1)

@@ -12,6 +12,56 @@ WARMUP_STEPS = 20
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step of one rank; `wait` is the part of backward spent waiting for other ranks."""
+
+    data: float
+    transfer: float
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+    wait: float
+
+    @property
+    def own(self) -> float:
+        """The whole step without the wait."""
+        return self.data + self.transfer + self.forward + self.backward + self.optimizer + self.other
+
+    @property
+    def total(self) -> float:
+        return self.own + self.wait
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by name of PHASES, which add up to `total`: the wait is part of backward."""
+        return {name: getattr(self, name) for name in PHASES} | {"backward": self.backward + self.wait}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """FLOPs of a step over all ranks, FLOP/s that all devices can do, gradient bytes of one rank.
+
+    0 means: not known.
+    """
+
+    flops_per_step: int
+    peak_flops: float
+    sync_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What torch's allocator says of one GPU: bytes now and at most, and counts since the process began."""
+
+    gpu: int
+    allocated: int
+    reserved: int
+    peak: int
+    retries: int
+    ooms: int
+
+
+@dataclass(frozen=True)
 class Interval:
     """The steps between two calls of `Meter.interval`; `phases`, all of PHASES, add up to `seconds`."""
 
@@ -30,10 +80,7 @@ class Interval:
 
 
 class Meter:
-    """Phase timer and throughput window of one rank.
-
-    The loop reports each phase as it ends and then the step; what no phase claimed is "other".
-    """
+    """Phases and throughput of one rank's steps."""
 
     def __init__(self, warmup_steps: int = WARMUP_STEPS) -> None:
         self.steps = 0
@@ -42,7 +89,6 @@ class Meter:
         self._warmup_steps = warmup_steps
         self._warmup_samples = 0
         self._warmup_seconds = 0.0
-        self._step_phases: dict[str, float] = {}
         self._reset_interval()
 
     def _reset_interval(self) -> None:
@@ -50,31 +96,18 @@ class Meter:
         self._interval_samples = 0
         self._interval_phases = dict.fromkeys(PHASES, 0.0)
 
-    def add(self, phase: str, seconds: float) -> None:
-        """Charge part of the running step to a phase; raises ValueError for a name not in PHASES."""
-        if phase not in PHASES:
-            raise ValueError(f"phase {phase!r}: valid are {', '.join(PHASES)}")
-        self._step_phases[phase] = self._step_phases.get(phase, 0.0) + max(0.0, seconds)
-
-    def step(self, samples: int, seconds: float) -> None:
-        """Close the step: `samples` of all ranks, `seconds` from its start to its end.
-
-        Two clocks (host and device) may disagree a little; then the step is as long as its phases.
-        """
-        claimed = sum(self._step_phases.values())
-        seconds = max(seconds, claimed)
-        for phase, part in self._step_phases.items():
-            self._interval_phases[phase] += part
-        self._interval_phases["other"] += seconds - claimed
-        self._step_phases.clear()
+    def step(self, samples: int, times: StepTimes) -> None:
+        """A step is over: `samples` of all ranks, and where its time went."""
+        for phase, seconds in times.phases().items():
+            self._interval_phases[phase] += seconds
         self._interval_steps += 1
         self._interval_samples += samples
         self.steps += 1
         self.samples += samples
-        self.seconds += seconds
+        self.seconds += times.total
         if self.steps <= self._warmup_steps:
             self._warmup_samples += samples
-            self._warmup_seconds += seconds
+            self._warmup_seconds += times.total
 
     def interval(self) -> Interval:
         """What happened since the last call, and begin anew; an open step goes to the next interval."""

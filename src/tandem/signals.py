@@ -19,6 +19,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal_number: int | None = None
         self.interrupts = 0
+        self.received: dict[str, int] = {}  # by name, repeats within the window left out
         self._last = float("-inf")
 
     def __bool__(self) -> bool:
@@ -38,6 +39,9 @@ class StopFlag:
         now = time.monotonic()
         if now - self._last > REPEAT_WINDOW_SECONDS and number == signal.SIGINT:
             self.interrupts += 1
+        if now - self._last > REPEAT_WINDOW_SECONDS:
+            name = signal.Signals(number).name
+            self.received[name] = self.received.get(name, 0) + 1
         self._last = now
         if self.signal_number is None:
             self.signal_number = number

@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from tandem.observe.metrics import FAMILIES, MAX_SERIES, Metrics, markdown_table, wire_names
+from tandem.observe.families import FAMILIES, markdown_table, wire_names
+from tandem.observe.metrics import MAX_SERIES, Metrics
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:

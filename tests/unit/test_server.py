@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tandem.observe.metrics import Metrics
-from tandem.observe.server import MetricsServer, SampleReceiver, SampleSender
+from tandem.observe.samples import SampleReceiver, SampleSender
+from tandem.observe.server import MetricsServer
 
 STATUS: dict[str, object] = {"healthy": True, "state": "training", "loss": float("nan")}
 

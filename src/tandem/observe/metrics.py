@@ -1,4 +1,4 @@
-"""Every metric tandem exports, declared once in `FAMILIES`, and the registry that holds their values.
+"""The registry that holds the values of all families, and the messages that change them.
 
 Ranks send messages (plain dicts that fit JSON); `Metrics.apply` turns them into series. A message can be
 wrong or hostile without harm: what cannot be applied is counted in `tandem_collect_errors{source}`.
@@ -7,10 +7,8 @@ wrong or hostile without harm: what cannot be applied is counted in `tandem_coll
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,140 +21,13 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder, generate_latest
 
+from tandem.observe.families import FAMILIES, FINAL_STATES, STATES, Family
 from tandem.observe.journal import write_bytes_atomic
 
-Kind = Literal["counter", "gauge", "histogram", "info", "state set"]
 AnyMetric = Counter | Gauge | Histogram | Info | Enum
 
-STATES = (
-    "starting", "rendezvous", "resuming", "training", "evaluating", "checkpointing", "draining",
-    "succeeded", "failed",
-)  # fmt: skip
-FINAL_STATES = ("succeeded", "failed")
 MAX_SERIES = 64
 MAX_LABEL_LENGTH = 200
-
-PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
-ACTIVITIES = ("startup", "rendezvous", "resume", "train", "eval", "checkpoint", "drain")
-SKIP_REASONS = ("amp_overflow", "nonfinite_loss", "nonfinite_grad")
-RESTART_REASONS = ("elastic", "preemption", "crash", "hang", "unknown")
-STEP_BUCKETS = tuple(0.001 * 2**i for i in range(17))
-SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One metric: `labels` maps a label to its values, () = any; `initial` None = absent until set."""
-
-    name: str
-    kind: Kind
-    help: str
-    group: str
-    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    buckets: tuple[float, ...] = ()
-    initial: float | None = None
-
-    @property
-    def wire_names(self) -> tuple[str, ...]:
-        """Names of the series as PromQL sees them."""
-        if self.kind == "counter":
-            return (f"{self.name}_total",)
-        if self.kind == "histogram":
-            return tuple(self.name + suffix for suffix in ("_bucket", "_sum", "_count"))
-        return (self.name,)
-
-
-def _any(*names: str) -> dict[str, tuple[str, ...]]:
-    return {name: () for name in names}
-
-
-def _rows(group: str, kind: Kind, *rows: tuple[str, str] | tuple[str, str, dict[str, tuple[str, ...]]],
-          initial: float | None = None, buckets: tuple[float, ...] = ()) -> tuple[Family, ...]:  # fmt: skip
-    return tuple(
-        Family(f"tandem_{row[0]}", kind, row[1], group, row[2] if len(row) == 3 else {}, buckets, initial)
-        for row in rows
-    )
-
-
-FAMILIES: tuple[Family, ...] = (
-    *_rows("identity", "info",
-        ("build_info", "Versions of what runs.",
-            _any("version", "revision", "python", "torch", "cuda", "nccl")),
-        ("run_info", "What this run is.",
-            _any("run", "task", "platform", "backend", "precision", "config_hash"))),
-    *_rows("identity", "state set", ("run_state", "What the run is doing; exactly one state is 1.")),
-    *_rows("identity", "gauge",
-        ("world_size", "Ranks in the current world."),
-        ("nodes", "Nodes in the current world."),
-        ("run_start_timestamp_seconds", "When this launch started, Unix time.")),
-    *_rows("progress", "gauge",
-        ("epoch", "Epochs completed."),
-        ("epochs_planned", "Epochs this run is to complete."),
-        ("global_step", "Optimizer steps done since the run's first launch; survives restarts."),
-        ("steps_planned", "Optimizer steps this run is to do."),
-        ("progress_ratio", "Steps done over steps planned, 0 to 1."),
-        ("estimated_completion_timestamp_seconds", "When training ends at the current pace, Unix time."),
-        ("last_step_timestamp_seconds", "When the last reported step ended, Unix time.")),
-    *_rows("progress", "counter",
-        ("steps", "Optimizer steps done since the launch."),
-        ("samples", "Training samples of all ranks since the launch."),
-        ("steps_replayed", "Steps done again after a restart.")),
-    *_rows("time", "histogram", ("step_duration_seconds", "Wall time of one optimizer step."),
-        buckets=STEP_BUCKETS),
-    *_rows("time", "counter",
-        ("step_phase_seconds", "Step time by phase; the phases add up to the step.", {"phase": PHASES}),
-        ("gradient_sync_seconds", "Gradient all-reduce time, hidden behind backward or exposed.",
-            {"overlap": ("hidden", "exposed")}),
-        ("gradient_sync_bytes", "Gradient bytes handed to the all-reduce."),
-        ("activity_seconds", "Wall time by activity; adds up to the time since launch.",
-            {"activity": ACTIVITIES})),
-    *_rows("stragglers", "gauge",
-        ("rank_compute_seconds_min", "Least time of a rank in a step before the gradient wait."),
-        ("rank_compute_seconds_median", "Median over ranks of the time before the gradient wait."),
-        ("rank_compute_seconds_max", "Most time of a rank in a step before the gradient wait."),
-        ("slowest_rank", "The rank with the most compute time."),
-        ("rank_compute_seconds", "Time in a step before the gradient wait, by rank.", _any("rank", "node")),
-        ("rank_data_seconds", "Time in a step waiting for data, by rank.", _any("rank", "node"))),
-    *_rows("optimisation", "gauge",
-        ("loss", "Mean loss over all ranks in the last interval.", _any("split")),
-        ("eval_score", "Score of the last evaluation.", _any("score")),
-        ("learning_rate", "Learning rate of the last step.", _any("group")),
-        ("grad_norm", "Gradient norm before clipping."),
-        ("loss_scale", "Loss scale of fp16 training.")),
-    *_rows("optimisation", "counter",
-        ("grad_clips", "Steps whose gradients were clipped."),
-        ("steps_skipped", "Steps whose update was left out.", {"reason": SKIP_REASONS}),
-        ("data_errors", "Samples that could not be read.", _any("reason")),
-        ("replica_mismatches", "Replicas whose parameters differed from rank 0's.")),
-    *_rows("checkpoints", "counter",
-        ("checkpoint_saves", "Checkpoints saved."),
-        ("checkpoint_save_failures", "Checkpoint saves that failed."),
-        ("checkpoint_loads", "Checkpoints loaded."),
-        ("checkpoint_load_failures", "Checkpoint loads that failed."),
-        ("checkpoint_fallbacks", "Loads that had to use an older checkpoint."),
-        ("checkpoint_written_bytes", "Checkpoint bytes written."),
-        ("checkpoint_blocked_seconds", "Time training stood still for checkpoints.")),
-    *_rows("checkpoints", "histogram",
-        ("checkpoint_save_duration_seconds", "Time from snapshot to committed checkpoint."),
-        buckets=SAVE_BUCKETS),
-    # Starts at 0 so that a run whose saves never succeed is stale too, instead of having no series.
-    *_rows("checkpoints", "gauge", ("checkpoint_last_success_step", "Step of the last checkpoint."),
-        initial=0.0),
-    *_rows("checkpoints", "gauge",
-        ("checkpoint_size_bytes", "Size of the last checkpoint."),
-        ("checkpoint_last_success_timestamp_seconds", "When the last checkpoint was committed, Unix time."),
-        ("checkpoint_interval_steps", "Steps between checkpoints, 0 if not by steps."),
-        ("checkpoint_last_load_duration_seconds", "Time the last load took."),
-        ("checkpoint_volume_available_bytes", "Free space on the checkpoint volume."),
-        ("checkpoint_volume_size_bytes", "Size of the checkpoint volume.")),
-    *_rows("life cycle", "counter",
-        ("restarts", "Worlds opened again, by reason.", {"reason": RESTART_REASONS}),
-        ("signals", "Signals received.", _any("signal")),
-        ("log_messages", "Log messages at warning and above.", {"level": ("warning", "error", "critical")}),
-        ("collect_errors", "Metric samples that could not be used.", _any("source"))),
-    *_rows("efficiency", "counter", ("model_flops", "Floating point operations of the model, all ranks.")),
-    *_rows("efficiency", "gauge", ("peak_flops", "Peak floating point operations a second of all devices.")),
-)  # fmt: skip
 
 
 class Metrics:
@@ -168,6 +39,7 @@ class Metrics:
         self.state: str = STATES[0]
         self.training_started = False
         self.final_since: float | None = None  # time.monotonic() of the final state
+        self.before_page: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
         self._families: dict[str, Family] = {}
         self._metrics: dict[str, AnyMetric] = {}
@@ -180,7 +52,7 @@ class Metrics:
         metric = self._metrics[family.name] = _create(family)
         self._families[family.name] = family
         self._series[family.name] = set()
-        if family.kind != "gauge" or family.initial is not None:
+        if family.initial is not None or (family.kind != "gauge" and family.group != "GPU"):
             self._register(family.name)
         if isinstance(metric, Gauge) and family.initial is not None:
             metric.set(family.initial)
@@ -320,6 +192,13 @@ class Metrics:
             self._registered.add(name)
             self.registry.register(self._metrics[name])
 
+    def _refresh(self) -> None:
+        """Let the owner bring in what grows by itself, such as time."""
+        try:
+            self.before_page()
+        except Exception:  # a page that is a little old is better than none
+            self.count_error("refresh")
+
     def page(self) -> bytes:
         """All series in Prometheus' text format."""
         return self.negotiate("")[0]
@@ -330,11 +209,13 @@ class Metrics:
             encoder, content_type = choose_encoder(accept)
         except (ValueError, TypeError, IndexError):  # a version that is no version
             encoder, content_type = choose_encoder("")
+        self._refresh()
         with self._lock:
             return encoder(self.registry), content_type
 
     def write_last_page(self, path: Path) -> None:
         """Write the page atomically (RUN_DIR/metrics.prom); raises OSError."""
+        self._refresh()
         with self._lock:
             content = generate_latest(self.registry)
         write_bytes_atomic(path, content)
@@ -364,19 +245,3 @@ def _create(family: Family) -> AnyMetric:
     if family.kind == "info":
         return Info(family.name.removesuffix("_info"), family.help, registry=None)
     return Enum(family.name, family.help, registry=None, states=list(STATES))
-
-
-def wire_names(families: Iterable[Family] = FAMILIES) -> frozenset[str]:
-    """Every series name that rules and dashboards may use."""
-    return frozenset(name for family in families for name in family.wire_names)
-
-
-def markdown_table(families: Iterable[Family] = FAMILIES) -> str:
-    """The table of docs/metrics.md, one row per family, names as PromQL sees them."""
-    lines = ["| group | metric | type | labels | meaning |", "|---|---|---|---|---|"]
-    for family in families:
-        name = family.wire_names[0] if family.kind != "histogram" else family.name
-        labels = dict(family.labels) if family.kind != "state set" else {family.name: STATES}
-        shown = "; ".join(f"{name}: {', '.join(known)}" if known else name for name, known in labels.items())
-        lines.append(f"| {family.group} | `{name}` | {family.kind} | {shown} | {family.help} |")
-    return "\n".join(lines) + "\n"

@@ -11,14 +11,22 @@ from typing import Any
 from tandem.cluster.placement import Placement
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED
+from tandem.observe import life
+from tandem.observe.access import Access
+from tandem.observe.gpu import Gpus
 from tandem.observe.health import write_health
+from tandem.observe.history import History
 from tandem.observe.journal import Journal, write_json_atomic
 from tandem.observe.metrics import Metrics
-from tandem.observe.server import MetricsServer, SampleReceiver
+from tandem.observe.samples import SampleReceiver
+from tandem.observe.server import MetricsServer
+from tandem.signals import StopFlag
 
 log = logging.getLogger("tandem.node")
 
-HEALTH_SECONDS = 1.0
+TICK_SECONDS = 1.0
+GPU_SECONDS = 5.0
+VOLUME_SECONDS = 15.0
 SLACK_SECONDS = 60.0
 
 
@@ -26,55 +34,92 @@ class NodeView:
     """Receives its ranks' messages from construction to `close`; serves them on node 0."""
 
     def __init__(
-        self, settings: Settings, placement: Placement, state_dir: Path | None, scratch: Path, run_dir: Path
+        self,
+        settings: Settings,
+        placement: Placement,
+        state_dir: Path | None,
+        scratch: Path,
+        run_dir: Path,
+        access: Access | None = None,
+        stop: StopFlag | None = None,
     ) -> None:
         self._settings, self._placement, self._run_dir = settings, placement, run_dir
-        self._started = time.time()
         self._began = time.monotonic()
         self._beats: dict[int, dict[str, Any]] = {}
         self._state, self._last_progress = "starting", time.time()
-        self._state_dir = state_dir
+        self._state_dir, self._stop = state_dir, stop
+        self._worlds, self._nodes = 0, placement.nodes
+        self._signals_counted: dict[str, int] = {}
+        self._clock, self._clock_lock = life.Clock(), threading.Lock()
         self.socket_path = scratch / "samples.sock"
         self.metrics = Metrics()
-        self._journal = Journal(run_dir) if placement.node_rank == 0 else None
+        self.metrics.before_page = self._bring_up_to_date
+        self._closing = threading.Event()
+        self._journal: Journal | None = None
+        self._history: History | None = None
         self._server: MetricsServer | None = None
         if placement.node_rank == 0:
-            self._server = MetricsServer(
-                self.metrics, settings.metrics_host, settings.metrics_port, self.status
-            )
-            log.info("metrics at http://%s:%d/metrics", self._server.host, self._server.port)
-            self.metrics.apply(
-                {"state": "starting", "set": [["tandem_run_start_timestamp_seconds", {}, self._started]]}
-            )
+            self._open_to_the_world(settings, run_dir, access)
+        life.count_log_messages(self.metrics.apply)
         self._receiver = SampleReceiver(self.socket_path, self._receive, self.metrics.count_error)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._write_health, name="tandem-health", daemon=True)
+        self._thread = threading.Thread(target=self._tick, name="tandem-node", daemon=True)
         self._thread.start()
 
-    def world_opened(self, number: int, position: Any) -> None:
-        """The agent is about to start its ranks."""
-        self._state, self._last_progress = "rendezvous", time.time()
+    def _open_to_the_world(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
+        """Node 0: journal, history and server."""
+        self._journal, self._history = Journal(run_dir), History(run_dir)
+        self._replays = life.Replays(self._history.last_step)
+        host, port = settings.metrics_host, settings.metrics_port
+        server = MetricsServer(self.metrics, host, port, self.status, self._history.curves, access)
+        self._server = server
+        log.info("live page at %s/, metrics at %s/metrics", server.url, server.url)
+        started = time.time() - life.process_age_seconds()
+        self.metrics.apply(
+            {"state": "starting", "set": [["tandem_run_start_timestamp_seconds", {}, started]]}
+        )
+        # Asking a volume or a driver can hang, so nobody waits for this thread.
+        threading.Thread(target=self._watch_hardware, name="tandem-hardware", daemon=True).start()
+
+    def world_opened(self, number: int, position: Any, reason: str = "crash") -> None:
+        """The agent is about to start its ranks; `reason` says why again, where `number` is above 1."""
+        self._last_progress = time.time()
         if self._journal is None:
             return
-        self._journal.event("world", number=number, world_size=position.world_size, nodes=position.nodes)
-        self.metrics.apply({"state": "rendezvous"})
+        if number > 1 and position.nodes != self._nodes:
+            reason = "elastic"
+        self._worlds, self._nodes = number, position.nodes
+        self._event("world", number=number, world_size=position.world_size, nodes=position.nodes)
+        self._enter("rendezvous")
         if number > 1:
-            self.metrics.apply({"inc": [["tandem_restarts", {"reason": "crash"}, 1]]})
+            self.metrics.apply({"inc": [["tandem_restarts", {"reason": reason}, 1]]})
+
+    def _event(self, kind: str, **fields: object) -> None:
+        assert self._journal is not None and self._history is not None
+        self._journal.event(kind, **fields)
+        self._history.take({"event": {"time": time.time(), "kind": kind, **fields}})
+
+    def _enter(self, state: str) -> None:
+        """The run is in this state from now on, and time is charged to it."""
+        with self._clock_lock:
+            self._clock.enter(state)
+        self._state = state
+        self.metrics.apply({"state": state})
 
     def ended(self, code: int, reason: str, worlds: int) -> None:
         """The job is over: final state, and the summary where rank 0 could not write one."""
-        self._state = "succeeded" if code == FINISHED else "failed"
+        state = "succeeded" if code == FINISHED else "failed"
         if self._journal is None:
+            self._state = state
             return
         summary = self._run_dir / "summary.json"
         if code not in (FINISHED, STOPPED):
             beat = self._beats.get(0, {})
-            self._journal.event("failed", exit_code=code, reason=reason)
+            self._event("failed", exit_code=code, reason=reason)
             try:
                 write_json_atomic(summary, self._failed_summary(code, reason, worlds, beat))
             except OSError as error:
                 log.warning("cannot write %s: %s", summary, error)
-        self.metrics.apply({"state": self._state})
+        self._enter(state)
         try:
             self.metrics.write_last_page(self._run_dir / "metrics.prom")
         except OSError as error:
@@ -93,34 +138,72 @@ class NodeView:
             self._server.close()
 
     def status(self) -> dict[str, object]:
-        """The run as `/api/run` and the live page show it."""
+        """The run as `/api/run` and the live page show it. Times are Unix seconds, durations seconds."""
         quiet = time.time() - self._last_progress
         beat = self._beats.get(0, {})
+        step, planned = int(beat.get("step", 0)), beat.get("steps_planned")
+        rate = float(beat.get("samples_per_second") or 0.0)
+        left = (planned - step) * self._settings.batch_size / rate if planned and rate > 0 else None
         return {
             "state": self._state,
             "healthy": quiet <= self._limit() and self._state != "failed",
             "run": self._settings.run_name or self._run_dir.name,
             "task": self._settings.task,
             "platform": self._placement.platform,
-            "nodes": self._placement.nodes,
-            "step": beat.get("step", 0),
-            "steps_planned": beat.get("steps_planned"),
+            "nodes": self._nodes,
+            "step": step,
+            "steps_planned": planned,
             "loss": beat.get("loss"),
-            "samples_per_second": beat.get("samples_per_second"),
+            "samples_per_second": rate,
+            "seconds_left": left,
             "seconds_since_progress": round(quiet, 1),
-            "ranks": [self._beats[rank] for rank in sorted(self._beats)],
+            "restarts": max(0, self._worlds - 1),
+            "checkpoint_every": self._settings.checkpoint_every,
+            "time": time.time(),
+            **(self._history.now() if self._history is not None else {}),
         }
 
     def _receive(self, message: Mapping[str, Any]) -> None:
         beat = message.get("heartbeat")
         if beat is not None:
-            rank = int(beat["rank"])
-            if beat["step"] != self._beats.get(rank, {}).get("step") or beat["activity"] != self._state:
-                self._last_progress = time.time()
-            self._beats[rank] = dict(beat)
-            self._state = str(beat["activity"])
+            self._beat(beat)
             return
+        if self._history is not None:
+            self._history.take(message)
+            if "begin" in message:
+                self._replays.begin(int(message["begin"]["step"]))
+        state = message.get("state")
+        if isinstance(state, str):
+            with self._clock_lock:
+                self._clock.enter(state)
         self.metrics.apply(message)
+
+    def _beat(self, beat: Mapping[str, Any]) -> None:
+        rank, step = int(beat["rank"]), int(beat["step"])
+        before = self._beats.get(rank, {})
+        if step != before.get("step") or beat["activity"] != before.get("activity"):
+            self._last_progress = time.time()
+        self._beats[rank] = dict(beat)
+        self._state = str(beat["activity"])
+        if rank == 0 and self._history is not None:
+            self.metrics.apply({"inc": [["tandem_steps_replayed", {}, self._replays.advance(step)]]})
+
+    def _bring_up_to_date(self) -> None:
+        """Counters that grow by themselves: wall time and signals."""
+        with self._clock_lock:
+            rows = self._clock.increments()
+        if self._stop is not None:
+            rows += life.signal_increments(self._stop.received, self._signals_counted)
+        self.metrics.apply({"inc": rows})
+
+    def _watch_hardware(self) -> None:
+        gpus = Gpus()
+        seconds = GPU_SECONDS if len(gpus) else VOLUME_SECONDS
+        while True:
+            self.metrics.apply({"set": life.volume_sizes(self._run_dir)})
+            self.metrics.apply(gpus.sample())
+            if self._closing.wait(seconds):
+                return
 
     def _limit(self) -> float:
         """Seconds without progress that are still healthy in the present state."""
@@ -133,23 +216,26 @@ class NodeView:
             "train": settings.hang_timeout,
         }.get(self._state, settings.first_step_timeout)
 
-    def _write_health(self) -> None:
-        if self._state_dir is None:
-            return
-        while not self._closing.wait(HEALTH_SECONDS):
-            step = max((int(beat.get("step", 0)) for beat in self._beats.values()), default=0)
-            try:
-                os.makedirs(self._state_dir, exist_ok=True)
-                write_health(
-                    self._state_dir,
-                    state=self._state,
-                    step=step,
-                    last_progress=self._last_progress,
-                    limit_seconds=self._limit(),
-                )
-            except OSError as error:
-                log.warning("cannot write health to %s: %s", self._state_dir, error)
-                return
+    def _tick(self) -> None:
+        while not self._closing.wait(TICK_SECONDS):
+            self._bring_up_to_date()
+            if self._state_dir is not None:
+                self._write_health(self._state_dir)
+
+    def _write_health(self, state_dir: Path) -> None:
+        step = max((int(beat.get("step", 0)) for beat in self._beats.values()), default=0)
+        try:
+            os.makedirs(state_dir, exist_ok=True)
+            write_health(
+                state_dir,
+                state=self._state,
+                step=step,
+                last_progress=self._last_progress,
+                limit_seconds=self._limit(),
+            )
+        except OSError as error:
+            log.warning("cannot write health to %s: %s", state_dir, error)
+            self._state_dir = None
 
     def _failed_summary(
         self, code: int, reason: str, worlds: int, beat: Mapping[str, Any]

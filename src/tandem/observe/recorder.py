@@ -4,16 +4,20 @@ Rank 0 writes the journal, TensorBoard and the progress display, and sends its n
 (or to the server in its own process), which owns the metrics. No call here waits for the GPU.
 """
 
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from tandem.meter import Activities, Meter
+from tandem.meter import Costs, DeviceMemory, Meter, StepTimes
+from tandem.observe import stragglers
 from tandem.observe.journal import Journal
 from tandem.observe.progress import Progress
 from tandem.observe.tensorboard import EventWriter
+
+log = logging.getLogger("tandem.run")
 
 HEARTBEAT_SECONDS = 0.5
 STATE_OF = {
@@ -29,15 +33,6 @@ STATE_OF = {
 Send = Callable[[Mapping[str, object]], object]
 
 
-class Phases(Protocol):
-    """Host seconds of a step by phase, as the stepper measured them."""
-
-    transfer: float
-    forward: float
-    backward: float
-    optimizer: float
-
-
 class Agreement(Protocol):
     """The part of `world.Agreed` that is recorded."""
 
@@ -47,14 +42,30 @@ class Agreement(Protocol):
     def loss(self) -> float: ...
 
 
+class Readings(Protocol):
+    """The part of `step.Readings` that is recorded."""
+
+    @property
+    def grad_norm(self) -> float | None: ...
+    @property
+    def loss_scale(self) -> float | None: ...
+    @property
+    def clips(self) -> int: ...
+    @property
+    def overflows(self) -> int: ...
+    @property
+    def hidden_sync_seconds(self) -> float: ...
+    @property
+    def memory(self) -> DeviceMemory | None: ...
+
+
 class Recorder:
     """One launch of one rank. `send` takes messages for `Metrics.apply`, and heartbeats."""
 
-    def __init__(self, rank: int, batch_size: int, send: Send) -> None:
-        self.rank, self._batch_size, self._send = rank, batch_size, send
+    def __init__(self, rank: int, batch_size: int, send: Send, node: int = 0) -> None:
+        self.rank, self.node, self._batch_size, self._send = rank, node, batch_size, send
         self.meter = Meter()
         self._clock = time.monotonic
-        self.activities = Activities(self._clock())
         self._journal: Journal | None = None
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
@@ -63,10 +74,15 @@ class Recorder:
         self.loss = math.nan
         self.rate = 0.0
         self.scores: dict[str, float] = {}
+        self._times: list[StepTimes] = []
         self._durations: list[float] = []
-        self._step_began = self._data_came = self._last_beat = self._clock()
+        self._watch = stragglers.StragglerWatch()
+        self._costs = Costs(0, 0.0, 0)
+        self._memory: DeviceMemory | None = None
+        self._last_beat = self._clock()
         self._steps_sent = 0
         self._activity = "startup"
+        self._waited = 0.0
 
     def begin_run(
         self,
@@ -80,21 +96,29 @@ class Recorder:
         """The plan is known; rank 0 hands in where it writes to, the other ranks None."""
         self.step, self._steps_per_epoch, self._steps_planned = step, steps_per_epoch, steps_planned
         self._journal, self._progress, self._tensorboard = journal, progress, tensorboard
+        self._steps_sent = step
+        if self.rank == 0:
+            self._send({"begin": {"step": step, "steps_per_epoch": steps_per_epoch}})
         self._send_gauges(
             tandem_steps_planned=steps_planned,
             tandem_epochs_planned=steps_planned / steps_per_epoch,
             **self._position(),
         )
 
+    def costs(self, costs: Costs) -> None:
+        """What a step costs; what is not known keeps its metrics away."""
+        self._costs = costs
+        if costs.peak_flops:
+            self._send_gauges(tandem_peak_flops=costs.peak_flops)
+
     @contextmanager
     def activity(self, name: str) -> Iterator[None]:
-        """Charge wall time inside to `name`, and show the state that goes with it."""
-        before = self.activities.switch(name, self._clock())
+        """Show the state that goes with what happens inside; the node's agent keeps the time."""
+        before = self._activity
         self._enter(name)
         try:
             yield
         finally:
-            self.activities.switch(before, self._clock())
             self._enter(before)
 
     def _enter(self, activity: str) -> None:
@@ -103,27 +127,23 @@ class Recorder:
         if self.rank == 0:
             self._send({"state": STATE_OF[activity]})
 
-    def begin_step(self) -> None:
-        self._step_began = self._clock()
-
-    def got_data(self) -> None:
-        self._data_came = self._clock()
-        self.meter.add("data", self._data_came - self._step_began)
-
-    def end_step(self, step: int, phases: Phases, agreed: Agreement | None, rate: float) -> None:
-        """`step` steps are finished; `agreed` is of this step, or on GPUs of the one before."""
-        now = self._clock()
-        for name in ("transfer", "forward", "backward", "optimizer"):
-            self.meter.add(name, getattr(phases, name))
-        self.meter.step(self._batch_size, now - self._step_began)
-        self._durations.append(now - self._step_began)
+    def end_step(self, step: int, times: Sequence[StepTimes], agreed: Agreement | None, rate: float) -> None:
+        """`step` steps are finished; on GPUs `times` and `agreed` are of steps before this one."""
+        self.timed(times)
         self.step, self.rate = step, rate
         self.late(agreed)
         if self._progress is not None:
             self._progress.advance(step)
-        if now - self._last_beat >= HEARTBEAT_SECONDS:
+        if self._clock() - self._last_beat >= HEARTBEAT_SECONDS:
             self._heartbeat()
             self._send_progress()
+
+    def timed(self, times: Sequence[StepTimes]) -> None:
+        """Where the time of some steps went, whenever that is known."""
+        for each in times:
+            self.meter.step(self._batch_size, each)
+            self._durations.append(each.total)
+        self._times += times
 
     def late(self, agreed: Any) -> Any:
         """Take the loss of what was agreed, whenever it arrives; returns it."""
@@ -132,19 +152,27 @@ class Recorder:
             self._loss_count += 1
         return agreed
 
-    def log_interval(self, step: int, grad_norm: Any) -> None:
-        """The log cadence is due: one line, one row, one message."""
+    def own_times(self) -> list[float]:
+        """This rank's row for the gather that names the slowest rank; begins a new interval of times."""
+        row = stragglers.row_of(self.node, self._times)
+        self._waited = sum(each.wait for each in self._times)
+        self._times = []
+        return row
+
+    def log_interval(self, step: int, readings: Readings, rows: Sequence[Sequence[float]]) -> None:
+        """The log cadence is due: one line, one row, one message. `rows`: every rank's `own_times`."""
         interval = self.meter.interval()
         self.loss = self._loss_sum / self._loss_count if self._loss_count else self.loss
         self._loss_sum, self._loss_count = 0.0, 0
+        if readings.memory is not None:
+            self._send_memory(readings.memory)
         if self.rank != 0:
             return
-        norm = float(grad_norm) if grad_norm is not None else None
         numbers = {
             "loss": self.loss,
             "learning_rate": self.rate,
             "samples_per_second": interval.samples_per_second,
-            **({"grad_norm": norm} if norm is not None else {}),
+            **({"grad_norm": readings.grad_norm} if readings.grad_norm is not None else {}),
         }
         epoch = step / self._steps_per_epoch
         if self._journal is not None:
@@ -158,20 +186,100 @@ class Recorder:
                 loss=self.loss,
                 samples_per_second=interval.samples_per_second,
             )
+        self._send({"point": {"step": step, "time": time.time(), **numbers, "phases": interval.phases}})
+        self._send_optimisation(readings)
+        self._send_times(interval.steps, interval.phases, readings)
+        self._judge_ranks(stragglers.from_rows(rows))
+        self._send_progress()
+
+    def _send_memory(self, memory: DeviceMemory) -> None:
+        """Every rank its own GPU's; node 0's agent shows those of its node."""
+        before, self._memory = self._memory or DeviceMemory(0, 0, 0, 0, 0, 0), memory
+        label = {"gpu": memory.gpu}
+        self._send(
+            {
+                "set": [
+                    ["tandem_torch_memory_allocated_bytes", label, memory.allocated],
+                    ["tandem_torch_memory_reserved_bytes", label, memory.reserved],
+                    ["tandem_torch_memory_peak_bytes", label, memory.peak],
+                ],
+                "inc": [
+                    ["tandem_torch_alloc_retries", {}, memory.retries - before.retries],
+                    ["tandem_torch_ooms", {}, memory.ooms - before.ooms],
+                ],
+            }
+        )
+
+    def _send_optimisation(self, readings: Readings) -> None:
+        gauges = [("grad_norm", readings.grad_norm), ("loss_scale", readings.loss_scale)]
         self._send(
             {
                 "set": [
                     ["tandem_loss", {"split": "train"}, self.loss],
                     ["tandem_learning_rate", {"group": "0"}, self.rate],
-                    *([["tandem_grad_norm", {}, norm]] if norm is not None else []),
+                    *([f"tandem_{name}", {}, value] for name, value in gauges if value is not None),
                 ],
                 "inc": [
-                    ["tandem_step_phase_seconds", {"phase": phase}, seconds]
-                    for phase, seconds in interval.phases.items()
+                    ["tandem_grad_clips", {}, readings.clips],
+                    ["tandem_steps_skipped", {"reason": "amp_overflow"}, readings.overflows],
                 ],
             }
         )
-        self._send_progress()
+
+    def _send_times(self, steps: int, phases: Mapping[str, float], readings: Readings) -> None:
+        hidden = steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
+        self._send(
+            {
+                "inc": [
+                    *(
+                        ["tandem_step_phase_seconds", {"phase": phase}, seconds]
+                        for phase, seconds in phases.items()
+                    ),
+                    ["tandem_gradient_sync_seconds", {"overlap": "exposed"}, self._waited],
+                    ["tandem_gradient_sync_seconds", {"overlap": "hidden"}, hidden],
+                    ["tandem_gradient_sync_bytes", {}, steps * self._costs.sync_bytes],
+                ],
+            }
+        )
+
+    def _judge_ranks(self, ranks: list[stragglers.RankTimes]) -> None:
+        if not any(each.own for each in ranks):  # an interval without a step whose times are known
+            return
+        verdict = stragglers.judge(ranks)
+        self._send(stragglers.rows_for_metrics(ranks, verdict))
+        self._send(stragglers.rows_for_page(ranks, verdict))
+        news = self._watch.news(verdict)
+        if news is not None:
+            log.warning("%s", news)
+            self.event(
+                "straggler",
+                rank=news.rank,
+                node=news.node,
+                phase=news.phase,
+                own_seconds=news.slowest,
+                median_seconds=news.median,
+            )
+
+    def not_finite(self, step: int) -> None:
+        """The loss of 0-based `step` is not finite; its update was left out, and the run ends."""
+        self.loss = math.nan
+        self.event("nonfinite_loss", step=step + 1)
+        self.message(
+            {
+                "set": [["tandem_loss", {"split": "train"}, math.nan]],
+                "inc": [["tandem_steps_skipped", {"reason": "nonfinite_loss"}, 1]],
+            }
+        )
+
+    def replicas_compared(self, different: Sequence[int]) -> None:
+        """Ranks whose parameters are not rank 0's."""
+        if different:
+            self.event("replicas_differ", ranks=list(different), step=self.step)
+            self.message({"inc": [["tandem_replica_mismatches", {}, len(different)]]})
+
+    def data_error(self, reason: str) -> None:
+        """A sample could not be read (every rank tells its own)."""
+        self._send({"inc": [["tandem_data_errors", {"reason": reason}, 1]]})
 
     def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
         """Scores over the whole evaluation set, equal on all ranks."""
@@ -189,14 +297,15 @@ class Recorder:
         if "loss" in scores:
             rows.append(["tandem_loss", {"split": "eval"}, scores["loss"]])
         self._send({"set": rows})
+        self._send({"point": {"step": step, "time": time.time(), "eval": self.scores}})
 
-    def saved(self, step: int, seconds: float, size_bytes: int | None) -> None:
-        """A save ended: `size_bytes` None means that it failed."""
+    def saved(self, step: int, seconds: float, size_bytes: int | None, verified: bool = False) -> None:
+        """A save ended: `size_bytes` None means that it failed; `verified` that it was read back."""
         if size_bytes is None:
             self.event("checkpoint_failed", step=step)
             self._send({"inc": [["tandem_checkpoint_save_failures", {}, 1]]})
             return
-        self.event("checkpoint", step=step, seconds=round(seconds, 3), bytes=size_bytes)
+        self.event("checkpoint", step=step, seconds=round(seconds, 3), bytes=size_bytes, verified=verified)
         self._send(
             {
                 "inc": [
@@ -214,9 +323,11 @@ class Recorder:
         )
 
     def event(self, kind: str, **fields: object) -> None:
-        """One line in events.jsonl (rank 0)."""
+        """One line in events.jsonl, and on the page (rank 0)."""
         if self._journal is not None:
             self._journal.event(kind, **fields)
+        if self.rank == 0:
+            self._send({"event": {"time": time.time(), "kind": kind, **fields}})
 
     def message(self, message: Mapping[str, object]) -> None:
         """Anything else for the metrics (rank 0)."""
@@ -245,29 +356,27 @@ class Recorder:
     def _send_progress(self) -> None:
         if self.rank != 0:
             return
-        new_steps, self._steps_sent = self.meter.steps - self._steps_sent, self.meter.steps
-        durations, self._durations = self._durations, []
-        rows = [[name, {}, value] for name, value in self._position().items()]
+        new_steps, self._steps_sent = self.step - self._steps_sent, self.step
+        rows: list[object] = [[name, {}, value] for name, value in self._position().items()]
         if new_steps:
             rows.append(["tandem_last_step_timestamp_seconds", {}, time.time()])
             if self.meter.samples_per_second > 0:
                 left = (self._steps_planned - self.step) * self._batch_size / self.meter.samples_per_second
                 rows.append(["tandem_estimated_completion_timestamp_seconds", {}, time.time() + left])
-        spent = self.activities.take(self._clock())
         self._send(
             {
                 "set": rows,
                 "inc": [
                     ["tandem_steps", {}, new_steps],
                     ["tandem_samples", {}, new_steps * self._batch_size],
-                    *[
-                        ["tandem_activity_seconds", {"activity": name}, value]
-                        for name, value in spent.items()
-                    ],
+                    ["tandem_model_flops", {}, new_steps * self._costs.flops_per_step],
                 ],
-                "observe": [["tandem_step_duration_seconds", {}, value] for value in durations[:500]],
             }
         )
+        durations, self._durations = self._durations, []
+        for start in range(0, len(durations), 1000):  # a message holds 64 KiB
+            chunk = [round(seconds, 9) for seconds in durations[start : start + 1000]]
+            self._send({"observe": [["tandem_step_duration_seconds", {}, chunk]]})
 
     def _heartbeat(self) -> None:
         self._last_beat = self._clock()

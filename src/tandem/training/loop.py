@@ -79,11 +79,11 @@ def train(t: Training) -> bool:
     planned, first = t.timetable.steps_planned, t.step
     with t.recorder.activity("train"):
         while t.step < planned:
-            t.recorder.begin_step()
+            t.stepper.clock.begin()
             micro_batches = next(t.batches)
-            t.recorder.got_data()
+            t.stepper.clock.got_data()
             if t.step == first:
-                t.stepper.settle_buckets(micro_batches, t.step)
+                t.recorder.costs(t.stepper.settle_buckets(micro_batches, t.step))
             rate = t.schedule.set(t.step)
             proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
             agreed = t.stepper.take(micro_batches, t.step, proposal)
@@ -91,19 +91,24 @@ def train(t: Training) -> bool:
             t.step += 1
             if t.step == first + 1:
                 t.world.shorten_timeout(t.settings.hang_timeout)
-            t.recorder.end_step(t.step, t.stepper.phases, agreed, rate)
+            t.recorder.end_step(t.step, t.stepper.clock.end(), agreed, rate)
             due = {event for event in EVENTS if t.timetable.is_due(event, t.step, agreed)}
             if agreed is not None and agreed.stop:
                 due.add("save")
             if "save" in due or t.step == planned:
                 agreed = t.recorder.late(t.stepper.drain()) or agreed
             if agreed is not None and agreed.non_finite:
+                t.recorder.not_finite(agreed.step)
                 raise NonFiniteError(
                     f"the loss of step {agreed.step + 1} is not finite; lower --lr, set --clip-norm, or look "
                     "at the data; the last checkpoint is from before it"
                 )
             if "log" in due:
-                t.recorder.log_interval(t.step, t.stepper.grad_norm)
+                t.recorder.timed(t.stepper.clock.drain())
+                rows = t.world.gather(t.recorder.own_times())
+                t.recorder.log_interval(t.step, t.stepper.read(), rows)
+            if due:
+                t.stepper.clock.pause()
             if "eval" in due:
                 with t.recorder.activity("eval"):
                     t.recorder.evaluated(t.step, t.evaluate())

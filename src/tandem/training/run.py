@@ -21,6 +21,7 @@ from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, ConfigError, StoppedError, TandemError
 from tandem.log import redirect_output, setup
+from tandem.observe.life import count_log_messages
 from tandem.observe.recorder import Recorder, Send
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
@@ -29,6 +30,7 @@ from tandem.training.evaluate import evaluate
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.profiling import profiled
+from tandem.training.replicas import differing_replicas
 from tandem.training.resume import COMPLETE, begin, load_state, load_weights
 from tandem.training.seeding import seed_model
 from tandem.training.step import Stepper
@@ -43,6 +45,9 @@ PER_NODE = {
     "data_dir",
     "metrics_host",
     "metrics_port",
+    "metrics_cert",
+    "metrics_key",
+    "metrics_token_file",
     "threads",
     "log_format",
     "resume",
@@ -60,7 +65,10 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
     run_dir = Path(str(settings.run_dir))
     try:
         _set_up_log(settings, position, run_dir)
-        return _run(settings, position, run_dir, stop, send or _sender(position), started)
+        send = send or _sender(position)
+        if position.store is not None:  # without an agent, this process counts its messages already
+            count_log_messages(send)
+        return _run(settings, position, run_dir, stop, send, started)
     except TandemError as error:
         log.error("%s", error)
         return error.exit_code
@@ -89,7 +97,7 @@ def _set_up_log(settings: Settings, position: Position, run_dir: Path) -> None:
 def _sender(position: Position) -> Send:
     if position.sample_socket is None:
         return lambda message: None
-    from tandem.observe.server import SampleSender
+    from tandem.observe.samples import SampleSender
 
     return SampleSender(Path(position.sample_socket)).send
 
@@ -97,7 +105,7 @@ def _sender(position: Position) -> Send:
 def _run(
     settings: Settings, position: Position, run_dir: Path, stop: StopFlag, send: Send, started: float
 ) -> int:
-    recorder = Recorder(position.rank, settings.batch_size, send)
+    recorder = Recorder(position.rank, settings.batch_size, send, position.node_rank)
     threads = set_threads(settings, position)
     device = choose_device(settings.device, position.local_rank)
     store = CheckpointStore(run_dir / "checkpoints")
@@ -153,6 +161,11 @@ def _run(
         )
         recorder.saved(step, time.monotonic() - began, result.bytes if result else None)
 
+    def evaluate_all() -> dict[str, float]:
+        recorder.replicas_compared(differing_replicas(world, model))
+        size = evaluation_batch_size(settings, world)
+        return evaluate(world, task, model, datasets.evaluation, size, settings.workers)
+
     batches = TrainBatches(order, world.rank, world.size, settings.micro_batch_size, beginning.step, planned)
     training = Training(
         world=world,
@@ -172,14 +185,12 @@ def _run(
         recorder=recorder,
         stop=stop,
         batches=profiled(
-            _steps(settings, task, datasets.train, batches, device),
+            _steps(settings, task, datasets.train, batches, device, recorder),
             settings.profile if world.is_first else None,
             beginning.step,
             run_dir / "profile" / "rank-0.json",
         ),
-        evaluate=lambda: evaluate(
-            world, task, model, datasets.evaluation, evaluation_batch_size(settings, world), settings.workers
-        ),
+        evaluate=evaluate_all,
         save=save,
         step=beginning.step,
     )
@@ -235,9 +246,14 @@ def _place(task: Task, model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _steps(
-    settings: Settings, task: Task, dataset: Any, batches: TrainBatches, device: torch.device
+    settings: Settings,
+    task: Task,
+    dataset: Any,
+    batches: TrainBatches,
+    device: torch.device,
+    recorder: Recorder,
 ) -> Iterator[list[Any]]:
-    """Lists of micro-batches, one list per optimizer step."""
+    """Lists of micro-batches, one list per optimizer step; a sample that cannot be read ends the run."""
     stream = train_batches(
         dataset,
         batches,
@@ -247,7 +263,12 @@ def _steps(
         device=device,
     )
     for step in range(batches.start_step, batches.stop_step):
-        yield list(islice(stream, batches.micro_steps(step)))
+        try:
+            micro_batches = list(islice(stream, batches.micro_steps(step)))
+        except Exception as error:
+            recorder.data_error(type(error).__name__)
+            raise
+        yield micro_batches
 
 
 def _leave(world: World, recorder: Recorder, code: int) -> int:

@@ -1,6 +1,5 @@
 """One optimizer step: forward, backward, accumulation, clipping, precision. Nothing else is in here."""
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -9,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.cluster.world import Agreed, AgreedReader, Telemetry, World
+from tandem.cluster.timing import step_clock
+from tandem.cluster.world import Agreed, AgreedReader, Telemetry, World, hidden_sync_seconds
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of
+from tandem.meter import Costs, DeviceMemory
 from tandem.tasks.base import Task
+from tandem.training.flops import buffers_kept, flops_of_pass, peak_flops
 from tandem.training.seeding import seed_micro_step
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,14 +53,16 @@ class TrainingModule(nn.Module):
         return torch.autocast(self._device_type, dtype=dtype) if dtype is not None else nullcontext()
 
 
-@dataclass
-class PhaseSeconds:
-    """Host seconds of one step by phase; on GPUs what the host saw, not the kernels."""
+@dataclass(frozen=True)
+class Readings:
+    """Numbers that lie on the device until the log cadence is due; counts are since the last readings."""
 
-    transfer: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    optimizer: float = 0.0
+    grad_norm: float | None
+    loss_scale: float | None
+    clips: int
+    overflows: int
+    hidden_sync_seconds: float
+    memory: DeviceMemory | None
 
 
 class Stepper:
@@ -71,7 +75,7 @@ class Stepper:
     def __init__(
         self, world: World, settings: Settings, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._world, self._settings, self._optimizer = world, settings, optimizer
+        self._world, self._settings, self._task, self._optimizer = world, settings, task, optimizer
         trained = torch.compile(model) if settings.compile else model
         assert isinstance(trained, nn.Module)
         inner = TrainingModule(task, trained, world.device, settings.precision)
@@ -83,34 +87,63 @@ class Stepper:
         self._seed = settings.seed
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
         self.grad_norm: Tensor | None = None
-        self.phases = PhaseSeconds()
+        self.clock = step_clock(world.device)
+        self._clips = torch.zeros((), device=world.device)
+        self._overflows = torch.zeros((), device=world.device)
+        self._scale: Tensor | None = None
 
-    def settle_buckets(self, micro_batches: Sequence[Any], step: int) -> None:
-        """Make DDP rebuild its buckets before the first real step, at a start and at a resume alike.
+    def settle_buckets(self, micro_batches: Sequence[Any], step: int) -> Costs:
+        """Make DDP rebuild its buckets before the first real step; returns what a step costs.
 
-        DDP reduces its first step in initial buckets and later ones in rebuilt ones; another layout sums
-        in another order, so a resumed run would differ in its first step (seen from 3 ranks on).
+        At a start and at a resume alike: DDP reduces its first step in initial buckets and later ones in
+        rebuilt ones; another layout sums in another order, so a resumed run would differ in its first
+        step (seen from 3 ranks on).
         Gradients are thrown away, buffers are put back; the random state is set anew by each step.
         """
-        before = [buffer.clone() for buffer in self._model.buffers()]
-        self._accumulate(micro_batches, step, Proposal())
-        self._reset_gradients()
-        for buffer, old in zip(self._model.buffers(), before, strict=True):
-            buffer.copy_(old)
+        with buffers_kept(self._model):
+            flops = self._count_flops(micro_batches[0])
+            self._accumulate(micro_batches, step, Proposal())
+            self._reset_gradients()
         self._ddp.train()  # type: ignore[no-untyped-call]
-        self.phases = PhaseSeconds()
+        peak = self._world.size * peak_flops(self._world.device, self._settings.precision)
+        self.clock.pause()
+        self.clock.begin()
+        sync_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
+        return Costs(flops, peak, sync_bytes)
+
+    def _count_flops(self, batch: Any) -> int:
+        """Of a step of all ranks: the first micro-batch's, per sample, times the batch."""
+
+        def loss_of() -> Tensor:
+            outcome = self._task.loss(self._model, batch)
+            loss = outcome[0] if isinstance(outcome, tuple) else outcome
+            assert isinstance(loss, Tensor)
+            return loss
+
+        return flops_of_pass(loss_of, self._parameters) * self._settings.batch_size // batch_size_of(batch)
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Agreed | None:
         """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader)."""
-        self.phases = PhaseSeconds()
         self._accumulate(micro_batches, step, proposal)
-        started = time.perf_counter()
         agreed = self._reader.read(step, self._carrier)
         if agreed is None or not agreed.non_finite:
             self._update()
         self._reset_gradients()
-        self.phases.optimizer = time.perf_counter() - started
         return agreed
+
+    def read(self) -> Readings:
+        """Everything for a line of the log; waits for the device, so not in every step."""
+        clips, overflows = int(self._clips), int(self._overflows)
+        self._clips.zero_()
+        self._overflows.zero_()
+        return Readings(
+            grad_norm=float(self.grad_norm) if self.grad_norm is not None else None,
+            loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+            clips=clips,
+            overflows=overflows,
+            hidden_sync_seconds=hidden_sync_seconds(self._ddp),
+            memory=device_memory(self._world.device),
+        )
 
     def drain(self) -> Agreed | None:
         """What the last step on a GPU agreed on."""
@@ -118,34 +151,49 @@ class Stepper:
 
     def _accumulate(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> None:
         scale = self.scaler.scale(torch.ones((), device=self._world.device))  # 1 without fp16
+        if self.scaler.is_enabled():  # a scale that has shrunk is a step that was skipped
+            self._overflows += 0 if self._scale is None else (scale < self._scale)
+            self._scale = scale
         so_far = torch.zeros((), device=self._world.device)
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
-            t0 = time.perf_counter()
             weight = batch_size_of(batch) * self._world.size / self._settings.batch_size
             values = torch.tensor(
                 [float(proposal.stop), float(micro_step == last), 0.0, float(proposal.decisions)]
             )
             values = values.to(self._world.device, non_blocking=True)
-            t1 = time.perf_counter()
+            self.clock.transferred()
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
             with self._world.without_sync(self._ddp, skip=micro_step != last):
                 scaled, loss, _metrics = self._ddp(values, batch, weight, scale, so_far)
-                t2 = time.perf_counter()
+                self.clock.forward_done(scaled)
                 scaled.backward()
+            self.clock.backward_done()
             so_far = so_far + loss.detach()
-            t3 = time.perf_counter()
-            self.phases.transfer += t1 - t0
-            self.phases.forward += t2 - t1
-            self.phases.backward += t3 - t2
 
     def _update(self) -> None:
         self.scaler.unscale_(self._optimizer)
         if self._settings.clip_norm is not None:
             self.grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
+            self._clips += self.grad_norm > self._settings.clip_norm
         self.scaler.step(self._optimizer)
         self.scaler.update()
 
     def _reset_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=False)
         self._carrier.grad = None if self._carrier.grad is None else self._carrier.grad.zero_()
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """The allocator's numbers of a GPU, None on CPUs."""
+    if device.type != "cuda":
+        return None
+    numbers = torch.cuda.memory_stats(device)
+    return DeviceMemory(
+        gpu=device.index or 0,
+        allocated=torch.cuda.memory_allocated(device),
+        reserved=torch.cuda.memory_reserved(device),
+        peak=torch.cuda.max_memory_allocated(device),
+        retries=int(numbers.get("num_alloc_retries", 0)),
+        ooms=int(numbers.get("num_ooms", 0)),
+    )

@@ -21,15 +21,16 @@ from tandem.observe.journal import Journal, write_json_atomic
 from tandem.observe.progress import Progress
 from tandem.observe.recorder import Recorder
 from tandem.observe.tensorboard import EventWriter
+from tandem.schedule import Cadence
 from tandem.training.resume import Beginning
 
 log = logging.getLogger("tandem.run")
 
 
 def identity(
-    settings: Settings, position: Position, device: torch.device, run_dir: Path
+    settings: Settings, position: Position, device: torch.device, run_dir: Path, save_steps: int | None
 ) -> dict[str, object]:
-    """The identity group of the metrics."""
+    """The identity group of the metrics, and `save_steps` between checkpoints (None: not by steps)."""
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     nccl = ".".join(map(str, version())) if device.type == "cuda" else ""
     return {
@@ -60,6 +61,7 @@ def identity(
         "set": [
             ["tandem_world_size", {}, position.world_size],
             ["tandem_nodes", {}, position.nodes],
+            ["tandem_checkpoint_interval_steps", {}, save_steps or 0],
         ],
     }
 
@@ -159,7 +161,8 @@ def open_displays(
     writer = EventWriter(run_dir / "tensorboard", beginning.step) if settings.tensorboard else None
     progress = Progress(planned, start_step=beginning.step, mode=settings.progress)
     recorder.begin_run(beginning.step, order.steps_per_epoch, planned, journal, progress, writer)
-    recorder.message(identity(settings, world.position, world.device, run_dir))
+    save_steps = Cadence.parse(settings.checkpoint_every).to_steps(order.steps_per_epoch, planned)
+    recorder.message(identity(settings, world.position, world.device, run_dir, save_steps))
     for change in beginning.changes:
         log.info("changed since the checkpoint: %s", change)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,70 @@
+"""Who may look: an optional bearer token and TLS for the metrics server."""
+
+import base64
+import binascii
+import hmac
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.config import Settings
+from tandem.errors import ConfigError
+
+OPEN_PATHS = ("/healthz", "/readyz")
+"""Probes of an orchestrator carry no token; they say no more than yes or no to whoever lacks it."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """`token` None: everybody may read. `tls` None: plain HTTP."""
+
+    token: str | None = None
+    tls: ssl.SSLContext | None = None
+
+    def allows(self, authorization: str | None) -> bool:
+        """Whether an Authorization header carries the token: as bearer, or as the password of Basic,
+        which is what a browser can ask a person for."""
+        if self.token is None:
+            return True
+        scheme, _, credentials = (authorization or "").partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                credentials = base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(credentials.strip().encode(), self.token.encode())
+
+
+def load_access(settings: Settings) -> Access:
+    """From --metrics-token-file, --metrics-cert and --metrics-key.
+
+    Raises ConfigError when they cannot be used: what was to be protected is never served in the open.
+    """
+    token = None
+    if settings.metrics_token_file is not None:
+        try:
+            token = settings.metrics_token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--metrics-token-file {settings.metrics_token_file}: {error}") from error
+        if not token:
+            raise ConfigError(f"--metrics-token-file {settings.metrics_token_file} is empty; write a token")
+    return Access(token, _tls(settings.metrics_cert, settings.metrics_key))
+
+
+def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        if key is not None:
+            raise ConfigError("--metrics-key needs --metrics-cert, a PEM file with the certificate")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--metrics-cert {certificate} cannot be used ({error}); give PEM files of a certificate "
+            "and, with --metrics-key, of its key"
+        ) from error
+    return context

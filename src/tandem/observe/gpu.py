@@ -1,0 +1,94 @@
+"""GPU metrics through NVML (extra `gpu`): absent without a GPU or without the package, never an error."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+logger = logging.getLogger("tandem")
+
+# What holds clocks down and should not; a GPU at its power limit is one that works.
+SLOWDOWN_REASONS = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
+
+
+class Gpus:
+    """This node's GPUs. `sample` gives a message for `Metrics.apply`, empty where there are none."""
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml, self._handles = nvml, []  # type: ignore[var-annotated,unused-ignore]
+        self._energy: dict[int, float] = {}
+        self._told = False
+        try:
+            if nvml is None:
+                import pynvml
+
+                self._nvml = pynvml
+            self._nvml.nvmlInit()
+            self._handles = [
+                self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())
+            ]
+        except Exception as error:  # no package, no driver, no GPU: all of them mean that there is nothing
+            logger.debug("no GPU metrics: %s", error)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def sample(self) -> dict[str, list[object]]:
+        """What the GPUs say now; a question that a GPU cannot answer leaves its series out."""
+        sets: list[object] = []
+        increments: list[object] = []
+        for gpu, handle in enumerate(self._handles):
+            try:
+                self._sample_one(gpu, handle, sets, increments)
+            except Exception as error:
+                if not self._told:
+                    self._told = True
+                    logger.warning("GPU %d cannot be asked: %s", gpu, error)
+        return {"set": sets, "inc": increments} if sets or increments else {}
+
+    def _sample_one(self, gpu: int, handle: Any, sets: list[object], increments: list[object]) -> None:
+        nvml, label = self._nvml, {"gpu": gpu}
+
+        def ask(question: Callable[[], Any]) -> Any:
+            with suppress(nvml.NVMLError):
+                return question()
+            return None
+
+        def put(name: str, value: float | None) -> None:
+            if value is not None:
+                sets.append([f"tandem_gpu_{name}", label, value])
+
+        names = {
+            "uuid": _text(ask(lambda: nvml.nvmlDeviceGetUUID(handle))),
+            "name": _text(ask(lambda: nvml.nvmlDeviceGetName(handle))),
+            "driver": _text(ask(nvml.nvmlSystemGetDriverVersion)),
+        }
+        sets.append(["tandem_gpu_info", {**label, **names}, 1])
+        used = ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        put("utilization_ratio", used.gpu / 100 if used is not None else None)
+        memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        put("memory_used_bytes", memory.used if memory is not None else None)
+        put("memory_size_bytes", memory.total if memory is not None else None)
+        put(
+            "temperature_celsius",
+            ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        )
+        reasons = ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        put("throttled", None if reasons is None else float(bool(reasons & self._slowdown_mask())))
+        millijoules = ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        if millijoules is not None:
+            before = self._energy.setdefault(gpu, millijoules)
+            self._energy[gpu] = millijoules
+            increments.append(["tandem_gpu_energy_joules", label, max(0.0, (millijoules - before) / 1e3)])
+
+    def _slowdown_mask(self) -> int:
+        mask = 0
+        for reason in SLOWDOWN_REASONS:
+            for spelling in (f"nvmlClocksEventReason{reason}", f"nvmlClocksThrottleReason{reason}"):
+                mask |= int(getattr(self._nvml, spelling, 0))
+        return mask
+
+
+def _text(value: object) -> str:
+    """NVML's Python binding answers in bytes up to version 11."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

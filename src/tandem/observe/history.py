@@ -1,0 +1,137 @@
+"""What the live page shows beside the present numbers: curves, events, checkpoints, ranks.
+
+It outlives rank 0, and an agent that starts anew reads it back from the run directory.
+"""
+
+import json
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_POINTS = 1000
+FULL_POINTS = 200
+"""The newest points that are never thinned out."""
+MAX_EVENTS = 100
+TAIL_BYTES = 4 * 2**20
+LIST_SECONDS = 2.0
+CHECKPOINT_NAME = re.compile(r"step-(\d{9,})")
+
+
+class History:
+    """Takes rank 0's messages and this agent's events; bounded, thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._checkpoints_dir = run_dir / "checkpoints"
+        self._lock = threading.Lock()
+        self._points: list[dict[str, Any]] = []
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._states: dict[int, str] = {}
+        self._ranks: dict[str, Any] = {"rows": [], "says": None}
+        self._listed: tuple[float, list[dict[str, object]]] = (float("-inf"), [])
+        self.version = 0
+        for record in read_lines(run_dir / "metrics.jsonl"):
+            self._add_point(record)
+        for record in read_lines(run_dir / "events.jsonl"):
+            self._add_event(record)
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest point, 0 without one."""
+        with self._lock:
+            return max((int(point["step"]) for point in self._points[-2:]), default=0)
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Look for `point`, `event`, `ranks` and `begin` in a message; other keys are others' business."""
+        with self._lock:
+            if isinstance(message.get("begin"), Mapping):
+                step = int(message["begin"]["step"])
+                self._points = [point for point in self._points if point["step"] <= step]
+                self._ranks = {"rows": [], "says": None}
+                self.version += 1
+            if isinstance(message.get("point"), Mapping):
+                self._add_point(message["point"])
+            if isinstance(message.get("event"), Mapping):
+                self._add_event(message["event"])
+            if isinstance(message.get("ranks"), Mapping):
+                self._ranks = dict(message["ranks"])
+
+    def _add_point(self, point: Mapping[str, Any]) -> None:
+        if not isinstance(point.get("step"), int):
+            return
+        self._points.append(dict(point))
+        if len(self._points) > MAX_POINTS:
+            self._points = self._points[:-FULL_POINTS:2] + self._points[-FULL_POINTS:]
+        self.version += 1
+
+    def _add_event(self, event: Mapping[str, Any]) -> None:
+        self._events.append(dict(event))
+        kind, step = event.get("kind"), event.get("step")
+        if isinstance(step, int) and kind in ("checkpoint", "checkpoint_verified", "fallback", "resumed"):
+            verified = kind in ("checkpoint_verified", "resumed") or bool(event.get("verified"))
+            self._states[step] = "damaged" if kind == "fallback" else "verified" if verified else "written"
+            self._listed = (float("-inf"), [])
+        self._states = dict(list(self._states.items())[-MAX_EVENTS:])
+
+    def curves(self) -> dict[str, object]:
+        """Points oldest first, as metrics.jsonl has them, and the version that `version` counts."""
+        with self._lock:
+            return {"version": self.version, "points": list(self._points)}
+
+    def now(self) -> dict[str, object]:
+        """Events (newest first), checkpoints (newest first) and the rows of ranks."""
+        with self._lock:
+            return {
+                "events": list(reversed(self._events)),
+                "checkpoints": self._checkpoints(),
+                "ranks": self._ranks["rows"],
+                "straggler": self._ranks["says"],
+                "history": self.version,
+            }
+
+    def _checkpoints(self) -> list[dict[str, object]]:
+        """What lies on the volume, looked at every two seconds at most."""
+        now = time.monotonic()
+        if now - self._listed[0] > LIST_SECONDS:
+            self._listed = (now, list(self._list_checkpoints()))
+        return self._listed[1]
+
+    def _list_checkpoints(self) -> Iterator[dict[str, object]]:
+        try:
+            names = sorted(os.listdir(self._checkpoints_dir), reverse=True)
+        except OSError:
+            return
+        for name in names:
+            found = CHECKPOINT_NAME.fullmatch(name)
+            if not found:
+                continue
+            try:
+                manifest = json.loads((self._checkpoints_dir / name / "manifest.json").read_bytes())
+                size = sum(int(file["bytes"]) for file in manifest["files"].values())
+                written = float(manifest["written_at"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue  # not committed, or just pruned
+            step = int(found[1])
+            yield {"step": step, "time": written, "bytes": size, "state": self._states.get(step, "written")}
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of the last 4 MiB of a JSON-lines file; what is torn or no object is left out."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines[1:] if size > TAIL_BYTES else lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record

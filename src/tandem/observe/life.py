@@ -1,0 +1,108 @@
+"""Counters that only the node's agent can keep, because they outlive ranks: activities, replays, signals."""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tandem.meter import Activities
+
+ACTIVITY_OF = {
+    "starting": "startup",
+    "rendezvous": "rendezvous",
+    "resuming": "resume",
+    "training": "train",
+    "evaluating": "eval",
+    "checkpointing": "checkpoint",
+    "draining": "drain",
+    "succeeded": "drain",
+    "failed": "drain",
+}
+
+
+class Clock:
+    """Charges wall time since the process began to the state that the run is in."""
+
+    def __init__(self) -> None:
+        self._activities = Activities(time.monotonic() - process_age_seconds())
+
+    def enter(self, state: str) -> None:
+        """From now on time belongs to this state."""
+        if state in ACTIVITY_OF:
+            self._activities.switch(ACTIVITY_OF[state], time.monotonic())
+
+    def increments(self) -> list[object]:
+        """What was added since the last call, for `Metrics.apply`."""
+        spent = self._activities.take(time.monotonic())
+        return [["tandem_activity_seconds", {"activity": name}, seconds] for name, seconds in spent.items()]
+
+
+def process_age_seconds() -> float:
+    """How long this process has lived (Linux: proc(5)); 0.0 where that cannot be told."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as up:
+            started = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+            return max(0.0, float(up.read().split()[0]) - started)
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class Replays:
+    """Counts the steps that are done again because a world went on from an earlier checkpoint."""
+
+    def __init__(self, reached: int = 0) -> None:
+        self._done = self._reached = reached
+        self._redo_until = 0
+
+    def begin(self, step: int) -> None:
+        """A world begins at `step`."""
+        self._done, self._redo_until = step, self._reached
+
+    def advance(self, step: int) -> int:
+        """`step` steps are done now; how many of the new ones had been done before."""
+        again = max(0, min(step, self._redo_until) - self._done)
+        self._done = max(self._done, step)
+        self._reached = max(self._reached, step)
+        return again
+
+
+def volume_sizes(directory: Path) -> list[object]:
+    """Free space and size of the volume, for `Metrics.apply`; empty if it does not answer."""
+    try:
+        usage = shutil.disk_usage(directory)
+    except OSError:
+        return []
+    return [
+        ["tandem_checkpoint_volume_available_bytes", {}, usage.free],
+        ["tandem_checkpoint_volume_size_bytes", {}, usage.total],
+    ]
+
+
+def signal_increments(received: Mapping[str, int], counted: dict[str, int]) -> list[object]:
+    """Signals that came since `counted`, which is brought up to date."""
+    new = {name: number - counted.get(name, 0) for name, number in received.items()}
+    counted.update(received)
+    return [["tandem_signals", {"signal": name}, number] for name, number in new.items() if number]
+
+
+class CountingHandler(logging.Handler):
+    """Counts log records of warning and above as `tandem_log_messages`."""
+
+    def __init__(self, send: Callable[[Mapping[str, object]], object]) -> None:
+        super().__init__(logging.WARNING)
+        self._count = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "critical" if record.levelno >= logging.CRITICAL else record.levelname.lower()
+        if level in ("warning", "error", "critical"):
+            self._count({"inc": [["tandem_log_messages", {"level": level}, 1]]})
+
+
+def count_log_messages(send: Callable[[Mapping[str, object]], object]) -> None:
+    """Count what the "tandem" logger says in this process; replaces an earlier counter."""
+    logger = logging.getLogger("tandem")
+    for old in [handler for handler in logger.handlers if isinstance(handler, CountingHandler)]:
+        logger.removeHandler(old)
+    logger.addHandler(CountingHandler(send))
