@@ -32,6 +32,7 @@ HELP = """tandem: multi-node PyTorch training that survives, and tells you what 
   tandem launch [--nodes N] [settings]   train: finds the platform, starts this node's ranks, restarts them
   tandem train [settings]                train as the rank that the environment says (torchrun, or alone)
   tandem checkpoints ls|verify|prune DIR look after the checkpoints of a run
+  tandem report DIR [--compare DIR...]   one HTML file of a finished run, or of several side by side
   tandem config [--explain] [settings]   every setting, its value and where it comes from
   tandem health                          is the run making progress? (for probes)
   tandem --version
@@ -180,6 +181,29 @@ def checkpoints(arguments: Arguments, environ: Environment) -> int:
     return 1 if any(row.verified is False for row in rows) else FINISHED
 
 
+def report(arguments: Arguments, environ: Environment) -> int:
+    """One HTML file: RUN_DIR/report.html, or where --output says."""
+    from tandem.observe.report import write_report
+
+    rest, output = list(arguments), None
+    if "--output" in rest:
+        at = rest.index("--output")
+        output = Path(rest[at + 1]) if at + 1 < len(rest) else None
+        del rest[at : at + 2]
+    compared = "--compare" in rest
+    run_dirs = [Path(argument) for argument in rest if argument != "--compare"]
+    unknown = [str(path) for path in run_dirs if str(path).startswith("-")]
+    if not run_dirs or unknown or compared != (len(run_dirs) > 1):
+        raise ConfigError(
+            "say which run: tandem report RUN_DIR [--compare RUN_DIR...] [--output FILE]"
+            + (f"; {unknown[0]} is no option" if unknown else "")
+        )
+    output = output or run_dirs[0] / "report.html"
+    write_report(run_dirs, output)
+    print(output)
+    return FINISHED
+
+
 def config(arguments: Arguments, environ: Environment) -> int:
     """Every value, and with --explain where it came from."""
     from tandem.config import explain, load, markdown_table
@@ -211,6 +235,7 @@ VERBS: dict[str, Callable[[Arguments, Environment], int]] = {
     "launch": launch,
     "train": train,
     "checkpoints": checkpoints,
+    "report": report,
     "config": config,
     "health": health,
 }

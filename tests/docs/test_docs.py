@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 VERB_OPTIONS = {
     "checkpoints": {"--keep"},
+    "report": {"--compare", "--output"},
     "config": {"--explain", "--markdown"},
 }
 EVERYWHERE = {"--help", "--version", "--config"}

@@ -15,6 +15,7 @@ STATES = (
 FINAL_STATES = ("succeeded", "failed")
 SKIP_REASONS = ("amp_overflow", "nonfinite_loss", "nonfinite_grad")
 RESTART_REASONS = ("elastic", "preemption", "crash", "hang", "unknown")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 STEP_BUCKETS = tuple(0.001 * 2**i for i in range(17))
 SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
@@ -130,7 +131,7 @@ FAMILIES: tuple[Family, ...] = (
         ("checkpoint_volume_size_bytes", "Size of the checkpoint volume.")),
     *_rows("life cycle", "counter",
         ("restarts", "Worlds opened again, by reason.", {"reason": RESTART_REASONS}),
-        ("signals", "Signals received.", _any("signal")),
+        ("signals", "Stop signals that node 0 received.", {"signal": SIGNALS}),
         ("log_messages", "Log messages at warning and above.", {"level": ("warning", "error", "critical")}),
         ("collect_errors", "Metric samples that could not be used.", _any("source"))),
     *_rows("GPU", "gauge",

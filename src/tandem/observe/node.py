@@ -145,7 +145,7 @@ class NodeView:
         rate = float(beat.get("samples_per_second") or 0.0)
         left = (planned - step) * self._settings.batch_size / rate if planned and rate > 0 else None
         return {
-            "state": self._state,
+            "state": self.metrics.state,
             "healthy": quiet <= self._limit() and self._state != "failed",
             "run": self._settings.run_name or self._run_dir.name,
             "task": self._settings.task,

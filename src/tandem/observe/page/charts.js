@@ -55,7 +55,7 @@ function extent(values) {
 }
 
 // series: [{name, points: [[x, y], ...]}]; a scale of powers where the values span more than a factor of 20.
-function lineChart(parent, title, series, xName = "step") {
+function lineChart(parent, title, series, {xName = "step", fromZero = false} = {}) {
   parent.replaceChildren();
   add(parent, "h2", title);
   series = series.map(one => ({...one, points: one.points.filter(([x, y]) => isNumber(x) && isNumber(y))}))
@@ -64,7 +64,8 @@ function lineChart(parent, title, series, xName = "step") {
   const width = 460, height = 180, left = 46, right = 10, top = 8, bottom = 22;
   const all = series.flatMap(one => one.points);
   let [x0, x1] = extent(all.map(point => point[0])), [y0, y1] = extent(all.map(point => point[1]));
-  const powers = y0 > 0 && y1 / y0 > 20, scale = powers ? Math.log : value => value;
+  const powers = !fromZero && y0 > 0 && y1 / y0 > 20, scale = powers ? Math.log : value => value;
+  if (fromZero) y0 = Math.min(0, y0);
   if (x1 === x0) x1 = x0 + 1;
   if (y1 === y0) { y0 -= Math.abs(y0) / 10 || 1; y1 += Math.abs(y1) / 10 || 1; }
   const [low, high] = [scale(y0), scale(y1)];
@@ -170,7 +171,7 @@ function drawCurves(parent, points) {
   lineChart(parent.children[1], "Scores",
     names.filter(name => name !== "loss").map(name => ({name, points: scores(name)})));
   lineChart(parent.children[2], "Throughput",
-    [{name: "samples/s", points: curve(points, "samples_per_second")}]);
+    [{name: "samples/s", points: curve(points, "samples_per_second")}], {fromZero: true});
 }
 
 function checkpointTable(parent, checkpoints, now) {
@@ -190,8 +191,9 @@ function eventTable(parent, events) {
   parent.replaceChildren();
   add(parent, "h2", "Events");
   if (!events?.length) { add(parent, "p", "none yet", "quiet"); return; }
+  const told = value => typeof value === "object" ? JSON.stringify(value) : number(value);
   const rows = events.slice(0, 20).map(({time, kind, ...rest}) => [clock(time), kind.replaceAll("_", " "),
-    Object.entries(rest).map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value)
-      : number(value)}`).join(", ")]);
-  table(parent, [["time", ""], ["event", ""], ["", ""]], rows);
+    Object.entries(rest).filter(([, value]) => value !== false && value !== null)
+      .map(([name, value]) => `${name.replaceAll("_", " ")} ${told(value)}`).join(", ")]);
+  table(parent, [["time", "short"], ["event", "short"], ["", ""]], rows);
 }

@@ -25,7 +25,7 @@ function show(run) {
     ["restarts", number(run.restarts)],
   ];
   $("cards").replaceChildren();
-  for (const [name, value] of cards) add(add($("cards"), "div", name, "card quiet"), "b", value).style.color = "var(--ink)";
+  for (const [name, value] of cards) add(add($("cards"), "div", name, "card quiet"), "b", value);
   showRanks(run.ranks ?? []);
   checkpointTable($("checkpoints"), run.checkpoints, run.time);
   eventTable($("events"), run.events);

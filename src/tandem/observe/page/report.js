@@ -12,7 +12,7 @@ function summary(parent, run) {
   const cards = add(parent, "div", "", "cards");
   for (const [name, value] of run.cards) {
     const shown = name.endsWith("time") ? seconds(value) : number(value);
-    add(add(cards, "div", name, "card quiet"), "b", shown).style.color = "var(--ink)";
+    add(add(cards, "div", name, "card quiet"), "b", shown);
   }
 }
 
@@ -27,7 +27,7 @@ function comparison(parent) {
     })]));
   const keys = [...new Set(runs.flatMap(run => Object.keys(run.settings)))].filter(key =>
     new Set(runs.map(run => JSON.stringify(run.settings[key]))).size > 1);
-  add(section, "h2", keys.length ? "Settings that differ" : "All settings are equal").style.marginTop = "1rem";
+  add(section, "h2", keys.length ? "Settings that differ" : "All settings are equal");
   if (keys.length) table(section, [["setting", ""], ...runs.map(run => [run.name, ""])],
     keys.map(key => [key, ...runs.map(run => JSON.stringify(run.settings[key]) ?? "–")]));
   const grid = add(parent, "div", "", "grid");
@@ -47,8 +47,9 @@ function full(parent, run) {
   add(wide, "h2", "Where the wall time of the last launch went");
   table(wide, [["activity", ""], ["time", "number"], ["share", "number"]], run.activities.map(([name, value]) =>
     [name, seconds(value), `${(100 * value / whole).toFixed(1)} %`]));
-  checkpointTable(add(grid, "section"), run.checkpoints, run.ended);
-  eventTable(add(grid, "section"), run.events);
+  const pair = add(parent, "div", "", "pair");
+  checkpointTable(add(pair, "section"), run.checkpoints, run.ended);
+  eventTable(add(pair, "section"), run.events);
 }
 
 header($("main"), runs[0]);

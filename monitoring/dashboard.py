@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""Writes monitoring/dashboard.json, the Grafana dashboard: `make dashboard-json` after a change here.
+
+Every panel is one line below. Panels of a row share its width; summary panels look at the whole time range,
+so that they still show a run that has ended.
+"""
+
+import json
+from pathlib import Path
+
+WIDTH = 24
+TARGET = 'job=~"$job",instance=~"$instance"'
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def series(name: str, labels: str = "") -> str:
+    return f"{name}{{{TARGET}{',' + labels if labels else ''}}}"
+
+
+def last(name: str, labels: str = "") -> str:
+    """The last value in the time range, also of a run that has ended."""
+    return f"last_over_time({series(name, labels)}[$__range])"
+
+
+def rate(name: str, labels: str = "") -> str:
+    return f"rate({series(name, labels)}[$__rate_interval])"
+
+
+def quantile(part: float, name: str) -> str:
+    return f"histogram_quantile({part}, sum by (instance, le) ({rate(name + '_bucket')}))"
+
+
+def stat(title: str, unit: str, expr: str, legend: str = "", **more: object) -> dict[str, object]:
+    """A summary: one large number or, with a legend and no unit, one word."""
+    options = {
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "textMode": "name" if unit == "none" and legend else "value",
+        "colorMode": "none",
+        "graphMode": "none",
+    }
+    return panel("stat", title, unit, [(expr, legend)], options=options, instant=True, **more)
+
+
+def graph(title: str, unit: str, *queries: tuple[str, str], stacked: bool = False, **more: object) -> dict[str, object]:
+    custom: dict[str, object] = {"lineWidth": 1, "fillOpacity": 60 if stacked else 5, "showPoints": "auto"}
+    custom["stacking"] = {"mode": "normal" if stacked else "none"}
+    options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+    return panel("timeseries", title, unit, list(queries), options=options, custom=custom, **more)
+
+
+def panel(
+    kind: str,
+    title: str,
+    unit: str,
+    queries: list[tuple[str, str]],
+    *,
+    options: dict[str, object],
+    custom: dict[str, object] | None = None,
+    instant: bool = False,
+    limit: float | None = None,
+    about: str = "",
+) -> dict[str, object]:
+    steps: list[dict[str, object]] = [{"color": "green", "value": None}]
+    if limit is not None:
+        steps.append({"color": "orange", "value": limit})
+        custom = {**(custom or {}), "thresholdsStyle": {"mode": "line"}}
+    return {
+        "type": kind,
+        "title": title,
+        "description": about,
+        "datasource": DATASOURCE,
+        "fieldConfig": {
+            "defaults": {"unit": unit, "custom": custom or {}, "thresholds": {"mode": "absolute", "steps": steps}},
+            "overrides": [],
+        },
+        "options": options,
+        "targets": [
+            {"refId": chr(65 + i), "datasource": DATASOURCE, "expr": expr, "legendFormat": legend,
+             "instant": instant, "range": not instant}
+            for i, (expr, legend) in enumerate(queries)
+        ],
+    }  # fmt: skip
+
+
+STATE = f"max by (tandem_run_state) ({last('tandem_run_state')}) == 1"
+AGE = f"time() - {last('tandem_checkpoint_last_success_timestamp_seconds')}"
+PER_STEP = f"/ on (job, instance) group_left {rate('tandem_step_duration_seconds_count')}"
+
+ROWS: dict[str, list[list[dict[str, object]]]] = {
+    "Overview": [
+        [
+            stat("State", "none", STATE, "{{tandem_run_state}}"),
+            stat("Step", "short", last("tandem_global_step")),
+            stat("Progress", "percentunit", last("tandem_progress_ratio")),
+            stat("Loss", "none", last("tandem_loss", 'split="train"')),
+            stat("Throughput", "suffix: samples/s", last("instance:tandem_samples:rate5m")),
+            stat("Ends", "dateTimeFromNow", f"1000 * {last('tandem_estimated_completion_timestamp_seconds')}"),
+            stat("Goodput", "percentunit", last("instance:tandem_goodput:ratio_rate1h"), about="training, of all wall time"),
+            stat("Restarts", "short", f"sum without (reason) ({last('tandem_restarts_total')})"),
+        ],
+        [
+            graph("Loss", "none", (series("tandem_loss"), "{{split}} {{instance}}")),
+            graph("Throughput", "suffix: samples/s", (rate("tandem_samples_total"), "{{instance}}")),
+        ],
+        [
+            stat("Run", "none", last("tandem_run_info"), "{{run}}: {{task}}, {{precision}}, {{backend}} on {{platform}}"),
+            stat("Build", "none", last("tandem_build_info"), "tandem {{version}}, torch {{torch}}, Python {{python}}"),
+            stat("Ranks", "short", last("tandem_world_size")),
+            stat("Nodes", "short", last("tandem_nodes")),
+            stat("Runs for", "s", f"time() - {last('tandem_run_start_timestamp_seconds')}"),
+            stat("Since the last step", "s", f"time() - {last('tandem_last_step_timestamp_seconds')}"),
+        ],
+    ],
+    "Time": [
+        [
+            graph("Step time", "s", (quantile(0.5, "tandem_step_duration_seconds"), "median"),
+                  (quantile(0.95, "tandem_step_duration_seconds"), "95%"),
+                  (f"{rate('tandem_step_duration_seconds_sum')} / {rate('tandem_step_duration_seconds_count')}", "mean")),
+            graph("Phases of a step", "s", (f"{rate('tandem_step_phase_seconds_total')} {PER_STEP}", "{{phase}}"), stacked=True),
+            graph("Gradient synchronisation of a step", "s",
+                  (f"{rate('tandem_gradient_sync_seconds_total')} {PER_STEP}", "{{overlap}}"),
+                  about="exposed: backward waits for it; hidden: behind backward's own work, estimated"),
+        ],
+        [
+            graph("Where wall time goes", "percentunit",
+                  (f"{rate('tandem_activity_seconds_total')} / ignoring (activity) group_left "
+                   f"sum without (activity) ({rate('tandem_activity_seconds_total')})", "{{activity}}"), stacked=True),
+            graph("Model FLOP/s", "suffix: FLOP/s", (rate("tandem_model_flops_total"), "done"), (series("tandem_peak_flops"), "peak")),
+            graph("MFU", "percentunit", (series("instance:tandem_mfu:ratio_rate5m"), "{{instance}}")),
+            graph("Gradient bytes of a rank", "Bps", (rate("tandem_gradient_sync_bytes_total"), "{{instance}}")),
+        ],
+    ],
+    "Stragglers": [
+        [
+            stat("Slowest rank", "none", f"topk(1, {last('tandem_rank_compute_seconds')})", "rank {{rank}} on node {{node}}"),
+            stat("Straggler ratio", "none", last("instance:tandem_straggler:ratio"), limit=1.2, about="slowest over median rank"),
+            stat("Straggler", "none", f"{last('tandem_straggler_excess_seconds')} > 0", "rank {{rank}} on node {{node}}, in {{phase}}"),
+        ],
+        [
+            graph("Own time of a step", "s", (series("tandem_rank_compute_seconds"), "rank {{rank}}"),
+                  about="the step without the wait for gradients"),
+            graph("Wait for data", "s", (series("tandem_rank_data_seconds"), "rank {{rank}}")),
+            graph("Spread over ranks", "s", (series("tandem_rank_compute_seconds_max"), "slowest"),
+                  (series("tandem_rank_compute_seconds_median"), "median"), (series("tandem_rank_compute_seconds_min"), "fastest")),
+            graph("Straggler ratio", "none", (series("instance:tandem_straggler:ratio"), "{{instance}}"), limit=1.2),
+        ],
+    ],
+    "Optimisation": [
+        [
+            graph("Scores", "none", (series("tandem_eval_score"), "{{score}}")),
+            graph("Learning rate", "none", (series("tandem_learning_rate"), "group {{group}}")),
+            graph("Gradient norm", "none", (series("tandem_grad_norm"), "before clipping")),
+        ],
+        [
+            graph("Steps clipped", "percentunit", (f"{rate('tandem_grad_clips_total')} / {rate('tandem_steps_total')}", "{{instance}}")),
+            graph("Steps skipped", "cps", (rate("tandem_steps_skipped_total"), "{{reason}}")),
+            graph("Loss scale", "none", (series("tandem_loss_scale"), "{{instance}}")),
+            graph("Replicas that differ", "short", (series("tandem_replica_mismatches_total"), "{{instance}}")),
+        ],
+    ],
+    "Checkpoints": [
+        [
+            stat("Age of the last", "s", AGE),
+            stat("Step of the last", "short", last("tandem_checkpoint_last_success_step")),
+            stat("Size", "bytes", last("tandem_checkpoint_size_bytes")),
+            stat("Saves", "short", last("tandem_checkpoint_saves_total")),
+            stat("Failed saves", "short", last("tandem_checkpoint_save_failures_total")),
+            stat("Fallbacks", "short", last("tandem_checkpoint_fallbacks_total")),
+        ],
+        [
+            graph("Steps at risk", "short", (f"{series('tandem_global_step')} - {series('tandem_checkpoint_last_success_step')}", "since the last checkpoint"),
+                  (series("tandem_checkpoint_interval_steps"), "interval")),
+            graph("Time of a save", "s", (quantile(0.95, "tandem_checkpoint_save_duration_seconds"), "95%")),
+            graph("Training stands still", "percentunit", (rate("tandem_checkpoint_blocked_seconds_total"), "for checkpoints")),
+            graph("Volume", "bytes", (series("tandem_checkpoint_volume_available_bytes"), "free"), (series("tandem_checkpoint_volume_size_bytes"), "size")),
+        ],
+    ],
+    "Life cycle": [
+        [
+            graph("Restarts", "short", (series("tandem_restarts_total"), "{{reason}}")),
+            graph("Steps done again", "short", (series("tandem_steps_replayed_total"), "{{instance}}")),
+            graph("Signals", "short", (series("tandem_signals_total"), "{{signal}}")),
+            graph("Log messages", "cps", (rate("tandem_log_messages_total"), "{{level}}")),
+        ],
+    ],
+    "GPU": [
+        [
+            graph("Utilization", "percentunit", (series("tandem_gpu_utilization_ratio"), "GPU {{gpu}}")),
+            graph("Memory", "bytes", (series("tandem_gpu_memory_used_bytes"), "GPU {{gpu}} used"),
+                  (series("tandem_torch_memory_allocated_bytes"), "GPU {{gpu}} in tensors")),
+            graph("Power", "watt", (rate("tandem_gpu_energy_joules_total"), "GPU {{gpu}}")),
+            graph("Temperature", "celsius", (series("tandem_gpu_temperature_celsius"), "GPU {{gpu}}")),
+        ],
+        [
+            graph("Throttled", "bool", (series("tandem_gpu_throttled"), "GPU {{gpu}}")),
+            graph("Allocator", "cps", (rate("tandem_torch_alloc_retries_total"), "retries"), (rate("tandem_torch_ooms_total"), "out of memory")),
+            stat("Devices", "none", last("tandem_gpu_info"), "{{gpu}}: {{name}}, driver {{driver}}"),
+        ],
+    ],
+}  # fmt: skip
+
+
+def variable(name: str, query: str, **more: object) -> dict[str, object]:
+    return {
+        "name": name, "type": "query", "datasource": DATASOURCE, "definition": query, "refresh": 2, "sort": 1,
+        "query": {"query": query, "refId": name}, "includeAll": True, "multi": True,
+        "current": {"text": "All", "value": "$__all"}, **more,
+    }  # fmt: skip
+
+
+VARIABLES: list[dict[str, object]] = [
+    {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
+    variable("job", "label_values(tandem_run_info, job)"),
+    variable("run", 'label_values(tandem_run_info{job=~"$job"}, run)'),
+    variable("instance", 'label_values(tandem_run_info{job=~"$job",run=~"$run"}, instance)'),
+]
+
+
+def dashboard() -> dict[str, object]:
+    panels: list[dict[str, object]] = []
+    y = 0
+    for title, lines in ROWS.items():
+        collapsed = title == "GPU"
+        row: dict[str, object] = {"type": "row", "title": title, "collapsed": collapsed, "panels": [],
+                                  "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1}}  # fmt: skip
+        panels.append(row)
+        y += 1
+        inside = row["panels"] if collapsed else panels
+        for line in lines:
+            height = 4 if all(each["type"] == "stat" for each in line) else 8
+            width = WIDTH // len(line)
+            for i, each in enumerate(line):
+                each["gridPos"] = {"x": i * width, "y": y, "w": width, "h": height}
+                assert isinstance(inside, list)
+                inside.append(each)
+            y += height
+    for number, each in enumerate(every_panel(panels), 1):
+        each["id"] = number
+    return {
+        "uid": "tandem", "title": "tandem", "tags": ["tandem", "training"], "schemaVersion": 39, "version": 1,
+        "editable": True, "refresh": "5s", "time": {"from": "now-30m", "to": "now"}, "timezone": "browser",
+        "templating": {"list": VARIABLES}, "annotations": {"list": [RESTARTS]}, "panels": panels,
+        "graphTooltip": 1,
+        "links": [{"title": "Runbook", "type": "link", "url": "https://github.com/ORG/tandem/blob/main/docs/monitoring.md",
+                   "targetBlank": True, "icon": "doc"}],
+    }  # fmt: skip
+
+
+RESTARTS: dict[str, object] = {
+    "name": "Restarts", "datasource": DATASOURCE, "enable": True, "iconColor": "orange", "titleFormat": "restart",
+    "expr": f"sum without (reason) (changes({series('tandem_restarts_total')}[$__rate_interval])) > 0",
+}  # fmt: skip
+
+
+def every_panel(panels: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Panels, those inside collapsed rows too."""
+    found = []
+    for each in panels:
+        found.append(each)
+        inner = each.get("panels", [])
+        assert isinstance(inner, list)
+        found += inner
+    return found
+
+
+if __name__ == "__main__":
+    path = Path(__file__).with_name("dashboard.json")
+    path.write_text(json.dumps(dashboard(), indent=1) + "\n", encoding="utf-8")

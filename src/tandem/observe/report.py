@@ -1,0 +1,89 @@
+"""`tandem report`: one HTML file of a finished run, or of several side by side, from what lies in RUN_DIR."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.errors import ConfigError
+from tandem.meter import ACTIVITIES, PHASES
+from tandem.observe.history import History
+from tandem.observe.journal import write_bytes_atomic
+from tandem.observe.pages import report_page
+
+NOT_COMPARED = ("run_dir", "run_name", "resume", "metrics_port", "node_rank", "master")
+
+
+def write_report(run_dirs: Sequence[Path], output: Path) -> None:
+    """Write the report of `run_dirs`, the first one in full if it is alone. Raises ConfigError."""
+    page = report_page({"runs": [read_run(run_dir) for run_dir in run_dirs]})
+    try:
+        write_bytes_atomic(output, page)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror or error}; give --output FILE") from error
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """What report.js reads of one run. Raises ConfigError if `run_dir` holds none."""
+    settings = _read_json(run_dir / "config.json")
+    history = History(run_dir)
+    points: list[dict[str, Any]] = list(history.curves()["points"])  # type: ignore[call-overload]
+    if not settings and not points:
+        raise ConfigError(f"{run_dir} holds no run: it has neither config.json nor metrics.jsonl")
+    summary, now = _read_json(run_dir / "summary.json"), history.now()
+    name = str(settings.get("run_name") or run_dir.resolve().name)
+    ranks, nodes = summary.get("world_size"), summary.get("nodes")
+    events = now["events"]
+    assert isinstance(events, list)
+    restarts = sum(1 for event in events if event.get("kind") == "world" and event.get("number", 1) > 1)
+    return {
+        "name": name,
+        "state": str(summary.get("state", "not finished")),
+        "where": f"{settings.get('task', '')}: {ranks} ranks on {nodes} nodes" if ranks else "",
+        "cards": [
+            ["steps", summary.get("global_step", points[-1]["step"] if points else None)],
+            ["loss", summary.get("loss")],
+            *([score, value] for score, value in dict(summary.get("eval") or {}).items() if score != "loss"),
+            ["samples/s", summary.get("samples_per_second")],
+            ["wall time", summary.get("wall_seconds")],
+            ["restarts", restarts],
+        ],
+        "settings": {key: value for key, value in settings.items() if key not in NOT_COMPARED},
+        "points": points,
+        "phases": _phases(points),
+        "activities": _activities(run_dir / "metrics.prom"),
+        "checkpoints": now["checkpoints"],
+        "events": events,
+        "ended": events[0].get("time") if events else None,
+    }
+
+
+def _phases(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by phase over all intervals that are known."""
+    known = [point["phases"] for point in points if isinstance(point.get("phases"), dict)]
+    return {phase: sum(float(each.get(phase, 0.0)) for each in known) for phase in PHASES}
+
+
+def _activities(page: Path) -> list[list[object]]:
+    """[activity, seconds] of the last launch, from the last page of metrics."""
+    try:
+        families = list(text_string_to_metric_families(page.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return []
+    seconds = {
+        sample.labels.get("activity"): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "tandem_activity_seconds_total"
+    }
+    return [[activity, seconds[activity]] for activity in ACTIVITIES if seconds.get(activity)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
