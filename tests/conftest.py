@@ -70,18 +70,43 @@ class Processes:
             pass
 
 
+    def end(self) -> None:
+        """Kill what still runs, and close the pipes."""
+        for process in self.started:
+            self.kill(process)
+            process.wait(timeout=10)
+            for stream in (process.stdout, process.stderr, process.stdin):
+                if stream is not None:
+                    stream.close()
+
+
 @pytest.fixture
 def processes() -> Iterator[Processes]:
     own = Processes()
     yield own
-    for process in own.started:
-        own.kill(process)
-        process.wait(timeout=10)
-        for stream in (process.stdout, process.stderr, process.stdin):
-            if stream is not None:
-                stream.close()
+    own.end()
 
 
-@pytest.fixture(name="require")
+@pytest.fixture(scope="module")
+def module_processes() -> Iterator[Processes]:
+    """`processes` for all tests of a module."""
+    own = Processes()
+    yield own
+    own.end()
+
+
+@pytest.fixture(scope="module")
+def module_ports() -> list[int]:
+    """Four different TCP ports that were free a moment ago."""
+    probes = [socket.socket() for _ in range(4)]
+    for probe in probes:
+        probe.bind(("", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.fixture(name="require", scope="session")
 def require_fixture() -> Callable[..., None]:
     return require

@@ -4,18 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.meter import ACTIVITIES, PHASES, Activities, Meter
+from tandem.meter import ACTIVITIES, PHASES, Activities, Meter, StepTimes
 
 SECONDS = st.floats(0, 10)
 
 
-@given(st.lists(st.tuples(st.dictionaries(st.sampled_from(PHASES), SECONDS), SECONDS), max_size=30))
-def test_phases_add_up_to_the_steps(steps: list[tuple[dict[str, float], float]]) -> None:
+def times(total: float) -> StepTimes:
+    return StepTimes(0.0, 0.0, total, 0.0, 0.0, 0.0, 0.0)
+
+
+@given(st.lists(st.tuples(*[SECONDS] * 7), max_size=30))
+def test_phases_add_up_to_the_steps(steps: list[tuple[float, ...]]) -> None:
     meter = Meter()
-    for phases, rest in steps:
-        for phase, seconds in phases.items():
-            meter.add(phase, seconds)
-        meter.step(4, sum(phases.values()) + rest)
+    for parts in steps:
+        meter.step(4, StepTimes(*parts))
     interval = meter.interval()
     assert sum(interval.phases.values()) == pytest.approx(interval.seconds)
     assert interval.seconds == pytest.approx(meter.seconds)
@@ -23,37 +25,19 @@ def test_phases_add_up_to_the_steps(steps: list[tuple[dict[str, float], float]])
     assert (interval.steps, interval.samples) == (len(steps), 4 * len(steps))
 
 
-def test_what_no_phase_claimed_is_other() -> None:
+def test_the_wait_is_part_of_backward_and_of_nobodys_own_time() -> None:
+    step = StepTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, wait=7.0)
+    assert step.phases() == dict(zip(PHASES, (1.0, 2.0, 3.0, 11.0, 5.0, 6.0), strict=True))
+    assert (step.own, step.total) == (21.0, 28.0)
+
+
+def test_an_interval_begins_anew() -> None:
     meter = Meter()
-    meter.add("data", 1.0)
-    meter.add("data", 0.5)
-    meter.add("forward", 2.0)
-    meter.step(10, 4.0)
-    interval = meter.interval()
-    assert interval.phases["data"] == 1.5
-    assert interval.phases["other"] == 0.5
-    assert interval.samples_per_second == 2.5
-    assert interval.seconds_per_step == 4.0
-
-
-def test_phases_longer_than_the_step_stretch_it() -> None:
-    meter = Meter()
-    meter.add("backward", 1.2)
-    meter.step(1, 1.0)
-    interval = meter.interval()
-    assert interval.seconds == meter.seconds == 1.2
-    assert interval.phases["other"] == 0.0
-
-
-def test_interval_begins_anew_and_an_open_step_goes_to_the_next() -> None:
-    meter = Meter()
-    meter.step(1, 1.0)
-    meter.add("data", 0.25)
-    assert meter.interval().phases["data"] == 0.0
-    assert meter.interval().steps == 0
-    meter.step(1, 1.0)
-    assert meter.interval().phases["data"] == 0.25
+    meter.step(10, times(4.0))
+    first = meter.interval()
+    assert (first.samples_per_second, first.seconds_per_step) == (2.5, 4.0)
     empty = meter.interval()
+    assert empty.steps == 0 and sum(empty.phases.values()) == 0.0
     assert empty.samples_per_second == empty.seconds_per_step == 0.0
 
 
@@ -61,17 +45,15 @@ def test_throughput_leaves_out_the_first_twenty_steps() -> None:
     meter = Meter()
     assert meter.samples_per_second == 0.0
     for _ in range(20):
-        meter.step(100, 10.0)
+        meter.step(100, times(10.0))
     assert meter.samples_per_second == 10.0
     for _ in range(5):
-        meter.step(100, 1.0)
+        meter.step(100, times(1.0))
     assert meter.samples_per_second == 100.0
     assert (meter.steps, meter.samples, meter.seconds) == (25, 2500, 205.0)
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="data, transfer, forward"):
-        Meter().add("fwd", 1.0)
     with pytest.raises(ValueError, match="startup, rendezvous"):
         Activities(0.0).switch("lunch", 1.0)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from tandem.meter import Costs, DeviceMemory, Meter, StepTimes
+from tandem.meter import PHASES, Costs, DeviceMemory, Meter, StepTimes
 from tandem.observe import stragglers
 from tandem.observe.journal import Journal
 from tandem.observe.progress import Progress
@@ -82,7 +82,7 @@ class Recorder:
         self._last_beat = self._clock()
         self._steps_sent = 0
         self._activity = "startup"
-        self._waited = 0.0
+        self._phases, self._waited = dict.fromkeys(PHASES, 0.0), 0.0
 
     def begin_run(
         self,
@@ -143,6 +143,9 @@ class Recorder:
         for each in times:
             self.meter.step(self._batch_size, each)
             self._durations.append(each.total)
+            self._waited += each.wait
+            for name, seconds in each.phases().items():
+                self._phases[name] += seconds
         self._times += times
 
     def late(self, agreed: Any) -> Any:
@@ -155,7 +158,6 @@ class Recorder:
     def own_times(self) -> list[float]:
         """This rank's row for the gather that names the slowest rank; begins a new interval of times."""
         row = stragglers.row_of(self.node, self._times)
-        self._waited = sum(each.wait for each in self._times)
         self._times = []
         return row
 
@@ -188,7 +190,8 @@ class Recorder:
             )
         self._send({"point": {"step": step, "time": time.time(), **numbers, "phases": interval.phases}})
         self._send_optimisation(readings)
-        self._send_times(interval.steps, interval.phases, readings)
+        hidden = interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
+        self._send({"inc": [["tandem_gradient_sync_seconds", {"overlap": "hidden"}, hidden]]})
         self._judge_ranks(stragglers.from_rows(rows))
         self._send_progress()
 
@@ -226,21 +229,19 @@ class Recorder:
             }
         )
 
-    def _send_times(self, steps: int, phases: Mapping[str, float], readings: Readings) -> None:
-        hidden = steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
-        self._send(
-            {
-                "inc": [
-                    *(
-                        ["tandem_step_phase_seconds", {"phase": phase}, seconds]
-                        for phase, seconds in phases.items()
-                    ),
-                    ["tandem_gradient_sync_seconds", {"overlap": "exposed"}, self._waited],
-                    ["tandem_gradient_sync_seconds", {"overlap": "hidden"}, hidden],
-                    ["tandem_gradient_sync_bytes", {}, steps * self._costs.sync_bytes],
-                ],
-            }
-        )
+    def _send_times(self) -> None:
+        """Step times, phases and waits since the last call; they belong together, so they travel together."""
+        durations, phases, waited = self._durations, self._phases, self._waited
+        self._durations, self._phases, self._waited = [], dict.fromkeys(PHASES, 0.0), 0.0
+        for start in range(0, len(durations), 1000):  # a message holds 64 KiB
+            chunk = [round(seconds, 9) for seconds in durations[start : start + 1000]]
+            self._send({"observe": [["tandem_step_duration_seconds", {}, chunk]]})
+        rows: list[object] = [
+            ["tandem_step_phase_seconds", {"phase": name}, seconds] for name, seconds in phases.items()
+        ]
+        rows.append(["tandem_gradient_sync_seconds", {"overlap": "exposed"}, waited])
+        rows.append(["tandem_gradient_sync_bytes", {}, len(durations) * self._costs.sync_bytes])
+        self._send({"inc": rows})
 
     def _judge_ranks(self, ranks: list[stragglers.RankTimes]) -> None:
         if not any(each.own for each in ranks):  # an interval without a step whose times are known
@@ -373,10 +374,7 @@ class Recorder:
                 ],
             }
         )
-        durations, self._durations = self._durations, []
-        for start in range(0, len(durations), 1000):  # a message holds 64 KiB
-            chunk = [round(seconds, 9) for seconds in durations[start : start + 1000]]
-            self._send({"observe": [["tandem_step_duration_seconds", {}, chunk]]})
+        self._send_times()
 
     def _heartbeat(self) -> None:
         self._last_beat = self._clock()

@@ -1,0 +1,140 @@
+"""A real Prometheus with its own port and data, for one test module; and a task whose ranks can be slowed."""
+
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "monitoring" / "rules.yaml"
+DASHBOARD = ROOT / "monitoring" / "dashboard.json"
+
+TASK = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tandem.data.datasets import Datasets, TensorRows
+
+
+@dataclass
+class Slow:
+    delay: float = 0.02
+    slow_rank: int = -1
+    slow_by: float = 1.5
+    knobs: str = ""  # a folder: a file `slow` there slows rank 1, `nan` breaks the loss
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+
+    def build_datasets(self):
+        x = torch.randn(1200, 8, generator=torch.Generator().manual_seed(7))
+        rows = TensorRows(x, x[:, :3].argmax(1))
+        return Datasets(rows, TensorRows(x[:96], x[:96, :3].argmax(1)))
+
+    def loss(self, model, batch):
+        x, y = batch
+        loss = nn.functional.cross_entropy(model(x), y)
+        if model.training:
+            slow = dist.get_rank() == self.slow_rank
+            if self.knobs and (Path(self.knobs) / "slow").exists():
+                slow = dist.get_rank() == 1
+            if self.knobs and (Path(self.knobs) / "nan").exists():
+                loss = loss * float("nan")
+            time.sleep(self.delay * (self.slow_by if slow else 1))
+        return loss, {"accuracy": ((model(x).argmax(1) == y).sum(), len(y))}
+"""
+
+
+def fetch(url: str, timeout: float = 10.0) -> bytes:
+    with urllib.request.urlopen(url, timeout=timeout) as answer:
+        return bytes(answer.read())
+
+
+def until(condition: Callable[[], Any], what: str, limit: float = 60.0) -> Any:
+    """The first true value of `condition()`; an answer that does not come counts as false."""
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            value = condition()
+        except (OSError, ValueError):
+            value = None
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"no {what} within {limit:g} s"
+        time.sleep(0.1)
+
+
+def pid_of_rank(rank: int, session: int) -> int:
+    """The process of a rank in a session that a test has started; 0 if there is none."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "comm").read_text().strip() == f"tandem-rank-{rank}":
+                if os.getsid(int(entry.name)) == session:
+                    return int(entry.name)
+        except OSError:
+            continue
+    return 0
+
+
+class Prometheus:
+    """Scrapes `target` as job "tandem" every `interval` (such as 5s), with the rules in `rules`."""
+
+    def __init__(
+        self, processes: Any, folder: Path, port: int, target: str, interval: str, rules: str
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "rules.yaml").write_text(rules)
+        config = {
+            "global": {"scrape_interval": interval, "evaluation_interval": "1s"},
+            "rule_files": ["rules.yaml"],
+            "scrape_configs": [{"job_name": "tandem", "static_configs": [{"targets": [target]}]}],
+        }
+        (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = processes.start(
+            [
+                "prometheus",
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=(folder / "log").open("w"),
+        )
+        until(lambda: fetch(f"{self.url}/-/ready"), "Prometheus")
+
+    def ask(self, path: str, **parameters: object) -> Any:
+        """The `data` of an API answer; an AssertionError says what Prometheus minds."""
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            answer = json.loads(fetch(url))
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from error
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        return list(self.ask("query", query=expression)["result"])
+
+    def value(self, expression: str) -> float | None:
+        """The value of the one series that the expression gives, None without one."""
+        found = self.query(expression)
+        assert len(found) <= 1, found
+        return float(found[0]["value"][1]) if found else None
+
+    def firing(self) -> set[str]:
+        """Names of the alerts that fire."""
+        return {
+            alert["labels"]["alertname"]
+            for alert in self.ask("alerts")["alerts"]
+            if alert["state"] == "firing"
+        }
