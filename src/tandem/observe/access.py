@@ -1,7 +1,6 @@
 """Who may look: an optional bearer token and TLS for the metrics server."""
 
 import base64
-import binascii
 import hmac
 import ssl
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ class Access:
         if scheme.lower() == "basic":
             try:
                 credentials = base64.b64decode(credentials, validate=True).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
+            except ValueError:  # not Base64, or not UTF-8
                 return False
         elif scheme.lower() != "bearer":
             return False

@@ -1,0 +1,112 @@
+"""Headless Chromium over its DevTools protocol: what a page asks for, complains about, and looks like."""
+
+import base64
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import websocket
+from prometheus import fetch, until
+
+PHONE = (390, 844)
+DESKTOP = (1280, 900)
+
+
+class Browser:
+    """One tab. `requests` and `complaints` (console errors, exceptions, refused content) fill as it goes."""
+
+    def __init__(self, processes: Any, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        processes.start(
+            [
+                "chromium",
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--remote-debugging-port=0",
+                "--remote-allow-origins=*",
+                f"--user-data-dir={folder}",
+                "about:blank",
+            ],
+            stdout=(folder / "log").open("w"),
+        )
+        port_file = folder / "DevToolsActivePort"
+        port = until(lambda: port_file.exists() and port_file.read_text().split(), "browser", 90)[0]
+        tabs = json.loads(fetch(f"http://127.0.0.1:{port}/json/list"))
+        tab = next(each for each in tabs if each["type"] == "page")
+        self._socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=30)
+        self._numbers = itertools.count(1)
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: object) -> dict[str, Any]:
+        """Call a DevTools method, taking in the events that come before its answer."""
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv())
+            if message.get("id") == number:
+                assert "error" not in message, message
+                return dict(message["result"])
+            self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        method, parameters = message.get("method"), message.get("params", {})
+        if method == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(parameters["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            self.complaints.append(json.dumps(parameters["args"]))
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(json.dumps(parameters["entry"]))
+
+    def open(self, url: str, size: tuple[int, int] = DESKTOP, dark: bool = False) -> None:
+        """Load a page at a size in CSS pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=size[0],
+            height=size[1],
+            deviceScaleFactor=1,
+            mobile=size == PHONE,
+        )
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=scheme)
+        self.call("Page.navigate", url=url)
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript expression."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait_for(self, script: str, limit: float = 60.0) -> Any:
+        return until(lambda: self.run(script), f"page on which {script}", limit)
+
+    def foreign_requests(self, url: str) -> list[str]:
+        """Requests that went elsewhere than to the origin of `url`."""
+        own = urlsplit(url)[:2]
+        return [each for each in self.requests if urlsplit(each)[:2] != own and not each.startswith("data:")]
+
+    def is_too_wide(self) -> bool:
+        """Whether a person would have to scroll sideways."""
+        return bool(self.run("document.scrollingElement.scrollWidth > document.scrollingElement.clientWidth"))
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page as PNG."""
+        height = self.run("document.scrollingElement.scrollHeight")
+        width = self.run("document.scrollingElement.clientWidth")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def close(self) -> None:
+        self._socket.close()

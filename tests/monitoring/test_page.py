@@ -1,0 +1,164 @@
+"""The live page and the report in headless Chromium."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import DESKTOP, PHONE, Browser
+from prometheus import ROOT, TASK, until
+
+from tandem.observe.history import History
+from tandem.observe.metrics import Metrics
+from tandem.observe.report import write_report
+from tandem.observe.server import MetricsServer
+
+pytestmark = pytest.mark.monitoring
+SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+
+
+@pytest.fixture(scope="module")
+def browser(
+    tmp_path_factory: pytest.TempPathFactory, module_processes: Any, require: Any
+) -> Iterator[Browser]:
+    require("chromium")
+    browser = Browser(module_processes, tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_from_before(browser: Browser) -> None:
+    browser.open("about:blank")
+    browser.wait_for("document.URL == 'about:blank'")
+    browser.requests.clear()
+    browser.complaints.clear()
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Iterator[MetricsServer]:
+    """A server whose run has script in every text that a task or a person can choose."""
+    history = History(tmp_path)
+    for step in range(10, 2000, 10):
+        phases = {
+            "data": 0.1,
+            "forward": 1.0,
+            "backward": 2.0,
+            "optimizer": 0.2,
+            "transfer": 0.0,
+            "other": 0.0,
+        }
+        point = {
+            "step": step,
+            "time": 1.0,
+            "loss": 100 / step,
+            "samples_per_second": 1000.0,
+            "phases": phases,
+        }
+        history.take({"point": point})
+    history.take({"point": {"step": 1990, "time": 1.0, "eval": {"loss": "NaN", SCRIPT: 0.5}}})
+    history.take({"event": {"time": time.time(), "kind": SCRIPT, SCRIPT: SCRIPT, "step": 3}})
+    rows = [
+        {"rank": rank, "node": rank // 8, "own_ms": 20.0 + rank, "straggler": rank == 63,
+         "phases_ms": {"forward": 12.0, "backward": 8.0 + rank}}
+        for rank in range(64)
+    ]  # fmt: skip
+    history.take({"ranks": {"rows": rows, "says": SCRIPT}})
+    status = {"run": SCRIPT, "task": SCRIPT, "state": "training", "platform": SCRIPT, "nodes": 8, "step": 7,
+              "steps_planned": 100, "loss": "NaN", "samples_per_second": 5, "restarts": 1, "time": 1e9,
+              "seconds_left": None}  # fmt: skip
+    server = MetricsServer(Metrics(), "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_script_in_names_is_text_and_the_page_fits(
+    browser: Browser, hostile: MetricsServer, size: tuple[int, int], dark: bool
+) -> None:
+    browser.open(f"{hostile.url}/", size, dark)
+    browser.wait_for(
+        "document.querySelectorAll('#ranks tbody tr').length == 64 && !!document.querySelector('path')"
+    )
+    assert browser.run("document.querySelector('h1').textContent") == SCRIPT
+    assert browser.run("typeof window.hacked") == "undefined"
+    assert browser.run("document.querySelectorAll('main script, main img').length") == 0
+    assert not browser.is_too_wide()
+    lightness = browser.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+    assert (lightness < 60) == dark
+    assert browser.foreign_requests(hostile.url) == []
+    assert browser.complaints == []
+
+
+def test_the_last_state_stays_when_nobody_answers(browser: Browser, hostile: MetricsServer) -> None:
+    browser.open(f"{hostile.url}/")
+    browser.wait_for("document.querySelectorAll('#ranks tbody tr').length == 64")
+    hostile.close()
+    browser.wait_for("document.querySelector('#note').textContent.startsWith('No answer')")
+    assert browser.run("document.querySelectorAll('#ranks tbody tr').length") == 64
+
+
+def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
+    browser: Browser, tmp_path: Path, processes: Any
+) -> None:
+    (tmp_path / "slow.py").write_text(TASK)
+    flags: dict[str, object] = {
+        "nodes": 2, "nproc": 2, "task": "slow.py:Slow", "task.slow-rank": 2, "run-dir": "run",
+        "run-name": "slowed", "batch-size": 24, "steps": 400, "log-every": 20, "eval-every": 50,
+        "checkpoint-every": 80, "metrics-port": 0, "metrics-linger": 0,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tandem", "launch"]
+    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
+    run = processes.start(command, cwd=tmp_path, env=environment)
+    url = until(lambda: _address(tmp_path / "run" / "log" / "node-0.log"), "address in the log")
+    browser.open(url, DESKTOP)
+    browser.wait_for("document.querySelector('tr.straggler .who')?.textContent == '2'", 90)
+    assert "rank 2 on node 1" in browser.run("document.querySelector('#straggler').textContent")
+    browser.wait_for("document.querySelectorAll('#checkpoints tbody tr').length >= 2")
+    assert browser.run("document.querySelector('h1').textContent") == "slowed"
+    assert browser.foreign_requests(url) == []
+    assert browser.complaints == []
+    _keep(browser, "live-desktop.png")
+    browser.open(url, PHONE, dark=True)
+    browser.wait_for("!!document.querySelector('tr.straggler')")
+    assert not browser.is_too_wide()
+    _keep(browser, "live-phone.png")
+    code, output = processes.wait(run)
+    assert code == 0, output
+
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    settings = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(settings | {"lr": 0.5, "run_name": SCRIPT}))
+    write_report([tmp_path / "run"], tmp_path / "one.html")
+    write_report([tmp_path / "run", tmp_path / "other"], tmp_path / "two.html")
+    browser.requests.clear()
+    browser.complaints.clear()
+    for name in ("one.html", "two.html"):
+        browser.open((tmp_path / name).as_uri(), PHONE)
+        browser.wait_for("document.querySelectorAll('path').length >= 3")
+        assert not browser.is_too_wide()
+    assert "0.5" in browser.run("document.body.textContent")
+    assert browser.run("typeof window.hacked") == "undefined"
+    assert [each for each in browser.requests if not each.startswith(("file:", "data:"))] == []
+    assert browser.complaints == []
+    browser.open((tmp_path / "one.html").as_uri(), DESKTOP)
+    browser.wait_for("document.querySelectorAll('path').length >= 3")
+    _keep(browser, "report.png")
+
+
+def _address(path: Path) -> str | None:
+    text = path.read_text() if path.exists() else ""
+    return text.partition("live page at ")[2].partition(",")[0] or None
+
+
+def _keep(browser: Browser, name: str) -> None:
+    """The pictures of the docs: made anew with TANDEM_SCREENSHOTS=1 (`make screenshots`)."""
+    if os.environ.get("TANDEM_SCREENSHOTS"):
+        browser.screenshot(ROOT / "docs" / "pictures" / name)

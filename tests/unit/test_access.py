@@ -1,0 +1,99 @@
+"""Token and TLS: whoever lacks the token sees nothing, and what is wrong with the files is said at once."""
+
+import base64
+import http.client
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.config import Settings
+from tandem.errors import ConfigError
+from tandem.observe.access import Access, load_access
+from tandem.observe.metrics import Metrics
+from tandem.observe.server import MetricsServer
+
+TOKEN = "s3cret-ü"
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize(("header", "allowed"), [
+    (None, False), ("", False), ("Bearer", False), (f"Bearer {TOKEN}", True), (f"bearer {TOKEN}", True),
+    (f"Bearer {TOKEN}x", False), (f"Digest {TOKEN}", False), (basic(TOKEN), True), (basic("no"), False),
+    ("Basic §§§", False), ("Basic /w==", False), (TOKEN, False),
+])  # fmt: skip
+def test_headers(header: str | None, allowed: bool) -> None:
+    assert Access(TOKEN).allows(header) == allowed
+    assert Access().allows(header)
+
+
+@pytest.fixture
+def guarded() -> Iterator[MetricsServer]:
+    server = MetricsServer(
+        Metrics(), "127.0.0.1", 0, lambda: {"healthy": True, "run": "hidden"}, access=Access("abc")
+    )
+    yield server
+    server.close()
+
+
+def ask(server: MetricsServer, path: str, token: str | None = None) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+    return connection.getresponse()
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/api/run", "/api/history", "/nothing"])
+def test_without_the_token_there_is_nothing(guarded: MetricsServer, path: str) -> None:
+    refused = ask(guarded, path)
+    assert refused.status == 401 and "Basic" in refused.headers["WWW-Authenticate"]
+    assert b"hidden" not in refused.read() and not guarded.scraped
+    assert ask(guarded, path, "abc").status in (200, 404)
+
+
+def test_probes_need_no_token_and_say_no_more_than_yes(guarded: MetricsServer) -> None:
+    answer = ask(guarded, "/healthz")
+    assert answer.status == 200 and b"hidden" not in answer.read()
+    assert b"hidden" in ask(guarded, "/healthz", "abc").read()
+
+
+@pytest.mark.parametrize("settings", [
+    {"metrics_token_file": "missing"}, {"metrics_token_file": "empty"}, {"metrics_key": "empty"},
+    {"metrics_cert": "empty"}, {"metrics_cert": "missing"},
+])  # fmt: skip
+def test_files_that_cannot_be_used_are_an_error(
+    settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").write_text(" \n")
+    with pytest.raises(ConfigError, match="--metrics-"):
+        load_access(Settings.from_dict(settings))
+
+
+def test_tls(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not available here")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
+        cwd=tmp_path, check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    files = {"metrics_cert": str(tmp_path / "cert.pem"), "metrics_key": str(tmp_path / "key.pem")}
+    server = MetricsServer(Metrics(), "127.0.0.1", 0, dict, access=load_access(Settings.from_dict(files)))
+    try:
+        assert server.url.startswith("https://")
+        plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            plain.request("GET", "/metrics")
+            plain.getresponse()
+        trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=10, context=trusted)
+        connection.request("GET", "/metrics")
+        assert b"tandem_run_state" in connection.getresponse().read()
+    finally:
+        server.close()

@@ -1,0 +1,80 @@
+"""FLOPs against counts by hand; replicas that differ in one bit; the GPU table."""
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tandem.training import flops
+from tandem.training.flops import buffers_kept, flops_of_pass, peak_flops
+from tandem.training.replicas import MODULUS, checksum, differing_replicas
+
+
+def test_flops_of_a_linear_layer() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), torch.randn(10, 8)
+    forward = 2 * 10 * (8 * 32 + 32 * 4)
+    # Backward: both weights' gradients, and that of the inner activation (the input needs none).
+    backward = 2 * 10 * (8 * 32 + 32 * 4 + 32 * 4)
+    assert flops_of_pass(lambda: model(x).sum(), model.parameters()) == forward + backward
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_cannot_be_counted_is_zero_and_no_error() -> None:
+    def broken() -> torch.Tensor:
+        raise RuntimeError("not under a counter")
+
+    assert flops_of_pass(broken, nn.Linear(2, 2).parameters()) == 0
+
+
+def test_buffers_are_put_back() -> None:
+    model = nn.BatchNorm1d(3)
+    with buffers_kept(model):
+        model(torch.randn(5, 3) + 4)
+        assert model.running_mean is not None and model.running_mean.abs().sum() > 0
+    assert model.running_mean.abs().sum() == 0 and model.num_batches_tracked == 0
+
+
+def test_the_peak_of_a_cpu_is_measured() -> None:
+    assert peak_flops(torch.device("cpu"), "fp32") > 1e8
+
+
+@pytest.mark.parametrize(("name", "precision", "peak"), [
+    ("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
+    ("NVIDIA A10G", "fp16", 70e12), ("NVIDIA A10", "fp32", 31.2e12), ("Tesla T4", "fp32", 8.1e12),
+    ("Something new", "fp32", 0.0),
+])  # fmt: skip
+def test_the_peak_of_a_gpu_is_the_data_sheets(
+    name: str, precision: str, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0), precision) == peak
+
+
+class FakeWorld:
+    def __init__(self, sums: list[float]) -> None:
+        self.sums, self.is_first = sums, True
+
+    def gather(self, row: list[float]) -> list[list[float]]:
+        return [[each] for each in [row[0], *self.sums]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_flipped_bit_is_another_checksum(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    model: Any = nn.Linear(50, 50).to(dtype)
+    before = checksum(model)
+    assert 0 <= before < MODULUS and before == checksum(model)
+    assert differing_replicas(FakeWorld([before, before + 1, before]), model) == [2]  # type: ignore[arg-type]
+    assert differing_replicas(FakeWorld([before] * 3), model) == []  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.weight.view(torch.uint8)[7, 3] ^= 1
+    assert checksum(model) != before
+
+
+def test_replicas_that_are_no_numbers_but_the_same_do_not_differ() -> None:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight[0, 0] = struct.unpack("f", b"\x01\x00\xc0\x7f")[0]
+    assert differing_replicas(FakeWorld([checksum(model)]), model) == []  # type: ignore[arg-type]

@@ -1,0 +1,75 @@
+"""What the page remembers: bounded, read back from the run directory, cut where a world goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tandem.observe.history import FULL_POINTS, MAX_EVENTS, MAX_POINTS, History
+from tandem.observe.journal import Journal
+
+
+def steps(history: History) -> list[int]:
+    points: Any = history.curves()["points"]
+    return [point["step"] for point in points]
+
+
+def checkpoint(run_dir: Path, step: int) -> None:
+    folder = run_dir / "checkpoints" / f"step-{step:09d}"
+    folder.mkdir(parents=True)
+    manifest = {"step": step, "written_at": 5.0, "files": {"state.pt": {"bytes": 7}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_new_agent_reads_it_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step in (10, 20):
+        journal.metrics(step, loss=1.0)
+    journal.event("checkpoint", step=20)
+    with journal.metrics_path.open("a") as file:
+        file.write('{"step": 30, "lo')
+    history = History(tmp_path)
+    assert steps(history) == [10, 20] and history.last_step == 20
+    assert [event["kind"] for event in history.now()["events"]] == ["checkpoint"]  # type: ignore[attr-defined]
+
+
+def test_points_after_the_step_a_world_begins_at_go(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for step in (10, 20, 30):
+        history.take({"point": {"step": step}})
+    version = history.version
+    history.take({"begin": {"step": 20}})
+    assert steps(history) == [10, 20] and history.version > version
+
+
+def test_it_stays_bounded_and_keeps_beginning_and_end(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for step in range(5 * MAX_POINTS):
+        history.take({"point": {"step": step}, "event": {"kind": "x", "step": step}})
+    shown = steps(history)
+    assert len(shown) <= MAX_POINTS and shown[0] == 0
+    assert shown[-FULL_POINTS:] == list(range(5 * MAX_POINTS - FULL_POINTS, 5 * MAX_POINTS))
+    assert len(history.now()["events"]) == MAX_EVENTS  # type: ignore[arg-type]
+
+
+def test_checkpoints_are_those_on_the_volume_with_what_is_known_of_them(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / ".tmp-step-400").mkdir()
+    (tmp_path / "checkpoints" / "step-000000500").mkdir()  # no manifest: not committed
+    history = History(tmp_path)
+    history.take({"event": {"kind": "checkpoint", "step": 300, "verified": True}})
+    history.take({"event": {"kind": "fallback", "step": 200}})
+    found: Any = history.now()["checkpoints"]
+    assert [(each["step"], each["state"], each["bytes"]) for each in found] == [
+        (300, "verified", 7),
+        (200, "damaged", 7),
+        (100, "written", 7),
+    ]
+
+
+def test_strange_messages_do_no_harm(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for key in ("point", "event", "ranks", "begin"):
+        history.take({key: 5})
+    history.take({"point": {"step": "x"}, "event": {"step": None}})
+    assert steps(history) == []

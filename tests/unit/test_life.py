@@ -1,0 +1,96 @@
+"""Counters of the agent: time by state, steps done again, signals, log messages."""
+
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.observe import life
+from tandem.observe.metrics import Metrics
+from tandem.signals import StopFlag
+
+
+def test_all_time_since_the_process_began_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(life.time, "monotonic", lambda: now)
+    monkeypatch.setattr(life, "process_age_seconds", lambda: 3.0)
+    clock = life.Clock()
+    spent: dict[str, float] = {}
+    for state, seconds in (
+        ("rendezvous", 2.0),
+        ("training", 5.0),
+        ("no such state", 1.0),
+        ("succeeded", 4.0),
+    ):
+        now += seconds
+        clock.enter(state)
+        rows: Any = clock.increments()
+        for _, labels, value in rows:
+            spent[labels["activity"]] = spent.get(labels["activity"], 0.0) + value
+    assert spent == {"startup": 5.0, "rendezvous": 5.0, "train": 5.0}
+    assert clock.increments() == []
+
+
+def test_the_age_of_a_process_grows() -> None:
+    first = life.process_age_seconds()
+    assert 0 < first < 24 * 3600
+    time.sleep(0.05)
+    assert life.process_age_seconds() > first
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 50)), max_size=30))
+def test_steps_done_again_and_new_ones_are_all_steps(moves: list[tuple[bool, int]]) -> None:
+    replays, done, reached, steps, again = life.Replays(), 0, 0, 0, 0
+    for restarts, amount in moves:
+        if restarts:
+            done = min(amount, done)
+            replays.begin(done)
+        else:
+            again += replays.advance(done + amount)
+            done, steps = done + amount, steps + amount
+            reached = max(reached, done)
+    assert steps - again == reached
+
+
+def test_an_agent_started_anew_knows_how_far_the_run_had_come() -> None:
+    replays = life.Replays(reached=120)
+    replays.begin(100)
+    assert [replays.advance(step) for step in (110, 110, 130, 140)] == [10, 0, 10, 0]
+
+
+def test_signals_are_counted_once() -> None:
+    stop, counted = StopFlag(), dict[str, int]()
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        stop._handle(number, None)
+    assert stop.received == {"SIGTERM": 1}  # the rest are repeats within two seconds
+    assert life.signal_increments(stop.received, counted) == [["tandem_signals", {"signal": "SIGTERM"}, 1]]
+    assert life.signal_increments(stop.received, counted) == []
+
+
+def test_log_messages_are_counted_by_level() -> None:
+    metrics = Metrics()
+    life.count_log_messages(metrics.apply)
+    life.count_log_messages(metrics.apply)  # replaces the first
+    logger = logging.getLogger("tandem.test")
+    try:
+        logger.info("not counted")
+        for level in (logging.WARNING, logging.ERROR, logging.ERROR, logging.CRITICAL):
+            logger.log(level, "counted")
+    finally:
+        parent = logging.getLogger("tandem")
+        parent.handlers = [each for each in parent.handlers if not isinstance(each, life.CountingHandler)]
+    counted = [
+        metrics.registry.get_sample_value("tandem_log_messages_total", {"level": level})
+        for level in ("warning", "error", "critical")
+    ]
+    assert counted == [1, 2, 1]
+
+
+def test_a_volume_that_does_not_answer_has_no_size(tmp_path: Path) -> None:
+    assert len(life.volume_sizes(tmp_path)) == 2
+    assert life.volume_sizes(tmp_path / "gone") == []

@@ -1,0 +1,114 @@
+"""The clocks of a step: parts that add up, the wait for others told apart from a rank's own work."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.cluster import timing
+from tandem.cluster.timing import RING_STEPS, DeviceClock, HostClock
+
+
+class Work(torch.autograd.Function):
+    """Takes its time in backward, and afterwards, as DDP does, waits in a callback queued during it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(0.02)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: time.sleep(0.05))
+        return gradient * 2
+
+
+def test_the_wait_after_the_gradients_is_not_backwards_own_work() -> None:
+    clock = HostClock()
+    x = torch.ones(3, requires_grad=True)
+    clock.begin()
+    time.sleep(0.01)
+    clock.got_data()
+    for _ in range(2):  # two micro-batches
+        clock.transferred()
+        loss = Work.apply(x).sum()
+        clock.forward_done(loss)
+        loss.backward()
+        clock.backward_done()
+    (times,) = clock.end()
+    assert clock.drain() == []
+    assert 0.1 <= times.wait < times.total
+    assert 0.04 <= times.backward and times.backward + times.wait >= 0.14
+    assert times.data >= 0.01
+    assert sum(times.phases().values()) == pytest.approx(times.total)
+
+
+class FakeEvent:
+    """An event of a device that does a second of work between any two of them."""
+
+    now = 0
+    passed = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.now += 1
+        self.at = FakeEvent.now
+
+    def query(self) -> bool:
+        return self.at <= FakeEvent.passed
+
+    def synchronize(self) -> None:
+        FakeEvent.passed = max(FakeEvent.passed, self.at)
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1000.0 * (other.at - self.at)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(timing, "after_gradients", lambda loss, call: call())
+    FakeEvent.now = FakeEvent.passed = 0
+    yield
+
+
+def step(clock: DeviceClock) -> list[Any]:
+    clock.begin()
+    clock.got_data()
+    clock.transferred()
+    clock.forward_done(torch.zeros(()))
+    clock.backward_done()
+    return clock.end()
+
+
+def test_the_host_never_waits_for_a_device_that_is_a_few_steps_behind(device: None) -> None:
+    clock = DeviceClock()
+    assert [step(clock) for _ in range(RING_STEPS)] == [[]] * RING_STEPS
+    assert FakeEvent.passed == 0
+    (oldest,) = step(clock)  # further behind than the ring is long: now it does
+    assert (oldest.data, oldest.forward, oldest.wait, oldest.other) == (1.0, 1.0, 1.0, 0.0)
+    assert oldest.total == 6.0
+    assert len(clock.drain()) == RING_STEPS and clock.drain() == []
+
+
+def test_times_come_in_as_the_device_gets_on(device: None) -> None:
+    clock = DeviceClock()
+    step(clock)
+    step(clock)
+    FakeEvent.passed = FakeEvent.now
+    assert len(step(clock)) == 2
+
+
+def test_what_is_between_two_steps_belongs_to_none(device: None) -> None:
+    clock = DeviceClock()
+    step(clock)
+    FakeEvent.now += 100  # straight on: the device stood idle for data
+    step(clock)
+    clock.pause()
+    FakeEvent.now += 100  # an evaluation
+    step(clock)
+    assert [times.data for times in clock.drain()] == [1.0, 101.0, 1.0]
