@@ -82,6 +82,13 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.call("Page.navigate", url=url)
 
+    def forget(self) -> None:
+        """Leave the page, and all that it asked for and complained about."""
+        self.open("about:blank")
+        self.wait_for("document.URL == 'about:blank'")
+        self.requests.clear()
+        self.complaints.clear()
+
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)

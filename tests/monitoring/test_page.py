@@ -34,10 +34,7 @@ def browser(
 
 @pytest.fixture(autouse=True)
 def nothing_left_from_before(browser: Browser) -> None:
-    browser.open("about:blank")
-    browser.wait_for("document.URL == 'about:blank'")
-    browser.requests.clear()
-    browser.complaints.clear()
+    browser.forget()
 
 
 @pytest.fixture
@@ -138,8 +135,7 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     (tmp_path / "other" / "config.json").write_text(json.dumps(settings | {"lr": 0.5, "run_name": SCRIPT}))
     write_report([tmp_path / "run"], tmp_path / "one.html")
     write_report([tmp_path / "run", tmp_path / "other"], tmp_path / "two.html")
-    browser.requests.clear()
-    browser.complaints.clear()
+    browser.forget()
     for name in ("one.html", "two.html"):
         browser.open((tmp_path / name).as_uri(), PHONE)
         browser.wait_for("document.querySelectorAll('path').length >= 3")

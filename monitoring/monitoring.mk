@@ -1,0 +1,29 @@
+# Prometheus and Grafana beside the cluster of compose/, and what is made from other files (docs/monitoring.md).
+PROMETHEUS_PORT ?= 9090
+GRAFANA_PORT ?= 3000
+MONITORING := PROMETHEUS_PORT=$(PROMETHEUS_PORT) GRAFANA_PORT=$(GRAFANA_PORT) docker compose \
+	--project-name $(or $(PROJECT),tandem) --file compose/compose.yaml --file compose/monitoring.yaml
+
+.PHONY: monitoring-up monitoring-down dashboard dashboard-json rules-check screenshots
+
+monitoring-up: ## Prometheus and Grafana beside the containers (RULES=short.yaml: other rules)
+	$(if $(RULES),RULES='$(abspath $(RULES))') $(MONITORING) up --detach prometheus grafana
+	@$(MAKE) --silent dashboard
+
+monitoring-down: ## remove them; what they have stored stays in their volumes
+	$(MONITORING) rm --stop --force prometheus grafana
+
+dashboard: ## where a person looks
+	@echo "live page   http://127.0.0.1:$(or $(METRICS_PORT),9469)/"
+	@echo "Prometheus  http://127.0.0.1:$(PROMETHEUS_PORT)/alerts"
+	@echo "Grafana     http://127.0.0.1:$(GRAFANA_PORT)/d/tandem"
+
+dashboard-json: ## make monitoring/dashboard.json from dashboard.py
+	$(PYTHON) monitoring/dashboard.py
+
+rules-check: ## promtool on the rules and their tests
+	promtool check rules --lint=all --lint-fatal monitoring/rules.yaml
+	cd monitoring && promtool test rules rules.test.yaml
+
+screenshots: setup ## make docs/pictures anew (needs Chromium)
+	TANDEM_SCREENSHOTS=1 $(BIN)/python -m pytest -q tests/monitoring/test_page.py
