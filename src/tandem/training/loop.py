@@ -91,6 +91,7 @@ def train(t: Training) -> bool:
             t.step += 1
             if t.step == first + 1:
                 t.world.shorten_timeout(t.settings.hang_timeout)
+                t.recorder.event("training", step=t.step)
             t.recorder.end_step(t.step, t.stepper.phases, agreed, rate)
             due = {event for event in EVENTS if t.timetable.is_due(event, t.step, agreed)}
             if agreed is not None and agreed.stop:
