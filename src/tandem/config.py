@@ -132,6 +132,9 @@ class Settings(BaseSettings):
     max_restarts: Natural = Field(5, description="incidents that are restarted on this node before giving up")
     checkpoint_every: CadenceText = Field("1epoch", description="how often to save; the end is always saved")
     checkpoint_keep: Count = Field(3, description="newest checkpoints to keep")
+    snapshot_every: Auto | CadenceText = Field(
+        "auto", description="copies in the node's memory; auto: each step on CPUs, every 5s on GPUs"
+    )
     checkpoint_failures_allowed: Natural = Field(3, description="failed saves in a row before the run fails")
     resume: ResumeText = Field("auto", description="whether to go on from a checkpoint, and from which")
     init_from: Path | None = Field(None, description="weights to start from: matching keys are loaded")

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from tandem.cluster.memory import NodeMemory
 from tandem.cluster.placement import Placement
 from tandem.cluster.ranks import RankProcesses, is_retried, job_code
 from tandem.cluster.world import Position, wait_for_master
@@ -127,12 +128,13 @@ def run_node(
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     _poll_rendezvous_often()
     ledger = Ledger()
+    memories = tuple(NodeMemory() for _ in range(options.nproc))
     server = _host_store(placement) if placement.node_rank == 0 else None
     while True:
         agent: NodeAgent | None = None
         try:
             store = server or _join_store(placement, options, stop)
-            agent = NodeAgent(placement, ranks, options, stop, store, on_world, ledger)
+            agent = NodeAgent(placement, ranks, options, stop, store, on_world, ledger, memories)
             code, reason = agent.run_worlds()
         except _StopRequestedError:
             code, reason = KILLED, f"{stop.name} came before training started; nothing to save"
@@ -232,9 +234,11 @@ class NodeAgent(SimpleElasticAgent):
         store: TCPStore,
         on_world: WorldOpened,
         ledger: Ledger,
+        memories: tuple[NodeMemory, ...],
     ) -> None:
         self._placement, self._ranks, self._options, self._stop = placement, ranks, options, stop
         self._root, self._on_world, self._ledger = store, on_world, ledger
+        self._memories = memories
         self._joining = False
         self._waiting_since = time.monotonic()
         self._next_word = 0.0
@@ -385,6 +389,7 @@ class NodeAgent(SimpleElasticAgent):
                 restart=self._ledger.worlds - 1,
                 sample_socket=self._options.sample_socket,
                 start_from=self._options.start_from,
+                memories=self._memories,
             )
             for worker in group.workers
         }

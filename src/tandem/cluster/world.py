@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from tandem.cluster.memory import NodeMemory
 from tandem.errors import ConfigError, PeerLostError
 
 log = logging.getLogger("tandem.world")
@@ -52,6 +53,7 @@ class Position:
     `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
     found: "env" (torchrun's variables), "alone" (a world of one) or "master" (rank 0 hosts a store).
     `start_from` is a checkpoint (directory, step) of another run to begin with, chosen by the agent.
+    `memories` outlive the node's ranks, one region for each of them; none without an agent.
     """
 
     rank: int = 0
@@ -69,6 +71,7 @@ class Position:
     restart: int = 0
     sample_socket: str | None = None
     start_from: tuple[str, int] | None = None
+    memories: tuple[NodeMemory, ...] = ()
 
     def __str__(self) -> str:
         rank, node = f"rank {self.rank} of {self.world_size}", f"node {self.node_rank} of {self.nodes}"

@@ -14,14 +14,15 @@ from tandem.observe.recorder import Recorder
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
 from tandem.training.optim import Schedule
+from tandem.training.saving import Saver
 from tandem.training.step import Proposal, Stepper
 
-EVENTS = ("log", "eval", "save")
+EVENTS = ("log", "eval", "save", "snapshot")
 
 
 @dataclass
 class Timetable:
-    """When to log, evaluate and save: by step number on every rank alike, by rank 0's clock for seconds.
+    """When each of EVENTS is due: by step number on every rank alike, by rank 0's clock for seconds.
 
     What the clock says travels as a bit inside the step's all-reduce, so that all ranks act together.
     """
@@ -67,7 +68,7 @@ class Training:
     stop: StopFlag
     batches: Iterator[Sequence[Any]]
     evaluate: Callable[[], dict[str, float]]
-    save: Callable[[int], None]
+    saver: Saver
     step: int
 
 
@@ -103,6 +104,8 @@ def train(t: Training) -> bool:
                     f"the loss of step {agreed.step + 1} is not finite; lower --lr, set --clip-norm, or look "
                     "at the data; the last checkpoint is from before it"
                 )
+            if "snapshot" in due:
+                t.saver.snapshot(t.step)
             if "log" in due:
                 t.recorder.log_interval(t.step, t.stepper.grad_norm)
             if "eval" in due:
@@ -110,7 +113,8 @@ def train(t: Training) -> bool:
                     t.recorder.evaluated(t.step, t.evaluate())
             if "save" in due:
                 with t.recorder.activity("checkpoint"):
-                    t.save(t.step)
+                    t.saver.save(t.step)
+
             if agreed is not None and agreed.stop and t.step < planned:
                 return False
     return True

@@ -30,6 +30,7 @@ from tandem.training.loop import Timetable, Training, train
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.profiling import profiled
 from tandem.training.resume import COMPLETE, begin, load_state, load_weights
+from tandem.training.saving import Saver, rank_zeros, snapshot_cadence
 from tandem.training.seeding import seed_model
 from tandem.training.step import Stepper
 from tandem.training.summary import manifest_info, open_displays, write_summary
@@ -134,25 +135,20 @@ def _run(
     if beginning.state is not None and "scaler" in beginning.state:
         stepper.scaler.load_state_dict(beginning.state["scaler"])
 
-    writer = CheckpointWriter(store, settings.checkpoint_keep, settings.checkpoint_failures_allowed)
-
-    def save(step: int) -> None:
-        if not world.is_first:
-            return
-        began = time.monotonic()
-        result = writer.save(
-            step,
-            {
-                "step": step,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state(),
-                "scaler": stepper.scaler.state_dict(),
-            },
-            manifest_info(settings, world, order, planned, step, threads, recorder.scores),
-        )
-        recorder.saved(step, time.monotonic() - began, result.bytes if result else None)
-
+    saver = Saver(
+        world,
+        CheckpointWriter(
+            store, settings.checkpoint_keep, settings.checkpoint_failures_allowed, recorder.saved
+        ),
+        lambda: {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "schedule": schedule.state(),
+            "scaler": stepper.scaler.state_dict(),
+        },
+        lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores),
+        rank_zeros(model),
+    )
     batches = TrainBatches(order, world.rank, world.size, settings.micro_batch_size, beginning.step, planned)
     training = Training(
         world=world,
@@ -165,6 +161,7 @@ def _run(
                 "log": Cadence.parse(settings.log_every),
                 "eval": Cadence.parse(settings.eval_every),
                 "save": Cadence.parse(settings.checkpoint_every),
+                "snapshot": snapshot_cadence(settings, world),
             },
             order.steps_per_epoch,
             planned,
@@ -180,22 +177,21 @@ def _run(
         evaluate=lambda: evaluate(
             world, task, model, datasets.evaluation, evaluation_batch_size(settings, world), settings.workers
         ),
-        save=save,
+        saver=saver,
         step=beginning.step,
     )
     open_displays(
         settings, world, run_dir, recorder, order, planned, beginning, model, datasets.train, threads
     )
-    finished = train(training)
-    if (
-        world.is_first
-        and writer.last_step != training.step
-        and not (finished and writer.failures_in_a_row == 0)
-    ):
+    with saver:
+        finished = train(training)
+    if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
     code = FINISHED if finished else STOPPED
     if world.is_first:
-        write_summary(run_dir, settings, position, recorder, order, model, writer, beginning, code, started)
+        write_summary(
+            run_dir, settings, position, recorder, order, model, saver.last_step, beginning, code, started
+        )
     return _leave(world, recorder, code)
 
 
