@@ -7,6 +7,7 @@ after every failure; this one decides by the exit codes of its ranks (see `ranks
 import contextlib
 import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -126,7 +127,7 @@ def run_node(
 ) -> AgentReport:
     """Run this node's ranks until the job is over, going round again as the exit codes say."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    _poll_rendezvous_often()
+    _hasten_rendezvous()
     ledger = Ledger()
     memories = tuple(NodeMemory() for _ in range(options.nproc))
     server = _host_store(placement) if placement.node_rank == 0 else None
@@ -179,18 +180,23 @@ def _spent(options: AgentOptions) -> str:
     return f"the restart budget (--max-restarts {options.max_restarts}) is spent"
 
 
-def _poll_rendezvous_often() -> None:
-    """Shorten the engine's pause between two looks at the rendezvous, 1 s and not settable, to 50 ms.
+def _hasten_rendezvous() -> None:
+    """Take two waits out of the engine's rendezvous that have no setting.
 
-    A world that opens again otherwise waits 1 to 2 s for nothing. One small read per pause and node.
+    Between two looks at the shared state it pauses for 1 s: 50 ms are enough, one small read per node. And
+    each event that it records asks `inspect.stack` for the caller's name, with source text of every frame:
+    0.25 s a rendezvous; `sys._getframe` knows the same.
     """
-    original = vars(dynamic_rendezvous)["_delay"]
-    if original.__module__ != __name__:
+    engine = vars(dynamic_rendezvous)
+    original = engine["_delay"]
+    if original.__module__ == __name__:
+        return
 
-        def pause(seconds: float | tuple[float, float]) -> None:
-            original(POLL_SECONDS if seconds == 1 else seconds)
+    def pause(seconds: float | tuple[float, float]) -> None:
+        original(POLL_SECONDS if seconds == 1 else seconds)
 
-        vars(dynamic_rendezvous)["_delay"] = pause
+    engine["_delay"] = pause
+    engine["get_method_name"] = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _host_store(placement: Placement) -> TCPStore:
