@@ -265,6 +265,15 @@ def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
     )
 
 
+def flight_record() -> bytes:
+    """torch's flight recorder as JSON: the last collectives of this rank. Empty where torch has none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None or not dist.is_initialized():
+        return b""
+    record: bytes = dump(backend=dist.get_backend())
+    return record
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for a one-line message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tandem.cluster.pulse import Pulse
 from tandem.cluster.world import Agreed, World
 from tandem.config import Settings
 from tandem.errors import NonFiniteError
@@ -65,6 +66,7 @@ class Training:
     schedule: Schedule
     timetable: Timetable
     recorder: Recorder
+    pulse: Pulse
     stop: StopFlag
     batches: Iterator[Sequence[Any]]
     evaluate: Callable[[], dict[str, float]]
@@ -81,6 +83,7 @@ def train(t: Training) -> bool:
     with t.recorder.activity("train"):
         while t.step < planned:
             t.recorder.begin_step()
+            t.pulse.begin_step(t.step)
             micro_batches = next(t.batches)
             t.recorder.got_data()
             if t.step == first:
@@ -91,7 +94,6 @@ def train(t: Training) -> bool:
             t.schedule.advance()
             t.step += 1
             if t.step == first + 1:
-                t.world.shorten_timeout(t.settings.hang_timeout)
                 t.recorder.event("training", step=t.step)
             t.recorder.end_step(t.step, t.stepper.phases, agreed, rate)
             due = {event for event in EVENTS if t.timetable.is_due(event, t.step, agreed)}
@@ -109,10 +111,10 @@ def train(t: Training) -> bool:
             if "log" in due:
                 t.recorder.log_interval(t.step, t.stepper.grad_norm)
             if "eval" in due:
-                with t.recorder.activity("eval"):
+                with t.recorder.activity("eval"), t.pulse.during("eval"):
                     t.recorder.evaluated(t.step, t.evaluate())
             if "save" in due:
-                with t.recorder.activity("checkpoint"):
+                with t.recorder.activity("checkpoint"), t.pulse.during("checkpoint"):
                     t.saver.save(t.step)
 
             if agreed is not None and agreed.stop and t.step < planned:

@@ -15,6 +15,7 @@ from torch import nn
 from tandem.checkpoint.state import ResumeDecision, decide_resume
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
+from tandem.cluster.pulse import Pulse, dump_stacks_on_request
 from tandem.cluster.world import Position, World, choose_device, first_line, is_peer_loss
 from tandem.config import Settings
 from tandem.data.loader import train_batches
@@ -61,6 +62,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
     run_dir = Path(str(settings.run_dir))
     try:
         _set_up_log(settings, position, run_dir)
+        dump_stacks_on_request(run_dir / "log", position.rank)
         return _run(settings, position, run_dir, stop, send or _sender(position), started)
     except TandemError as error:
         log.error("%s", error)
@@ -101,6 +103,14 @@ def _run(
     recorder = Recorder(position.rank, settings.batch_size, send)
     threads = set_threads(settings, position)
     device = choose_device(settings.device, position.local_rank)
+    pulse = Pulse(
+        position,
+        send,
+        None if settings.hang_timeout == "auto" else float(settings.hang_timeout),
+        settings.first_step_timeout,
+        device.type == "cpu",
+        run_dir / "log",
+    )
     store = CheckpointStore(run_dir / "checkpoints")
     decision = decide_here(settings, position, store)
     with recorder.activity("rendezvous"):
@@ -131,7 +141,7 @@ def _run(
             load_weights(world, settings.init_from, model)
         if beginning.state is not None and hasattr(task, "after_resume"):
             task.after_resume(model)
-    stepper = Stepper(world, settings, task, model, optimizer)
+    stepper = Stepper(world, settings, task, model, optimizer, pulse)
     if beginning.state is not None and "scaler" in beginning.state:
         stepper.scaler.load_state_dict(beginning.state["scaler"])
 
@@ -167,6 +177,7 @@ def _run(
             planned,
         ),
         recorder=recorder,
+        pulse=pulse,
         stop=stop,
         batches=profiled(
             _steps(settings, task, datasets.train, batches, device),
@@ -185,6 +196,7 @@ def _run(
     )
     with saver:
         finished = train(training)
+        pulse.enter("end")
     if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
     code = FINISHED if finished else STOPPED
