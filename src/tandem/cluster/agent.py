@@ -190,7 +190,8 @@ def _run_connections(
             code, reason = PEER_LOST, str(error)
         except (_StoreLostError, RendezvousConnectionError, DistStoreError):
             ranks.kill()
-            ledger.incidents += 1
+            if not watchdog.has_trained:
+                ledger.incidents += 1
             if ledger.incidents > options.max_restarts:
                 return AgentReport(PEER_LOST, _spent(options), ledger.worlds)
             log.warning("the store on node 0 is gone; going round again")
@@ -290,6 +291,7 @@ class NodeAgent(SimpleElasticAgent):
         self._watchdog = watchdog
         self._memories = memories
         self._joining = False
+        self._hung_node: int | None = None
         self._waiting_since = time.monotonic()
         self._next_word = 0.0
         low, high = placement.elastic or (placement.nodes, placement.nodes)
@@ -326,6 +328,7 @@ class NodeAgent(SimpleElasticAgent):
             self._joining = True
             self._initialize_workers(self._worker_group)
             self._joining = False
+            self._hung_node = None
             code = self._watch()
             self._watchdog.close_world(self._root)
             if code is None:
@@ -338,10 +341,20 @@ class NodeAgent(SimpleElasticAgent):
                 return KILLED, f"stopped by {self._stop.name} without a checkpoint (ranks ended with {said})"
             if self._stop or not is_retried(code):
                 return code, f"ranks ended with {said}"
-            self._ledger.incidents += 1
+            if self._is_to_blame(code):
+                self._ledger.incidents += 1
             if self._ledger.incidents > self._options.max_restarts:
                 return PEER_LOST, _spent(self._options)
             log.warning("ranks ended with %s: opening world %d", said, self._ledger.worlds + 1)
+
+    def _is_to_blame(self, code: int) -> bool:
+        """Whether a failed world is an incident of this node: one that lost its peers spends no budget.
+
+        Unless it never trained: what keeps a world from beginning comes back every time.
+        """
+        if self._hung_node is not None:
+            return self._hung_node == self._placement.node_rank
+        return code != PEER_LOST or not self._watchdog.has_trained
 
     def _watch(self) -> int | None:
         """Watch one world: its exit code on this node, or None when nodes wait to be let in."""
@@ -374,6 +387,7 @@ class NodeAgent(SimpleElasticAgent):
         """Say who hangs, and let the ranks write their stacks before they are killed."""
         log.error("%s; stacks are in %s", alarm.text, "log/stacks-rank-*.txt")
         self._view.hung(alarm)
+        self._hung_node = alarm.node
         self._ranks.signal(DUMP_SIGNAL)
         time.sleep(DUMP_SECONDS)
         return PEER_LOST
