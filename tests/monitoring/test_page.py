@@ -18,7 +18,7 @@ from tandem.observe.metrics import Metrics
 from tandem.observe.report import write_report
 from tandem.observe.server import MetricsServer
 
-pytestmark = pytest.mark.monitoring
+pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 
 
@@ -114,9 +114,9 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
     run = processes.start(command, cwd=tmp_path, env=environment)
-    url = until(lambda: _address(tmp_path / "run" / "log" / "node-0.log"), "address in the log")
+    url = until(lambda: _address(tmp_path / "run" / "log" / "node-0.log"), "address in the log", 120)
     browser.open(url, DESKTOP)
-    browser.wait_for("document.querySelector('tr.straggler .who')?.textContent == '2'", 90)
+    browser.wait_for("document.querySelector('tr.straggler .who')?.textContent == '2'", 180)
     assert "rank 2 on node 1" in browser.run("document.querySelector('#straggler').textContent")
     browser.wait_for("document.querySelectorAll('#checkpoints tbody tr').length >= 2")
     assert browser.run("document.querySelector('h1').textContent") == "slowed"

@@ -19,7 +19,7 @@ from prometheus import DASHBOARD, RULES, TASK, Prometheus, fetch, pid_of_rank, u
 from tandem.meter import ACTIVITIES, PHASES
 from tandem.observe.families import FAMILIES, wire_names
 
-pytestmark = pytest.mark.monitoring
+pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 STEPS = 400
 NO_SAMPLE_HERE = {
     "tandem_loss_scale": "fp16 only",
@@ -72,7 +72,7 @@ def scraped(
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
     run = module_processes.start(command, cwd=folder, env=environment)
-    page = until(lambda: _page_in_training(target), "page of a training run")
+    page = until(lambda: _page_in_training(target), "page of a training run", 180)
     os.kill(until(lambda: pid_of_rank(1, run.pid), "rank 1"), signal.SIGKILL)
     code, output = module_processes.wait(run)
     assert code == 0, output

@@ -46,6 +46,8 @@ class NodeView:
         self._settings, self._placement, self._run_dir = settings, placement, run_dir
         self._began = time.monotonic()
         self._beats: dict[int, dict[str, Any]] = {}
+        self.on_pulse: Callable[[Mapping[str, Any]], None] = lambda pulse: None
+        self._restart_reason = "crash"
         self._state, self._last_progress = "starting", time.time()
         self._state_dir, self._stop = state_dir, stop
         self._worlds, self._nodes = 0, placement.nodes
@@ -80,18 +82,18 @@ class NodeView:
         # Asking a volume or a driver can hang, so nobody waits for this thread.
         threading.Thread(target=self._watch_hardware, name="tandem-hardware", daemon=True).start()
 
-    def world_opened(self, number: int, position: Any, reason: str = "crash") -> None:
-        """The agent is about to start its ranks; `reason` says why again, where `number` is above 1."""
+    def world_opened(self, number: int, position: Any) -> None:
+        """The agent is about to start its ranks."""
         self._last_progress = time.time()
         if self._journal is None:
             return
-        if number > 1 and position.nodes != self._nodes:
-            reason = "elastic"
+        reason = "elastic" if position.nodes != self._nodes else self._restart_reason
         self._worlds, self._nodes = number, position.nodes
         self._event("world", number=number, world_size=position.world_size, nodes=position.nodes)
         self._enter("rendezvous")
         if number > 1:
             self.metrics.apply({"inc": [["tandem_restarts", {"reason": reason}, 1]]})
+            self._restart_reason = "crash"
 
     def _event(self, kind: str, **fields: object) -> None:
         assert self._journal is not None and self._history is not None
@@ -104,6 +106,19 @@ class NodeView:
             self._clock.enter(state)
         self._state = state
         self.metrics.apply({"state": state})
+
+    def hung(self, alarm: Any) -> None:
+        """The watchdog named a rank; the world is about to be opened again."""
+        self._restart_reason = "hang"
+        if self._journal is not None:
+            self._event(
+                "hang",
+                rank=alarm.rank,
+                node=alarm.node,
+                phase=alarm.phase,
+                step=alarm.step,
+                seconds=alarm.seconds,
+            )
 
     def ended(self, code: int, reason: str, worlds: int) -> None:
         """The job is over: final state, and the summary where rank 0 could not write one."""
@@ -164,6 +179,9 @@ class NodeView:
         }
 
     def _receive(self, message: Mapping[str, Any]) -> None:
+        if "pulse" in message:
+            self.on_pulse(message["pulse"])
+            return
         beat = message.get("heartbeat")
         if beat is not None:
             self._beat(beat)
@@ -213,7 +231,9 @@ class NodeView:
             "rendezvous": settings.master_timeout,
             "startup": settings.first_step_timeout,
             "resume": settings.first_step_timeout,
-            "train": settings.hang_timeout,
+            "train": float(settings.hang_timeout)
+            if settings.hang_timeout != "auto"
+            else settings.first_step_timeout,
         }.get(self._state, settings.first_step_timeout)
 
     def _tick(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.cluster.pulse import Pulse
 from tandem.cluster.timing import step_clock
 from tandem.cluster.world import Agreed, AgreedReader, Telemetry, World, hidden_sync_seconds
 from tandem.config import Settings
@@ -73,8 +74,15 @@ class Stepper:
     """
 
     def __init__(
-        self, world: World, settings: Settings, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        world: World,
+        settings: Settings,
+        task: Task,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pulse: Pulse,
     ) -> None:
+        self._pulse = pulse
         self._world, self._settings, self._task, self._optimizer = world, settings, task, optimizer
         trained = torch.compile(model) if settings.compile else model
         assert isinstance(trained, nn.Module)
@@ -125,6 +133,7 @@ class Stepper:
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Agreed | None:
         """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader)."""
         self._accumulate(micro_batches, step, proposal)
+        self._pulse.enter("optimizer")
         agreed = self._reader.read(step, self._carrier)
         if agreed is None or not agreed.non_finite:
             self._update()
@@ -157,6 +166,7 @@ class Stepper:
         so_far = torch.zeros((), device=self._world.device)
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
+            self._pulse.enter("forward")
             weight = batch_size_of(batch) * self._world.size / self._settings.batch_size
             values = torch.tensor(
                 [float(proposal.stop), float(micro_step == last), 0.0, float(proposal.decisions)]
@@ -167,6 +177,7 @@ class Stepper:
             with self._world.without_sync(self._ddp, skip=micro_step != last):
                 scaled, loss, _metrics = self._ddp(values, batch, weight, scale, so_far)
                 self.clock.forward_done(scaled)
+                self._pulse.enter("backward")
                 scaled.backward()
             self.clock.backward_done()
             so_far = so_far + loss.detach()

@@ -1,0 +1,232 @@
+"""What watching costs, and whether it names the right rank. Prints one table, writes one JSON.
+
+    python benchmarks/monitoring.py --json build/monitoring.json [--trials 200]
+
+Stragglers: one run of four ranks whose steps sleep 20 ms; in each trial of 20 steps one rank, drawn at
+random, sleeps 1.33 times as long, or nobody does. Named means: after those 20 steps that rank is marked.
+Cost: the same two-rank run in blocks of 250 steps, in turn with and without everything that
+watching does (clocks, gather, messages; a scraper that reads 64 ranks' series once a second).
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from tandem.cluster.timing import HostClock
+from tandem.cluster.world import Position, World
+from tandem.config import Settings
+from tandem.meter import Costs
+from tandem.observe import stragglers
+from tandem.observe.metrics import Metrics
+from tandem.observe.recorder import Recorder
+from tandem.observe.samples import SampleReceiver, SampleSender
+from tandem.observe.server import MetricsServer
+from tandem.training.step import Proposal, Stepper
+
+RANKS = 4
+WINDOW = 20
+SLEEP_SECONDS = 0.02
+SLOWED = 1.33
+BLOCK_STEPS = 250
+
+
+class SleepyTask:
+    """A small model whose loss takes as long as `seconds` says."""
+
+    seconds = 0.0
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def build_datasets(self) -> Any:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def make_stepper(world: World, task: SleepyTask, batch: int) -> tuple[Stepper, list[Any]]:
+    from tandem.cluster.pulse import Pulse
+
+    torch.manual_seed(0)
+    model = task.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    settings = Settings(batch_size=batch * world.size)
+    pulse = Pulse(world.position, lambda message: None, None, 600.0, True, Path(tempfile.gettempdir()))
+    stepper = Stepper(world, settings, task, model, optimizer, pulse)  # type: ignore[arg-type]
+    micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
+    stepper.settle_buckets(micro_batches, 0)
+    return stepper, micro_batches
+
+
+def one_step(stepper: Stepper, micro_batches: list[Any], step: int) -> Any:
+    stepper.clock.begin()
+    stepper.clock.got_data()
+    stepper.take(micro_batches, step, Proposal())
+    return stepper.clock.end()
+
+
+def open_world(rank: int, ranks: int, port: int) -> World:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    position = Position(rank=rank, world_size=ranks, init="master", master=("127.0.0.1", port))
+    return World.open(position, torch.device("cpu"), 300.0)
+
+
+def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
+    """`trials` with a slowed rank and as many without, in random order."""
+    world, task = open_world(rank, RANKS, port), SleepyTask()
+    stepper, micro_batches = make_stepper(world, task, 8)
+    draw = random.Random(7)  # the same on all ranks
+    plan = [draw.randrange(RANKS) for _ in range(trials)] + [None] * trials
+    draw.shuffle(plan)
+    told, step = {"named": 0, "wrong": 0, "false": 0}, 0
+    for slow in plan:
+        task.seconds = SLEEP_SECONDS * (SLOWED if rank == slow else 1)
+        times: list[Any] = []
+        for _ in range(WINDOW):
+            times += one_step(stepper, micro_batches, step)
+            step += 1
+        rows = world.gather(stragglers.row_of(rank, times))
+        verdict = stragglers.judge(stragglers.from_rows(rows))
+        if verdict.marked:
+            told["false" if slow is None else "named" if verdict.rank == slow else "wrong"] += 1
+    if rank == 0:
+        Path(output).write_text(json.dumps(told))
+    dist.barrier()
+    os._exit(0)
+
+
+def measure_cost(rank: int, port: int, blocks: int, folder: str) -> None:
+    """Seconds per step of blocks, watched and not in turn."""
+    world, task = open_world(rank, 2, port), SleepyTask()
+    stepper, micro_batches = make_stepper(world, task, 120)
+    task.seconds = 0.003
+    sender = SampleSender(Path(folder) / "s")
+    recorder = Recorder(rank, 240, sender.send)
+    recorder.begin_run(0, 1000, 10**6, None, None, None)
+    recorder.costs(Costs(10**6, 1e9, 10**5))
+    watched, silent, step = [], [], 0
+    host_clock, bare = stepper.clock, BareClock()
+    for block in range(2 * blocks):
+        stepper.clock = host_clock if block % 2 else bare
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(BLOCK_STEPS):
+            times = one_step(stepper, micro_batches, step)
+            step += 1
+            if block % 2:
+                recorder.end_step(step, times, None, 0.1)
+                if step % 50 == 0:
+                    rows = world.gather(recorder.own_times())
+                    recorder.log_interval(step, stepper.read(), rows)
+        (watched if block % 2 else silent).append((time.perf_counter() - began) / BLOCK_STEPS)
+    if rank == 0:
+        (Path(folder) / "cost.json").write_text(json.dumps({"watched": watched, "silent": silent}))
+    dist.barrier()
+    os._exit(0)
+
+
+class BareClock(HostClock):
+    """Looks at no clock and hangs nothing into backward."""
+
+    def begin(self) -> None: ...
+    def got_data(self) -> None: ...
+    def transferred(self) -> None: ...
+    def forward_done(self, loss: torch.Tensor) -> None: ...
+    def backward_done(self) -> None: ...
+    def end(self) -> list[Any]:
+        return []
+
+
+def scrape(url: str, stop: threading.Event, seconds: list[float]) -> None:
+    """Once a second, as a Prometheus with a scrape interval of 1 s would."""
+    while not stop.wait(1.0):
+        began = time.perf_counter()
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            answer.read()
+        seconds.append(time.perf_counter() - began)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def straggler_trials(trials: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        output = str(Path(folder) / "told.json")
+        mp.spawn(name_stragglers, (free_port(), trials, output), RANKS)
+        told: Mapping[str, int] = json.loads(Path(output).read_text())
+    return {
+        "straggler_trials": trials,
+        "straggler_named": told["named"] / trials,
+        "straggler_named_wrongly": told["wrong"] / trials,
+        "straggler_false_alarms": told["false"] / trials,
+    }
+
+
+def costs(blocks: int) -> dict[str, float]:
+    metrics = Metrics()
+    ranks = [stragglers.RankTimes(rank, rank // 8, *[0.01] * 8) for rank in range(64)]
+    metrics.apply(stragglers.rows_for_metrics(ranks, stragglers.judge(ranks)))
+    stop, scrapes = threading.Event(), list[float]()
+    with tempfile.TemporaryDirectory() as folder:
+        receiver = SampleReceiver(Path(folder) / "s", metrics.apply)
+        server = MetricsServer(metrics, "127.0.0.1", 0, dict)
+        scraper = threading.Thread(target=scrape, args=(f"{server.url}/metrics", stop, scrapes))
+        scraper.start()
+        mp.spawn(measure_cost, (free_port(), blocks, folder), 2)
+        stop.set()
+        scraper.join()
+        server.close()
+        receiver.close()
+        times = json.loads((Path(folder) / "cost.json").read_text())
+    # Blocks follow each other, so a disturbance of the host hits a pair alike: the median over pairs.
+    ratios = [on / off for on, off in zip(times["watched"], times["silent"], strict=True)]
+    return {
+        "cost_blocks": blocks,
+        "step_milliseconds": 1e3 * statistics.median(times["silent"]),
+        "cost_of_watching": statistics.median(ratios) - 1,
+        "cost_of_watching_spread": statistics.quantiles(ratios, n=4)[2]
+        - statistics.quantiles(ratios, n=4)[0],
+        "page_milliseconds": 1e3 * statistics.median(scrapes or [0.0]),
+        "page_bytes": len(metrics.page()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = straggler_trials(options.trials) | costs(options.blocks)
+    for name, value in result.items():
+        print(f"{name:<28} {value:.4g}")
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
