@@ -80,9 +80,12 @@ def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tupl
     from tandem.cluster.placement import detect
     from tandem.config import load
     from tandem.launch import resolve_run_dir
-    from tandem.log import setup
+    from tandem.log import setup, wants_json
 
     settings = load(arguments, environ).settings
+    # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
+    log_format = "json" if wants_json(settings.log_format) else "text"
+    settings = settings.model_copy(update={"log_format": log_format})
     placement = detect(
         environ,
         socket.gethostname(),
@@ -107,7 +110,8 @@ def launch(arguments: Arguments, environ: Environment) -> int:
     from tandem.launch import run_this_node, simulate, with_port
 
     if placement.platform == "none":
-        print(where(settings), file=sys.stderr)
+        if settings.log_format == "text":
+            print(where(settings), file=sys.stderr)
         if placement.nodes > 1:
             return simulate(settings, placement, arguments, environ, stop)
         placement = with_port(placement)

@@ -146,7 +146,9 @@ class Settings(BaseSettings):
     init_from: Path | None = Field(None, description="weights to start from: matching keys are loaded")
     eval_every: CadenceText = Field("1epoch", description="how often to evaluate")
     log_every: CadenceText = Field("50", description="how often to log, and to write a line of metrics.jsonl")
-    log_format: Literal["auto", "text", "json"] = Field("auto", description="json lines or text; auto: text")
+    log_format: Literal["auto", "text", "json"] = Field(
+        "auto", description="json lines or text; auto: text on a terminal"
+    )
     progress: Literal["auto", "on", "off"] = Field("auto", description="progress bar; auto: on a terminal")
     tensorboard: bool = Field(False, description="write TensorBoard events (extra: tensorboard)")
     metrics_host: str = Field("127.0.0.1", description="address that /metrics listens on")

@@ -89,7 +89,8 @@ def simulate(
     nodes = [
         _SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
-            + ["--master", f"{placement.master_host}:{port}", "--run-dir", str(run_dir)],
+            + ["--master", f"{placement.master_host}:{port}", "--run-dir", str(run_dir)]
+            + ["--log-format", settings.log_format],
             None if index == 0 else run_dir / "log" / f"node-{index}.log",
             {**environ, **_share(gpus, index, placement.nodes)},
         )

@@ -9,11 +9,19 @@ import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 from tandem.errors import ConfigError
 
 LOGGER_NAME = "tandem"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def wants_json(log_format: str, stream: TextIO | None = None) -> bool:
+    """Whether `--log-format` means JSON lines: auto is text on a terminal, JSON for a collector."""
+    if log_format != "auto":
+        return log_format == "json"
+    return not (sys.stderr if stream is None else stream).isatty()
 
 
 def setup(
@@ -60,6 +68,12 @@ def _file_handler(path: Path) -> logging.Handler:
         raise ConfigError(f"cannot write the log {path}: {reason}; give a --run-dir you can write") from error
 
 
+class Place:
+    """Where this process is in its run, for the lines that it logs; set by the recorder."""
+
+    step: int | None = None
+
+
 class TextFormatter(logging.Formatter):
     """`14:02:07 rank 0 | message` in local time; anything but INFO names its level."""
 
@@ -73,7 +87,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, rank, node, message, then whatever came as `extra`."""
+    """One object a line: time (UTC), level, rank, node, step, message, then whatever came as `extra`."""
 
     def __init__(self, rank: int | None, node: int) -> None:
         super().__init__()
@@ -87,11 +101,12 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "rank": self._rank,
             "node": self._node,
+            "step": Place.step,
             "message": record.getMessage(),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         for key, value in vars(record).items():
-            if key not in _STANDARD_FIELDS:
-                line.setdefault(key, value)
+            if key not in _STANDARD_FIELDS and line.get(key) is None:
+                line[key] = value
         return json.dumps(line, default=str, ensure_ascii=False)

@@ -1,5 +1,6 @@
 """One logger, two forms, a file that is only ever appended to."""
 
+import io
 import json
 import logging
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.log import setup
+from tandem.log import Place, setup, wants_json
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def test_json_line_has_extra_fields_and_stays_one_line(tmp_path: Path) -> None:
         logger.exception("save failed\nagain", extra={"step": 7, "path": tmp_path})
     (line,) = path.read_text().splitlines()
     record = json.loads(line)
-    assert list(record)[:5] == ["time", "level", "rank", "node", "message"]
+    assert list(record)[:6] == ["time", "level", "rank", "node", "step", "message"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record["time"])
     assert (record["level"], record["rank"], record["node"]) == ("error", 0, 0)
     assert record["message"] == "save failed\nagain"
@@ -70,3 +71,21 @@ def test_a_file_that_cannot_be_opened_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write the log .*--run-dir") as caught:
         setup(tmp_path / "log" / "rank-0.log", 0, 0, to_terminal=False, json_lines=False)
     assert "\n" not in str(caught.value)
+
+
+def test_a_line_says_the_step_that_the_process_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = setup(tmp_path / "log", 0, 0, to_terminal=False, json_lines=True)
+    monkeypatch.setattr(Place, "step", 12)
+    logger.warning("one")
+    logger.warning("two", extra={"rank": 5})
+    first, second = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert (first["step"], second["step"], second["rank"]) == (12, 12, 0)
+
+
+@pytest.mark.parametrize(("given", "terminal", "expected"), [
+    ("auto", True, False), ("auto", False, True), ("text", False, False), ("json", True, True),
+])  # fmt: skip
+def test_collectors_get_json_and_people_text(given: str, terminal: bool, expected: bool) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    assert wants_json(given, stream) == expected

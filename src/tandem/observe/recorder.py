@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from tandem.log import Place
 from tandem.meter import PHASES, Costs, DeviceMemory, Meter, StepTimes
 from tandem.observe import stragglers
 from tandem.observe.journal import Journal
@@ -109,7 +110,7 @@ class Recorder:
         """The plan is known; rank 0 hands in where it writes to, the other ranks None."""
         self.step, self._steps_per_epoch, self._steps_planned = step, steps_per_epoch, steps_planned
         self._journal, self._progress, self._tensorboard = journal, progress, tensorboard
-        self._steps_sent = step
+        self._steps_sent = Place.step = step
         if self.rank == 0:
             self._send({"begin": {"step": step, "steps_per_epoch": steps_per_epoch}})
         self._send_gauges(
@@ -144,6 +145,7 @@ class Recorder:
         """`step` steps are finished; on GPUs `times` and `agreed` are of steps before this one."""
         self.timed(times)
         self.step, self.rate = step, rate
+        Place.step = step
         self.late(agreed)
         if self._progress is not None:
             self._progress.advance(step)
