@@ -1,0 +1,137 @@
+"""What a rank sends becomes metrics: counters that add up, messages that fit, a loss that is no number."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.meter import PHASES, Costs, DeviceMemory, StepTimes
+from tandem.observe.journal import Journal
+from tandem.observe.metrics import Metrics
+from tandem.observe.recorder import Recorder
+from tandem.observe.samples import MAX_MESSAGE_BYTES
+
+STEP = StepTimes(0.001, 0.002, 0.003, 0.004, 0.005, 0.0, wait=0.006)
+
+
+@dataclass
+class Agreed:
+    step: int
+    loss: float
+
+
+@dataclass
+class Readings:
+    grad_norm: float | None = 2.0
+    loss_scale: float | None = None
+    clips: int = 3
+    overflows: int = 1
+    hidden_sync_seconds: float = 0.01
+    memory: DeviceMemory | None = None
+
+
+class Wire:
+    """Applies what is sent, as the agent would after the datagram."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, message: Any) -> None:
+        text = json.dumps(message)
+        assert len(text) <= MAX_MESSAGE_BYTES
+        self.messages.append(json.loads(text))
+        if "heartbeat" not in message:
+            self.metrics.apply(self.messages[-1])
+
+    def value(self, name: str, /, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+def recorder(wire: Wire, journal: Journal | None = None, begin: int = 100) -> Recorder:
+    made = Recorder(0, 24, wire.send, node=0)
+    made.begin_run(begin, 50, 1000, journal, None, None)
+    made.costs(Costs(1000, 1e9, 400))
+    return made
+
+
+def train(made: Recorder, steps: int, begin: int = 100) -> None:
+    for step in range(begin, begin + steps):
+        made.end_step(step + 1, [STEP], Agreed(step, 0.5), 0.1)
+
+
+def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
+    made = recorder(wire)
+    train(made, 20)
+    made.log_interval(120, Readings(), [made.own_times(), [1.0] + [0.03] * 8])
+    train(made, 5, 120)
+    made.close()
+    assert wire.value("tandem_steps_total") == 25 and wire.value("tandem_samples_total") == 25 * 24
+    assert wire.value("tandem_step_duration_seconds_count") == 25
+    phases = [wire.value("tandem_step_phase_seconds_total", phase=phase) or 0.0 for phase in PHASES]
+    total = wire.value("tandem_step_duration_seconds_sum")
+    assert sum(phases) == pytest.approx(total) and total == pytest.approx(25 * STEP.total)
+    assert wire.value("tandem_gradient_sync_seconds_total", overlap="exposed") == pytest.approx(25 * 0.006)
+    assert wire.value("tandem_gradient_sync_seconds_total", overlap="hidden") == pytest.approx(20 * 0.01)
+    assert wire.value("tandem_gradient_sync_bytes_total") == 25 * 400
+    assert wire.value("tandem_model_flops_total") == 25 * 1000
+    assert wire.value("tandem_global_step") == 125 and wire.value("tandem_progress_ratio") == 0.125
+    assert wire.value("tandem_grad_clips_total") == 3 and wire.value("tandem_grad_norm") == 2
+    assert wire.value("tandem_steps_skipped_total", reason="amp_overflow") == 1
+    assert wire.value("tandem_slowest_rank") == 1 and wire.value("tandem_loss", split="train") == 0.5
+    assert "tandem_collect_errors_total{" not in wire.metrics.page().decode()
+
+
+def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:
+    made = recorder(wire, begin=0)
+    train(made, 20_000, 0)
+    made.log_interval(20_000, Readings(), [made.own_times()])
+    assert wire.value("tandem_step_duration_seconds_count") == 20_000
+
+
+def test_a_straggler_is_an_event_once(wire: Wire, tmp_path: Path) -> None:
+    made = recorder(wire, Journal(tmp_path))
+    for at in range(100, 180, 20):
+        train(made, 20, at)
+        made.log_interval(at + 20, Readings(), [made.own_times(), [1.0] + [0.03] * 8])
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["rank"], event["node"]) for event in events] == [("straggler", 1, 1)]
+    assert len([message for message in wire.messages if "event" in message]) == 1
+
+
+def test_a_loss_that_is_no_number_is_shown_as_one(wire: Wire) -> None:
+    made = recorder(wire)
+    made.not_finite(7)
+    loss = wire.value("tandem_loss", split="train")
+    assert loss is not None and math.isnan(loss)
+    assert wire.value("tandem_steps_skipped_total", reason="nonfinite_loss") == 1
+
+
+def test_other_ranks_are_silent_but_for_their_gpu_and_their_errors(wire: Wire) -> None:
+    made = Recorder(1, 24, wire.send)
+    made.begin_run(0, 50, 1000, None, None, None)
+    memory = DeviceMemory(gpu=1, allocated=5, reserved=6, peak=7, retries=2, ooms=0)
+    for _ in range(2):
+        made.log_interval(0, Readings(memory=memory), [])
+    made.data_error("OSError")
+    made.event("anything")
+    assert wire.value("tandem_torch_memory_peak_bytes", gpu="1") == 7
+    assert wire.value("tandem_torch_alloc_retries_total") == 2
+    assert wire.value("tandem_data_errors_total", reason="OSError") == 1
+    assert wire.value("tandem_global_step") is None
+    assert {key for message in wire.messages for key in message} == {"set", "inc"}
+
+
+def test_replicas_that_differ_are_counted(wire: Wire) -> None:
+    made = recorder(wire)
+    made.replicas_compared([])
+    made.replicas_compared([1, 3])
+    assert wire.value("tandem_replica_mismatches_total") == 2

@@ -1,0 +1,72 @@
+"""The report's data and its command line; how it looks is tested in a browser."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import run
+from tandem.errors import ConfigError
+from tandem.observe.journal import Journal
+from tandem.observe.pages import live_page, report_page
+from tandem.observe.report import read_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"task": "digits", "lr": 0.1, "run_dir": "x"}))
+    journal = Journal(folder)
+    journal.metrics(50, loss=1.0, samples_per_second=10.0, phases={"forward": 2.0, "backward": 3.0})
+    journal.metrics(100, loss=0.5, samples_per_second=12.0, phases={"forward": 2.5, "backward": 3.5})
+    journal.metrics(100, eval={"accuracy": 0.9, "loss": 0.4})
+    journal.event("world", number=1)
+    journal.event("world", number=2)
+    summary = {"state": "finished", "global_step": 100, "loss": 0.5, "eval": {"accuracy": 0.9, "loss": 0.4}}
+    (folder / "summary.json").write_text(json.dumps({**summary, "world_size": 2, "nodes": 1}))
+    (folder / "metrics.prom").write_text('tandem_activity_seconds_total{activity="train"} 8.5\n')
+    return folder
+
+
+def test_a_run_is_read(run_dir: Path) -> None:
+    report = read_run(run_dir)
+    assert report["name"] == "digits" and report["state"] == "finished"
+    assert dict(report["cards"])["restarts"] == 1 and dict(report["cards"])["accuracy"] == 0.9
+    assert report["phases"]["forward"] == 4.5 and len(report["points"]) == 3
+    assert report["activities"] == [["train", 8.5]]
+    assert report["settings"] == {"task": "digits", "lr": 0.1}
+
+
+def test_a_run_without_an_end_is_read_too(run_dir: Path) -> None:
+    for name in ("summary.json", "metrics.prom", "events.jsonl"):
+        (run_dir / name).unlink()
+    report = read_run(run_dir)
+    assert report["state"] == "not finished" and report["activities"] == [] and report["ended"] is None
+
+
+def test_pages_hold_no_address_and_no_open_end() -> None:
+    page = report_page({"runs": [{"name": "</script><!--"}]})
+    assert page.count(b"</script>") == 2 and b"<!--" not in page
+    for each in (page, live_page().html):
+        assert b"http://" not in each.replace(b"http://www.w3.org/2000/svg", b"") and b"https://" not in each
+        assert b"@" not in each.replace(b"@media", b"")
+
+
+def test_the_verb(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("report", [str(run_dir)], {}) == 0
+    assert (run_dir / "report.html").exists() and "report.html" in capsys.readouterr().out
+    output = run_dir / "both.html"
+    assert run("report", [str(run_dir), "--compare", str(run_dir), "--output", str(output)], {}) == 0
+    assert output.read_bytes().count(b'"name": "digits"') == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["--compare"], ["a", "b"], ["a", "--compare"], ["a", "--colour"]])
+def test_what_was_not_said_is_asked_for(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="tandem report RUN_DIR"):
+        run("report", arguments, {})
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        run("report", [str(tmp_path)], {})
