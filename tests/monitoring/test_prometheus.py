@@ -114,7 +114,9 @@ def test_numbers_agree_with_each_other(scraped: Scraped) -> None:
     steps_total = samples["tandem_step_duration_seconds_sum"]
     phases = sum(samples[f'tandem_step_phase_seconds_total{{phase="{name}"}}'] for name in PHASES)
     assert phases == pytest.approx(steps_total, rel=0.02)
-    assert samples["tandem_step_duration_seconds_count"] == samples["tandem_steps_total"]
+    # A killed rank 0 takes the times of its last steps with it; that they were done, the next world knows.
+    timed = samples["tandem_step_duration_seconds_count"]
+    assert 0.8 * samples["tandem_steps_total"] < timed <= samples["tandem_steps_total"]
     wall = (scraped.run_dir / "metrics.prom").stat().st_mtime - samples["tandem_run_start_timestamp_seconds"]
     activities = [samples[f'tandem_activity_seconds_total{{activity="{name}"}}'] for name in ACTIVITIES]
     assert sum(activities) == pytest.approx(wall, rel=0.02)

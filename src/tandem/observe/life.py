@@ -50,15 +50,21 @@ def process_age_seconds() -> float:
 
 
 class Replays:
-    """Counts the steps that are done again because a world went on from an earlier checkpoint."""
+    """Counts steps done again because a world began earlier, and those a killed rank could not report."""
 
     def __init__(self, reached: int = 0) -> None:
         self._done = self._reached = reached
         self._redo_until = 0
+        self._has_begun = False
 
-    def begin(self, step: int) -> None:
-        """A world begins at `step`."""
+    def begin(self, step: int) -> tuple[int, int]:
+        """A world begins at `step`: (steps done in this launch but never reported, those of them again)."""
+        unreported = max(0, step - self._done) if self._has_begun else 0
+        again = self.advance(step) if unreported else 0
+        self._has_begun = True
         self._done, self._redo_until = step, self._reached
+        self._reached = max(self._reached, step)
+        return unreported, again
 
     def advance(self, step: int) -> int:
         """`step` steps are done now; how many of the new ones had been done before."""

@@ -188,8 +188,7 @@ class NodeView:
             return
         if self._history is not None:
             self._history.take(message)
-            if "begin" in message:
-                self._replays.begin(int(message["begin"]["step"]))
+            self._count_steps(message)
         state = message.get("state")
         if isinstance(state, str):
             with self._clock_lock:
@@ -203,8 +202,18 @@ class NodeView:
             self._last_progress = time.time()
         self._beats[rank] = dict(beat)
         self._state = str(beat["activity"])
-        if rank == 0 and self._history is not None:
-            self.metrics.apply({"inc": [["tandem_steps_replayed", {}, self._replays.advance(step)]]})
+
+    def _count_steps(self, message: Mapping[str, Any]) -> None:
+        """Steps done again, and those that rank 0 had no time to report before it was killed."""
+        steps = again = 0
+        if "begin" in message:
+            steps, again = self._replays.begin(int(message["begin"]["step"]))
+        elif "done" in message:
+            again = self._replays.advance(int(message["done"]))
+        counts = {"steps": steps, "samples": steps * self._settings.batch_size, "steps_replayed": again}
+        self.metrics.apply(
+            {"inc": [[f"tandem_{name}", {}, count] for name, count in counts.items() if count]}
+        )
 
     def _bring_up_to_date(self) -> None:
         """Counters that grow by themselves: wall time and signals."""

@@ -381,6 +381,7 @@ class Recorder:
                 rows.append(["tandem_estimated_completion_timestamp_seconds", {}, time.time() + left])
         self._send(
             {
+                "done": self.step,
                 "set": rows,
                 "inc": [
                     ["tandem_steps", {}, new_steps],
