@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from tandem.cluster.timing import HostClock
 from tandem.cluster.world import Position, World
@@ -67,9 +67,9 @@ def make_stepper(world: World, task: SleepyTask, batch: int) -> tuple[Stepper, l
     torch.manual_seed(0)
     model = task.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    settings = Settings(batch_size=batch * world.size)
+    settings = Settings.from_dict({"batch_size": batch * world.size})
     pulse = Pulse(world.position, lambda message: None, None, 600.0, True, Path(tempfile.gettempdir()))
-    stepper = Stepper(world, settings, task, model, optimizer, pulse)  # type: ignore[arg-type]
+    stepper = Stepper(world, settings, task, model, optimizer, pulse)
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
     stepper.settle_buckets(micro_batches, 0)
     return stepper, micro_batches
@@ -122,7 +122,7 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str) -> None:
     recorder = Recorder(rank, 240, sender.send)
     recorder.begin_run(0, 1000, 10**6, None, None, None)
     recorder.costs(Costs(10**6, 1e9, 10**5))
-    watched, silent, step = [], [], 0
+    watched, silent, step = list[float](), list[float](), 0
     host_clock, bare = stepper.clock, BareClock()
     for block in range(2 * blocks):
         stepper.clock = host_clock if block % 2 else bare
@@ -175,7 +175,7 @@ def free_port() -> int:
 def straggler_trials(trials: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "told.json")
-        mp.spawn(name_stragglers, (free_port(), trials, output), RANKS)
+        spawn(name_stragglers, (free_port(), trials, output), RANKS)  # type: ignore[no-untyped-call]
         told: Mapping[str, int] = json.loads(Path(output).read_text())
     return {
         "straggler_trials": trials,
@@ -195,7 +195,7 @@ def costs(blocks: int) -> dict[str, float]:
         server = MetricsServer(metrics, "127.0.0.1", 0, dict)
         scraper = threading.Thread(target=scrape, args=(f"{server.url}/metrics", stop, scrapes))
         scraper.start()
-        mp.spawn(measure_cost, (free_port(), blocks, folder), 2)
+        spawn(measure_cost, (free_port(), blocks, folder), 2)  # type: ignore[no-untyped-call]
         stop.set()
         scraper.join()
         server.close()
@@ -220,7 +220,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = straggler_trials(options.trials) | costs(options.blocks)
+    result = straggler_trials(options.trials) if options.trials else {}
+    result |= costs(options.blocks) if options.blocks else {}
     for name, value in result.items():
         print(f"{name:<28} {value:.4g}")
     if options.json is not None:
