@@ -11,7 +11,7 @@ from statistics import median, median_low
 from tandem.meter import PHASES, StepTimes
 
 MARK_RATIO = 1.2
-"""A rank is marked when its own time is this many times the median rank's."""
+"""A rank is marked when its quick steps take this many times the median rank's; see `judge`."""
 MAX_RANK_SERIES = 64
 
 
@@ -79,13 +79,19 @@ class Verdict:
 
 
 def judge(ranks: Sequence[RankTimes], mark_ratio: float = MARK_RATIO) -> Verdict:
-    """Name the slowest of at least one rank; `marked` when it is `mark_ratio` times the median or more.
+    """Name the slowest of at least one rank.
 
-    The median is the lower of two middle ranks: of two ranks the slower is compared with the faster.
+    `marked` is a rank whose quick steps take `mark_ratio` times the median rank's, or more, and its
+    typical ones at least half as much more: noise of a busy host adds to every rank's typical steps, and
+    hides in the quick ones of none. The median is the lower of two middle ranks: of two ranks the slower
+    is compared with the faster.
     """
-    slow = max(ranks, key=lambda each: each.own)
     middle = median_low(each.own for each in ranks)
     quick = median_low(each.quick for each in ranks)
+    slow = max(ranks, key=lambda each: each.quick)
+    marked = 0 < quick * mark_ratio <= slow.quick and slow.own >= middle * (1 + mark_ratio) / 2
+    if not marked:
+        slow = max(ranks, key=lambda each: each.own)
     excess = {name: slow.phase(name) - median_low(each.phase(name) for each in ranks) for name in PHASES}
     return Verdict(
         fastest=min(each.own for each in ranks),
@@ -95,7 +101,7 @@ def judge(ranks: Sequence[RankTimes], mark_ratio: float = MARK_RATIO) -> Verdict
         node=slow.node,
         phase=max(excess, key=lambda name: excess[name]),
         excess=slow.own - middle,
-        marked=middle > 0 and slow.own >= mark_ratio * middle and slow.quick >= mark_ratio * quick,
+        marked=marked,
     )
 
 
