@@ -89,14 +89,13 @@ class Recorder:
         self.rate = 0.0
         self.scores: dict[str, float] = {}
         self._times: list[StepTimes] = []
-        self._durations: list[float] = []
+        self._unsent: list[StepTimes] = []
         self._watch = stragglers.StragglerWatch()
         self._costs = Costs(0, 0.0, 0)
         self._memory: DeviceMemory | None = None
         self._last_beat = self._clock()
         self._steps_sent = 0
         self._activity = "startup"
-        self._phases, self._waited = dict.fromkeys(PHASES, 0.0), 0.0
 
     def begin_run(
         self,
@@ -157,11 +156,8 @@ class Recorder:
         """Where the time of some steps went, whenever that is known."""
         for each in times:
             self.meter.step(self._batch_size, each)
-            self._durations.append(each.total)
-            self._waited += each.wait
-            for name, seconds in each.phases().items():
-                self._phases[name] += seconds
         self._times += times
+        self._unsent += times
 
     def late(self, agreed: Any) -> Any:
         """Take the loss of what was agreed, whenever it arrives; returns it."""
@@ -246,8 +242,10 @@ class Recorder:
 
     def _send_times(self) -> None:
         """Step times, phases and waits since the last call; they belong together, so they travel together."""
-        durations, phases, waited = self._durations, self._phases, self._waited
-        self._durations, self._phases, self._waited = [], dict.fromkeys(PHASES, 0.0), 0.0
+        times, self._unsent = self._unsent, []
+        durations, waited = [each.total for each in times], sum(each.wait for each in times)
+        phases = {name: sum(getattr(each, name) for each in times) for name in PHASES}
+        phases["backward"] += waited
         for start in range(0, len(durations), 1000):  # a message holds 64 KiB
             chunk = [round(seconds, 9) for seconds in durations[start : start + 1000]]
             self._send({"observe": [["tandem_step_duration_seconds", {}, chunk]]})
