@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tandem import __version__
 from tandem.errors import FINISHED, MISCONFIGURED, ConfigError, TandemError
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from tandem.cluster.placement import Placement
     from tandem.config import Settings
 
@@ -147,37 +149,60 @@ def _train(settings: "Settings", placement: "Placement") -> int:
 
 
 def checkpoints(arguments: Arguments, environ: Environment) -> int:
-    """`ls`, `verify` and `prune` of a run's checkpoints, without torch."""
-    from tandem.checkpoint.store import CheckpointStore, list_checkpoints
+    """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
+    from tandem.checkpoint.listing import list_checkpoints, rule_of, table
+    from tandem.checkpoint.store import CheckpointStore
 
-    action, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    keep = 3
-    if "--keep" in rest:
-        at = rest.index("--keep")
-        try:
-            keep = int(rest[at + 1])
-        except (IndexError, ValueError):
-            keep = 0
-        if keep < 1:
-            raise ConfigError("--keep needs a number of at least 1: tandem checkpoints prune DIR --keep 3")
-        del rest[at : at + 2]
-    if action not in ("ls", "verify", "prune") or len(rest) != 1:
-        raise ConfigError("say what to do and where: tandem checkpoints ls|verify|prune RUN_DIR [--keep N]")
-    directory = Path(rest[0])
+    asked = _checkpoint_arguments(arguments)
+    directory: Path = asked.directory
     directory = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give the run directory")
-    if action == "prune":
-        removed = CheckpointStore(directory).prune(keep)
-        print(f"removed {len(removed)} checkpoints, kept the newest {keep}")
+    store = CheckpointStore(directory)
+    rule = rule_of(store, asked.keep, asked.keep_best, asked.keep_every)
+    if asked.action == "prune":
+        sizes = {step: store.size_bytes(step) for step in store.prune(rule, dry_run=True)}
+        for step in store.prune(rule, asked.dry_run):
+            print(
+                f"{'would remove' if asked.dry_run else 'removed'} step {step}, {sizes.get(step, 0):,} bytes"
+            )
+        print(table(list_checkpoints(directory, rule=rule), directory))
         return FINISHED
-    rows = list_checkpoints(directory, verify=action == "verify")
-    for row in rows:
-        verified = {None: "", True: "verified", False: f"DAMAGED: {row.problem}"}[row.verified]
-        print(f"{row.step:>10}  {row.bytes:>14,} bytes  {row.age_seconds:>8.0f} s old  {verified}".rstrip())
-    if not rows:
-        print(f"no checkpoints in {directory}")
+    rows = list_checkpoints(directory, verify=asked.action == "verify", rule=rule)
+    print(table(rows, directory))
     return 1 if any(row.verified is False for row in rows) else FINISHED
+
+
+def _checkpoint_arguments(arguments: Arguments) -> "Namespace":
+    from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+
+    from tandem.checkpoint.retention import Best
+
+    usage = "tandem checkpoints ls|verify|prune RUN_DIR [--keep N] [--keep-best METRIC] [--keep-every N]"
+
+    class Parser(ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"{message}; say what to do and where: {usage} [--dry-run]")
+
+    def count(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        return int(text)
+
+    def best(text: str) -> Best:
+        try:
+            return Best.parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    parser = Parser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
+    parser.add_argument("action", choices=("ls", "verify", "prune"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--keep", type=count)
+    parser.add_argument("--keep-best", type=best)
+    parser.add_argument("--keep-every", type=count)
+    parser.add_argument("--dry-run", action="store_true")
+    return parser.parse_intermixed_args(list(arguments))
 
 
 def config(arguments: Arguments, environ: Environment) -> int:

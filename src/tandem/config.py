@@ -72,6 +72,10 @@ _WARMUP = _checked("steps, epochs or percent such as 0, 200, 1epoch, 5%", lambda
 _ADDRESS = _checked("HOST:PORT", _is_address)
 _RANGE = _checked("MIN:MAX nodes, such as 1:4", lambda s: _is_pair(s, lambda low, high: 1 <= low <= high))
 _WINDOW = _checked("START:STEPS, such as 10:5", lambda s: _is_pair(s, lambda _start, steps: steps >= 1))
+_BEST = _checked(
+    "METRIC, METRIC:min or METRIC:max, such as accuracy",
+    lambda s: re.fullmatch(r"[^\s:]+(:(min|max))?", s) is not None,
+)
 _NAME = _checked(
     "up to 63 letters, digits, '.', '_' or '-', beginning with a letter or digit",
     lambda s: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", s) is not None,
@@ -132,6 +136,8 @@ class Settings(BaseSettings):
     max_restarts: Natural = Field(5, description="incidents that are restarted on this node before giving up")
     checkpoint_every: CadenceText = Field("1epoch", description="how often to save; the end is always saved")
     checkpoint_keep: Count = Field(3, description="newest checkpoints to keep")
+    keep_best: Annotated[str, *_BEST] | None = Field(None, description="keep the best one by this score, too")
+    keep_every: Count | None = Field(None, description="keep one for every so many steps, too")
     checkpoint_failures_allowed: Natural = Field(3, description="failed saves in a row before the run fails")
     resume: ResumeText = Field("auto", description="whether to go on from a checkpoint, and from which")
     init_from: Path | None = Field(None, description="weights to start from: matching keys are loaded")

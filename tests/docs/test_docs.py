@@ -13,7 +13,7 @@ from tandem.observe import metrics
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 VERB_OPTIONS = {
-    "checkpoints": {"--keep"},
+    "checkpoints": {"--keep", "--keep-best", "--keep-every", "--dry-run"},
     "config": {"--explain", "--markdown"},
 }
 EVERYWHERE = {"--help", "--version", "--config"}

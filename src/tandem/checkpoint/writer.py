@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import serialize
 from tandem.checkpoint.store import CheckpointStore, SaveResult
 from tandem.errors import CheckpointError
@@ -14,7 +15,7 @@ log = logging.getLogger("tandem.checkpoint")
 class CheckpointWriter:
     """Rank 0's writer: saves, prunes after the newest is verified, and counts failures in a row."""
 
-    def __init__(self, store: CheckpointStore, keep: int, failures_allowed: int) -> None:
+    def __init__(self, store: CheckpointStore, keep: Retention, failures_allowed: int) -> None:
         self._store, self._keep, self._allowed = store, keep, failures_allowed
         self.failures_in_a_row = 0
         self.failures = 0

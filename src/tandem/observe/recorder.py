@@ -63,6 +63,7 @@ class Recorder:
         self.loss = math.nan
         self.rate = 0.0
         self.scores: dict[str, float] = {}
+        self._scores_step = -1
         self._durations: list[float] = []
         self._step_began = self._data_came = self._last_beat = self._clock()
         self._steps_sent = 0
@@ -175,7 +176,7 @@ class Recorder:
 
     def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
         """Scores over the whole evaluation set, equal on all ranks."""
-        self.scores = dict(scores)
+        self.scores, self._scores_step = dict(scores), step
         if self.rank != 0:
             return
         if self._journal is not None:
@@ -189,6 +190,10 @@ class Recorder:
         if "loss" in scores:
             rows.append(["tandem_loss", {"split": "eval"}, scores["loss"]])
         self._send({"set": rows})
+
+    def scores_at(self, step: int) -> dict[str, float]:
+        """What the evaluation at this very step gave; nothing when the last one was at another."""
+        return self.scores if self._scores_step == step else {}
 
     def saved(self, step: int, seconds: float, size_bytes: int | None) -> None:
         """A save ended: `size_bytes` None means that it failed."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import ResumeDecision, decide_resume
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
@@ -32,7 +33,7 @@ from tandem.training.profiling import profiled
 from tandem.training.resume import COMPLETE, begin, load_state, load_weights
 from tandem.training.seeding import seed_model
 from tandem.training.step import Stepper
-from tandem.training.summary import manifest_info, open_displays, write_summary
+from tandem.training.summary import manifest_info, open_displays, warn_of_missing_score, write_summary
 
 log = logging.getLogger("tandem.run")
 
@@ -134,12 +135,13 @@ def _run(
     if beginning.state is not None and "scaler" in beginning.state:
         stepper.scaler.load_state_dict(beginning.state["scaler"])
 
-    writer = CheckpointWriter(store, settings.checkpoint_keep, settings.checkpoint_failures_allowed)
+    writer = CheckpointWriter(store, Retention.of(settings), settings.checkpoint_failures_allowed)
 
     def save(step: int) -> None:
         if not world.is_first:
             return
         began = time.monotonic()
+        warn_of_missing_score(settings, step, recorder.scores_at(step))
         result = writer.save(
             step,
             {
@@ -149,7 +151,7 @@ def _run(
                 "schedule": schedule.state(),
                 "scaler": stepper.scaler.state_dict(),
             },
-            manifest_info(settings, world, order, planned, step, threads, recorder.scores),
+            manifest_info(settings, world, order, planned, step, threads, recorder.scores_at(step)),
         )
         recorder.saved(step, time.monotonic() - began, result.bytes if result else None)
 

@@ -21,6 +21,7 @@ from tandem.observe.journal import Journal, write_json_atomic
 from tandem.observe.progress import Progress
 from tandem.observe.recorder import Recorder
 from tandem.observe.tensorboard import EventWriter
+from tandem.schedule import Cadence
 from tandem.training.resume import Beginning
 
 log = logging.getLogger("tandem.run")
@@ -136,6 +137,22 @@ def write_summary(
     )
 
 
+def evaluations_are_saved(settings: Settings, steps_per_epoch: int, planned: int) -> bool:
+    """Whether a checkpoint is saved wherever an evaluation is due, so that --keep-best sees them all."""
+    evaluated, saved = Cadence.parse(settings.eval_every), Cadence.parse(settings.checkpoint_every)
+    if evaluated == saved:
+        return evaluated.unit != "never"
+    between = [cadence.to_steps(steps_per_epoch, planned) for cadence in (evaluated, saved)]
+    return None not in between and between[0] % between[1] == 0  # type: ignore[operator]
+
+
+def warn_of_missing_score(settings: Settings, step: int, scores: Mapping[str, float]) -> None:
+    """A name that no evaluation gives is a typo, and shows at the first evaluation only."""
+    if settings.keep_best and scores and settings.keep_best.partition(":")[0] not in scores:
+        there = ", ".join(sorted(scores))
+        log.warning("--keep-best %s: the evaluation at step %d gave %s", settings.keep_best, step, there)
+
+
 def open_displays(
     settings: Settings,
     world: World,
@@ -162,6 +179,14 @@ def open_displays(
     recorder.message(identity(settings, world.position, world.device, run_dir))
     for change in beginning.changes:
         log.info("changed since the checkpoint: %s", change)
+    if settings.keep_best and not evaluations_are_saved(settings, order.steps_per_epoch, planned):
+        log.warning(
+            "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, and "
+            "--checkpoint-every %s leaves out evaluations of --eval-every %s",
+            settings.keep_best,
+            settings.checkpoint_every,
+            settings.eval_every,
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(
         "%s: %s samples, %s parameters; %d ranks on %d nodes (%s), %s of a batch of %d each, %s, %d threads",
