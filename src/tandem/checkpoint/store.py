@@ -137,6 +137,7 @@ class CheckpointStore:
         try:
             if target.exists():
                 rename(target, replaced)
+                fsync_directory(self.directory)  # or else a power loss may keep the next rename alone
             rename(temporary, target)
             fsync_directory(self.directory)
         except BaseException:  # not known to be on disk: as if it had never been
