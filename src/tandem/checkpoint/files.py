@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -141,6 +142,12 @@ def rename(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ESTALE, errno.ENOENT) or source.exists() or not target.exists():
             raise
+
+
+def remove_tree(path: Path) -> None:
+    """As far as it goes: what has to stay is hidden, and the next save tries again."""
+    with suppress(OSError):  # ignore_errors lets some of them through
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def render_manifest(step: int, files: dict[str, dict[str, object]], info: dict[str, Any]) -> bytes:

@@ -14,7 +14,6 @@ import hashlib
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +32,7 @@ from tandem.checkpoint.files import (
     make_directory,
     parse_manifest,
     read_or_corrupt,
+    remove_tree,
     rename,
     render_manifest,
     size_and_sha256,
@@ -117,7 +117,7 @@ class CheckpointStore:
         if leftovers:  # their new names first: half removed under the old ones they would look damaged
             fsync_directory(self.directory)
         for leftover in leftovers:
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove_tree(leftover)
 
     def _write(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
         temporary = self.directory / f".tmp-{self.path(step).name}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -127,7 +127,7 @@ class CheckpointStore:
             manifest = write_file(temporary / MANIFEST, render_manifest(step, {STATE: state.entry()}, info))
             fsync_directory(temporary)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_tree(temporary)
             raise
         self._publish(temporary, self.path(step))
         return state.bytes + manifest.bytes
@@ -147,9 +147,9 @@ class CheckpointStore:
                 if replaced.exists():
                     os.rename(replaced, target)
                 fsync_directory(self.directory)
-                shutil.rmtree(temporary, ignore_errors=True)
+                remove_tree(temporary)
             raise
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove_tree(replaced)
 
     def _restore_replaced(self) -> None:
         """Finish or undo a second save of one step that was killed between its two renames."""
@@ -157,7 +157,7 @@ class CheckpointStore:
             target = self.directory / replaced.name.removeprefix(".replaced-")
             if (target / MANIFEST).exists():
                 fsync_directory(self.directory)  # the new one's name is on disk before the old one goes
-                shutil.rmtree(replaced, ignore_errors=True)
+                remove_tree(replaced)
             else:
                 rename(replaced, target)
 
@@ -188,13 +188,16 @@ class CheckpointStore:
         if doomed:
             self.verify(max(kept))
         with translated(f"cannot remove old checkpoints in {self.directory}"):
-            fsync_directory(self.directory)  # the newest's name is on disk before an older one goes
-            for step in doomed:  # renamed first: half removed, it must not look like a damaged one
-                with suppress(FileNotFoundError):  # somebody else has just pruned it
-                    rename(self.path(step), self.directory / f".tmp-pruned-{step}-{secrets.token_hex(4)}")
-                self._scores.pop(step, None)
-            self._sweep(".tmp-pruned-*")  # what a killed prune left, too
+            unstale(lambda: self._remove(doomed))
         return doomed
+
+    def _remove(self, doomed: list[int]) -> None:
+        fsync_directory(self.directory)  # the newest's name is on disk before an older one goes
+        for step in doomed:  # renamed first: half removed, it must not look like a damaged one
+            with suppress(FileNotFoundError):  # somebody else has just pruned it
+                rename(self.path(step), self.directory / f".tmp-pruned-{step}-{secrets.token_hex(4)}")
+            self._scores.pop(step, None)
+        self._sweep(".tmp-pruned-*")  # what a killed prune left, too
 
     def quarantine(self, step: int) -> Path:
         """Rename a damaged checkpoint so that nobody takes it for a good one; returns its new path."""
@@ -275,14 +278,15 @@ class CheckpointStore:
     def _newest(self, read: Callable[[int], T], tell: OnCorrupt, quarantine: bool) -> tuple[int, T] | None:
         if quarantine:
             with translated(f"cannot mend {self.directory}"):
-                self._restore_replaced()
+                unstale(self._restore_replaced)
         for step in self.steps():
             try:
                 return step, read(step)
             except CorruptCheckpointError as error:
                 problem = str(error)
-            if self.is_there(step):  # or else somebody has just pruned it
-                tell(step, problem + (self._set_aside(step) if quarantine else ""))
+            if not self.is_there(step):  # pruned by a writer, which has a newer one: look anew
+                return self._newest(read, tell, quarantine)
+            tell(step, problem + (self._set_aside(step) if quarantine else ""))
         return None
 
     def _set_aside(self, step: int) -> str:
