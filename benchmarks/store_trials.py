@@ -29,7 +29,7 @@ from tandem.checkpoint.retention import Best, Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
 
-FLIPS, PAGES, TRUNCATIONS, SHUFFLES = 10_000, 1_000, 1_000, 40
+FLIPS, PAGES, TRUNCATIONS, SHUFFLES = 10_000, 1_000, 1_000, 100
 
 
 @dataclass(frozen=True)

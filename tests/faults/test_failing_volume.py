@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from failing_calls import failing, slow
+from small_runs import Runs
 from trials import SOURCE
 
 from store_trials import SCENARIOS, judge, save, scratch, store_in
@@ -126,22 +127,66 @@ assert names() == ["step-000000200", "step-000000300"], names()
 """
 
 
-def namespace() -> list[str]:
+# Runs the command after `sys.argv[1]`, a small tmpfs that is full for a while in the middle of it.
+FULL_FOR_A_WHILE = """
+import subprocess, sys, time
+from pathlib import Path
+
+volume, output = Path(sys.argv[1]), Path("output.txt")
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(volume)], check=True)
+with output.open("w") as file:
+    run = subprocess.Popen(sys.argv[2:], stdout=file, stderr=file)
+
+def until(condition, what):
+    deadline = time.monotonic() + 60
+    while not condition():
+        if run.poll() is not None or time.monotonic() > deadline:
+            run.kill()
+            sys.exit(f"no {what}: {output.read_text()}")
+        time.sleep(0.01)
+
+until((volume / "run" / "checkpoints" / "step-000000010").exists, "checkpoint")
+try:
+    (volume / "filler").write_bytes(bytes(2_000_000))
+except OSError:
+    pass
+until(lambda: "failed (2 in a row" in output.read_text(), "failed save")
+(volume / "filler").unlink()
+code = run.wait(90)
+print(output.read_text(), *sorted(path.name for path in (volume / "run" / "checkpoints").iterdir()))
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def namespace(tmp_path: Path, require: Any) -> list[str]:
     """The command before one that may mount: for root a mount namespace, else one of users as well."""
-    return (
-        ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    )
-
-
-def test_a_full_and_a_read_only_volume(processes: Any, tmp_path: Path, require: Any) -> None:
     require("unshare")
-    probe = [*namespace(), "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    options = ["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"]
+    probe = ["unshare", *options, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     able = subprocess.run(probe, capture_output=True, text=True)
     require("mount", able.returncode == 0, able.stderr.strip())
+    return ["unshare", *options]
+
+
+def test_a_full_and_a_read_only_volume(processes: Any, tmp_path: Path, namespace: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    command = [*namespace(), sys.executable, "-c", SMALL_VOLUME, str(tmp_path)]
+    command = [*namespace, sys.executable, "-c", SMALL_VOLUME, str(tmp_path)]
     code, output = processes.run(command, env=environment)
     assert code == 0, output
+
+
+def test_a_run_outlives_a_full_volume(runs: Runs, namespace: list[str]) -> None:
+    volume = runs.folder / "volume"
+    volume.mkdir()
+    flags = ("--steps", 100, "--checkpoint-every", 5, "--checkpoint-failures-allowed", 100)
+    train = runs.command("train", "volume/run", *flags, delay=0.03)
+    command = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, str(volume), *train]
+    environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}
+    code, output = runs.processes.run(command, cwd=runs.folder, env=environment)
+    assert code == 0, output
+    assert "No space left on device; free space" in output and "Traceback" not in output
+    assert output.split()[-3:] == ["step-000000090", "step-000000095", "step-000000100"]
 
 
 def test_a_reader_beside_a_slow_writer_always_finds_one(tmp_path: Path) -> None:

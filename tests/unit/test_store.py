@@ -1,4 +1,4 @@
-"""Checkpoint files: killed at every call, damaged in every way, on a volume that fails."""
+"""Checkpoint files: what is written, found damaged, set aside and pruned. Kills and power: tests/faults."""
 
 import errno
 import json
@@ -76,110 +76,6 @@ def test_the_store_needs_no_torch() -> None:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-# Saves step `sys.argv[3]` after `prepare`; the process is killed before or after its n-th file call, or
-# half-way through a write. Each n is a forked child; prints what a reader then finds.
-KILLER = """
-import json, os, shutil, signal, sys
-from pathlib import Path
-from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.store import CheckpointStore
-
-root, action = Path(sys.argv[1]), sys.argv[2]
-CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir", "scandir")
-INFO = {"new": 1}
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def hook(point, moment):
-    count = 0
-    def wrap(name, real):
-        def call(*args, **kwargs):
-            nonlocal count
-            mine, count = count, count + 1
-            if mine == point and moment == "before":
-                die()
-            if mine == point and moment == "within" and name == "write":
-                real(args[0], args[1][: len(args[1]) // 2])
-                die()
-            result = real(*args, **kwargs)
-            if mine == point and moment == "after":
-                die()
-            return result
-        return call
-    for name in CALLS:
-        setattr(os, name, wrap(name, getattr(os, name)))
-
-def prepare(directory):
-    store = CheckpointStore(directory)
-    if action != "first":
-        store.save(100, b"older", {"old": 0})
-        store.save(200, b"old state", {"old": 1})
-    (directory / ".tmp-step-000000300-1-dead").mkdir(parents=True)
-    (directory / ".tmp-step-000000300-1-dead" / "state.pt").write_bytes(b"half")
-    return store
-
-def act(store):
-    if action == "prune":
-        store.prune(Retention(1))
-    else:
-        store.save(200 if action == "again" else 300, b"new state", INFO)
-
-spared = ".tmp-step-000000300-1-dead" if action == "prune" else ""  # it may be another process's, at work
-point, found = 0, []
-while True:
-    killed = 0
-    for moment in ("before", "within", "after"):
-        directory = root / f"{point}-{moment}"
-        store = prepare(directory)
-        child = os.fork()
-        if child == 0:
-            hook(point, moment)
-            act(store)
-            os._exit(0)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        after = CheckpointStore(directory)
-        corrupt = []
-        newest = after.newest_valid(lambda step, problem: corrupt.append(problem))
-        found.append([newest and [newest[0], newest[1].decode(), newest[2]], corrupt, after.steps()])
-        act(after)  # and the next one does it, and leaves nothing behind
-        left = [name for name in os.listdir(directory) if name.startswith(".") and name != spared]
-        again = after.newest_valid(lambda step, problem: corrupt.append(problem))
-        assert not left and not corrupt and (action == "prune" or again[1] == b"new state"), (left, corrupt)
-        shutil.rmtree(directory)
-    if not killed:
-        break
-    point += 1
-print(json.dumps([point, found]))
-"""
-
-
-def kill_everywhere(tmp_path: Path, action: str) -> tuple[int, list[list[object]]]:
-    command = [sys.executable, "-c", KILLER, str(tmp_path), action]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    points, found = json.loads(done.stdout)
-    return points, found
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("action", ["first", "next", "again", "prune"])
-def test_a_kill_at_any_file_call_leaves_the_old_or_the_new(tmp_path: Path, action: str) -> None:
-    points, found = kill_everywhere(tmp_path, action)
-    assert points > (3 if action == "prune" else 12)
-    step = 200 if action == "again" else 300
-    new = [step, "new state", {"new": 1}]
-    old = None if action == "first" else [200, "old state", {"old": 1}]
-    assert all(corrupt == [] for _, corrupt, _ in found)
-    seen = [newest for newest, _, _ in found]
-    if action == "prune":
-        assert all(newest == old for newest in seen)
-    else:
-        assert all(newest in (old, new) for newest in seen)
-        assert new in seen and old in seen
-        assert action == "first" or all(100 in steps for _, _, steps in found)  # type: ignore[operator]
 
 
 def test_bytes_are_on_disk_before_the_name(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
