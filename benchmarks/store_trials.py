@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 
 from disk import Disk, Tree, materialise, policies
 from system_calls import can_trace, mark, points, trace
+from tandem.checkpoint.files import FileSink
 from tandem.checkpoint.retention import Best, Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
@@ -70,7 +71,14 @@ def state(version: int) -> bytes:
 
 
 def save(store: CheckpointStore, step: int, version: int, score: float = 0.0) -> None:
-    store.save(step, state(version), {"version": version, "eval": {"accuracy": score}})
+    """In pieces, as torch.save writes."""
+    raw = state(version)
+
+    def pieces(sink: FileSink) -> None:
+        for start in range(0, len(raw), 5000):
+            sink.write(raw[start : start + 5000])
+
+    store.save(step, pieces, {"version": version, "eval": {"accuracy": score}})
 
 
 def store_in(root: Path) -> CheckpointStore:
@@ -532,8 +540,8 @@ def _key(tree: Tree | bytes) -> object:
 
 def power_loss(shuffles: int = SHUFFLES, control: bool = True) -> list[Row]:
     """Rows: each session without errors; with EIO at every fsync, once and from there on; the controls."""
-    rows = [_power_row(name, [(None, False)], shuffles) for name in SESSIONS]
-    rows += [_power_row(name, _failing(name), max(1, shuffles // 10)) for name in SESSIONS]
+    rows = [lose_power_in(name, shuffles) for name in SESSIONS]
+    rows += [lose_power_in(name, max(1, shuffles // 10), _failing(name)) for name in SESSIONS]
     if not control:
         return rows
     plain = {name: _power_control(write, shuffles) for name, write in PLAIN.items()}
@@ -547,8 +555,11 @@ def power_loss(shuffles: int = SHUFFLES, control: bool = True) -> list[Row]:
     return [Row("power loss", trials, bad, outcome, last.name, last.trials, last.bad), *rows]
 
 
-def _failing(name: str) -> list[tuple[int | None, bool]]:
-    """(n, from there on) for every fsync that the session makes."""
+Failure = tuple[int | None, bool]
+
+
+def _failing(name: str) -> list[Failure]:
+    """Every fsync that the session makes, alone and with all after it."""
     prepare, act = SESSIONS[name]
     with scratch() as root:
         prepare(store_in(root))
@@ -557,7 +568,8 @@ def _failing(name: str) -> list[tuple[int | None, bool]]:
     return [(index, forever) for index in range(count) for forever in (False, True)]
 
 
-def _power_row(name: str, failures: list[tuple[int | None, bool]], shuffles: int) -> Row:
+def lose_power_in(name: str, shuffles: int, failures: Sequence[Failure] = ((None, False),)) -> Row:
+    """One of SESSIONS, once for each of `failures`: the fsync that fails and whether all after it do."""
     prepare, act = SESSIONS[name]
     found: Counter[str] = Counter()
     for index, forever in failures:

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from trials import TRIALS, rows
 
 from disk import Disk, Survives, materialise, policies
+from store_trials import lose_power_in
 from system_calls import can_trace, mark, trace
+from tandem.checkpoint import files, store
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -26,6 +29,37 @@ def test_the_last_acknowledged_step_loads(processes: Any, tmp_path: Path) -> Non
     assert sum("EIO at each of" in name for name in ours) == sum("power loss: " in name for name in ours) // 2
     for name in ("control: written in place", "control: written beside it, then os.replace, no fsync"):
         assert found[name]["bad"] > 0, "or else the disk forgets nothing"
+
+
+def no_file_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "fsync", lambda descriptor: None)
+
+
+def no_directory_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "fsync_directory", lambda path: None)
+
+
+def no_names_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "make_directory", lambda path: os.makedirs(path, exist_ok=True))
+
+
+@pytest.mark.parametrize("leave_out", [no_file_fsync, no_directory_fsync, no_names_above])
+def test_a_store_that_leaves_one_out_is_caught(
+    leave_out: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out(monkeypatch)
+    assert lose_power_in("three steps, keeping one", 1).bad > 0
+
+
+def test_a_store_that_fsyncs_the_same_file_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(descriptor: int) -> None:
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            os.fsync(descriptor)
+
+    monkeypatch.setattr(files, "fsync", again)
+    assert lose_power_in("three steps, keeping one", 1, failures=[(5, False), (6, False)]).bad > 0
 
 
 def test_what_the_modelled_disk_keeps(tmp_path: Path) -> None:
