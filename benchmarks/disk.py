@@ -139,7 +139,7 @@ class Disk:
 
     def crash(self, survives: Survives) -> Tree:
         """What is found after the power is back."""
-        return self._tree(self._root, survives)
+        return _found(self._root, survives)
 
     def _open(self, call: Call) -> None:
         node = self._find(call.path)
@@ -180,16 +180,18 @@ class Disk:
             new.log.append(_Change(set={new_name: node}))
             old.log.append(_Change((name,)))
 
-    def _tree(self, node: _Node, survives: Survives) -> "Tree | bytes":  # type: ignore[override]
-        if not node.is_directory:
-            return _content(node, survives)
-        names: dict[str, _Node] = {}
-        for change in node.log:
-            if change.fate is Fate.STABLE or survives.names():
-                for name in change.removed:
-                    names.pop(name, None)
-                names |= change.set
-        return {name: self._tree(child, survives) for name, child in names.items()}
+
+def _found(directory: _Node, survives: Survives) -> Tree:
+    names: dict[str, _Node] = {}
+    for change in directory.log:
+        if change.fate is Fate.STABLE or survives.names():
+            for name in change.removed:
+                names.pop(name, None)
+            names |= change.set
+    return {
+        name: _found(child, survives) if child.is_directory else _content(child, survives)
+        for name, child in names.items()
+    }
 
 
 def _content(node: _Node, survives: Survives) -> bytes:

@@ -182,7 +182,13 @@ def trace(function: Callable[[], object], root: Path, kill_at: tuple[int, Moment
     if not os.WIFSTOPPED(status):
         raise OSError(f"the child cannot be traced: {os.waitstatus_to_exitcode(status)}")
     _ptrace(_SETOPTIONS, pid, None, _OPTIONS)
-    return _Tracer(pid, os.path.realpath(root), kill_at).run()
+    try:
+        return _Tracer(pid, os.path.realpath(root), kill_at).run()
+    except BaseException:  # a kernel that cannot tell, or Ctrl-C: the child must not stay
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, _WALL)
+        raise
 
 
 @dataclass
