@@ -232,7 +232,15 @@ def crash_anywhere(control: bool = True) -> list[Row]:
     ours = [row for row in rows if not row.name.startswith("control")]
     trials, bad = sum(row.trials for row in ours), sum(row.bad for row in ours)
     dcp = next(row for row in rows if "distributed.checkpoint" in row.name)
-    total = Row("crash anywhere", trials, bad, f"{bad} lost or mixed", dcp.name, dcp.trials, dcp.bad)
+    total = Row(
+        "crash anywhere",
+        trials,
+        bad,
+        f"{bad} lost or mixed",
+        dcp.name.removeprefix("control: "),
+        dcp.trials,
+        dcp.bad,
+    )
     return [total, *rows]
 
 
@@ -417,8 +425,7 @@ def _with_torch_load(row: Row, path: Path, content: Mapping[str, Any], name: str
                 silent += not _same(content, torch.load(path, weights_only=True))
             except Exception:  # whatever it raises: not silent
                 continue
-    control = f"torch.load: {silent} silent"
-    return Row(row.name, row.trials, row.bad, row.outcome, control, row.trials, silent)
+    return Row(row.name, row.trials, row.bad, row.outcome, "torch.load, silent", row.trials, silent)
 
 
 def _same(one: object, other: object) -> bool:
@@ -564,7 +571,10 @@ def power_loss(shuffles: int = SHUFFLES, control: bool = True) -> list[Row]:
     ]
     last = rows[-1]
     outcome = f"the last acknowledged step is lost in {bad}"
-    return [Row("power loss", trials, bad, outcome, last.name, last.trials, last.bad), *rows]
+    return [
+        Row("power loss", trials, bad, outcome, last.name.removeprefix("control: "), last.trials, last.bad),
+        *rows,
+    ]
 
 
 Failure = tuple[int | None, bool]
@@ -672,6 +682,16 @@ def rows_of(names: list[str], trials: int | None = None, control: bool = True) -
     return rows
 
 
+def markdown(rows: Sequence[Row]) -> str:
+    """The table of docs/checkpoints.md; ratio: share of good ends, ours over the control's."""
+    lines = ["| trial | bad of all | outcome | control | ratio |", "|---|---|---|---|---|"]
+    for row in rows:
+        control = f"{row.control}: {row.control_bad:,} of {row.control_trials:,} bad" if row.control else ""
+        ratio = f"{row.ratio:.1f}" if row.ratio is not None else ""
+        lines.append(f"| {row.name} | {row.bad:,} of {row.trials:,} | {row.outcome} | {control} | {ratio} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -684,10 +704,7 @@ def main() -> int:
     if not can_trace():
         parser.exit(3, "this machine does not let a process trace its child (ptrace)\n")
     rows = rows_of(asked.names, asked.trials, not asked.no_control)
-    for row in rows:
-        control = f"; {row.control}: {row.control_bad} of {row.control_trials}" if row.control else ""
-        ratio = f"; {row.ratio:.1f} times as many good ends" if row.ratio is not None else ""
-        print(f"{row.name}: {row.bad} bad of {row.trials} ({row.outcome}){control}{ratio}")
+    print(markdown(rows))
     if asked.json:
         asked.json.write_text(json.dumps([row.to_dict() for row in rows], indent=1) + "\n")
     return int(any(row.bad for row in rows if not row.name.startswith("control")))
