@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disk import Disk, Tree, materialise, policies
 from system_calls import can_trace, mark, points, trace
@@ -29,6 +29,9 @@ from tandem.checkpoint.files import FileSink
 from tandem.checkpoint.retention import Best, Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import table
 
 FLIPS, PAGES, TRUNCATIONS, SHUFFLES = 10_000, 1_000, 1_000, 100
 
@@ -680,6 +683,30 @@ def rows_of(names: list[str], trials: int | None = None, control: bool = True) -
     if "power" in names:
         rows += power_loss(SHUFFLES if trials is None else trials, control)
     return rows
+
+
+def rows(full: bool) -> "list[table.Row]":
+    """The lines of `reliability.py`: what is promised, without the parts that it is made of."""
+    from table import Row as Line
+
+    none = "none lost, none mixed", "none silent, all fall back", "the last acknowledged loads, always"
+    targets = dict(
+        zip(("crash anywhere", *DAMAGES, "power loss"), (none[0], *[none[1]] * 3, none[2]), strict=True)
+    )
+    found = rows_of(["crash", "rot", "power"], None if full else 20)
+    return [
+        Line(
+            row.name,
+            row.trials,
+            row.outcome,
+            f"{row.control}: {row.control_bad:,} of {row.control_trials:,} bad",
+            f"{row.ratio:.1f}" if row.ratio is not None else "",
+            targets[row.name],
+            row.bad == 0,
+        )
+        for row in found
+        if row.name in targets
+    ]
 
 
 def markdown(rows: Sequence[Row]) -> str:
