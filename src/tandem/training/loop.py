@@ -9,19 +9,19 @@ from torch import nn
 
 from tandem.cluster.world import Agreed, World
 from tandem.config import Settings
-from tandem.errors import NonFiniteError
 from tandem.observe.recorder import Recorder
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
+from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
 from tandem.training.step import Proposal, Stepper
 
-EVENTS = ("log", "eval", "save")
+EVENTS = ("log", "eval", "save", "check")
 
 
 @dataclass
 class Timetable:
-    """When to log, evaluate and save: by step number on every rank alike, by rank 0's clock for seconds.
+    """When to log, evaluate, save and check replicas: by step number on all ranks, by rank 0's clock.
 
     What the clock says travels as a bit inside the step's all-reduce, so that all ranks act together.
     """
@@ -64,17 +64,20 @@ class Training:
     schedule: Schedule
     timetable: Timetable
     recorder: Recorder
+    nonfinite: Policy
     stop: StopFlag
     batches: Iterator[Sequence[Any]]
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[int], None]
+    check_replicas: Callable[[int], None]
     step: int
 
 
 def train(t: Training) -> bool:
     """Train to the planned step: True when it is reached, False when a signal ended the run before.
 
-    Raises NonFiniteError (all ranks at the same step); errors of torch and of the task pass through.
+    Raises NonFiniteError and ReplicaMismatchError (all ranks at the same step); errors of torch and of the
+    task pass through.
     """
     planned, first = t.timetable.steps_planned, t.step
     with t.recorder.activity("train"):
@@ -93,16 +96,16 @@ def train(t: Training) -> bool:
                 t.world.shorten_timeout(t.settings.hang_timeout)
                 t.recorder.event("training", step=t.step)
             t.recorder.end_step(t.step, t.stepper.phases, agreed, rate)
+            t.nonfinite.consider(agreed)
             due = {event for event in EVENTS if t.timetable.is_due(event, t.step, agreed)}
             if agreed is not None and agreed.stop:
                 due.add("save")
-            if "save" in due or t.step == planned:
-                agreed = t.recorder.late(t.stepper.drain()) or agreed
-            if agreed is not None and agreed.non_finite:
-                raise NonFiniteError(
-                    f"the loss of step {agreed.step + 1} is not finite; lower --lr, set --clip-norm, or look "
-                    "at the data; the last checkpoint is from before it"
-                )
+            if due & {"log", "save"} or t.step == planned:
+                last = t.recorder.late(t.stepper.drain())
+                t.nonfinite.consider(last)
+                agreed = last or agreed
+            if "check" in due:
+                t.check_replicas(t.step)
             if "log" in due:
                 t.recorder.log_interval(t.step, t.stepper.grad_norm)
             if "eval" in due:
