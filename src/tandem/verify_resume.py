@@ -146,38 +146,48 @@ class Runner:
         return run.outcome()
 
     def trials(self, calm: Outcome, count: int, chance: random.Random) -> Iterator[Trial]:
-        """Killed runs, compared: every second is killed twice in a row, targets and steps are random."""
-        for number in range(count):
-            yield self._trial(calm, number % 2 == 1, chance)
+        """Killed runs, compared: every second is killed twice in a row, targets and steps are random.
 
-    def _trial(self, calm: Outcome, twice: bool, chance: random.Random) -> Trial:
+        Raises RunFailedError where the run is always over before the kill.
+        """
+        for number in range(count):
+            yield self._trial(calm, 1 + number % 2, chance)
+
+    def _trial(self, calm: Outcome, kills: int, chance: random.Random) -> Trial:
         for attempt in range(TRIES):
             save_every = chance.randint(1, max(1, self._steps // 8))
             latest = (self._steps - 4) // (attempt + 1)  # a short run may end before the signal comes
             step = chance.randint(min(save_every, latest), max(1, latest))
-            targets = [chance.choice([None, chance.randrange(calm.world_size)]) for _ in range(1 + twice)]
-            trial = Trial()
-            run = self._new_run(save_every)
-            with run:
-                try:
-                    for target in targets:
-                        reached = run.kill(Kill(step, target), self._stop)
-                        trial.kills.append((reached, target))
-                        step = reached + 1  # the next at once: twice in a row
-                    run.finish(self._stop)
-                except _EndedFirstError:
-                    continue
-                except RunFailedError as error:
-                    trial.difference = f"it could not go on: {error}"
-            trial.resumed_from = run.resumed_from()
-            if trial.difference is None:
-                trial.difference = difference(calm, run.outcome())
-            return trial
+            targets = [chance.choice([None, chance.randrange(calm.world_size)]) for _ in range(kills)]
+            try:
+                return self.trial(calm, [Kill(step, target) for target in targets], save_every)
+            except EndedFirstError:
+                continue
         raise RunFailedError(
             f"the run of {self._steps} steps ended {TRIES} times before it could be killed; give a larger "
             "--batch-size, or a larger model",
             FAILED,
         )
+
+    def trial(self, calm: Outcome, kills: Sequence[Kill], save_every: int) -> Trial:
+        """One run, killed as said and resumed each time, then compared with `calm`.
+
+        A kill whose step the run is already beyond comes right after the first step of the next world.
+        Raises EndedFirstError where the run was over before the last kill.
+        """
+        trial = Trial()
+        run = self._new_run(save_every)
+        with run:
+            try:
+                for kill in kills:
+                    trial.kills.append((run.kill(kill, self._stop), kill.rank))
+                run.finish(self._stop)
+            except RunFailedError as error:
+                trial.difference = f"it could not go on: {error}"
+        trial.resumed_from = run.resumed_from()
+        if trial.difference is None:
+            trial.difference = difference(calm, run.outcome())
+        return trial
 
     def diagnosis(self, calm: Outcome) -> str:
         """Whether resuming is to blame: a second undisturbed run tells."""
@@ -211,7 +221,7 @@ class Runner:
         return _Run(command, self._environ, run_dir, self._steps)
 
 
-class _EndedFirstError(Exception):
+class EndedFirstError(Exception):
     """The run was over before it could be killed."""
 
 
@@ -221,6 +231,7 @@ class _Run:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path, steps: int) -> None:
         self._command, self._environ, self._run_dir, self._steps = command, environ, run_dir, steps
         self._output = run_dir.with_suffix(".log")
+        self._worlds = 0  # those that have been killed
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "_Run":
@@ -232,22 +243,23 @@ class _Run:
     def kill(self, kill: Kill, stop: StopFlag) -> int:
         """Let it reach `kill.step`, then kill; the step whose log line it had written by then.
 
-        Raises _EndedFirstError, and RunFailedError where it ends by itself with an error.
+        Raises EndedFirstError, and RunFailedError where it ends by itself with an error.
         """
         process = self._started()
-        while self._logged_step() < kill.step:
+        while self._logged_step() < kill.step or len(self._events("training")) <= self._worlds:
             self._look(process, stop)
             time.sleep(POLL_SECONDS)
+        self._worlds += 1
         if kill.rank is None:
             self._kill_all()
         else:
             victim = _rank_processes(process.pid).get(kill.rank)
             if victim is None:
-                raise _EndedFirstError
+                raise EndedFirstError
             os.kill(victim, signal.SIGKILL)
         reached = self._logged_step()
         if reached >= self._steps:
-            raise _EndedFirstError
+            raise EndedFirstError
         return reached
 
     def finish(self, stop: StopFlag) -> None:
@@ -276,8 +288,15 @@ class _Run:
 
     def resumed_from(self) -> list[int]:
         """The steps of the checkpoints that it resumed from, in order."""
-        events = map(json.loads, (self._run_dir / "events.jsonl").read_text().splitlines())
-        return [int(event["step"]) for event in events if event["kind"] == "resumed"]
+        return [int(event["step"]) for event in self._events("resumed")]
+
+    def _events(self, kind: str) -> list[dict[str, Any]]:
+        """Whole lines of events.jsonl of one kind: "training" comes after the first step of each world."""
+        try:
+            whole = (self._run_dir / "events.jsonl").read_bytes().rpartition(b"\n")[0]
+        except OSError:
+            return []
+        return [event for event in map(json.loads, whole.splitlines()) if event["kind"] == kind]
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -298,7 +317,7 @@ class _Run:
             raise StoppedError(f"stopped by {stop.name}; nothing is decided")
         if process.poll() is not None:
             self._fail_unless_finished(process)
-            raise _EndedFirstError
+            raise EndedFirstError
 
     def _fail_unless_finished(self, process: subprocess.Popen[bytes]) -> None:
         if process.returncode != FINISHED:
@@ -328,19 +347,20 @@ class _Run:
 
 
 def _rank_processes(session: int) -> dict[int, int]:
-    """{rank: process id} of the ranks in a session (Linux: /proc)."""
-    found = {}
+    """{rank: process id} of the ranks in a session (Linux: /proc); their loader processes bear their name."""
+    parents: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                name = (entry / "comm").read_text().strip()
-                ours = name.startswith("tandem-rank-") and os.getsid(int(entry.name)) == session
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0] if ours else "Z"
-                if state != "Z":  # a zombie is a rank of the world before
-                    found[int(name.rpartition("-")[2])] = int(entry.name)
+                name, pid = (entry / "comm").read_text().strip(), int(entry.name)
+                if name.startswith("tandem-rank-") and os.getsid(pid) == session:
+                    state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                    if state != "Z":  # a zombie is a rank of the world before
+                        ranks[pid], parents[pid] = int(name.rpartition("-")[2]), int(parent)
             except OSError:  # gone meanwhile
                 continue
-    return found
+    return {rank: pid for pid, rank in ranks.items() if parents[pid] not in ranks}
 
 
 def difference(one: Outcome, other: Outcome) -> str | None:

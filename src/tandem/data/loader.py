@@ -189,6 +189,8 @@ def _loaded(
         collate_fn=SeededCollate(collate or default_collate, seed),
         pin_memory=device.type == "cuda",
         worker_init_fn=_start_worker if workers else None,
+        # A rank comes from a fork server, and would start workers by it: they could not import a task's file.
+        multiprocessing_context="fork" if workers else None,
         generator=torch.Generator().manual_seed(seed),  # else the loader draws from the global one
     )
     for batch in loader:
