@@ -1,6 +1,6 @@
 """Bit-exact resume, at full count: SIGKILL at 25 random steps at each of 1, 2, 3 and 4 ranks, and a control.
 
-    python benchmarks/resume_trials.py [--trials 25] [--control 10] [--worlds 1,2,3,4] [--json FILE]
+    python benchmarks/resume_trials.py [--trials 25] [--control 10] [--worlds 1,2,3,4] [--device cpu]
 
 A trial is a SIGKILL at a random step, to every process (started again by hand) or to one rank (started again
 by the agent). A run of hard_task.py, 40 steps and 12 an epoch, takes KILLS_PER_RUN of them and is compared at
@@ -25,7 +25,7 @@ from tandem.verify_resume import STEPS, EndedFirstError, Kill, Outcome, Runner, 
 
 HERE = Path(__file__).parent
 COMMON = ("--task", f"{HERE / 'hard_task.py'}:Hard", "--batch-size", "24", "--lr", "0.05")
-COMMON += ("--eval-every", "15", "--threads", "1", "--device", "cpu")
+COMMON += ("--eval-every", "15", "--threads", "1")
 KILLS_PER_RUN = 5
 OPTIONS: dict[str, tuple[str, ...]] = {
     "momentum, warm-up": ("--warmup", "10%"),
@@ -53,11 +53,16 @@ class Row(NamedTuple):
     ratio: str
 
 
-def exact_resume(worlds: Sequence[int] = (1, 2, 3, 4), trials: int = 25, control: int = 10) -> list[Row]:
-    """A row for each world size; the control stands beside 3 ranks. Says every trial on stderr."""
+def exact_resume(
+    worlds: Sequence[int] = (1, 2, 3, 4), trials: int = 25, control: int = 10, device: str = "cpu"
+) -> list[Row]:
+    """A row for each world size; the control stands beside 3 ranks. Says every trial on stderr.
+
+    With `device` cuda, a world is one node with a GPU for each rank, and batch norm is synchronised.
+    """
     rows = []
     for world_size in worlds:
-        equal = _trials_at(world_size, trials)
+        equal = _trials_at(world_size, trials, device)
         beside = ""
         if world_size == 3 and control:
             same = sum(naive_ddp(world_size, control))
@@ -68,13 +73,14 @@ def exact_resume(worlds: Sequence[int] = (1, 2, 3, 4), trials: int = 25, control
     return rows
 
 
-def _trials_at(world_size: int, trials: int) -> int:
+def _trials_at(world_size: int, trials: int, device: str) -> int:
     """How many of `trials` kills left no trace."""
     chance, equal, done = random.Random(), 0, 0
     with tempfile.TemporaryDirectory(prefix="tandem-resume-") as folder:
         for number in range(-(-trials // KILLS_PER_RUN)):
-            name = list(OPTIONS)[number % len(OPTIONS)]
-            arguments = [*COMMON, *OPTIONS[name], "--nproc", str(world_size)]
+            name = list(OPTIONS)[(number + world_size) % len(OPTIONS)]  # a few trials see other ones
+            arguments = [*COMMON, *OPTIONS[name], "--nproc", str(world_size), "--device", device]
+            arguments += ["--sync-batchnorm"] if device == "cuda" else []
             place = Path(folder) / str(number)
             place.mkdir()
             runner = Runner(arguments, os.environ, place, STEPS, StopFlag())
@@ -131,10 +137,11 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=25)
     parser.add_argument("--control", type=int, default=10)
     parser.add_argument("--worlds", default="1,2,3,4")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--json", type=Path, help="write the rows here as well")
     given = parser.parse_args()
     worlds = [int(size) for size in given.worlds.split(",")]
-    rows = exact_resume(worlds, given.trials, given.control)
+    rows = exact_resume(worlds, given.trials, given.control, given.device)
     print("| what | trials | outcome | control | ratio |\n|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(map(str, row))} |")

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ from tandem.launch import stop_with_parent
 from tandem.signals import StopFlag
 
 STEPS = 40
-NUMBERS = ("loss", "learning_rate", "grad_norm", "eval")  # of a log line; times differ between any two runs
+NUMBERS = (
+    "step",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "eval",
+)  # of a log line; times differ between any two runs
 POLL_SECONDS = 0.001
 SLOW_POLL_SECONDS = 0.05
 TRIES = 3
@@ -48,17 +55,16 @@ class Kill:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is compared: the last checkpoint, by sections, and the numbers of every step's log line."""
+    """What is compared: the last checkpoint, by sections, and the numbers of each line of the loss log."""
 
     weights: dict[str, Any]
     optimizer: dict[str, Any]
-    losses: dict[int, dict[str, Any]]
+    losses: list[dict[str, Any]]
     world_size: int
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part."""
-        losses = {str(step): numbers for step, numbers in sorted(self.losses.items())}
-        parts = {"weights": self.weights, "optimizer": self.optimizer, "losses": losses}
+        parts = {"weights": self.weights, "optimizer": self.optimizer, "losses": flat(self.losses)}
         return {name: digest(part) for name, part in parts.items()}
 
 
@@ -277,12 +283,7 @@ class _Run:
         state = deserialize(store.read(self._steps)[0])
         rest = {name: state[name] for name in ("optimizer", "schedule", "scaler") if name in state}
         lines = [json.loads(line) for line in (self._run_dir / "metrics.jsonl").read_text().splitlines()]
-        losses: dict[int, dict[str, Any]] = {}
-        for line in lines:
-            numbers = {
-                name: line[name] for name in ("loss", "learning_rate", "grad_norm", "eval") if name in line
-            }
-            losses.setdefault(int(line["step"]), {}).update(numbers)
+        losses = [{name: line[name] for name in NUMBERS if name in line} for line in lines]
         summary = json.loads((self._run_dir / "summary.json").read_text())
         return Outcome(flat(state["model"]), flat(rest), losses, int(summary["world_size"]))
 
@@ -366,10 +367,11 @@ def _rank_processes(session: int) -> dict[int, int]:
 def difference(one: Outcome, other: Outcome) -> str | None:
     """How two runs differ: the first step with another loss, the first other tensor; None: not at all."""
     found = []
-    for step in sorted(one.losses.keys() | other.losses.keys()):
-        here, there = one.losses.get(step, {}), other.losses.get(step, {})
+    nothing: dict[str, Any] = {}
+    for here, there in zip_longest(one.losses, other.losses, fillvalue=nothing):
         if here != there:
-            name = next(name for name in [*here, *there] if here.get(name) != there.get(name))
+            step = here.get("step", there.get("step"))
+            name = next(name for name in {**here, **there} if here.get(name) != there.get(name))
             found.append(f"{name} of step {step} is {there.get(name)} instead of {here.get(name)}")
             break
     for part, mine, theirs in (
