@@ -187,7 +187,10 @@ def verify_resume(arguments: Arguments, environ: Environment) -> int:
     from tandem.config import load
     from tandem.signals import StopFlag
 
-    rest, trials = list(arguments), environ.get("TANDEM_TRIALS") or "3"
+    rest = [
+        part for word in arguments for part in (word.split("=") if word.startswith("--trials=") else [word])
+    ]
+    trials = environ.get("TANDEM_TRIALS") or "3"
     if "--trials" in rest:
         at = rest.index("--trials")
         trials = rest[at + 1] if at + 1 < len(rest) else ""

@@ -44,6 +44,11 @@ class Timetable:
                 bits |= 1 << position
         return bits
 
+    def due(self, step: int, agreed: Agreed | None) -> set[str]:
+        """The events that happen after `step` finished steps; a stop that was agreed on means a save."""
+        due = {event for event in EVENTS if self.is_due(event, step, agreed)}
+        return due | {"save"} if agreed is not None and agreed.stop else due
+
     def is_due(self, event: str, step: int, agreed: Agreed | None) -> bool:
         """Whether `event` happens after `step` finished steps; the last step counts for all of them."""
         by_clock = agreed is not None and bool(agreed.decisions & (1 << EVENTS.index(event)))
@@ -97,12 +102,11 @@ def train(t: Training) -> bool:
                 t.recorder.event("training", step=t.step)
             t.recorder.end_step(t.step, t.stepper.phases, agreed, rate)
             t.nonfinite.consider(agreed)
-            due = {event for event in EVENTS if t.timetable.is_due(event, t.step, agreed)}
-            if agreed is not None and agreed.stop:
-                due.add("save")
-            if due & {"log", "save"} or t.step == planned:
+            due = t.timetable.due(t.step, agreed)
+            if due & {"log", "save"}:
                 last = t.recorder.late(t.stepper.drain())
                 t.nonfinite.consider(last)
+                due |= t.timetable.due(t.step, last)
                 agreed = last or agreed
             if "check" in due:
                 t.check_replicas(t.step)
