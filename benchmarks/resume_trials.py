@@ -41,6 +41,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 LIMIT_SECONDS = 180
+# Without it the restarted ranks find the addresses of the dead ones, and the naive run does not go on at all.
+RESTART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Row(NamedTuple):
@@ -119,7 +121,7 @@ def _naive_weights(world_size: int, kill_at: int) -> tuple[str, str]:
         script = [str(HERE / "naive_ddp.py"), folder, str(kill_at or -1)]
         subprocess.run(
             [sys.executable, *launcher, "--max-restarts", "1", *script],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **RESTART},
             timeout=LIMIT_SECONDS,
             check=True,
             capture_output=True,

@@ -13,7 +13,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "tandem"
 LAYERS: list[list[str]] = [
     ["errors", "schedule meter"],
     ["config", "log signals"],
-    ["cluster.placement", "cluster.world", "cluster.watchdog", "cluster.warm cluster.ranks cluster.agent"],
+    [
+        "cluster.placement",
+        "cluster.memory",
+        "cluster.world",
+        "cluster.watchdog",
+        "cluster.warm cluster.ranks cluster.agent",
+    ],
     ["data.*", "tasks.*", "observe.*"],
     ["checkpoint.*"],
     ["training.*"],
@@ -46,7 +52,7 @@ RESERVED: dict[str, tuple[str, ...]] = {
         "cluster.warm",
         "doctor",
     ),
-    "multiprocessing": ("cluster.agent", "cluster.ranks", "cluster.warm"),
+    "multiprocessing": ("cluster.memory", "cluster.agent", "cluster.ranks", "cluster.warm"),
     "socket": (
         "cluster.watchdog",
         "cluster.agent",

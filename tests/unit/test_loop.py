@@ -1,6 +1,7 @@
 """The loop with what the ranks agreed on arriving one step late, as it does on GPUs."""
 
 from collections.abc import Set
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,7 +50,14 @@ def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> 
 
     recorder = Recorder(0, 1, lambda message: None)
     recorder.begin_run(0, 10, 20, None, None, None)
-    every = {"log": "never", "eval": "never", "save": "never", "check": "never", **cadences}
+    every = {
+        "log": "never",
+        "eval": "never",
+        "save": "never",
+        "check": "never",
+        "snapshot": "never",
+        **cadences,
+    }
     made = Training(
         world=cast(World, SimpleNamespace(is_first=True, shorten_timeout=lambda seconds: None)),
         settings=Settings(),
@@ -58,12 +66,13 @@ def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> 
         schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),
         timetable=Timetable({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
         recorder=recorder,
+        pulse=cast(Any, SimpleNamespace(begin_step=lambda step: None, during=lambda phase: nullcontext())),
         nonfinite=Policy("stop", "fp32", recorder),
         stop=stop,
         batches=batches(),
         evaluate=dict,
-        save=saved.append,
         check_replicas=lambda step: None,
+        saver=cast(Any, SimpleNamespace(save=saved.append, snapshot=lambda step: None)),
         step=0,
     )
     return made, saved

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tandem.cluster.pulse import Pulse
 from tandem.cluster.world import Agreed, World
 from tandem.config import Settings
 from tandem.observe.recorder import Recorder
@@ -14,14 +15,15 @@ from tandem.schedule import Cadence
 from tandem.signals import StopFlag
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
+from tandem.training.saving import Saver
 from tandem.training.step import Proposal, Stepper
 
-EVENTS = ("log", "eval", "save", "check")
+EVENTS = ("log", "eval", "save", "check", "snapshot")
 
 
 @dataclass
 class Timetable:
-    """When to log, evaluate, save and check replicas: by step number on all ranks, by rank 0's clock.
+    """When each of EVENTS is due: by step number on every rank alike, by rank 0's clock for seconds.
 
     What the clock says travels as a bit inside the step's all-reduce, so that all ranks act together.
     """
@@ -69,12 +71,13 @@ class Training:
     schedule: Schedule
     timetable: Timetable
     recorder: Recorder
+    pulse: Pulse
     nonfinite: Policy
     stop: StopFlag
     batches: Iterator[Sequence[Any]]
     evaluate: Callable[[], dict[str, float]]
-    save: Callable[[int], None]
     check_replicas: Callable[[int], None]
+    saver: Saver
     step: int
 
 
@@ -88,6 +91,7 @@ def train(t: Training) -> bool:
     with t.recorder.activity("train"):
         while t.step < planned:
             t.recorder.begin_step()
+            t.pulse.begin_step(t.step)
             micro_batches = next(t.batches)
             t.recorder.got_data()
             if t.step == first:
@@ -98,12 +102,11 @@ def train(t: Training) -> bool:
             t.schedule.advance()
             t.step += 1
             if t.step == first + 1:
-                t.world.shorten_timeout(t.settings.hang_timeout)
                 t.recorder.event("training", step=t.step)
             t.recorder.end_step(t.step, t.stepper.phases, agreed, rate)
             t.nonfinite.consider(agreed)
             due = t.timetable.due(t.step, agreed)
-            if due & {"log", "save"}:
+            if due & {"log", "save", "snapshot"}:
                 last = t.recorder.late(t.stepper.drain())
                 t.nonfinite.consider(last)
                 due |= t.timetable.due(t.step, last)
@@ -113,11 +116,13 @@ def train(t: Training) -> bool:
             if "log" in due:
                 t.recorder.log_interval(t.step, t.stepper.grad_norm)
             if "eval" in due:
-                with t.recorder.activity("eval"):
+                with t.recorder.activity("eval"), t.pulse.during("eval"):
                     t.recorder.evaluated(t.step, t.evaluate())
+            if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
+                t.saver.snapshot(t.step)
             if "save" in due:
-                with t.recorder.activity("checkpoint"):
-                    t.save(t.step)
+                with t.recorder.activity("checkpoint"), t.pulse.during("checkpoint"):
+                    t.saver.save(t.step)
             if agreed is not None and agreed.stop and t.step < planned:
                 return False
     return True
