@@ -34,6 +34,7 @@ HELP = """tandem: multi-node PyTorch training that survives, and tells you what 
   tandem launch [--nodes N] [settings]   train: finds the platform, starts this node's ranks, restarts them
   tandem train [settings]                train as the rank that the environment says (torchrun, or alone)
   tandem checkpoints ls|verify|prune DIR look after the checkpoints of a run
+  tandem verify-resume [--trials N] [settings]   kill a run of this task, resume it, compare every bit
   tandem config [--explain] [settings]   every setting, its value and where it comes from
   tandem health                          is the run making progress? (for probes)
   tandem --version
@@ -205,6 +206,32 @@ def _checkpoint_arguments(arguments: Arguments) -> "Namespace":
     return parser.parse_intermixed_args(list(arguments))
 
 
+def verify_resume(arguments: Arguments, environ: Environment) -> int:
+    """The proof, on this machine, that a killed run of this task resumes to the same bits."""
+    from tandem.cluster.placement import detect
+    from tandem.config import load
+    from tandem.signals import StopFlag
+
+    rest = [
+        part for word in arguments for part in (word.split("=") if word.startswith("--trials=") else [word])
+    ]
+    trials = environ.get("TANDEM_TRIALS") or "3"
+    if "--trials" in rest:
+        at = rest.index("--trials")
+        trials = rest[at + 1] if at + 1 < len(rest) else ""
+        del rest[at : at + 2]
+    if not trials.isdecimal() or int(trials) < 1:
+        raise ConfigError(f"--trials got {trials!r}, valid is a number of at least 1")
+    settings = load(rest, environ).settings
+    platform = detect(environ, socket.gethostname()).platform
+    if platform != "none":
+        raise ConfigError(f"verify-resume starts its own ranks, and this is a rank or node of {platform}")
+    stop = StopFlag().install()
+    from tandem.verify_resume import verify
+
+    return verify(settings, rest, environ, int(trials), stop, lambda line: print(line, flush=True))
+
+
 def config(arguments: Arguments, environ: Environment) -> int:
     """Every value, and with --explain where it came from."""
     from tandem.config import explain, load, markdown_table
@@ -236,6 +263,7 @@ VERBS: dict[str, Callable[[Arguments, Environment], int]] = {
     "launch": launch,
     "train": train,
     "checkpoints": checkpoints,
+    "verify-resume": verify_resume,
     "config": config,
     "health": health,
 }

@@ -157,7 +157,10 @@ class Settings(BaseSettings):
     metrics_host: str = Field("127.0.0.1", description="address that /metrics listens on")
     metrics_port: Port = Field(9469, description="port of /metrics; a busy one is replaced by a free one")
     metrics_linger: NonNegative = Field(15.0, description="seconds to wait for the last scrape, if any")
-    on_nonfinite: Literal["stop"] = Field("stop", description="when the loss stops being finite")
+    on_nonfinite: Literal["skip", "stop", "raise"] = Field(
+        "stop", description="at a loss or gradients that are not finite"
+    )
+    replica_check_every: CadenceText = Field("1epoch", description="how often to compare the ranks' weights")
     profile: Annotated[str, *_WINDOW] | None = Field(None, description="steps to record with torch.profiler")
     download: bool = Field(False, description="let a task download its data set")
     task_fields: dict[str, str] = Field({}, description="the task's own settings: --task.NAME VALUE")

@@ -15,6 +15,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 VERB_OPTIONS = {
     "checkpoints": {"--keep", "--keep-best", "--keep-every", "--dry-run"},
     "config": {"--explain", "--markdown"},
+    "verify-resume": {"--trials"},
 }
 EVERYWHERE = {"--help", "--version", "--config"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -140,16 +140,24 @@ class Recorder:
             self._send_progress()
 
     def late(self, agreed: Any) -> Any:
-        """Take the loss of what was agreed, whenever it arrives; returns it."""
-        if agreed is not None:
+        """Take the loss of what was agreed, whenever it arrives, if it is finite; returns it."""
+        if agreed is not None and math.isfinite(agreed.loss):
             self._loss_sum += agreed.loss
             self._loss_count += 1
         return agreed
 
+    def state(self) -> dict[str, float]:
+        """The open log interval, for a checkpoint: a resumed run then logs what a calm one logs."""
+        return {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Go on with a log interval that was open when a checkpoint was saved."""
+        self._loss_sum, self._loss_count = state.get("loss_sum", 0.0), int(state.get("loss_count", 0))
+
     def log_interval(self, step: int, grad_norm: Any) -> None:
         """The log cadence is due: one line, one row, one message."""
         interval = self.meter.interval()
-        self.loss = self._loss_sum / self._loss_count if self._loss_count else self.loss
+        self.loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
         self._loss_sum, self._loss_count = 0.0, 0
         if self.rank != 0:
             return

@@ -29,8 +29,10 @@ from tandem.signals import StopFlag
 from tandem.tasks.base import Task, load_task
 from tandem.training.evaluate import evaluate
 from tandem.training.loop import Timetable, Training, train
+from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.profiling import profiled
+from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE, begin, load_state, load_weights
 from tandem.training.saving import Saver, rank_zeros, snapshot_cadence
 from tandem.training.seeding import seed_model
@@ -138,6 +140,7 @@ def _run(
         _check_division(settings, world, fresh=beginning.state is None)
         if beginning.state is not None:
             load_state(beginning.state, model, optimizer, schedule)
+            recorder.load(beginning.state.get("log", {}))
         elif settings.init_from is not None:
             load_weights(world, settings.init_from, model)
         if beginning.state is not None and hasattr(task, "after_resume"):
@@ -154,6 +157,7 @@ def _run(
             "optimizer": optimizer.state_dict(),
             "schedule": schedule.state(),
             "scaler": stepper.scaler.state_dict(),
+            "log": recorder.state(),
         },
         lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores_at(step)),
         rank_zeros(model),
@@ -170,6 +174,7 @@ def _run(
                 "log": Cadence.parse(settings.log_every),
                 "eval": Cadence.parse(settings.eval_every),
                 "save": Cadence.parse(settings.checkpoint_every),
+                "check": Cadence.parse(settings.replica_check_every),
                 "snapshot": snapshot_cadence(settings, world),
             },
             order.steps_per_epoch,
@@ -177,6 +182,7 @@ def _run(
         ),
         recorder=recorder,
         pulse=pulse,
+        nonfinite=Policy(settings.on_nonfinite, settings.precision, recorder),
         stop=stop,
         batches=profiled(
             _steps(settings, task, datasets.train, batches, device),
@@ -187,6 +193,7 @@ def _run(
         evaluate=lambda: evaluate(
             world, task, model, datasets.evaluation, evaluation_batch_size(settings, world), settings.workers
         ),
+        check_replicas=lambda step: check_replicas(world, model, recorder, step),
         saver=saver,
         step=beginning.step,
     )

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from tandem.cluster.pulse import Pulse
 from tandem.cluster.world import Agreed, AgreedReader, Telemetry, World
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of
+from tandem.errors import NonFiniteError
 from tandem.tasks.base import Task
+from tandem.training.nonfinite import Guard, culprit
 from tandem.training.seeding import seed_micro_step
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,6 +92,7 @@ class Stepper:
         self._reader = AgreedReader(world)
         self._seed = settings.seed
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
+        self._guard = Guard(settings.on_nonfinite, model, optimizer, self.scaler, world.device)
         self.grad_norm: Tensor | None = None
         self.phases = PhaseSeconds()
 
@@ -109,14 +112,21 @@ class Stepper:
         self.phases = PhaseSeconds()
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Agreed | None:
-        """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader)."""
+        """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader).
+
+        Raises NonFiniteError, with the name of the first tensor, under `--on-nonfinite raise`.
+        """
         self.phases = PhaseSeconds()
+        self._guard.begin_step()
         self._accumulate(micro_batches, step, proposal)
         started = time.perf_counter()
         self._pulse.enter("optimizer")
-        agreed = self._reader.read(step, self._carrier)
-        if agreed is None or not agreed.non_finite:
-            self._update()
+        assert self._carrier.grad is not None
+        left_out = self._guard.look(self._carrier.grad)
+        agreed = self._reader.read(step, self._carrier.grad, left_out)
+        if self._guard.raises and left_out and not self._is_overflow():
+            self._raise(micro_batches, step)
+        self._guard.update(left_out, self._clip)
         self._reset_gradients()
         self.phases.optimizer = time.perf_counter() - started
         return agreed
@@ -150,12 +160,26 @@ class Stepper:
             self.phases.forward += t2 - t1
             self.phases.backward += t3 - t2
 
-    def _update(self) -> None:
-        self.scaler.unscale_(self._optimizer)
+    def _clip(self) -> None:
         if self._settings.clip_norm is not None:
             self.grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
-        self.scaler.step(self._optimizer)
-        self.scaler.update()
+
+    def _is_overflow(self) -> bool:
+        """Whether fp16's scaled gradients have left its range, which is how their scale is found."""
+        assert self._carrier.grad is not None
+        return self.scaler.is_enabled() and not self._carrier.grad[Telemetry.LOSS_NOT_FINITE] > 0
+
+    def _raise(self, micro_batches: Sequence[Any], step: int) -> NoReturn:
+        one, zero = torch.ones((), device=self._world.device), torch.zeros((), device=self._world.device)
+
+        def forward(micro_step: int) -> Tensor:
+            seed_micro_step(self._seed, step, micro_step, self._world.rank)
+            loss: Tensor = self._ddp.module.module(micro_batches[micro_step], 1.0, one, zero)[1]
+            return loss
+
+        self._guard.put_buffers_back()
+        name = culprit(self._world, self._model, micro_batches, forward)
+        raise NonFiniteError(f"step {step + 1}: {name} is not finite")
 
     def _reset_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=False)

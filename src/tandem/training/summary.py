@@ -170,8 +170,8 @@ def open_displays(
         recorder.begin_run(beginning.step, order.steps_per_epoch, planned, None, None, None)
         return
     journal = Journal(run_dir)
+    journal.rewind(beginning.step)  # also to 0: a run that was killed before its first checkpoint
     if beginning.step:
-        journal.rewind(beginning.step)
         journal.event("resumed", step=beginning.step)
     writer = EventWriter(run_dir / "tensorboard", beginning.step) if settings.tensorboard else None
     progress = Progress(planned, start_step=beginning.step, mode=settings.progress)
