@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hard_task import CLASSES, FEATURES, Net
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+
+from hard_task import CLASSES, FEATURES, Net
 
 STEPS, SAVE_EVERY = 40, 5
 
