@@ -17,6 +17,7 @@ LAYERS: list[list[str]] = [
         "cluster.placement",
         "cluster.memory",
         "cluster.world",
+        "cluster.pulse",
         "cluster.watchdog",
         "cluster.warm cluster.ranks cluster.agent",
     ],
