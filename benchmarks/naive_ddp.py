@@ -23,6 +23,7 @@ STEPS, SAVE_EVERY = 40, 5
 
 
 def main(folder: Path, kill_at: int) -> None:
+    signal.alarm(170)  # torchrun leaves its ranks behind when it is killed for taking too long
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -6,7 +6,7 @@ from small_runs import TASK, Runs
 from tandem.checkpoint.store import CheckpointStore
 from tandem.data.sampler import GlobalOrder
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 CORRUPT = TASK.replace(
     "        out = model(x)",
@@ -22,7 +22,7 @@ def test_the_rank_with_other_weights_is_named(runs: Runs) -> None:
     row = int(GlobalOrder(2500, 24, seed=0).batch(13)[1][rank])  # in the 14th step
     (runs.folder / "small.py").write_text(CORRUPT.replace("{row}", str(row)))
     flags = ("--nodes", 3, "--steps", 40, "--replica-check-every", 10, "--checkpoint-every", 10)
-    code, output = runs.processes.wait(runs.start("launch", "run", *flags))
+    code, output = runs.processes.wait(runs.start("launch", "run", *flags), limit=180)
     assert code == 1, output
     assert f"after step 20: rank {rank} on node {rank} (127.0.0.10{rank + 1}) differs, first in" in output
     found = runs.events("run", "replica_mismatch")
