@@ -65,7 +65,8 @@ class Guard:
             self._show_scaler(found)
             self._scaler.unscale_(self._optimizer)
             clip()
-            self._scaler.step(self._optimizer)
+            if self._optimizer.state or not self._overflowed():
+                self._scaler.step(self._optimizer)
             self._scaler.update()
         elif self._reads_at_once or not self._can_be_told():
             if not found:
@@ -98,6 +99,12 @@ class Guard:
         """GradScaler looks at gradients alone: a loss that is not finite has to show in them."""
         for gradients in self._gradients_by_type():
             gradients[0].masked_fill_(found > 0, math.nan)
+
+    def _overflowed(self) -> bool:
+        """Whether unscaling found what is not finite. Before there is a state it must not be left to a fused
+        optimizer: told to leave its first step out, SGD keeps a momentum that was never written."""
+        found = self._scaler._found_inf_per_device(self._optimizer)
+        return any(bool(value) for value in found.values())
 
     def _can_be_told(self) -> bool:
         return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False) and self._optimizer.state)
