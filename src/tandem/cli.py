@@ -77,13 +77,14 @@ def run(verb: str, arguments: Arguments, environ: Environment) -> int:
 
 def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tuple[Settings, Placement]":
     from tandem.cluster.placement import detect
+    from tandem.cluster.replica import with_index
     from tandem.config import load
     from tandem.launch import resolve_run_dir
     from tandem.log import setup
 
     settings = load(arguments, environ).settings
     placement = detect(
-        environ,
+        with_index(environ),
         socket.gethostname(),
         nodes=settings.nodes,
         node_rank=settings.node_rank,
@@ -97,6 +98,10 @@ def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tupl
 
 def launch(arguments: Arguments, environ: Environment) -> int:
     """Node level: this node's agent, or all nodes of a laptop."""
+    return (_launch_replica if environ.get("TANDEM_COMPOSE_PROJECT") else _launch)(arguments, environ)
+
+
+def _launch(arguments: Arguments, environ: Environment) -> int:
     from tandem.signals import StopFlag
 
     stop = StopFlag().install()
@@ -112,6 +117,23 @@ def launch(arguments: Arguments, environ: Environment) -> int:
         placement = with_port(placement)
     state = environ.get("TANDEM_STATE_DIR")
     return run_this_node(settings, placement, RANK_FUNCTION, Path(state) if state else None, stop)
+
+
+def _launch_replica(arguments: Arguments, environ: Environment) -> int:
+    """`launch` in a container of Compose, which would start it again also where that cannot help."""
+    from tandem.cluster.replica import note_end, stay_down_code
+
+    run_dir, container = Path(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
+    code = stay_down_code(run_dir, container)
+    if code is not None:
+        return code
+    try:
+        code = _launch(arguments, environ)
+    except TandemError as error:
+        note_end(run_dir, container, error.exit_code)
+        raise
+    note_end(run_dir, container, code)
+    return code
 
 
 def where(settings: "Settings") -> str:

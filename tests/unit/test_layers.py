@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "tandem"
 LAYERS: list[list[str]] = [
     ["errors", "schedule meter"],
     ["config", "log signals"],
-    ["cluster.placement", "cluster.world", "cluster.watchdog", "cluster.warm cluster.ranks cluster.agent"],
+    ["cluster.placement cluster.replica", "cluster.world", "cluster.watchdog", "cluster.warm cluster.ranks cluster.agent"],
     ["data.*", "tasks.*", "observe.*"],
     ["checkpoint.*"],
     ["training.*"],
@@ -47,7 +47,7 @@ RESERVED: dict[str, tuple[str, ...]] = {
         "doctor",
     ),
     "multiprocessing": ("cluster.agent", "cluster.ranks", "cluster.warm"),
-    "socket": ("cluster.watchdog", "cluster.agent", "cluster.world", "observe.server", "doctor", "launch", "cli"),
+    "socket": ("cluster.replica", "cluster.watchdog", "cluster.agent", "cluster.world", "observe.server", "doctor", "launch", "cli"),
     "os._exit": ("cluster.watchdog", "cluster.agent", "cluster.ranks", "cluster.warm", "cli"),
     "prometheus_client": ("observe.*",),
     "tqdm": ("observe.*",),
