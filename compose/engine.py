@@ -9,13 +9,15 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+VARIABLES = "tandem.variables"  # the label that keeps them, for scale and chaos
 OLDEST_COMPOSE = (2, 20)  # `deploy.replicas` from a variable, nested defaults
 UNFINISHED = ("created", "running", "restarting", "paused")
 CALL_SECONDS = 120.0
@@ -90,29 +92,42 @@ def check_engine() -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One Compose project: its name, image, run and the variables that compose.yaml reads."""
+    """One Compose project, and the variables that compose.yaml is filled in with."""
 
     project: str
-    image: str
-    run: str
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str]
     gpus: bool = False
 
     @property
+    def image(self) -> str:
+        return self.variables["IMAGE"]
+
+    @property
     def run_dir(self) -> str:
-        return f"/checkpoints/{self.run}"
+        return f"/checkpoints/{self.variables['RUN']}"
+
+    @classmethod
+    def found(cls, project: str) -> "Cluster":
+        """The cluster that is there, as it was started. Raises ClusterError when there is none."""
+        mine = ("--filter", f"label=com.docker.compose.project={project}", "--filter", f"label={VARIABLES}")
+        kept = docker("ps", "-a", *mine, "--format", f'{{{{.Label "{VARIABLES}"}}}}').splitlines()
+        if not kept or not kept[0]:
+            raise ClusterError(f"there is no cluster {project} here; start one: make compose-up NODES=2")
+        variables = json.loads(kept[0])
+        return cls(project, variables, variables.get("GPUS") == "1")
 
     def command(self, *arguments: str) -> list[str]:
         """`docker compose` for this project, as words after `docker`."""
         files = ["compose.yaml", *(["gpu.yaml"] if self.gpus else [])]
         dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
         chosen = [word for name in files for word in ("-f", str(HERE / name))]
-        return ["compose", "-p", self.project, *dotenv, *chosen, *arguments]
+        colours = [] if sys.stdout.isatty() else ["--ansi", "never"]
+        return ["compose", *colours, "-p", self.project, *dotenv, *chosen, *arguments]
 
     def environment(self) -> dict[str, str]:
         """What compose.yaml is filled in with: the caller's environment, under this cluster's own."""
-        own = {"IMAGE": self.image, "RUN": self.run, "COMPOSE_PROJECT_NAME": self.project}
-        return {**os.environ, **own, **self.variables}
+        own = {"COMPOSE_PROJECT_NAME": self.project, "VARIABLES": json.dumps(self.variables)}
+        return {**os.environ, **self.variables, **own}
 
     def compose(self, *arguments: str, seconds: float = CALL_SECONDS) -> None:
         """Run `docker compose`; ClusterError with the line that tells most."""

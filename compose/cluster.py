@@ -1,0 +1,338 @@
+"""The cluster on this host: `cluster.py up|down|ps|logs|shell|scale` (make compose-up and so on).
+
+`up` returns the job's code, which `docker compose up` does not: it says 0 though a replica ended with 7.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine import ROOT, Cluster, ClusterError, Node, check_engine, docker, free_bytes_of_engine
+from network import Shape, check_shape, shape_node
+
+from tandem.cluster.ranks import job_code
+
+POLL_SECONDS = 0.5
+BUILD_NEEDS_BYTES = 20 * 10**9
+RUN_NEEDS_BYTES = 10**9
+START_SECONDS = 300.0
+STOP_SECONDS = 120.0
+NODES_LIMIT = 64
+VOLUMES = ("checkpoints", "data")
+METRICS_PORT = 9469
+
+LOOK_AT_VOLUMES = """
+import json, os, shutil
+folders = ("/checkpoints", "/data")
+print(json.dumps({
+    "free": shutil.disk_usage("/checkpoints").free,
+    "foreign": [[f, os.stat(f).st_uid] for f in folders if not os.access(f, os.W_OK)],
+}))
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one verb; 2 with one line for what cannot be."""
+    options = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        check_engine()
+        return int(VERBS[options.verb](options))
+    except ClusterError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verbs and their options; an empty option counts as not given, as make leaves such ones behind."""
+    top = argparse.ArgumentParser(prog="cluster.py", description=(__doc__ or "").splitlines()[0])
+    verbs = top.add_subparsers(dest="verb", required=True)
+    for verb in VERBS:
+        each = verbs.add_parser(verb)
+        each.add_argument("--project", default="tandem", help="name of the Compose project")
+        if verb in ("up", "scale"):
+            each.add_argument("--nodes", default="2")
+        if verb == "up":
+            for name in ("task", "epochs", "run", "rate", "latency", "loss", "gpus", "args", "metrics-port"):
+                each.add_argument(f"--{name}", default="")
+            each.add_argument("--image", default="", help="an image that is there; none: make image first")
+        if verb == "down":
+            each.add_argument("--volumes", default="", help="1 removes the volumes as well")
+        if verb == "shell":
+            each.add_argument("--node", default="1")
+    return top
+
+
+def up(options: argparse.Namespace) -> int:
+    """Build if needed, start, follow, and return the job's code."""
+    nodes = checked_nodes(options.nodes)
+    shape = Shape(options.rate, options.latency, options.loss)
+    shape.check()
+    port = checked_port(options.metrics_port or str(METRICS_PORT))
+    cluster = Cluster(options.project, variables_of(options, nodes, port), options.gpus == "1")
+    unfinished = [node for node in cluster.nodes() if node.is_unfinished]
+    if unfinished:
+        raise ClusterError(
+            f"cluster {cluster.project} is running ({len(unfinished)} nodes); stop it first: make compose-down"
+        )
+    remove_metrics(cluster)
+    check_free(port)
+    if not options.image:
+        build(cluster)
+    check_shape(cluster, shape)
+    check_volumes(cluster)
+    print(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{f' ({shape})' if shape else ''}")
+    print(f"metrics      http://localhost:{port}/metrics")
+    print(f"checkpoints  {cluster.run_dir}/checkpoints in volume {cluster.project}_checkpoints", flush=True)
+    start(cluster)
+    codes = follow(cluster, shape)
+    remove_metrics(cluster)
+    code = job_code(codes)
+    print(ending(cluster, code, codes), flush=True)
+    return code
+
+
+def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str, str]:
+    """What compose.yaml reads, from the options and the caller's own TANDEM_* variables."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
+    task = options.task or given.get("TANDEM_TASK", "digits")
+    variables = {
+        **given,
+        "NODES": str(nodes),
+        "IMAGE": options.image or "tandem:cuda",
+        "METRICS_PORT": str(port),
+        "TANDEM_TASK": task,
+        "RUN": options.run or re.sub(r"[^A-Za-z0-9_.-]+", "-", task.rpartition(":")[2] or task),
+        "GPUS": options.gpus,
+        "COMMAND": shlex.join(["launch", *shlex.split(options.args)]),
+    }
+    # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
+    variables.setdefault("TANDEM_THREADS", str(max(1, (os.cpu_count() or 1) // nodes)))
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", variables["RUN"]):
+        raise ClusterError(f"RUN={variables['RUN']} is not a name; give letters, digits, dots and dashes")
+    if options.epochs:
+        variables["TANDEM_EPOCHS"] = options.epochs
+    path, colon, name = task.partition(":")
+    if colon and path.endswith(".py"):
+        file = Path(path).resolve()
+        if not file.is_file():
+            raise ClusterError(f"TASK={task}: there is no file {path}; give FILE.py:Class or digits")
+        variables |= {"TASKS": str(file.parent), "TANDEM_TASK": f"/tasks/{file.name}:{name}"}
+    return variables
+
+
+def checked_nodes(text: str) -> int:
+    """A number of nodes. Raises ClusterError."""
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", text) or int(text) > NODES_LIMIT:
+        raise ClusterError(
+            f"NODES={text} is not a number of nodes; valid is 1 to {NODES_LIMIT}: make compose-up NODES=2"
+        )
+    return int(text)
+
+
+def checked_port(text: str) -> int:
+    """A port number. Raises ClusterError."""
+    if not re.fullmatch(r"[1-9][0-9]{0,4}", text) or int(text) > 65535:
+        raise ClusterError(f"METRICS_PORT={text} is not a port; valid is 1 to 65535")
+    return int(text)
+
+
+def check_free(port: int) -> None:
+    """Nobody listens on the metrics port. Raises ClusterError."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ClusterError(
+                f"port {port} of this host is taken ({error.strerror}); choose another: "
+                f"make compose-up METRICS_PORT={port + 1}"
+            ) from None
+
+
+def build(cluster: Cluster) -> None:
+    """`make image`: seconds when nothing changed. Raises ClusterError."""
+    free = free_bytes_of_engine()
+    there = docker("image", "inspect", "--format", "{{.Id}}", cluster.image, check=False).strip()
+    if not there and free is not None and free < BUILD_NEEDS_BYTES:
+        raise ClusterError(
+            f"only {free / 1e9:.1f} GB are free where the engine keeps images, a build needs "
+            f"{BUILD_NEEDS_BYTES / 1e9:.0f}; make room: docker system prune"
+        )
+    if not there:
+        print(f"image        {cluster.image} is not there: building it, which takes minutes", flush=True)
+    built = subprocess.run(
+        ["make", "--silent", "-C", str(ROOT), "image"], capture_output=True, text=True, env=_without_make()
+    )
+    if built.returncode:
+        lines = built.stderr.strip().splitlines() or ["no output"]
+        print("\n".join(lines[-20:]), file=sys.stderr)
+        raise ClusterError("the image cannot be built (see above); try: make image")
+
+
+def _without_make() -> dict[str, str]:
+    """This environment without what an outer make adds: its flags and overrides are not for `make image`."""
+    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+
+
+def check_volumes(cluster: Cluster) -> None:
+    """The volumes are ours to write, and not full. Raises ClusterError."""
+    mounts = [word for name in VOLUMES for word in ("-v", f"{cluster.project}_{name}:/{name}")]
+    labels = ["--label", "com.docker.compose.project=" + cluster.project]
+    for name in VOLUMES:  # as compose would make them, or it warns that they are not its own
+        own = [*labels, "--label", f"com.docker.compose.volume={name}"]
+        docker("volume", "create", *own, f"{cluster.project}_{name}")
+    looked = json.loads(
+        docker("run", "--rm", "-i", "--network", "none", *mounts, "--entrypoint", "python3", cluster.image,
+               "-", text=LOOK_AT_VOLUMES)
+    )  # fmt: skip
+    for folder, owner in looked["foreign"]:
+        volume = f"{cluster.project}_{folder.strip('/')}"
+        raise ClusterError(
+            f"volume {volume} belongs to user {owner}, and tandem is user 10001; hand it over: docker run --rm "
+            f"-u 0 -v {volume}:/v --entrypoint chown {cluster.image} -R 10001:10001 /v"
+        )
+    if looked["free"] < RUN_NEEDS_BYTES:
+        raise ClusterError(
+            f"only {looked['free'] / 1e9:.1f} GB are free for checkpoints, {RUN_NEEDS_BYTES / 1e9:.0f} are "
+            "needed; make room: docker system prune"
+        )
+
+
+def start(cluster: Cluster) -> None:
+    """Start every container anew, in the background."""
+    cluster.compose("up", "--detach", "--force-recreate", "--remove-orphans", seconds=START_SECONDS)
+
+
+def follow(cluster: Cluster, shape: Shape) -> list[int]:
+    """Show the logs until no node runs or is about to run again; the nodes' codes. Ctrl-C stops the nodes."""
+    logs = subprocess.Popen(
+        ["docker", *cluster.command("logs", "--follow", "node")],
+        env=cluster.environment(),
+        start_new_session=True,
+    )
+    try:
+        return wait(cluster, shape)
+    except KeyboardInterrupt:
+        print("\nstopping: every node saves and ends; a second Ctrl-C kills them", flush=True)
+        return stop(cluster)
+    finally:
+        try:
+            logs.wait(3)
+        except subprocess.TimeoutExpired:
+            logs.terminate()
+            logs.wait()
+
+
+def wait(cluster: Cluster, shape: Shape) -> list[int]:
+    """Wait until the job is over. A node that starts again has a new network: it is shaped again."""
+    shaped: dict[str, str] = {}
+    while True:
+        nodes = cluster.nodes()
+        if not any(node.is_unfinished for node in nodes):
+            return [node.exit_code for node in nodes]
+        for node in nodes:
+            if shape and node.status == "running" and shaped.get(node.name) != node.started_at:
+                shape_node(cluster, node, shape)
+                shaped[node.name] = node.started_at
+        time.sleep(POLL_SECONDS)
+
+
+def stop(cluster: Cluster) -> list[int]:
+    """SIGTERM to every node, SIGKILL after the grace period or a second Ctrl-C; their codes."""
+    try:
+        cluster.compose("stop", "node", seconds=STOP_SECONDS)
+    except KeyboardInterrupt:
+        cluster.compose("kill", "node")
+    return [node.exit_code for node in cluster.nodes()]
+
+
+def remove_metrics(cluster: Cluster) -> None:
+    """The forwarder has nothing to forward to any more."""
+    found = docker(
+        "ps", "-aq", "--filter", f"label=com.docker.compose.project={cluster.project}",
+        "--filter", "label=com.docker.compose.service=metrics",
+    ).split()  # fmt: skip
+    if found:
+        docker("rm", "--force", *found)
+
+
+def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
+    """How the job ended, in one line."""
+    nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes, 1))
+    summary = cluster.summary()
+    if summary is None:
+        return f"ended with {code} ({nodes}); no summary was written, the logs say why: make compose-logs"
+    scores = summary.get("eval")
+    said = [f"{name} {value:.4f}" for name, value in scores.items()] if isinstance(scores, dict) else []
+    said += [f"{summary['samples_per_second']:,.0f} samples/s"] if summary.get("samples_per_second") else []
+    said += [f"{summary['restarts']} restarts"] if summary.get("restarts") else []
+    said += [f"weights {str(summary['weights_sha256'])[:12]}"] if summary.get("weights_sha256") else []
+    if summary.get("reason"):
+        said.append(str(summary["reason"]))
+    return f"ended with {code} ({nodes}): {summary['state']} at step {summary['global_step']}; {', '.join(said)}"
+
+
+def down(options: argparse.Namespace) -> int:
+    """Remove containers and network; the volumes stay unless asked for."""
+    cluster = Cluster(options.project, {})
+    everything = ["--volumes"] if options.volumes == "1" else []
+    cluster.compose("down", "--remove-orphans", *everything, seconds=STOP_SECONDS)
+    kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
+    print(f"cluster {options.project} is down; volumes {kept}")
+    return 0
+
+
+def ps(options: argparse.Namespace) -> int:
+    """The nodes, one line each."""
+    nodes = Cluster(options.project, {}).nodes()
+    for node in nodes:
+        ended = "" if node.is_unfinished else f" with {node.exit_code}"
+        print(f"node {node.index}  {node.name}  {node.status}{ended}, started {node.starts} times")
+    if not nodes:
+        print(f"no nodes in {options.project}; start some: make compose-up NODES=2")
+    return 0
+
+
+def logs(options: argparse.Namespace) -> int:
+    """The logs so far, and on while nodes run."""
+    cluster = Cluster.found(options.project)
+    return subprocess.call(
+        ["docker", *cluster.command("logs", "--follow", "node")], env=cluster.environment()
+    )
+
+
+def shell(options: argparse.Namespace) -> int:
+    """A shell in a running node."""
+    node = Cluster(options.project, {}).node(checked_nodes(options.node))
+    if node.status != "running":
+        raise ClusterError(f"node {node.index} is {node.status}; a shell needs a running one: make compose-ps")
+    return subprocess.call(["docker", "exec", "-it", node.identity, "bash"])
+
+
+def scale(options: argparse.Namespace) -> int:
+    """Stop all nodes after a checkpoint and start as many as asked for, which go on from it."""
+    found = Cluster.found(options.project)
+    nodes, before = checked_nodes(options.nodes), len(found.nodes())
+    stop(found)
+    cluster = Cluster(found.project, {**found.variables, "NODES": str(nodes)}, found.gpus)
+    start(cluster)
+    print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; follow them: make compose-logs")
+    return 0
+
+
+VERBS = {"up": up, "down": down, "ps": ps, "logs": logs, "shell": shell, "scale": scale}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
