@@ -1,9 +1,11 @@
+#!/usr/bin/env python3
 """The cluster on this host: `cluster.py up|down|ps|logs|shell|scale` (make compose-up and so on).
 
 `up` returns the job's code, which `docker compose up` does not: it says 0 though a replica ended with 7.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -12,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +29,7 @@ BUILD_NEEDS_BYTES = 20 * 10**9
 RUN_NEEDS_BYTES = 10**9
 START_SECONDS = 300.0
 STOP_SECONDS = 120.0
+LAST_LINES_SECONDS = 3.0
 NODES_LIMIT = 64
 VOLUMES = ("checkpoints", "data")
 METRICS_PORT = 9469
@@ -217,22 +221,30 @@ def start(cluster: Cluster) -> None:
 
 def follow(cluster: Cluster, shape: Shape) -> list[int]:
     """Show the logs until no node runs or is about to run again; the nodes' codes. Ctrl-C stops the nodes."""
-    logs = subprocess.Popen(
+    with subprocess.Popen(
         ["docker", *cluster.command("logs", "--follow", "node")],
         env=cluster.environment(),
+        stdout=subprocess.PIPE,
         start_new_session=True,
-    )
-    try:
-        return wait(cluster, shape)
-    except KeyboardInterrupt:
-        print("\nstopping: every node saves and ends; a second Ctrl-C kills them", flush=True)
-        return stop(cluster)
-    finally:
+    ) as logs:
+        threading.Thread(target=show, args=[logs], daemon=True).start()
         try:
-            logs.wait(3)
-        except subprocess.TimeoutExpired:
+            return wait(cluster, shape)
+        except KeyboardInterrupt:
+            print("\nstopping: every node saves and ends; a second Ctrl-C kills them", flush=True)
+            return stop(cluster)
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                logs.wait(LAST_LINES_SECONDS)
             logs.terminate()
-            logs.wait()
+
+
+def show(logs: subprocess.Popen[bytes]) -> None:
+    """Compose's lines, without the "erase this line" that 2.26 puts before each, terminal or not."""
+    assert logs.stdout is not None
+    for line in logs.stdout:
+        sys.stdout.buffer.write(line.replace(b"\x1b[2K", b""))
+        sys.stdout.buffer.flush()
 
 
 def wait(cluster: Cluster, shape: Shape) -> list[int]:
@@ -308,9 +320,10 @@ def ps(options: argparse.Namespace) -> int:
 def logs(options: argparse.Namespace) -> int:
     """The logs so far, and on while nodes run."""
     cluster = Cluster.found(options.project)
-    return subprocess.call(
-        ["docker", *cluster.command("logs", "--follow", "node")], env=cluster.environment()
-    )
+    follow_command = ["docker", *cluster.command("logs", "--follow", "node")]
+    with subprocess.Popen(follow_command, env=cluster.environment(), stdout=subprocess.PIPE) as following:
+        show(following)
+    return following.returncode
 
 
 def shell(options: argparse.Namespace) -> int:

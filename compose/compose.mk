@@ -8,7 +8,7 @@ NODE ?=
 FAULT ?=
 VOLUMES ?=
 METRICS_PORT ?=
-CLUSTER := PYTHONPATH=src:compose $(PYTHON) compose/cluster.py
+CLUSTER := $(PYTHON) compose/cluster.py
 # A run's name in the checkpoint volume; RUN is a directory of this host elsewhere, so only a given one counts.
 COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(RUN)))
 
@@ -35,4 +35,4 @@ compose-scale: ## go on with NODES nodes
 	@$(CLUSTER) scale --project $(PROJECT) --nodes '$(NODES)'
 
 chaos: ## break the running cluster: FAULT=kill-rank, ..., all (NODE=2)
-	@PYTHONPATH=src:compose $(PYTHON) compose/chaos.py '$(FAULT)' --project $(PROJECT) --node '$(NODE)'
+	@$(PYTHON) compose/chaos.py '$(FAULT)' --project $(PROJECT) --node '$(NODE)'

@@ -18,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 VARIABLES = "tandem.variables"  # the label that keeps them, for scale and chaos
+sys.path.insert(0, str(ROOT / "src"))  # the rules of exit codes are tandem's own; nothing is installed here
 OLDEST_COMPOSE = (2, 20)  # `deploy.replicas` from a variable, nested defaults
 UNFINISHED = ("created", "running", "restarting", "paused")
 CALL_SECONDS = 120.0
@@ -121,7 +122,7 @@ class Cluster:
         files = ["compose.yaml", *(["gpu.yaml"] if self.gpus else [])]
         dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
         chosen = [word for name in files for word in ("-f", str(HERE / name))]
-        colours = [] if sys.stdout.isatty() else ["--ansi", "never"]
+        colours = ["--ansi", "always" if sys.stdout.isatty() else "never"]
         return ["compose", *colours, "-p", self.project, *dotenv, *chosen, *arguments]
 
     def environment(self) -> dict[str, str]:
