@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from cluster import remove_metrics, start, wait
 from engine import HERE, Cluster, ClusterError, check_engine, docker
-from faults import FAULTS, POLL_SECONDS, Scene
 from network import Shape
 
+from faults import FAULTS, POLL_SECONDS, Scene
 from tandem.cluster.ranks import job_code
 
 READY_SECONDS = 180.0
@@ -32,7 +32,7 @@ OWN_RUN = {
     "TASKS": str(HERE),
     "TANDEM_TASK": "/tasks/slow_digits.py:SlowDigits",
     "COMMAND": "launch --steps 300 --checkpoint-every 20 --eval-every 300 --checkpoint-failures-allowed 20 "
-    "--threads 1 --hang-timeout 5 --metrics-linger 0",
+    "--threads 1 --hang-timeout 10 --metrics-linger 0",
 }
 
 
@@ -53,8 +53,8 @@ class Row:
     steps_lost: int
 
     def __str__(self) -> str:
-        lost = f"{self.steps_lost} steps lost"
-        return f"{self.fault}: {self.done}; {self.happened}; training again after {self.seconds:.1f} s, {lost}"
+        cost = f"training again after {self.seconds:.1f} s, {self.steps_lost} steps lost"
+        return f"{self.fault}: {self.done}; {self.happened}; {cost}"
 
 
 def live_step(cluster: Cluster) -> int | None:
@@ -80,16 +80,16 @@ def until(cluster: Cluster, condition: Callable[[], bool], what: str, seconds: f
         time.sleep(POLL_SECONDS)
 
 
+def is_between_checkpoints(cluster: Cluster) -> bool:
+    """Training runs, and has something to lose and something to go on from."""
+    saved = [int(str(event["step"])) for event in cluster.events() if event["kind"] == "checkpoint"]
+    return bool(saved) and (live_step(cluster) or 0) > saved[-1]
+
+
 def break_it(cluster: Cluster, name: str, index: int) -> Row:
     """Put the fault into the running cluster and wait for its documented outcome. Raises ClusterError."""
     fault = FAULTS[name]
-    until(
-        cluster,
-        lambda: any(event["kind"] == "checkpoint" for event in cluster.events())
-        and live_step(cluster) is not None,
-        "a first checkpoint",
-        READY_SECONDS,
-    )
+    until(cluster, lambda: is_between_checkpoints(cluster), "step after a checkpoint", READY_SECONDS)
     node = cluster.node(1 if fault.on_first else index)
     scene = Scene(cluster, node, live_step(cluster) or 0, len(cluster.events()), node.starts)
     began = time.monotonic()
@@ -145,7 +145,7 @@ def table(project: str, image: str, index: int) -> int:
                 print(f"{row}; weights {'as undisturbed' if same else 'DIFFER'}", flush=True)
                 rows.append((row, "yes" if same else "NO"))
                 failed += not same
-            except OutcomeError as error:
+            except ClusterError as error:
                 print(f"{name}: FAILED: {error}", flush=True)
                 failed += 1
     finally:
@@ -161,7 +161,7 @@ def table(project: str, image: str, index: int) -> int:
 def main(arguments: Sequence[str]) -> int:
     """One fault, or all; 2 with one line for what cannot be, 1 when the outcome did not come."""
     parser = argparse.ArgumentParser(prog="chaos.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("fault")
+    parser.add_argument("fault", help=f"{', '.join(FAULTS)} or all")
     parser.add_argument("--project", default="")
     parser.add_argument("--node", default="")
     parser.add_argument("--image", default="tandem:cuda")
@@ -170,7 +170,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.fault not in (*FAULTS, "all"):
             raise ClusterError(
-                f"FAULT={options.fault} is not known; valid are {', '.join(FAULTS)} and all: make chaos FAULT=kill-rank"
+                f"FAULT={options.fault} is not known; valid are {', '.join(FAULTS)} and all: "
+                "make chaos FAULT=kill-rank"
             )
         if options.node and not options.node.isdigit():
             raise ClusterError(f"NODE={options.node} is not a node; nodes count from 1: make compose-ps")

@@ -6,12 +6,10 @@
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,30 +17,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine import ROOT, Cluster, ClusterError, Node, check_engine, docker, free_bytes_of_engine
+from engine import ROOT, Cluster, ClusterError, check_engine, docker, free_bytes_of_engine
 from network import Shape, check_shape, shape_node
+from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
 
 from tandem.cluster.ranks import job_code
 
 POLL_SECONDS = 0.5
-BUILD_NEEDS_BYTES = 20 * 10**9
-RUN_NEEDS_BYTES = 10**9
 START_SECONDS = 300.0
 STOP_SECONDS = 120.0
 LAST_LINES_SECONDS = 3.0
-NODES_LIMIT = 64
-VOLUMES = ("checkpoints", "data")
 METRICS_PORT = 9469
-
-LOOK_AT_VOLUMES = """
-import json, os, shutil
-folders = ("/checkpoints", "/data")
-print(json.dumps({
-    "free": shutil.disk_usage("/checkpoints").free,
-    "foreign": [[f, os.stat(f).st_uid] for f in folders if not os.access(f, os.W_OK)],
-}))
-"""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run one verb; 2 with one line for what cannot be."""
@@ -88,7 +73,8 @@ def up(options: argparse.Namespace) -> int:
     unfinished = [node for node in cluster.nodes() if node.is_unfinished]
     if unfinished:
         raise ClusterError(
-            f"cluster {cluster.project} is running ({len(unfinished)} nodes); stop it first: make compose-down"
+            f"cluster {cluster.project} is running ({len(unfinished)} nodes); "
+            "stop it first: make compose-down"
         )
     remove_metrics(cluster)
     check_free(port)
@@ -96,7 +82,8 @@ def up(options: argparse.Namespace) -> int:
         build(cluster)
     check_shape(cluster, shape)
     check_volumes(cluster)
-    print(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{f' ({shape})' if shape else ''}")
+    shaped = f", {shape}" if shape else ""
+    print(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{shaped}")
     print(f"metrics      http://localhost:{port}/metrics")
     print(f"checkpoints  {cluster.run_dir}/checkpoints in volume {cluster.project}_checkpoints", flush=True)
     start(cluster)
@@ -136,45 +123,10 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
     return variables
 
 
-def checked_nodes(text: str) -> int:
-    """A number of nodes. Raises ClusterError."""
-    if not re.fullmatch(r"[1-9][0-9]{0,3}", text) or int(text) > NODES_LIMIT:
-        raise ClusterError(
-            f"NODES={text} is not a number of nodes; valid is 1 to {NODES_LIMIT}: make compose-up NODES=2"
-        )
-    return int(text)
-
-
-def checked_port(text: str) -> int:
-    """A port number. Raises ClusterError."""
-    if not re.fullmatch(r"[1-9][0-9]{0,4}", text) or int(text) > 65535:
-        raise ClusterError(f"METRICS_PORT={text} is not a port; valid is 1 to 65535")
-    return int(text)
-
-
-def check_free(port: int) -> None:
-    """Nobody listens on the metrics port. Raises ClusterError."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ClusterError(
-                f"port {port} of this host is taken ({error.strerror}); choose another: "
-                f"make compose-up METRICS_PORT={port + 1}"
-            ) from None
-
-
 def build(cluster: Cluster) -> None:
     """`make image`: seconds when nothing changed. Raises ClusterError."""
-    free = free_bytes_of_engine()
-    there = docker("image", "inspect", "--format", "{{.Id}}", cluster.image, check=False).strip()
-    if not there and free is not None and free < BUILD_NEEDS_BYTES:
-        raise ClusterError(
-            f"only {free / 1e9:.1f} GB are free where the engine keeps images, a build needs "
-            f"{BUILD_NEEDS_BYTES / 1e9:.0f}; make room: docker system prune"
-        )
-    if not there:
+    if not docker("image", "inspect", "--format", "{{.Id}}", cluster.image, check=False).strip():
+        check_room_for_a_build(free_bytes_of_engine())
         print(f"image        {cluster.image} is not there: building it, which takes minutes", flush=True)
     built = subprocess.run(
         ["make", "--silent", "-C", str(ROOT), "image"], capture_output=True, text=True, env=_without_make()
@@ -188,30 +140,6 @@ def build(cluster: Cluster) -> None:
 def _without_make() -> dict[str, str]:
     """This environment without what an outer make adds: its flags and overrides are not for `make image`."""
     return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
-
-
-def check_volumes(cluster: Cluster) -> None:
-    """The volumes are ours to write, and not full. Raises ClusterError."""
-    mounts = [word for name in VOLUMES for word in ("-v", f"{cluster.project}_{name}:/{name}")]
-    labels = ["--label", "com.docker.compose.project=" + cluster.project]
-    for name in VOLUMES:  # as compose would make them, or it warns that they are not its own
-        own = [*labels, "--label", f"com.docker.compose.volume={name}"]
-        docker("volume", "create", *own, f"{cluster.project}_{name}")
-    looked = json.loads(
-        docker("run", "--rm", "-i", "--network", "none", *mounts, "--entrypoint", "python3", cluster.image,
-               "-", text=LOOK_AT_VOLUMES)
-    )  # fmt: skip
-    for folder, owner in looked["foreign"]:
-        volume = f"{cluster.project}_{folder.strip('/')}"
-        raise ClusterError(
-            f"volume {volume} belongs to user {owner}, and tandem is user 10001; hand it over: docker run --rm "
-            f"-u 0 -v {volume}:/v --entrypoint chown {cluster.image} -R 10001:10001 /v"
-        )
-    if looked["free"] < RUN_NEEDS_BYTES:
-        raise ClusterError(
-            f"only {looked['free'] / 1e9:.1f} GB are free for checkpoints, {RUN_NEEDS_BYTES / 1e9:.0f} are "
-            "needed; make room: docker system prune"
-        )
 
 
 def start(cluster: Cluster) -> None:
@@ -293,7 +221,8 @@ def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
     said += [f"weights {str(summary['weights_sha256'])[:12]}"] if summary.get("weights_sha256") else []
     if summary.get("reason"):
         said.append(str(summary["reason"]))
-    return f"ended with {code} ({nodes}): {summary['state']} at step {summary['global_step']}; {', '.join(said)}"
+    where = f"{summary['state']} at step {summary['global_step']}"
+    return f"ended with {code} ({nodes}): {'; '.join([where, ', '.join(said)]) if said else where}"
 
 
 def down(options: argparse.Namespace) -> int:
@@ -330,7 +259,9 @@ def shell(options: argparse.Namespace) -> int:
     """A shell in a running node."""
     node = Cluster(options.project, {}).node(checked_nodes(options.node))
     if node.status != "running":
-        raise ClusterError(f"node {node.index} is {node.status}; a shell needs a running one: make compose-ps")
+        raise ClusterError(
+            f"node {node.index} is {node.status}; a shell needs one that runs: make compose-ps"
+        )
     return subprocess.call(["docker", "exec", "-it", node.identity, "bash"])
 
 
@@ -341,7 +272,7 @@ def scale(options: argparse.Namespace) -> int:
     stop(found)
     cluster = Cluster(found.project, {**found.variables, "NODES": str(nodes)}, found.gpus)
     start(cluster)
-    print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; follow them: make compose-logs")
+    print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")
     return 0
 
 

@@ -42,6 +42,7 @@ class Node:
     pid: int
     starts: int
     started_at: str
+    gateway: str
 
     @property
     def is_unfinished(self) -> bool:
@@ -49,7 +50,9 @@ class Node:
         return self.status in UNFINISHED
 
 
-def docker(*arguments: str, check: bool = True, seconds: float = CALL_SECONDS, text: str | None = None) -> str:
+def docker(
+    *arguments: str, check: bool = True, seconds: float = CALL_SECONDS, text: str | None = None
+) -> str:
     """Output of a docker command. Raises ClusterError with its last line when it fails (and `check`)."""
     try:
         ended = subprocess.run(
@@ -60,9 +63,14 @@ def docker(*arguments: str, check: bool = True, seconds: float = CALL_SECONDS, t
     except subprocess.TimeoutExpired:
         raise ClusterError(f"`docker {' '.join(arguments[:3])}` took longer than {seconds:.0f} s") from None
     if ended.returncode and check:
-        lines = (ended.stderr or ended.stdout).strip().splitlines() or ["no output"]
-        raise ClusterError(f"`docker {' '.join(arguments[:3])}` failed: {lines[-1]}")
+        raise ClusterError(f"`docker {' '.join(arguments[:3])}` failed: {telling(ended)}")
     return ended.stdout
+
+
+def telling(ended: subprocess.CompletedProcess[str]) -> str:
+    """The line of a failed command's output that says most."""
+    lines = (ended.stderr or ended.stdout).strip().splitlines() or ["no output"]
+    return next((line.strip() for line in lines if "error" in line.lower()), lines[-1].strip())
 
 
 def check_engine() -> None:
@@ -72,7 +80,8 @@ def check_engine() -> None:
     except ClusterError as error:
         if "permission denied" in str(error).lower():
             raise ClusterError(
-                "the container engine refuses you; join its group and log in again: sudo usermod -aG docker $USER"
+                "the container engine refuses you; join its group and log in again: "
+                "sudo usermod -aG docker $USER"
             ) from None
         if "not installed" in str(error):
             raise
@@ -140,9 +149,7 @@ class Cluster:
             env=self.environment(),
         )
         if ended.returncode:
-            lines = (ended.stderr or ended.stdout).strip().splitlines() or ["no output"]
-            telling = [line for line in lines if "rror" in line] or lines
-            raise ClusterError(f"docker compose {arguments[0]} failed: {telling[-1].strip()}")
+            raise ClusterError(f"docker compose {arguments[0]} failed: {telling(ended)}")
 
     def nodes(self) -> list[Node]:
         """The replicas there are, in order of their index."""
@@ -196,9 +203,8 @@ class Cluster:
 
 
 def _node(described: Mapping[str, object]) -> Node:
-    state = described["State"]
-    config = described["Config"]
-    assert isinstance(state, dict) and isinstance(config, dict)
+    state, config, network = described["State"], described["Config"], described["NetworkSettings"]
+    assert isinstance(state, dict) and isinstance(config, dict) and isinstance(network, dict)
     return Node(
         index=int(config["Labels"]["com.docker.compose.container-number"]),
         name=str(described["Name"]).lstrip("/"),
@@ -208,6 +214,7 @@ def _node(described: Mapping[str, object]) -> Node:
         pid=int(state["Pid"]),
         starts=int(str(described["RestartCount"])) + 1,
         started_at=str(state["StartedAt"]),
+        gateway=next((str(each["Gateway"]) for each in network["Networks"].values()), ""),
     )
 
 

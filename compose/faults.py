@@ -12,7 +12,7 @@ from engine import Cluster, ClusterError, Node, docker
 from network import cut, mend
 
 PAUSE_SECONDS = 6.0
-PARTITION_SECONDS = 12.0
+PARTITION_SECONDS = 15.0
 SLOW_SECONDS = 8.0
 SLOW_CPUS = 0.1
 FULL_BYTES = 16 * 1024
@@ -105,8 +105,7 @@ def _kill_rank(scene: Scene) -> str:
 
 def _kill_node(scene: Scene) -> str:
     """From the host's own view of processes: `docker kill` would suspend the restart policy."""
-    options = ["--privileged", "--pid=host"]
-    scene.cluster.helper("sh", "-c", f"kill -9 {scene.node.pid}", options=options)
+    scene.cluster.helper("sh", "-c", f"kill -9 {scene.node.pid}", options=["--pid=host"])
     return f"killed process 1 of node {scene.node.index}"
 
 
@@ -142,8 +141,8 @@ def _slow(scene: Scene) -> str:
 def _disk_full(scene: Scene) -> str:
     """A full file system in the place of the checkpoints, in node 1's view alone, until a save has failed."""
     folder = f"{scene.cluster.run_dir}/checkpoints"
-    options = ["--privileged", "--pid=host"]
-    enter = f"nsenter --target {scene.node.pid} --mount -- "
+    options = ["--pid=host", "--cap-add", "SYS_ADMIN", "--cap-add", "SYS_PTRACE"]
+    enter = f"nsenter --target {scene.node.pid} --mount --pid -- "
     full = f"mount -t tmpfs -o size={FULL_BYTES},mode=0777 full {folder}"
     scene.cluster.helper("sh", "-c", enter + full, options=options)
     try:
@@ -176,7 +175,7 @@ def _stop(scene: Scene) -> str:
     scene.step = scene.note
     scene.cluster.compose("start", "node")
     if set(codes) != {143}:
-        raise ClusterError(f"the nodes ended with {codes} after a stop, and 143 is right; see make compose-logs")
+        raise ClusterError(f"the nodes ended with {codes} after a stop, and 143 is right: make compose-logs")
     return f"stopped all nodes ({', '.join(map(str, codes))}) and started them"
 
 

@@ -64,8 +64,8 @@ def check_shape(cluster: Cluster, shape: Shape) -> None:
     if (shape.latency or shape.loss) and not has_netem(cluster):
         asked = f"{'LATENCY' if shape.latency else 'LOSS'}={shape.latency or shape.loss}"
         raise ClusterError(
-            f"{asked} needs the kernel's netem, which this kernel has not; load it (sudo modprobe sch_netem), "
-            "or leave LATENCY and LOSS out: RATE works without it"
+            f"{asked} needs the kernel's netem, which this kernel has not; load it: sudo modprobe sch_netem; "
+            "or leave LATENCY and LOSS out, RATE works without"
         )
 
 
@@ -82,10 +82,8 @@ def cut(cluster: Cluster, node: Node) -> None:
 
 def mend(cluster: Cluster, node: Node) -> None:
     """Bring the link up again, with the default route that went with it."""
-    gateway = "$(ip -o -4 addr show dev %s | awk '{print $4}' | sed -E 's/[0-9]+\\/.*/1/')" % DEVICE
-    in_namespace(
-        cluster, node, f"ip link set {DEVICE} up && ip route replace default via {gateway} dev {DEVICE}"
-    )
+    route = f"ip route replace default via {node.gateway} dev {DEVICE}" if node.gateway else "true"
+    in_namespace(cluster, node, f"ip link set {DEVICE} up && {route}")
 
 
 def in_namespace(cluster: Cluster, node: Node, command: str, check: bool = True) -> None:

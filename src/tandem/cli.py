@@ -33,6 +33,7 @@ HELP = """tandem: multi-node PyTorch training that survives, and tells you what 
   tandem train [settings]                train as the rank that the environment says (torchrun, or alone)
   tandem checkpoints ls|verify|prune DIR look after the checkpoints of a run
   tandem config [--explain] [settings]   every setting, its value and where it comes from
+  tandem doctor [settings]               versions, memory, GPUs, the place in the cluster
   tandem health                          is the run making progress? (for probes)
   tandem --version
 
@@ -219,6 +220,15 @@ def config(arguments: Arguments, environ: Environment) -> int:
     return FINISHED
 
 
+def doctor(arguments: Arguments, environ: Environment) -> int:
+    """Versions and what this place offers; always 0 once the settings are valid."""
+    from tandem.config import load
+    from tandem.doctor import report
+
+    print(report(load(arguments, environ).settings, environ))
+    return FINISHED
+
+
 def health(arguments: Arguments, environ: Environment) -> int:
     """Standard library only: the verdict on the heartbeat file."""
     from tandem.observe.health import main as health_main
@@ -234,5 +244,6 @@ VERBS: dict[str, Callable[[Arguments, Environment], int]] = {
     "train": train,
     "checkpoints": checkpoints,
     "config": config,
+    "doctor": doctor,
     "health": health,
 }
