@@ -81,15 +81,15 @@ def until(cluster: Cluster, condition: Callable[[], bool], what: str, seconds: f
 
 
 def is_between_checkpoints(cluster: Cluster) -> bool:
-    """Training runs, and has something to lose and something to go on from."""
+    """Training runs, has steps to lose, and two checkpoints to go on from (one may be damaged)."""
     saved = [int(str(event["step"])) for event in cluster.events() if event["kind"] == "checkpoint"]
-    return bool(saved) and (live_step(cluster) or 0) > saved[-1]
+    return len(saved) > 1 and (live_step(cluster) or 0) > saved[-1]
 
 
 def break_it(cluster: Cluster, name: str, index: int) -> Row:
     """Put the fault into the running cluster and wait for its documented outcome. Raises ClusterError."""
     fault = FAULTS[name]
-    until(cluster, lambda: is_between_checkpoints(cluster), "step after a checkpoint", READY_SECONDS)
+    until(cluster, lambda: is_between_checkpoints(cluster), "step after two checkpoints", READY_SECONDS)
     node = cluster.node(1 if fault.on_first else index)
     scene = Scene(cluster, node, live_step(cluster) or 0, len(cluster.events()), node.starts)
     began = time.monotonic()

@@ -184,8 +184,13 @@ def wait(cluster: Cluster, shape: Shape) -> list[int]:
             return [node.exit_code for node in nodes]
         for node in nodes:
             if shape and node.status == "running" and shaped.get(node.name) != node.started_at:
-                shape_node(cluster, node, shape)
-                shaped[node.name] = node.started_at
+                try:
+                    shape_node(cluster, node, shape)
+                    shaped[node.name] = node.started_at
+                except ClusterError:
+                    now = cluster.node(node.index)
+                    if now.status == "running" and now.started_at == node.started_at:
+                        raise
         time.sleep(POLL_SECONDS)
 
 
