@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from cluster import remove_metrics, start, wait
 from engine import HERE, Cluster, ClusterError, check_engine, docker
-from network import Shape
-
 from faults import FAULTS, POLL_SECONDS, Scene
+from network import Shape
 from tandem.cluster.ranks import job_code
 
 READY_SECONDS = 180.0

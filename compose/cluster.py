@@ -20,7 +20,6 @@ from pathlib import Path
 from engine import ROOT, Cluster, ClusterError, check_engine, docker, free_bytes_of_engine
 from network import Shape, check_shape, shape_node
 from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
-
 from tandem.cluster.ranks import job_code
 
 POLL_SECONDS = 0.5

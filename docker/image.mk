@@ -6,6 +6,7 @@ BASE_IMAGE ?= debian:bookworm-slim
 PIP_CONF ?= $(PIP_CONFIG_FILE)
 CA_BUNDLE ?= $(PIP_CERT)
 BUILD_ARGS ?=
+CONTEXT ?= .
 comma := ,
 secret = $(if $(2),--secret id=$(1)$(comma)src=$(2))
 
@@ -15,11 +16,11 @@ docker-host: ## prepare a Debian machine for images: engine, compose, base image
 	@$(PYTHON) docker/host.py
 
 image: ## build the container image (TORCH=cuda|cpu)
-	DOCKER_BUILDKIT=1 docker build --file docker/Dockerfile --tag $(IMAGE) \
+	DOCKER_BUILDKIT=1 docker build --file $(CONTEXT)/docker/Dockerfile --tag $(IMAGE) \
 		--build-arg BASE_IMAGE=$(BASE_IMAGE) --build-arg TORCH=$(TORCH) \
 		--build-arg REVISION=$$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown) \
 		--build-arg VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
-		$(call secret,pip_conf,$(PIP_CONF)) $(call secret,ca_bundle,$(CA_BUNDLE)) $(BUILD_ARGS) .
+		$(call secret,pip_conf,$(PIP_CONF)) $(call secret,ca_bundle,$(CA_BUNDLE)) $(BUILD_ARGS) $(CONTEXT)
 
 image-size: ## the image's size, and its largest layers
 	@docker image inspect --format '{{.Size}}' $(IMAGE) | awk '{printf "$(IMAGE)  %.2f GB\n", $$1 / 1e9}'

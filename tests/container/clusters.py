@@ -1,7 +1,6 @@
 """What the container tests share: the engine's command line, and clusters that can be disturbed."""
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -85,7 +84,8 @@ class TestedCluster:
     def step(self) -> int:
         """The global step on the metrics page."""
         lines = self.page().splitlines()
-        return max((int(float(x.split()[1])) for x in lines if x.startswith("tandem_global_step ")), default=0)
+        steps = [line.split()[1] for line in lines if line.startswith("tandem_global_step ")]
+        return int(float(steps[0])) if steps else 0
 
     def until(self, condition: Callable[[], bool], process: Any, what: str, limit: float = 120) -> None:
         """Poll while `up` runs; the test fails when it ends first, or the time is over."""

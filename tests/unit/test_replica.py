@@ -68,8 +68,9 @@ def test_nothing_is_asked_where_nothing_is_open(environ: dict[str, str]) -> None
 
 @pytest.mark.parametrize("name", ["other-node-1.other_default", "demo-metrics-1.demo_default", "demo-node-x"])
 def test_a_container_that_is_no_replica(name: str) -> None:
-    with resolver(pointer(name, False)) as address, pytest.raises(ConfigError, match="is no replica") as error:
-        replica.with_index(PROJECT, address)
+    with resolver(pointer(name, False)) as address:
+        with pytest.raises(ConfigError, match="is no replica") as error:
+            replica.with_index(PROJECT, address)
     assert name in str(error.value) and "\n" not in str(error.value)
 
 

@@ -1,0 +1,43 @@
+"""Every fault of the table: its documented outcome, and the weights of an undisturbed run at the end."""
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from clusters import IMAGE
+
+import chaos
+from faults import FAULTS
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.faults]
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[str]:
+    """One project for all rows, so that the digits are drawn once."""
+    name = f"tandem-test-{uuid.uuid4().hex[:8]}"
+    yield name
+    chaos.own_cluster(name, IMAGE, "x").compose("down", "--volumes", "--remove-orphans")
+
+
+@pytest.fixture(scope="module")
+def calm(project: str) -> str:
+    """The weights of an undisturbed run."""
+    cluster = chaos.own_cluster(project, IMAGE, "calm")
+    chaos.start(cluster)
+    return chaos.finish(cluster)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_its_outcome_and_costs_no_bit(
+    image: str, project: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    expected = request.getfixturevalue("calm")  # only once it is known that there is an engine
+    cluster = chaos.own_cluster(project, IMAGE, name)
+    chaos.start(cluster)
+    row = chaos.break_it(cluster, name, 2)
+    assert str(row).startswith(f"{name}: ") and "\n" not in str(row)
+    same_ranks = {"pause", "slow-node", "disk-full"}
+    assert (not any(event["kind"] == "resumed" for event in cluster.events())) == (name in same_ranks)
+    assert chaos.finish(cluster) == expected
+    print(row)
