@@ -33,8 +33,12 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
         sys.exit(print(name.removeprefix("tandem-")))
 sys.exit("no rank runs here")
 """
-FLIP_NEWEST_AND_KILL = """
-import pathlib
+# Rank 0 is stopped first, so that no newer checkpoint comes between the flip and the end of its node.
+FLIP_NEWEST = """
+import os, pathlib, sys
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    if "tandem-rank-" in pathlib.Path(f"/proc/{pid}/comm").read_text():
+        os.kill(int(pid), 19)
 folder = max(path.parent for path in pathlib.Path(sys.argv[1]).glob("checkpoints/step-*/manifest.json"))
 file = folder / "state.pt"
 with file.open("r+b") as opened:
@@ -42,7 +46,7 @@ with file.open("r+b") as opened:
     byte = opened.read(1)[0]
     opened.seek(-1, 1)
     opened.write(bytes([byte ^ 1]))
-print(int(folder.name.removeprefix("step-")), flush=True)
+print(int(folder.name.removeprefix("step-")))
 """
 FILL_MEMORY = """
 import os, pathlib, sys
@@ -157,10 +161,9 @@ def _disk_full(scene: Scene) -> str:
 
 
 def _corrupt(scene: Scene) -> str:
-    program = FLIP_NEWEST_AND_KILL + KILL_RANK
-    said = scene.cluster.inside(scene.node, "import sys\n" + program, scene.cluster.run_dir).split()
-    scene.note = int(said[0])
-    return f"flipped a bit of checkpoint {scene.note} and killed {said[1]}"
+    """The node goes too, or its memory would give a newer state than the volume does."""
+    scene.note = int(scene.cluster.inside(scene.node, FLIP_NEWEST, scene.cluster.run_dir))
+    return f"flipped a bit of checkpoint {scene.note} and {_kill_node(scene)}"
 
 
 def _oom(scene: Scene) -> str:
@@ -205,8 +208,8 @@ def _saves_again(scene: Scene) -> str | None:
 
 
 def _fell_back(scene: Scene) -> str | None:
-    outcome = _next_world(scene)
-    if outcome is None or not scene.since("fallback"):
+    step, outcome = scene.resumed(), _next_world(scene)
+    if step is None or step >= scene.note:
         return None
     return f"checkpoint {scene.note} was set aside, {outcome}"
 
