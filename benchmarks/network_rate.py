@@ -56,7 +56,7 @@ def measure(image: str, nodes: int, rate: str) -> float:
     if any(codes):
         raise ClusterError(f"the run with {nodes} nodes at {rate or 'no limit'} ended with {codes}")
     lines = (cluster.read(f"{cluster.run_dir}/metrics.jsonl") or "").splitlines()
-    intervals = [json.loads(line)["phases"]["backward"] for line in lines if '"phases"' in line]
+    intervals = [float(json.loads(line)["phases"]["backward"]) for line in lines if '"phases"' in line]
     return 1000 * statistics.mean(intervals[1:]) / LOG_EVERY
 
 
