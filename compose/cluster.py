@@ -86,8 +86,9 @@ def up(options: argparse.Namespace) -> int:
     print(f"metrics      http://localhost:{port}/metrics")
     print(f"checkpoints  {cluster.run_dir}/checkpoints in volume {cluster.project}_checkpoints", flush=True)
     start(cluster)
+    forwarder = metrics_containers(cluster)
     codes = follow(cluster, shape)
-    remove_metrics(cluster)
+    remove_metrics(cluster, forwarder)  # but not that of `compose-scale`, which ends this and starts anew
     code = job_code(codes)
     print(ending(cluster, code, codes), flush=True)
     return code
@@ -202,14 +203,22 @@ def stop(cluster: Cluster) -> list[int]:
     return [node.exit_code for node in cluster.nodes()]
 
 
-def remove_metrics(cluster: Cluster) -> None:
-    """The forwarder has nothing to forward to any more."""
-    found = docker(
-        "ps", "-aq", "--filter", f"label=com.docker.compose.project={cluster.project}",
-        "--filter", "label=com.docker.compose.service=metrics",
-    ).split()  # fmt: skip
-    if found:
-        docker("rm", "--force", *found)
+def metrics_containers(cluster: Cluster) -> list[str]:
+    """The forwarder's container, if there is one."""
+    mine = [f"label=com.docker.compose.{key}" for key in (f"project={cluster.project}", "service=metrics")]
+    return docker("ps", "-aq", "--no-trunc", "--filter", mine[0], "--filter", mine[1]).split()
+
+
+def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
+    """Remove the forwarder, which has nothing to forward to any more; only those of `mine` when given.
+
+    Another command may be removing it at the same moment: it is gone when this returns, by whomever.
+    """
+    deadline = time.monotonic() + STOP_SECONDS
+    while found := [each for each in metrics_containers(cluster) if mine is None or each in mine]:
+        docker("rm", "--force", *found, check=False)
+        if time.monotonic() > deadline:
+            raise ClusterError(f"container {found[0][:12]} cannot be removed; see docker ps -a")
 
 
 def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
@@ -274,6 +283,7 @@ def scale(options: argparse.Namespace) -> int:
     found = Cluster.found(options.project)
     nodes, before = checked_nodes(options.nodes), len(found.nodes())
     stop(found)
+    remove_metrics(found)
     cluster = Cluster(found.project, {**found.variables, "NODES": str(nodes)}, found.gpus)
     start(cluster)
     print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")

@@ -58,7 +58,7 @@ class TestedCluster:
         command += ["--metrics-port", str(self.port), *flags]
         return self.processes.start(command, cwd=ROOT, env={**self.environment, **environ})
 
-    def up(self, *flags: str, limit: float = 150, **environ: str) -> tuple[int, str]:
+    def up(self, *flags: str, limit: float = 250, **environ: str) -> tuple[int, str]:
         """`cluster.py up` to its end: code and output."""
         code, output = self.processes.wait(self.start(*flags, **environ), limit)
         return code, output
@@ -66,7 +66,7 @@ class TestedCluster:
     def call(self, verb: str, *flags: str) -> tuple[int, str]:
         """Another verb, to its end."""
         command = [*CLUSTER, verb, "--project", self.project, *flags]
-        code, output = self.processes.run(command, cwd=ROOT, env=self.environment)
+        code, output = self.processes.run(command, 200, cwd=ROOT, env=self.environment)
         return code, output
 
     def engine(self, run: str = "digits") -> Cluster:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from clusters import IMAGE, ROOT, TestedCluster, docker
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 # A node in `mode` ends at its 20th step as told; every other one waits for it in the all-reduce.
 TASK = """
@@ -46,6 +46,9 @@ class Small:
                 os._exit(self.code)
         return nn.functional.cross_entropy(model(x), y)
 """
+
+
+SLOWLY = "--task.pause 0.05 --log-every 5 --checkpoint-every 30 --eval-every 1000"
 
 
 @pytest.fixture
@@ -103,7 +106,7 @@ def test_a_wrong_setting_stays_down_with_2(cluster: TestedCluster, task: str) ->
 
 
 def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task: str) -> None:
-    flags = ("--nodes", "2", "--task", task, "--epochs", "30", "--args", "--task.pause 0.05 --log-every 10")
+    flags = ("--nodes", "2", "--task", task, "--epochs", "15", "--args", SLOWLY)
     process = cluster.start(*flags)
     cluster.until(lambda: cluster.step() > 0, process, "first step")
     os.kill(process.pid, signal.SIGINT)
@@ -119,16 +122,17 @@ def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task
 
 
 def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task: str) -> None:
-    flags = ("--nodes", "1", "--task", task, "--epochs", "40", "--args", "--task.pause 0.05 --log-every 10")
+    flags = ("--nodes", "1", "--task", task, "--epochs", "15", "--args", SLOWLY)
     process = cluster.start(*flags)
     cluster.until(lambda: cluster.step() > 0, process, "first step")
     code, output = cluster.call("scale", "--nodes", "2")
-    assert code == 0 and "1 nodes stopped, 2 started" in output
+    assert code == 0 and "1 nodes stopped, 2 started" in output, output
     assert "there is no node 3 in" in cluster.call("shell", "--node", "3")[1]
-    code, output = cluster.processes.wait(process, 200)
+    assert cluster.processes.wait(process, 60)[0] == 143, "who followed the first cluster hears of its stop"
+    code, output = cluster.call("logs")
     summary = cluster.engine("Small").summary()
-    assert summary is not None and summary["world_size"] == 2, output
-    assert int(str(summary["resumed_from_step"])) > 0
+    assert code == 0 and "finished at step 150" in output, output
+    assert summary is not None and summary["world_size"] == 2 and int(str(summary["resumed_from_step"])) > 0
 
 
 def test_down_leaves_nothing_but_the_volumes(cluster: TestedCluster, task: str) -> None:
@@ -144,7 +148,7 @@ def test_down_leaves_nothing_but_the_volumes(cluster: TestedCluster, task: str) 
 
 
 def test_a_rate_holds_every_node_also_after_a_restart(cluster: TestedCluster, task: str) -> None:
-    flags = ("--nodes", "2", "--task", task, "--epochs", "40", "--args", "--task.pause 0.05 --log-every 10")
+    flags = ("--nodes", "2", "--task", task, "--epochs", "60", "--args", SLOWLY)
     process = cluster.start(*flags, "--rate", "100mbit")
     cluster.until(lambda: cluster.step() > 0, process, "first step")
     engine = cluster.engine()
@@ -222,7 +226,7 @@ def test_netem_or_a_refusal(cluster: TestedCluster) -> None:
 
 
 def test_a_cluster_that_runs_is_not_started_twice(cluster: TestedCluster, task: str) -> None:
-    flags = ("--nodes", "1", "--task", task, "--epochs", "60", "--args", "--task.pause 0.05")
+    flags = ("--nodes", "1", "--task", task, "--epochs", "40", "--args", SLOWLY)
     process = cluster.start(*flags)
     cluster.until(lambda: cluster.step() > 0, process, "first step")
     code, output = cluster.up(*flags)
