@@ -21,8 +21,8 @@ from faults import FAULTS, POLL_SECONDS, Scene
 from network import Shape
 from tandem.cluster.ranks import job_code
 
-READY_SECONDS = 180.0
-OUTCOME_SECONDS = 180.0
+READY_SECONDS = 400.0
+OUTCOME_SECONDS = 300.0
 OWN_PROJECT = "tandem-chaos"
 OWN_RUN = {
     "NODES": "2",
@@ -30,7 +30,7 @@ OWN_RUN = {
     "MEMORY": "1536mb",
     "TASKS": str(HERE),
     "TANDEM_TASK": "/tasks/slow_digits.py:SlowDigits",
-    "COMMAND": "launch --steps 300 --checkpoint-every 20 --eval-every 300 --checkpoint-failures-allowed 20 "
+    "COMMAND": "launch --steps 160 --checkpoint-every 10 --eval-every 160 --checkpoint-failures-allowed 20 "
     "--threads 1 --hang-timeout 10 --metrics-linger 0",
 }
 

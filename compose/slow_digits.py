@@ -10,7 +10,7 @@ from tandem.tasks.digits import Digits
 class SlowDigits(Digits):
     """`pause` seconds are slept in each training step."""
 
-    pause: float = 0.02
+    pause: float = 0.05
 
     def loss(self, model, batch):  # type: ignore[no-untyped-def]
         if model.training:

@@ -87,7 +87,7 @@ class TestedCluster:
         steps = [line.split()[1] for line in lines if line.startswith("tandem_global_step ")]
         return int(float(steps[0])) if steps else 0
 
-    def until(self, condition: Callable[[], bool], process: Any, what: str, limit: float = 120) -> None:
+    def until(self, condition: Callable[[], bool], process: Any, what: str, limit: float = 240) -> None:
         """Poll while `up` runs; the test fails when it ends first, or the time is over."""
         deadline = time.monotonic() + limit
         while not condition():

@@ -9,7 +9,7 @@ from clusters import IMAGE
 import chaos
 from faults import FAULTS
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.faults]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.faults]
 
 
 @pytest.fixture(scope="module")
