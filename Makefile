@@ -56,7 +56,7 @@ test: setup ## every test this machine can run; skips are listed
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -q -rs tests
 
 check: setup ## lint, types, layers and unit tests
-	$(BIN)/ruff check src tests compose docker benchmarks
+	$(BIN)/ruff check src tests compose docker
 	$(BIN)/mypy
 	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit/test_layers.py
 	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit --ignore tests/unit/test_layers.py

@@ -36,7 +36,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from tandem.cluster.memory import NodeMemory
 from tandem.cluster.placement import Placement
 from tandem.cluster.pulse import DUMP_SIGNAL
 from tandem.cluster.ranks import RankProcesses, is_retried, job_code
@@ -59,6 +58,7 @@ KEEP_ALIVE_SECONDS = 1
 KEEP_ALIVE_ATTEMPTS = 5
 LAST_CALL_SECONDS = 1
 DUMP_SECONDS = 0.5
+STANDBY_SECONDS = 0.2
 
 
 class View(Protocol):
@@ -159,6 +159,7 @@ def run_node(
         return _run_connections(placement, ranks, options, stop, view, watchdog, server)
     finally:
         watchdog.close()
+        ranks.dismiss()
 
 
 def _run_connections(
@@ -171,13 +172,12 @@ def _run_connections(
     server: TCPStore | None,
 ) -> AgentReport:
     """One agent after another, as often as the store is lost."""
-    memories = tuple(NodeMemory() for _ in range(options.nproc))
     ledger = Ledger()
     while True:
         agent: NodeAgent | None = None
         try:
             store = server or _join_store(placement, options, stop)
-            agent = NodeAgent(placement, ranks, options, stop, store, view, watchdog, ledger, memories)
+            agent = NodeAgent(placement, ranks, options, stop, store, view, watchdog, ledger)
             code, reason = agent.run_worlds()
         except _StopRequestedError:
             code, reason = KILLED, f"{stop.name} came before training started; nothing to save"
@@ -190,7 +190,8 @@ def _run_connections(
             code, reason = PEER_LOST, str(error)
         except (_StoreLostError, RendezvousConnectionError, DistStoreError):
             ranks.kill()
-            ledger.incidents += 1
+            if not watchdog.has_trained:
+                ledger.incidents += 1
             if ledger.incidents > options.max_restarts:
                 return AgentReport(PEER_LOST, _spent(options), ledger.worlds)
             log.warning("the store on node 0 is gone; going round again")
@@ -283,13 +284,12 @@ class NodeAgent(SimpleElasticAgent):
         view: View,
         watchdog: Watchdog,
         ledger: Ledger,
-        memories: tuple[NodeMemory, ...],
     ) -> None:
         self._placement, self._ranks, self._options, self._stop = placement, ranks, options, stop
         self._root, self._view, self._ledger = store, view, ledger
         self._watchdog = watchdog
-        self._memories = memories
         self._joining = False
+        self._hung_node: int | None = None
         self._waiting_since = time.monotonic()
         self._next_word = 0.0
         low, high = placement.elastic or (placement.nodes, placement.nodes)
@@ -326,6 +326,7 @@ class NodeAgent(SimpleElasticAgent):
             self._joining = True
             self._initialize_workers(self._worker_group)
             self._joining = False
+            self._hung_node = None
             code = self._watch()
             self._watchdog.close_world(self._root)
             if code is None:
@@ -338,15 +339,25 @@ class NodeAgent(SimpleElasticAgent):
                 return KILLED, f"stopped by {self._stop.name} without a checkpoint (ranks ended with {said})"
             if self._stop or not is_retried(code):
                 return code, f"ranks ended with {said}"
-            self._ledger.incidents += 1
+            if self._is_to_blame(code):
+                self._ledger.incidents += 1
             if self._ledger.incidents > self._options.max_restarts:
                 return PEER_LOST, _spent(self._options)
             log.warning("ranks ended with %s: opening world %d", said, self._ledger.worlds + 1)
 
+    def _is_to_blame(self, code: int) -> bool:
+        """Whether a failed world is an incident of this node: one that lost its peers spends no budget.
+
+        Unless it never trained: what keeps a world from beginning comes back every time.
+        """
+        if self._hung_node is not None:
+            return self._hung_node == self._placement.node_rank
+        return code != PEER_LOST or not self._watchdog.has_trained
+
     def _watch(self) -> int | None:
         """Watch one world: its exit code on this node, or None when nodes wait to be let in."""
         forwarded_at: float | None = None
-        next_look = time.monotonic() + MEMBERSHIP_SECONDS
+        next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
         while True:
             time.sleep(MONITOR_SECONDS)
             now = time.monotonic()
@@ -365,6 +376,9 @@ class NodeAgent(SimpleElasticAgent):
             if forwarded_at is not None and now - forwarded_at > self._options.shutdown_timeout:
                 log.warning("ranks did not stop within %.0f s: killing them", self._options.shutdown_timeout)
                 return KILLED
+            if self._watchdog.has_trained and now > next_fork:
+                next_fork = now + STANDBY_SECONDS
+                self._ranks.stand_by(self._options.nproc)
             if now > next_look:
                 next_look = now + MEMBERSHIP_SECONDS
                 if self._nodes_waiting() and not ended and forwarded_at is None:
@@ -374,6 +388,7 @@ class NodeAgent(SimpleElasticAgent):
         """Say who hangs, and let the ranks write their stacks before they are killed."""
         log.error("%s; stacks are in %s", alarm.text, "log/stacks-rank-*.txt")
         self._view.hung(alarm)
+        self._hung_node = alarm.node
         self._ranks.signal(DUMP_SIGNAL)
         time.sleep(DUMP_SECONDS)
         return PEER_LOST
@@ -450,7 +465,6 @@ class NodeAgent(SimpleElasticAgent):
                 restart=self._ledger.worlds - 1,
                 sample_socket=self._options.sample_socket,
                 start_from=self._options.start_from,
-                memories=self._memories,
             )
             for worker in group.workers
         }

@@ -92,8 +92,10 @@ class Pulse:
 
     def _limit(self) -> float:
         training = self._phase in ("data", "forward", "backward", "optimizer", "between")
-        begun = self._first_step is not None and self._step > self._first_step
-        return self.hang_seconds() if training and begun else self._patience
+        return self.hang_seconds() if training and self._has_trained() else self._patience
+
+    def _has_trained(self) -> bool:
+        return self._first_step is not None and self._step > self._first_step
 
     def _beat(self) -> None:
         recorded = -1
@@ -107,7 +109,7 @@ class Pulse:
                 "quiet": round(quiet, 3),
                 "limit": self._limit(),
                 "hang": self.hang_seconds(),
-                "marks": self._marks,
+                "trained": self._has_trained(),
                 "waiting": quiet > 2 * BEAT_SECONDS and self._waits(),
             }
             self._send({"pulse": pulse})

@@ -126,6 +126,7 @@ class Watchdog:
         self._other_nodes: list[int] = []
         self._last_exchange: float | None = None  # None: not reached since it was last given up
         self._alarm: Alarm | None = None
+        self.has_trained = False  # a rank here has finished a step of the last world
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"tandem-{work.__name__.strip('_')}", daemon=True)
@@ -148,7 +149,7 @@ class Watchdog:
         """Watch the ranks {rank: pid} of a world from now on."""
         with self._lock:
             self._world, self._pids, self._alarm = world, dict(pids), None
-            self._pulses, self._nodes = {}, {}
+            self._pulses, self._nodes, self.has_trained = {}, {}, False
             self._other_nodes = [node for node in nodes if node != self._node]
 
     def close_world(self, store: TCPStore) -> None:
@@ -165,6 +166,7 @@ class Watchdog:
         with self._lock:
             if int(pulse["rank"]) in self._pids:
                 self._pulses[int(pulse["rank"])] = _Heard(dict(pulse), time.monotonic())
+                self.has_trained = self.has_trained or bool(pulse["trained"])
 
     def _local_beats(self, now: float) -> list[Beat]:
         beats = []
