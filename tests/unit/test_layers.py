@@ -17,7 +17,7 @@ LAYERS: list[list[str]] = [
         "cluster.placement cluster.replica",
         "cluster.memory",
         "cluster.world",
-        "cluster.watchdog",
+        "cluster.pulse cluster.watchdog",
         "cluster.warm cluster.ranks cluster.agent",
     ],
     ["data.*", "tasks.*", "observe.*"],
