@@ -15,7 +15,7 @@ from clusters import ROOT, docker
 pytestmark = pytest.mark.timeout(300)
 
 LOCKED_DOWN = ("--rm", "--read-only", "--cap-drop", "ALL", "--tmpfs", "/tmp")
-LOCKED_DOWN += ("--security-opt", "no-new-privileges")
+LOCKED_DOWN += ("--security-opt", "no-new-privileges", "-v", "/checkpoints", "-v", "/data")
 SIZE_LIMIT_BYTES = 5_600_000_000
 
 
@@ -52,12 +52,14 @@ def test_doctor_names_the_libraries_without_any_right(image: str) -> None:
 
 
 def test_it_trains_with_a_read_only_root(image: str) -> None:
-    folders = ("--run-dir", "/tmp/run", "--data-dir", "/tmp/data")
-    command = ("launch", "--steps", "5", "--metrics-linger", "0", *folders)
-    ended = subprocess.run(
-        ["docker", "run", *LOCKED_DOWN, image, *command], capture_output=True, text=True, timeout=100
-    )
-    assert ended.returncode == 0 and "finished at step 5" in ended.stderr + ended.stdout, ended.stderr
+    name = f"tandem-test-{uuid.uuid4().hex[:8]}"
+    train = ["launch", "--steps", "5", "--metrics-linger", "0"]
+    command = ["docker", "run", "--name", name, *LOCKED_DOWN, image, *train]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        assert ended.returncode == 0 and "finished at step 5" in ended.stderr + ended.stdout, ended.stderr
+    finally:
+        docker("rm", "--force", "--volumes", name, check=False)
 
 
 def test_the_user_owns_what_it_writes_and_no_program(image: str) -> None:
