@@ -16,6 +16,8 @@ docker-host: ## prepare a Debian machine for images: engine, compose, base image
 	@$(PYTHON) docker/host.py
 
 image: ## build the container image (TORCH=cuda|cpu)
+	@[[ "$(TORCH)" =~ ^(cuda|cpu)$$ ]] \
+		|| { echo "make: TORCH=$(TORCH) is not a build of torch; valid are cuda and cpu: make image TORCH=cuda" >&2; exit 2; }
 	DOCKER_BUILDKIT=1 docker build --file $(CONTEXT)/docker/Dockerfile --tag $(IMAGE) \
 		--build-arg BASE_IMAGE=$(BASE_IMAGE) --build-arg TORCH=$(TORCH) \
 		--build-arg REVISION=$$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown) \

@@ -1,5 +1,6 @@
 """What image and cluster are described by, without an engine: locks, variables, commands, help."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -110,3 +111,24 @@ def test_help_lists_every_target_that_has_a_text() -> None:
     ).stdout
     for target in "setup image image-size sbom docker-host compose-up compose-scale chaos".split():
         assert f"  make {target} " in said
+
+
+def test_a_build_of_torch_that_there_is_not() -> None:
+    ended = subprocess.run(
+        ["make", "--no-print-directory", "image", "TORCH=tpu"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    line = "make: TORCH=tpu is not a build of torch; valid are cuda and cpu: make image TORCH=cuda\n"
+    assert ended.returncode == 2 and ended.stderr.startswith(line)
+
+
+def test_only_root_prepares_a_host() -> None:
+    command = [sys.executable, str(ROOT / "docker" / "host.py")]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--reuid", "10001", "--clear-groups", "python3", "-"]
+    ended = subprocess.run(
+        command, input=(ROOT / "docker" / "host.py").read_text(), capture_output=True, text=True, timeout=30,
+        cwd="/", env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    line = "tandem: preparing this machine needs root; type: sudo make docker-host\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
