@@ -1,10 +1,11 @@
 """Every fault of the table: its documented outcome, and the weights of an undisturbed run at the end."""
 
+import subprocess
 import uuid
 from collections.abc import Iterator
 
 import pytest
-from clusters import IMAGE
+from clusters import IMAGE, ROOT
 
 import chaos
 from faults import FAULTS
@@ -40,4 +41,14 @@ def test_a_fault_has_its_outcome_and_costs_no_bit(
     same_ranks = {"pause", "slow-node", "disk-full"}
     assert (not any(event["kind"] == "resumed" for event in cluster.events())) == (name in same_ranks)
     assert chaos.finish(cluster) == expected
-    print(row)
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["FAULT=melt"], "FAULT=melt is not known; valid are kill-rank, "),
+    (["FAULT=kill-rank", "NODE=x"], "NODE=x is not a node; nodes count from 1: make compose-ps"),
+    (["FAULT=kill-rank", "PROJECT=nobody"], "there is no cluster nobody here; start one: make compose-up"),
+])  # fmt: skip
+def test_what_cannot_be_broken(image: str, words: list[str], line: str) -> None:
+    command = ["make", "--no-print-directory", "chaos", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and ended.stderr.startswith(f"tandem: {line}")
