@@ -36,6 +36,7 @@ HELP = """tandem: multi-node PyTorch training that survives, and tells you what 
   tandem checkpoints ls|verify|prune DIR look after the checkpoints of a run
   tandem verify-resume [--trials N] [settings]   kill a run of this task, resume it, compare every bit
   tandem config [--explain] [settings]   every setting, its value and where it comes from
+  tandem doctor [settings]               versions, memory, GPUs, the place in the cluster
   tandem health                          is the run making progress? (for probes)
   tandem --version
 
@@ -80,13 +81,14 @@ def run(verb: str, arguments: Arguments, environ: Environment) -> int:
 
 def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tuple[Settings, Placement]":
     from tandem.cluster.placement import detect
+    from tandem.cluster.replica import with_index
     from tandem.config import load
     from tandem.launch import resolve_run_dir
     from tandem.log import setup
 
     settings = load(arguments, environ).settings
     placement = detect(
-        environ,
+        with_index(environ),
         socket.gethostname(),
         nodes=settings.nodes,
         node_rank=settings.node_rank,
@@ -100,6 +102,10 @@ def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tupl
 
 def launch(arguments: Arguments, environ: Environment) -> int:
     """Node level: this node's agent, or all nodes of a laptop."""
+    return (_launch_replica if environ.get("TANDEM_COMPOSE_PROJECT") else _launch)(arguments, environ)
+
+
+def _launch(arguments: Arguments, environ: Environment) -> int:
     from tandem.signals import StopFlag
 
     stop = StopFlag().install()
@@ -115,6 +121,23 @@ def launch(arguments: Arguments, environ: Environment) -> int:
         placement = with_port(placement)
     state = environ.get("TANDEM_STATE_DIR")
     return run_this_node(settings, placement, RANK_FUNCTION, Path(state) if state else None, stop)
+
+
+def _launch_replica(arguments: Arguments, environ: Environment) -> int:
+    """`launch` in a container of Compose, which would start it again also where that cannot help."""
+    from tandem.cluster.replica import note_end, stay_down_code
+
+    run_dir, container = Path(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
+    code = stay_down_code(run_dir, container)
+    if code is not None:
+        return code
+    try:
+        code = _launch(arguments, environ)
+    except TandemError as error:
+        note_end(run_dir, container, error.exit_code)
+        raise
+    note_end(run_dir, container, code)
+    return code
 
 
 def where(settings: "Settings") -> str:
@@ -249,6 +272,15 @@ def config(arguments: Arguments, environ: Environment) -> int:
     return FINISHED
 
 
+def doctor(arguments: Arguments, environ: Environment) -> int:
+    """Versions and what this place offers; always 0 once the settings are valid."""
+    from tandem.config import load
+    from tandem.doctor import report
+
+    print(report(load(arguments, environ).settings, environ))
+    return FINISHED
+
+
 def health(arguments: Arguments, environ: Environment) -> int:
     """Standard library only: the verdict on the heartbeat file."""
     from tandem.observe.health import main as health_main
@@ -265,5 +297,6 @@ VERBS: dict[str, Callable[[Arguments, Environment], int]] = {
     "checkpoints": checkpoints,
     "verify-resume": verify_resume,
     "config": config,
+    "doctor": doctor,
     "health": health,
 }
