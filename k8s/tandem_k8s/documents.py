@@ -36,6 +36,10 @@ class PodTemplate:
         """The container that trains; an empty one where it is missing (a rule of its own says so)."""
         return next((each for each in self.spec.get("containers", []) if each.get("name") == self.main), {})
 
+    def mounts(self) -> list[Document]:
+        """The volume mounts of the container that trains."""
+        return list(self.container().get("volumeMounts", []))
+
     def values(self) -> dict[str, str]:
         """The literal variables of the container that trains."""
         return {each["name"]: each["value"] for each in self.container().get("env", []) if "value" in each}
@@ -65,7 +69,8 @@ def find(documents: list[Document], kind: str) -> Document:
 
 def jobset_spec(document: Document) -> Document:
     """The JobSet specification of a JobSet, or of a TrainingRuntime that becomes one."""
-    spec: Document = document["spec"] if document["kind"] == "JobSet" else document["spec"]["template"]["spec"]
+    holder: Document = document if document["kind"] == "JobSet" else document["spec"]["template"]
+    spec: Document = holder["spec"]
     return spec
 
 
@@ -74,9 +79,10 @@ def pod_templates(document: Document) -> Iterator[PodTemplate]:
     kind, name = document.get("kind"), (document.get("metadata") or {}).get("name", "")
     if kind == "PyTorchJob":
         for role, replica in (document["spec"].get("pytorchReplicaSpecs") or {}).items():
-            added = {"training.kubeflow.org/job-name": name, "training.kubeflow.org/replica-type": role.lower()}
+            prefix = "training.kubeflow.org"
+            added = {f"{prefix}/job-name": name, f"{prefix}/replica-type": role.lower()}
             if role == "Master":
-                added["training.kubeflow.org/job-role"] = "master"
+                added[f"{prefix}/job-role"] = "master"
             yield _template(f"PyTorchJob {name} {role}", replica.get("template"), "pytorch", added)
     elif kind == "Job":
         added = {"batch.kubernetes.io/job-name": name}

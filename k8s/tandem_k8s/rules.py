@@ -6,7 +6,7 @@ per problem.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tandem.config import OTHER_VARIABLES, VARIABLES
@@ -24,6 +24,10 @@ RETRIED = (137, 143, 200)  # killed, stopped with a checkpoint, peer lost
 LEAVE_SECONDS = 15  # the agent's own end after its ranks': tell the others, write the last page
 LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of"))
 GPU = "nvidia.com/gpu"
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
 
 
 def _jobs(documents: list[Document]) -> Iterator[Document]:
@@ -47,7 +51,7 @@ def restart_policy(documents: list[Document]) -> Problems:
         for role, replica in _replicas(job).items():
             policy = replica.get("restartPolicy")
             if policy not in RESTART_POLICIES:
-                yield f"{title(job)} {role}: restartPolicy {policy!r}; valid are {', '.join(RESTART_POLICIES)}"
+                yield f"{title(job)} {role}: restartPolicy {policy!r}; valid are {_list(RESTART_POLICIES)}"
             elif policy != "ExitCode":
                 yield f"{title(job)} {role}: restartPolicy {policy} ignores exit codes; use ExitCode"
 
@@ -57,7 +61,7 @@ def clean_pod_policy(documents: list[Document]) -> Problems:
     for job in _jobs(documents):
         policy = (job["spec"].get("runPolicy") or {}).get("cleanPodPolicy")
         if policy not in CLEAN_POD_POLICIES:
-            yield f"{title(job)}: cleanPodPolicy {policy!r}; valid are {', '.join(CLEAN_POD_POLICIES)}"
+            yield f"{title(job)}: cleanPodPolicy {policy!r}; valid are {_list(CLEAN_POD_POLICIES)}"
         elif policy != "Running":
             yield f"{title(job)}: cleanPodPolicy {policy}; Running keeps the logs and frees what still runs"
 
@@ -183,8 +187,8 @@ def known_variables(documents: list[Document]) -> Problems:
 def run_dir_is_shared(documents: list[Document]) -> Problems:
     """Checkpoints in a container die with it."""
     for each in _templates(documents):
-        claims = {volume["name"] for volume in each.spec.get("volumes", []) if "persistentVolumeClaim" in volume}
-        mounts = [m["mountPath"] for m in each.container().get("volumeMounts", []) if m.get("name") in claims]
+        claims = {one["name"] for one in each.spec.get("volumes", []) if "persistentVolumeClaim" in one}
+        mounts = [one["mountPath"] for one in each.mounts() if one.get("name") in claims]
         run_dir = each.values().get("TANDEM_RUN_DIR", "")
         if not any(run_dir.startswith(mount.rstrip("/") + "/") for mount in mounts):
             yield f"{each.where}: TANDEM_RUN_DIR {run_dir!r} is not on a persistentVolumeClaim ({mounts})"
@@ -206,7 +210,7 @@ def shared_memory(documents: list[Document]) -> Problems:
             for volume in each.spec.get("volumes", [])
             if (volume.get("emptyDir") or {}).get("medium") == "Memory"
         }
-        mounted = {m.get("name") for m in each.container().get("volumeMounts", []) if m.get("mountPath") == "/dev/shm"}
+        mounted = {one.get("name") for one in each.mounts() if one.get("mountPath") == "/dev/shm"}
         if not mounted & memory:
             yield f"{each.where}: /dev/shm is no emptyDir with medium: Memory; NCCL would get 64 MiB"
 
@@ -233,7 +237,7 @@ def _cpus(stated: Mapping[str, Any]) -> float | None:
 
 
 def gpus_fit_ranks(documents: list[Document]) -> Problems:
-    """Both roles ask for the same GPUs, and for nprocPerNode of them; a rank without a GPU trains on the CPU."""
+    """Both roles ask for the same GPUs, and for nprocPerNode of them; without one a rank is on the CPU."""
     for job in _jobs(documents):
         counts = {
             each.where: str((each.container().get("resources") or {}).get("limits", {}).get(GPU, "0"))
@@ -251,15 +255,14 @@ def selectors_match(documents: list[Document]) -> Problems:
     pods = list(_templates(documents))
     for document in documents:
         kind, spec = document.get("kind"), document.get("spec") or {}
-        wanted = {
-            "NetworkPolicy": (spec.get("podSelector") or {}).get("matchLabels") if kind == "NetworkPolicy" else None,
-            "PodMonitor": (spec.get("selector") or {}).get("matchLabels") if kind == "PodMonitor" else None,
-            "Service": spec.get("selector"),
-        }.get(str(kind))
+        if kind not in ("NetworkPolicy", "PodMonitor", "Service"):
+            continue
+        selector = spec.get("podSelector" if kind == "NetworkPolicy" else "selector") or {}
+        wanted = selector if kind == "Service" else selector.get("matchLabels") or {}
         found = [each for each in pods if wanted and wanted.items() <= each.labels.items()]
-        if kind in ("NetworkPolicy", "PodMonitor", "Service") and not found:
+        if not found:
             yield f"{title(document)}: its selector {wanted} finds none of the pods"
-        if kind == "NetworkPolicy" and len(found) != len(pods):
+        elif kind == "NetworkPolicy" and len(found) != len(pods):
             yield f"{title(document)}: its selector {wanted} does not find all pods"
     for each in pods:
         for spread in each.spec.get("topologySpreadConstraints", []):
@@ -272,17 +275,19 @@ def selectors_match(documents: list[Document]) -> Problems:
 
 def pods_reach_each_other(documents: list[Document]) -> Problems:
     """gloo and NCCL listen on random ports: between the pods of the job, all are open."""
-    for document in documents:
-        if document.get("kind") == "NetworkPolicy":
-            own, spec = document["spec"].get("podSelector"), document["spec"]
-            for direction, peers in (("ingress", "from"), ("egress", "to")):
-                rules = spec.get(direction, [])
-                if not any({"podSelector": own} in rule.get(peers, []) and "ports" not in rule for rule in rules):
-                    yield f"{title(document)}: {direction} does not open all ports among the job's pods"
-            if not any(p.get("port") == 53 for rule in spec.get("egress", []) for p in rule.get("ports", [])):
-                yield f"{title(document)}: egress does not open port 53: no name would resolve"
-    if not any(document.get("kind") == "NetworkPolicy" for document in documents):
+    policies = [document for document in documents if document.get("kind") == "NetworkPolicy"]
+    if not policies:
         yield "no NetworkPolicy"
+    for policy in policies:
+        spec = policy["spec"]
+        own = {"podSelector": spec.get("podSelector")}
+        for direction, peers in (("ingress", "from"), ("egress", "to")):
+            rules = spec.get(direction, [])
+            if not any(own in rule.get(peers, []) and "ports" not in rule for rule in rules):
+                yield f"{title(policy)}: {direction} does not open all ports among the job's pods"
+        ports = [port.get("port") for rule in spec.get("egress", []) for port in rule.get("ports", [])]
+        if 53 not in ports:
+            yield f"{title(policy)}: egress does not open port 53: no name would resolve"
 
 
 def node_counts_agree(documents: list[Document]) -> Problems:
@@ -291,7 +296,9 @@ def node_counts_agree(documents: list[Document]) -> Problems:
         for where, spec in job_specs(document):
             template = next((each for each in pod_templates(document) if each.spec), None)
             values = template.values() if template else {}
-            counts = {name: str(spec[name]) for name in ("completions", "parallelism") if name in spec}
+            counts: dict[str, str] = {
+                name: str(spec[name]) for name in ("completions", "parallelism") if name in spec
+            }
             counts |= {name: values[name] for name in ("NNODES", "NODES") if name in values}
             if len(set(counts.values())) > 1:
                 yield f"{where}: {', '.join(f'{k}={v}' for k, v in counts.items())} must be equal"
@@ -310,7 +317,7 @@ def job_pods(documents: list[Document]) -> Problems:
 
 
 def failure_policy(documents: list[Document]) -> Problems:
-    """Codes that a new pod would repeat fail the job; the others make the pod anew; a drain is not counted."""
+    """Codes that a new pod would repeat fail the job; the others make the pod anew; drains do not count."""
     for document in documents:
         for where, spec in job_specs(document):
             for code in (*NOT_RETRIED, *RETRIED):
@@ -319,15 +326,16 @@ def failure_policy(documents: list[Document]) -> Problems:
                     yield f"{where}: podFailurePolicy answers exit code {code} with {action}"
             if action_for(spec, 143) != "Ignore" or action_for(spec, 137, disrupted=True) != "Ignore":
                 yield f"{where}: podFailurePolicy counts a drained pod as a failure"
+            pod = (spec.get("template") or {}).get("spec") or {}
+            names = [container.get("name") for container in pod.get("containers", [])]
             for rule in (spec.get("podFailurePolicy") or {}).get("rules", []):
                 name = (rule.get("onExitCodes") or {}).get("containerName")
-                names = [c.get("name") for c in (spec.get("template") or {}).get("spec", {}).get("containers", [])]
                 if name is not None and name not in names:
                     yield f"{where}: podFailurePolicy looks at container {name!r}; there are {names}"
 
 
 def action_for(spec: Mapping[str, Any], code: int, *, disrupted: bool = False) -> str:
-    """What a Job does with a pod that ended with `code` (batch/v1 podFailurePolicy: the first match decides)."""
+    """What a Job does with a pod that ended with `code`: the first rule of podFailurePolicy that matches."""
     for rule in (spec.get("podFailurePolicy") or {}).get("rules", []):
         codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
         if codes and code != 0 and (code in codes.get("values", [])) == (codes.get("operator") == "In"):
@@ -347,7 +355,10 @@ def headless_service(documents: list[Document]) -> Problems:
         subdomain, name = template.spec.get("subdomain"), document["metadata"]["name"]
         service = services.get(str(subdomain), {})
         if service.get("clusterIP") != "None" or not service.get("publishNotReadyAddresses"):
-            yield f"{title(document)}: subdomain {subdomain!r} needs a Service with clusterIP: None that publishes not-ready addresses"
+            yield (
+                f"{title(document)}: subdomain {subdomain!r} needs a Service with clusterIP: None and "
+                "publishNotReadyAddresses: true"
+            )
         master = template.values().get("MASTER_ADDR")
         if master != f"{name}-0.{subdomain}":
             yield f"{title(document)}: MASTER_ADDR is {master!r}, index 0 is {name}-0.{subdomain}"
@@ -364,14 +375,13 @@ def labelled(documents: list[Document]) -> Problems:
 def trainjob_has_its_runtime(documents: list[Document]) -> Problems:
     runtimes = [d["metadata"]["name"] for d in documents if d.get("kind") == "TrainingRuntime"]
     for document in documents:
-        if document.get("kind") == "TrainJob":
-            reference = document["spec"].get("runtimeRef") or {}
-            if reference.get("kind") == "TrainingRuntime" and reference.get("name") not in runtimes:
-                yield f"{title(document)}: runtime {reference.get('name')!r} is not in this manifest ({runtimes})"
+        reference = (document.get("spec") or {}).get("runtimeRef") or {}
+        if reference.get("kind") == "TrainingRuntime" and reference.get("name") not in runtimes:
+            yield f"{title(document)}: runtime {reference['name']!r} is not in this manifest ({runtimes})"
 
 
 OWN: tuple[Rule, ...] = (
     bounded, rendezvous_port, shutdown_fits, probes, known_variables, run_dir_is_shared, claims_exist,
-    shared_memory, resources, gpus_fit_ranks, selectors_match, pods_reach_each_other, node_counts_agree, job_pods,
-    failure_policy, headless_service, labelled, trainjob_has_its_runtime,
+    shared_memory, resources, gpus_fit_ranks, selectors_match, pods_reach_each_other, node_counts_agree,
+    job_pods, failure_policy, headless_service, labelled, trainjob_has_its_runtime,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Is every field known, and of the right type? Closed schemas, the operator's own client, Kubernetes' schemas.
+"""Is every field known, and of the right type? Closed schemas, the operator's client, Kubernetes' own.
 
 The schemas in k8s/schemas are those of the released CRDs with `additionalProperties: false` everywhere: the
 API server itself drops unknown fields without a word. Each check returns one line per problem.

@@ -6,7 +6,8 @@ from typing import Any
 from tandem_k8s.documents import Document, PodTemplate, pod_templates
 
 VOLUME_TYPES = {
-    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret",
+    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim",
+    "projected", "secret",
 }  # fmt: skip
 SECCOMP_TYPES = ("RuntimeDefault", "Localhost")
 SAFE_SYSCTLS = {
