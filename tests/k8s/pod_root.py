@@ -1,9 +1,10 @@
-"""First process of a simulated pod: makes the container's root from this machine's, then runs its command.
+"""A simulated pod: namespaces of its own, a root made from this machine's, and the container's command.
 
-Started by `unshare` as process 1 of its own mount, host name, process and network namespaces; reads one JSON
-object (see `simulated_cluster.Pod`) from standard input once its network is up. Standard library only.
+Reads one JSON object (see `simulated_cluster.Cluster`) from standard input once its network is up, and ends
+with the exit code of the pod, 128 + N when signal N killed it. Standard library only; needs root.
 """
 
+import ctypes
 import json
 import os
 import socket
@@ -11,12 +12,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x20000000 | 0x40000000  # mount, host name, process, network
+
 
 def mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True)
 
 
 def main() -> None:
+    """The sandbox: waits for the pod's process 1 and passes its end on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(NEW_NAMESPACES) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    child = os.fork()
+    if child == 0:
+        run_container()
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(128 - code if code < 0 else code)
+
+
+def run_container() -> None:
+    """As process 1: mounts, host name, user, no capabilities; then becomes the command."""
     wanted = json.loads(sys.stdin.readline())
     scratch, root = Path(wanted["scratch"]), Path(wanted["scratch"]) / "root"
     mount("--make-rprivate", "/")

@@ -5,6 +5,7 @@ read-only root, and a new address whenever it is made anew. Names come from one 
 the cluster's DNS. Nothing outside these namespaces is touched.
 """
 
+import contextlib
 import ipaddress
 import itertools
 import json
@@ -50,13 +51,15 @@ class Pod:
 
     @property
     def code(self) -> int | None:
-        code = self.process.poll()
-        return None if code is None else 128 - code if code < 0 else code
+        return self.process.poll()
 
     def first_process(self) -> int:
-        """The container's process 1, by its number on this machine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        """The container's process 1, by its number on this machine. Raises ProcessLookupError at its end."""
+        pid = self.process.pid
+        try:
+            return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        except (FileNotFoundError, IndexError):
+            raise ProcessLookupError(self.plan.name) from None
 
     def send(self, number: signal.Signals) -> None:
         """SIGTERM is what a drain sends first; SIGKILL ends the pod as a lost node would."""
@@ -93,10 +96,9 @@ class Cluster:
         address, scratch = str(NETWORK[number]), self.folder / f"pod-{number}"
         scratch.mkdir()
         log = self.folder / f"{plan.name}.{number}.log"
-        command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*command, sys.executable, str(Path(__file__).parent / "pod_root.py")],
+                [sys.executable, str(Path(__file__).parent / "pod_root.py")],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -125,8 +127,8 @@ class Cluster:
 
     def close(self) -> None:
         for pod in self.pods:
-            if pod.process.poll() is None:
-                pod.process.kill()  # --kill-child: the pod's process 1 goes with it, and all others with that
+            with contextlib.suppress(ProcessLookupError):
+                pod.send(signal.SIGKILL)  # all processes of the namespace go with its first
             pod.process.wait(timeout=10)
         self._fabric.kill()
         self._fabric.wait(timeout=10)
