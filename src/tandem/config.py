@@ -126,12 +126,20 @@ class Settings(BaseSettings):
     nproc: Auto | Count = Field("auto", description="ranks per node; auto: one per GPU, else 1")
     elastic: Annotated[str, *_RANGE] | None = Field(None, description="train with MIN to MAX nodes")
     master_timeout: Positive = Field(300.0, description="seconds to wait for the master and all nodes")
-    first_step_timeout: Positive = Field(1800.0, description="seconds until the first step is a hang")
-    hang_timeout: Positive = Field(1800.0, description="seconds until a later step is a hang")
+    first_step_timeout: Positive = Field(
+        1800.0, description="seconds that the start, the first step, an evaluation or a save may take"
+    )
+    hang_timeout: Auto | Positive = Field(
+        "auto",
+        description="seconds until a step is a hang; auto: five of the longest recent steps, at least 10",
+    )
     shutdown_timeout: Positive = Field(25.0, description="seconds ranks get to save and end after a signal")
     max_restarts: Natural = Field(5, description="incidents that are restarted on this node before giving up")
     checkpoint_every: CadenceText = Field("1epoch", description="how often to save; the end is always saved")
     checkpoint_keep: Count = Field(3, description="newest checkpoints to keep")
+    snapshot_every: Auto | CadenceText = Field(
+        "auto", description="copies in the node's memory; auto: each step on CPUs, every 5s on GPUs"
+    )
     checkpoint_failures_allowed: Natural = Field(3, description="failed saves in a row before the run fails")
     resume: ResumeText = Field("auto", description="whether to go on from a checkpoint, and from which")
     init_from: Path | None = Field(None, description="weights to start from: matching keys are loaded")

@@ -19,7 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.cluster.placement import Placement
-from tandem.cluster.ranks import RankFunction, RankProcesses, job_code, start_fork_server, use_loopback
+from tandem.cluster.ranks import (
+    RankFunction,
+    RankProcesses,
+    job_code,
+    record_collectives,
+    start_fork_server,
+    use_loopback,
+)
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
 from tandem.log import setup
@@ -170,6 +177,7 @@ def run_this_node(
     """Everything one node does in a run; the exit code (see `errors`)."""
     if placement.nodes_share_host or placement.nodes == 1:
         use_loopback()
+    record_collectives()
     start_fork_server([rank_function.partition(":")[0]])
     from tandem.checkpoint.state import decide_resume
     from tandem.checkpoint.store import CheckpointStore
@@ -216,7 +224,7 @@ def run_this_node(
         )
         log.info("%s", placement)
         ranks = RankProcesses(rank_function, settings.to_dict())
-        report = run_node(placement, ranks, options, stop, view.world_opened)
+        report = run_node(placement, ranks, options, stop, view)
         if report.code not in (FINISHED, STOPPED):
             said_already = report.code in (1, 2) and is_first  # rank 0 is here and has said what is wrong
             log.log(

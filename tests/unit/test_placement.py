@@ -171,7 +171,11 @@ WRONG: list[tuple[str, dict[str, object], list[str]]] = [
     ("pytorchjob-elastic-worker-1", {"elastic": "1:3"}, ["--elastic 1:3", "PET_NNODES"]),
     ("indexedjob-1", {}, ["JOB_COMPLETION_INDEX=1", "NNODES", "--nodes"]),
     ("indexedjob-1", {"nodes": 2}, ["JOB_COMPLETION_INDEX=1", "MASTER_ADDR", "--master"]),
-    ("indexedjob-1", {"nodes": 2, "master": "a:1", "NODE_RANK": 0}, ["NODE_RANK=0", "JOB_COMPLETION_INDEX=1"]),
+    (
+        "indexedjob-1",
+        {"nodes": 2, "master": "a:1", "NODE_RANK": 0},
+        ["NODE_RANK=0", "JOB_COMPLETION_INDEX=1"],
+    ),
     ("slurm-batch", {}, ["SLURM_NTASKS=2", "SLURM_STEP_ID", "srun"]),
     ("slurm-batch", {"SLURM_STEP_ID": 4294967291}, ["srun"]),
     ("slurm-step-1", {"SLURMD_NODENAME": "node9"}, ["SLURMD_NODENAME=node9", "SLURM_NODEID=1"]),

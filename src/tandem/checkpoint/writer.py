@@ -1,52 +1,165 @@
-"""Saves, counted: a failed save never kills training, too many in a row do."""
+"""Saves beside the training: a step is held for a copy in memory, a thread does the rest.
+
+A failed save never kills training, too many in a row do.
+"""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, cast
 
-from tandem.checkpoint.state import serialize
-from tandem.checkpoint.store import CheckpointStore, SaveResult
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.checkpoint.state import check_loadable
+from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
 
 log = logging.getLogger("tandem.checkpoint")
 
+Key = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """A save that ended: seconds from its begin to its last fsync, and how long training was held for it.
+
+    `bytes` on the volume; None means that it failed.
+    """
+
+    step: int
+    seconds: float
+    held_seconds: float
+    bytes: int | None
+
+
+class Buffers:
+    """A second home for a state's tensors: allocated once, written at every save (pinned for GPUs)."""
+
+    def __init__(self) -> None:
+        self._homes: list[Tensor] = []
+
+    def copy(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The same values in this object's memory, valid until the next call; tied tensors stay tied."""
+        places: dict[Key, int] = {}
+        which = [places.setdefault(_key(tensor), len(places)) for tensor in tensors]
+        sources: list[Tensor] = [tensor for tensor, _ in _firsts(tensors, which)]
+        if [_form(home) for home in self._homes] != [_form(source) for source in sources]:
+            self._homes = [_home(source) for source in sources]
+        if sources:
+            torch._foreach_copy_(self._homes, sources, non_blocking=True)
+        if any(source.is_cuda for source in sources):
+            torch.cuda.current_stream().synchronize()
+        return [self._homes[place] for place in which]
+
+
+def _key(tensor: Tensor) -> Key:
+    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _firsts(tensors: list[Tensor], which: list[int]) -> list[tuple[Tensor, int]]:
+    """Each distinct tensor once, in order."""
+    found: list[tuple[Tensor, int]] = []
+    for tensor, place in zip(tensors, which, strict=True):
+        if place == len(found):
+            found.append((tensor, place))
+    return found
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
+
+
+def _home(source: Tensor) -> Tensor:
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+
 
 class CheckpointWriter:
-    """Rank 0's writer: saves, prunes after the newest is verified, and counts failures in a row."""
+    """Rank 0's writer: one save at a time, prunes after the newest is verified, counts failures in a row.
 
-    def __init__(self, store: CheckpointStore, keep: int, failures_allowed: int) -> None:
-        self._store, self._keep, self._allowed = store, keep, failures_allowed
+    `report` hears of each save that ended, from the writing thread.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        keep: int,
+        failures_allowed: int,
+        report: Callable[[SaveOutcome], None] = lambda outcome: None,
+    ) -> None:
+        self._store, self._keep, self._allowed, self._report = store, keep, failures_allowed, report
+        self._buffers = Buffers()
+        self._thread: threading.Thread | None = None
+        self._checked = False
+        self._error: BaseException | None = None
         self.failures_in_a_row = 0
-        self.failures = 0
         self.last_step: int | None = None
 
-    def save(self, step: int, state: Mapping[str, Any], info: Mapping[str, Any]) -> SaveResult | None:
-        """Save `state` as of `step`; None when it failed and training may go on.
+    def save(self, step: int, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        """Begin to save `state` as of `step`; returns as soon as its tensors are copied.
 
-        Raises CheckpointError when more saves in a row failed than are allowed.
+        Waits for the save before, if that is still being written. Raises CheckpointError for a state that
+        could not be loaded again, and when more saves in a row failed than are allowed.
         """
-        payload = serialize(state)
+        began = time.monotonic()
+        self.wait()
+        skeleton, tensors = flatten(state)
+        if not self._checked:
+            check_loadable(state)
+            self._checked = True
+        copied = unflatten(skeleton, self._buffers.copy(tensors))
+        held = time.monotonic() - began
+        self._thread = threading.Thread(
+            target=self._write, args=(step, copied, dict(info), began, held), name="tandem-checkpoint"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; raises what a save found that must end the run."""
+        self.settle()
+        if self._error is not None:
+            raise self._error
+
+    def settle(self) -> None:
+        """Wait until nothing is being written, whatever became of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(
+        self, step: int, state: dict[Any, Any], info: dict[str, Any], began: float, held: float
+    ) -> None:
         try:
-            result = self._store.save(step, lambda sink: sink.write(payload), dict(info))
+            size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), info).bytes
+            self.failures_in_a_row, self.last_step = 0, step
         except CheckpointError as error:
-            self.failures += 1
-            self.failures_in_a_row += 1
-            if self.failures_in_a_row > self._allowed:
-                raise CheckpointError(
-                    f"{self.failures_in_a_row} saves in a row failed, --checkpoint-failures-allowed is "
-                    f"{self._allowed}; the last one: {error}"
-                ) from error
-            log.warning(
-                "save at step %d failed (%d in a row, %d allowed): %s",
-                step,
-                self.failures_in_a_row,
-                self._allowed,
-                error,
+            size = None
+            self._failed(step, error)
+        except BaseException as error:
+            self._error = error
+            return
+        self._report(SaveOutcome(step, time.monotonic() - began, held, size))
+        if size is not None:
+            self._prune()
+
+    def _failed(self, step: int, error: CheckpointError) -> None:
+        self.failures_in_a_row += 1
+        if self.failures_in_a_row > self._allowed:
+            self._error = CheckpointError(
+                f"{self.failures_in_a_row} saves in a row failed, --checkpoint-failures-allowed is "
+                f"{self._allowed}; the last one: {error}"
             )
-            return None
-        self.failures_in_a_row, self.last_step = 0, step
-        self._prune()
-        return result
+            return
+        log.warning(
+            "save at step %d failed (%d in a row, %d allowed): %s",
+            step,
+            self.failures_in_a_row,
+            self._allowed,
+            error,
+        )
 
     def _prune(self) -> None:
         try:

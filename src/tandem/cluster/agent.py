@@ -7,12 +7,13 @@ after every failure; this one decides by the exit codes of its ranks (see `ranks
 import contextlib
 import logging
 import os
+import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
@@ -22,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -34,8 +36,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from tandem.cluster.memory import NodeMemory
 from tandem.cluster.placement import Placement
+from tandem.cluster.pulse import DUMP_SIGNAL
 from tandem.cluster.ranks import RankProcesses, is_retried, job_code
+from tandem.cluster.watchdog import Alarm, Watchdog
 from tandem.cluster.world import Position, wait_for_master
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST, PeerLostError
 from tandem.signals import StopFlag
@@ -49,11 +54,23 @@ MONITOR_SECONDS = 0.02
 MEMBERSHIP_SECONDS = 0.25
 LEAVE_SECONDS = 10.0
 STORE_READ_SECONDS = 60
+POLL_SECONDS = 0.05
 KEEP_ALIVE_SECONDS = 1
 KEEP_ALIVE_ATTEMPTS = 5
 LAST_CALL_SECONDS = 1
+DUMP_SECONDS = 0.5
 
-WorldOpened = Callable[[int, Position], None]
+
+class View(Protocol):
+    """Who is told what happens, for people to see."""
+
+    on_pulse: Callable[[Mapping[str, Any]], None]
+
+    def world_opened(self, number: int, position: Position) -> None:
+        """World `number` (from 1) is about to start; `position` is of the first rank here."""
+
+    def hung(self, alarm: Alarm) -> None:
+        """A rank was named as hanging."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +136,48 @@ def run_node(
     ranks: RankProcesses,
     options: AgentOptions,
     stop: StopFlag,
-    on_world: WorldOpened,
+    view: View,
 ) -> AgentReport:
     """Run this node's ranks until the job is over, going round again as the exit codes say."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    ledger = Ledger()
+    _hasten_rendezvous()
     server = _host_store(placement) if placement.node_rank == 0 else None
+    watchdog = Watchdog(
+        placement.node_rank,
+        placement.local_name or "localhost",
+        placement.master_port,
+        lambda: TCPStore(
+            placement.master_host,
+            placement.master_port,
+            is_master=False,
+            timeout=timedelta(seconds=STORE_READ_SECONDS),
+        ),
+    )
+    view.on_pulse = watchdog.hear
+    watchdog.start()
+    try:
+        return _run_connections(placement, ranks, options, stop, view, watchdog, server)
+    finally:
+        watchdog.close()
+
+
+def _run_connections(
+    placement: Placement,
+    ranks: RankProcesses,
+    options: AgentOptions,
+    stop: StopFlag,
+    view: View,
+    watchdog: Watchdog,
+    server: TCPStore | None,
+) -> AgentReport:
+    """One agent after another, as often as the store is lost."""
+    memories = tuple(NodeMemory() for _ in range(options.nproc))
+    ledger = Ledger()
     while True:
         agent: NodeAgent | None = None
         try:
             store = server or _join_store(placement, options, stop)
-            agent = NodeAgent(placement, ranks, options, stop, store, on_world, ledger)
+            agent = NodeAgent(placement, ranks, options, stop, store, view, watchdog, ledger, memories)
             code, reason = agent.run_worlds()
         except _StopRequestedError:
             code, reason = KILLED, f"{stop.name} came before training started; nothing to save"
@@ -142,7 +190,8 @@ def run_node(
             code, reason = PEER_LOST, str(error)
         except (_StoreLostError, RendezvousConnectionError, DistStoreError):
             ranks.kill()
-            ledger.incidents += 1
+            if not watchdog.has_trained:
+                ledger.incidents += 1
             if ledger.incidents > options.max_restarts:
                 return AgentReport(PEER_LOST, _spent(options), ledger.worlds)
             log.warning("the store on node 0 is gone; going round again")
@@ -172,6 +221,25 @@ def _stay_until_all_left(store: TCPStore, nodes: int, left: int) -> None:
 
 def _spent(options: AgentOptions) -> str:
     return f"the restart budget (--max-restarts {options.max_restarts}) is spent"
+
+
+def _hasten_rendezvous() -> None:
+    """Take two waits out of the engine's rendezvous that have no setting.
+
+    Between two looks at the shared state it pauses for 1 s: 50 ms are enough, one small read per node. And
+    each event that it records asks `inspect.stack` for the caller's name, with source text of every frame:
+    0.25 s a rendezvous; `sys._getframe` knows the same.
+    """
+    engine = vars(dynamic_rendezvous)
+    original = engine["_delay"]
+    if original.__module__ == __name__:
+        return
+
+    def pause(seconds: float | tuple[float, float]) -> None:
+        original(POLL_SECONDS if seconds == 1 else seconds)
+
+    engine["_delay"] = pause
+    engine["get_method_name"] = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _host_store(placement: Placement) -> TCPStore:
@@ -213,12 +281,17 @@ class NodeAgent(SimpleElasticAgent):
         options: AgentOptions,
         stop: StopFlag,
         store: TCPStore,
-        on_world: WorldOpened,
+        view: View,
+        watchdog: Watchdog,
         ledger: Ledger,
+        memories: tuple[NodeMemory, ...],
     ) -> None:
         self._placement, self._ranks, self._options, self._stop = placement, ranks, options, stop
-        self._root, self._on_world, self._ledger = store, on_world, ledger
+        self._root, self._view, self._ledger = store, view, ledger
+        self._watchdog = watchdog
+        self._memories = memories
         self._joining = False
+        self._hung_node: int | None = None
         self._waiting_since = time.monotonic()
         self._next_word = 0.0
         low, high = placement.elastic or (placement.nodes, placement.nodes)
@@ -236,6 +309,7 @@ class NodeAgent(SimpleElasticAgent):
             keep_alive_interval=KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
         )
+        cast(Any, handler)._state_holder._cache_duration = POLL_SECONDS  # 1 s, the other half of its pause
         self._handler = handler
         spec = WorkerSpec(
             role="default",
@@ -254,7 +328,9 @@ class NodeAgent(SimpleElasticAgent):
             self._joining = True
             self._initialize_workers(self._worker_group)
             self._joining = False
+            self._hung_node = None
             code = self._watch()
+            self._watchdog.close_world(self._root)
             if code is None:
                 self._ranks.kill()
                 log.info("a node wants to join: opening the next world")
@@ -265,10 +341,20 @@ class NodeAgent(SimpleElasticAgent):
                 return KILLED, f"stopped by {self._stop.name} without a checkpoint (ranks ended with {said})"
             if self._stop or not is_retried(code):
                 return code, f"ranks ended with {said}"
-            self._ledger.incidents += 1
+            if self._is_to_blame(code):
+                self._ledger.incidents += 1
             if self._ledger.incidents > self._options.max_restarts:
                 return PEER_LOST, _spent(self._options)
             log.warning("ranks ended with %s: opening world %d", said, self._ledger.worlds + 1)
+
+    def _is_to_blame(self, code: int) -> bool:
+        """Whether a failed world is an incident of this node: one that lost its peers spends no budget.
+
+        Unless it never trained: what keeps a world from beginning comes back every time.
+        """
+        if self._hung_node is not None:
+            return self._hung_node == self._placement.node_rank
+        return code != PEER_LOST or not self._watchdog.has_trained
 
     def _watch(self) -> int | None:
         """Watch one world: its exit code on this node, or None when nodes wait to be let in."""
@@ -281,6 +367,8 @@ class NodeAgent(SimpleElasticAgent):
             ended = [code for code in codes.values() if code is not None]
             if any(code not in (0, 143) for code in ended) or len(ended) == len(codes):
                 return job_code(ended)
+            if (alarm := self._watchdog.alarm) is not None:
+                return self._end_hang(alarm)
             if self._stop and forwarded_at is None:
                 forwarded_at = now
                 log.info("%s: asking all ranks to save and stop", self._stop.name)
@@ -294,6 +382,15 @@ class NodeAgent(SimpleElasticAgent):
                 next_look = now + MEMBERSHIP_SECONDS
                 if self._nodes_waiting() and not ended and forwarded_at is None:
                     return None
+
+    def _end_hang(self, alarm: Alarm) -> int:
+        """Say who hangs, and let the ranks write their stacks before they are killed."""
+        log.error("%s; stacks are in %s", alarm.text, "log/stacks-rank-*.txt")
+        self._view.hung(alarm)
+        self._hung_node = alarm.node
+        self._ranks.signal(DUMP_SIGNAL)
+        time.sleep(DUMP_SECONDS)
+        return PEER_LOST
 
     def _nodes_waiting(self) -> bool:
         try:
@@ -367,11 +464,15 @@ class NodeAgent(SimpleElasticAgent):
                 restart=self._ledger.worlds - 1,
                 sample_socket=self._options.sample_socket,
                 start_from=self._options.start_from,
+                memories=self._memories,
             )
             for worker in group.workers
         }
-        self._on_world(self._ledger.worlds, positions[0])
+        self._view.world_opened(self._ledger.worlds, positions[0])
         pids = self._ranks.start(positions)
+        everyone = range(max(self._placement.nodes, (self._placement.elastic or (0, 0))[1]))
+        by_rank = {positions[local_rank].rank: pid for local_rank, pid in pids.items()}
+        self._watchdog.open_world(prefix, by_rank, everyone)
         for local_rank, pid in pids.items():
             log.info("%s is process %d", positions[local_rank], pid)
         return dict(pids)

@@ -63,6 +63,11 @@ def use_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def record_collectives() -> None:
+    """Let torch remember the last collectives of each rank, for the report of a hang. As `use_loopback`."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
+
+
 def resolve(name: str) -> RankFunction:
     """ "package.module:function" -> the function."""
     module, _, attribute = name.partition(":")

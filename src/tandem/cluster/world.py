@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from tandem.cluster.memory import NodeMemory
 from tandem.errors import ConfigError, PeerLostError
 
 log = logging.getLogger("tandem.world")
@@ -52,6 +53,7 @@ class Position:
     `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
     found: "env" (torchrun's variables), "alone" (a world of one) or "master" (rank 0 hosts a store).
     `start_from` is a checkpoint (directory, step) of another run to begin with, chosen by the agent.
+    `memories` outlive the node's ranks, one region for each of them; none without an agent.
     """
 
     rank: int = 0
@@ -69,6 +71,7 @@ class Position:
     restart: int = 0
     sample_socket: str | None = None
     start_from: tuple[str, int] | None = None
+    memories: tuple[NodeMemory, ...] = ()
 
     def __str__(self) -> str:
         rank, node = f"rank {self.rank} of {self.world_size}", f"node {self.node_rank} of {self.nodes}"
@@ -260,6 +263,15 @@ def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
         if not isinstance(child, batchnorm)
         for _ in child.buffers(recurse=False)
     )
+
+
+def flight_record() -> bytes:
+    """torch's flight recorder as JSON: the last collectives of this rank. Empty where torch has none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None or not dist.is_initialized():
+        return b""
+    record: bytes = dump(backend=dist.get_backend())
+    return record
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,8 @@
 
 import gzip
 import math
+import mmap
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -85,10 +87,14 @@ def _present(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def _content(path: Path) -> bytearray:
+def _content(path: Path) -> bytearray | mmap.mmap:
+    """Its bytes; those of a raw file are mapped, so that the ranks of a node share one copy."""
     try:
-        raw = path.read_bytes()
-        return bytearray(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+        if path.suffix == ".gz":
+            return bytearray(gzip.decompress(path.read_bytes()))
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else bytearray()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise _broken(path, "a whole gzip file", str(error)) from error
     except OSError as error:

@@ -32,6 +32,8 @@ class NodeView:
         self._started = time.time()
         self._began = time.monotonic()
         self._beats: dict[int, dict[str, Any]] = {}
+        self.on_pulse: Callable[[Mapping[str, Any]], None] = lambda pulse: None
+        self._restart_reason = "crash"
         self._state, self._last_progress = "starting", time.time()
         self._state_dir = state_dir
         self.socket_path = scratch / "samples.sock"
@@ -59,7 +61,21 @@ class NodeView:
         self._journal.event("world", number=number, world_size=position.world_size, nodes=position.nodes)
         self.metrics.apply({"state": "rendezvous"})
         if number > 1:
-            self.metrics.apply({"inc": [["tandem_restarts", {"reason": "crash"}, 1]]})
+            self.metrics.apply({"inc": [["tandem_restarts", {"reason": self._restart_reason}, 1]]})
+            self._restart_reason = "crash"
+
+    def hung(self, alarm: Any) -> None:
+        """The watchdog named a rank; the world is about to be opened again."""
+        self._restart_reason = "hang"
+        if self._journal is not None:
+            self._journal.event(
+                "hang",
+                rank=alarm.rank,
+                node=alarm.node,
+                phase=alarm.phase,
+                step=alarm.step,
+                seconds=alarm.seconds,
+            )
 
     def ended(self, code: int, reason: str, worlds: int) -> None:
         """The job is over: final state, and the summary where rank 0 could not write one."""
@@ -112,6 +128,9 @@ class NodeView:
         }
 
     def _receive(self, message: Mapping[str, Any]) -> None:
+        if "pulse" in message:
+            self.on_pulse(message["pulse"])
+            return
         beat = message.get("heartbeat")
         if beat is not None:
             rank = int(beat["rank"])
@@ -130,7 +149,9 @@ class NodeView:
             "rendezvous": settings.master_timeout,
             "startup": settings.first_step_timeout,
             "resume": settings.first_step_timeout,
-            "train": settings.hang_timeout,
+            "train": float(settings.hang_timeout)
+            if settings.hang_timeout != "auto"
+            else settings.first_step_timeout,
         }.get(self._state, settings.first_step_timeout)
 
     def _write_health(self) -> None:

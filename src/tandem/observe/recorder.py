@@ -38,6 +38,19 @@ class Phases(Protocol):
     optimizer: float
 
 
+class EndedSave(Protocol):
+    """The part of `writer.SaveOutcome` that is recorded."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def held_seconds(self) -> float: ...
+    @property
+    def bytes(self) -> int | None: ...
+
+
 class Agreement(Protocol):
     """The part of `world.Agreed` that is recorded."""
 
@@ -190,25 +203,25 @@ class Recorder:
             rows.append(["tandem_loss", {"split": "eval"}, scores["loss"]])
         self._send({"set": rows})
 
-    def saved(self, step: int, seconds: float, size_bytes: int | None) -> None:
-        """A save ended: `size_bytes` None means that it failed."""
-        if size_bytes is None:
-            self.event("checkpoint_failed", step=step)
+    def saved(self, save: EndedSave) -> None:
+        """A save ended; called from the thread that wrote it."""
+        if save.bytes is None:
+            self.event("checkpoint_failed", step=save.step)
             self._send({"inc": [["tandem_checkpoint_save_failures", {}, 1]]})
             return
-        self.event("checkpoint", step=step, seconds=round(seconds, 3), bytes=size_bytes)
+        self.event("checkpoint", step=save.step, seconds=round(save.seconds, 3), bytes=save.bytes)
         self._send(
             {
                 "inc": [
                     ["tandem_checkpoint_saves", {}, 1],
-                    ["tandem_checkpoint_written_bytes", {}, size_bytes],
-                    ["tandem_checkpoint_blocked_seconds", {}, seconds],
+                    ["tandem_checkpoint_written_bytes", {}, save.bytes],
+                    ["tandem_checkpoint_blocked_seconds", {}, save.held_seconds],
                 ],
-                "observe": [["tandem_checkpoint_save_duration_seconds", {}, seconds]],
+                "observe": [["tandem_checkpoint_save_duration_seconds", {}, save.seconds]],
                 "set": [
-                    ["tandem_checkpoint_size_bytes", {}, size_bytes],
+                    ["tandem_checkpoint_size_bytes", {}, save.bytes],
                     ["tandem_checkpoint_last_success_timestamp_seconds", {}, time.time()],
-                    ["tandem_checkpoint_last_success_step", {}, step],
+                    ["tandem_checkpoint_last_success_step", {}, save.step],
                 ],
             }
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tandem.cluster.pulse import Pulse
 from tandem.cluster.world import Agreed, World
 from tandem.config import Settings
 from tandem.errors import NonFiniteError
@@ -14,14 +15,15 @@ from tandem.observe.recorder import Recorder
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
 from tandem.training.optim import Schedule
+from tandem.training.saving import Saver
 from tandem.training.step import Proposal, Stepper
 
-EVENTS = ("log", "eval", "save")
+EVENTS = ("log", "eval", "save", "snapshot")
 
 
 @dataclass
 class Timetable:
-    """When to log, evaluate and save: by step number on every rank alike, by rank 0's clock for seconds.
+    """When each of EVENTS is due: by step number on every rank alike, by rank 0's clock for seconds.
 
     What the clock says travels as a bit inside the step's all-reduce, so that all ranks act together.
     """
@@ -64,10 +66,11 @@ class Training:
     schedule: Schedule
     timetable: Timetable
     recorder: Recorder
+    pulse: Pulse
     stop: StopFlag
     batches: Iterator[Sequence[Any]]
     evaluate: Callable[[], dict[str, float]]
-    save: Callable[[int], None]
+    saver: Saver
     step: int
 
 
@@ -80,6 +83,7 @@ def train(t: Training) -> bool:
     with t.recorder.activity("train"):
         while t.step < planned:
             t.recorder.begin_step()
+            t.pulse.begin_step(t.step)
             micro_batches = next(t.batches)
             t.recorder.got_data()
             if t.step == first:
@@ -90,7 +94,7 @@ def train(t: Training) -> bool:
             t.schedule.advance()
             t.step += 1
             if t.step == first + 1:
-                t.world.shorten_timeout(t.settings.hang_timeout)
+                t.recorder.event("training", step=t.step)
             t.recorder.end_step(t.step, t.stepper.phases, agreed, rate)
             due = {event for event in EVENTS if t.timetable.is_due(event, t.step, agreed)}
             if agreed is not None and agreed.stop:
@@ -102,14 +106,17 @@ def train(t: Training) -> bool:
                     f"the loss of step {agreed.step + 1} is not finite; lower --lr, set --clip-norm, or look "
                     "at the data; the last checkpoint is from before it"
                 )
+            if "snapshot" in due:
+                t.saver.snapshot(t.step)
             if "log" in due:
                 t.recorder.log_interval(t.step, t.stepper.grad_norm)
             if "eval" in due:
-                with t.recorder.activity("eval"):
+                with t.recorder.activity("eval"), t.pulse.during("eval"):
                     t.recorder.evaluated(t.step, t.evaluate())
             if "save" in due:
-                with t.recorder.activity("checkpoint"):
-                    t.save(t.step)
+                with t.recorder.activity("checkpoint"), t.pulse.during("checkpoint"):
+                    t.saver.save(t.step)
+
             if agreed is not None and agreed.stop and t.step < planned:
                 return False
     return True

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.checkpoint.state import ResumeDecision, deserialize
+from tandem.checkpoint.snapshot import newest_snapshot
+from tandem.checkpoint.state import ResumeDecision, deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.cluster.world import Position, World
 from tandem.errors import ConfigError
@@ -38,26 +39,20 @@ def begin(
     decision: ResumeDecision | None,
     recorder: Recorder,
 ) -> Beginning:
-    """Rank 0 reads the newest valid checkpoint, or the one that the agent chose; all get it by broadcast."""
-    step, payload = 0, b""
+    """Rank 0 finds the newest state, see `_newest`; all get it by broadcast."""
+    step, payload, state = 0, b"", None
     if world.is_first and decision is not None and decision.kind == "complete":
         log.info("the run is complete at step %d; raise --epochs or --steps to go on", decision.step)
         step = COMPLETE
     elif world.is_first:
-        found = store.newest_valid(lambda bad, problem: _quarantined(recorder, bad, problem))
-        other = (
-            (decision.directory, decision.step) if decision and decision.directory else position.start_from
-        )
-        if found is None and other is not None and other[0] is not None:
-            raw, _info = CheckpointStore(Path(other[0])).read(other[1])
-            found = (other[1], raw, _info)
-        if found is not None:
-            step, payload = found[0], found[1]
+        step, state, payload = _newest(world, store, position, decision, recorder)
     step = int(world.broadcast_json(step))
     if step <= 0:
         return Beginning(step, None, [])
     began = time.monotonic()
-    state = deserialize(world.broadcast_bytes(payload if world.is_first else None))
+    if world.size > 1 or state is None:
+        payload = serialize(state) if state is not None else payload
+        state = deserialize(world.broadcast_bytes(payload if world.is_first else None))
     recorder.message(
         {
             "inc": [["tandem_checkpoint_loads", {}, 1]],
@@ -65,6 +60,30 @@ def begin(
         }
     )
     return Beginning(step, state, decision.changes if decision is not None else [])
+
+
+def _newest(
+    world: World,
+    store: CheckpointStore,
+    position: Position,
+    decision: ResumeDecision | None,
+    recorder: Recorder,
+) -> tuple[int, dict[str, Any] | None, bytes]:
+    """(step, state, or its bytes) of where to go on: the snapshot in the node's memory unless a checkpoint
+    is newer; then the newest valid checkpoint; then the one the agent chose; (0, None, b"") for none."""
+    snapshot = newest_snapshot(position.memories)
+    if snapshot is not None and snapshot[0] >= max(store.steps(), default=0):
+        log.info("going on from step %d, kept in the node's memory", snapshot[0])
+        return *snapshot, b""
+    found = store.newest_valid(lambda bad, problem: _quarantined(recorder, bad, problem))
+    if found is not None:
+        return found[0], None, found[1]
+    if decision is not None and decision.directory is not None:
+        return decision.step, None, CheckpointStore(decision.directory).read(decision.step)[0]
+    if position.start_from is not None:
+        directory, step = position.start_from
+        return step, None, CheckpointStore(Path(directory)).read(step)[0]
+    return 0, None, b""
 
 
 def _quarantined(recorder: Recorder, step: int, problem: str) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from tandem.checkpoint.state import ResumeDecision, decide_resume
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
+from tandem.cluster.pulse import Pulse, dump_stacks_on_request
 from tandem.cluster.world import Position, World, choose_device, first_line, is_peer_loss
 from tandem.config import Settings
 from tandem.data.loader import train_batches
@@ -30,6 +31,7 @@ from tandem.training.loop import Timetable, Training, train
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.profiling import profiled
 from tandem.training.resume import COMPLETE, begin, load_state, load_weights
+from tandem.training.saving import Saver, rank_zeros, snapshot_cadence
 from tandem.training.seeding import seed_model
 from tandem.training.step import Stepper
 from tandem.training.summary import manifest_info, open_displays, write_summary
@@ -60,6 +62,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
     run_dir = Path(str(settings.run_dir))
     try:
         _set_up_log(settings, position, run_dir)
+        dump_stacks_on_request(run_dir / "log", position.rank)
         return _run(settings, position, run_dir, stop, send or _sender(position), started)
     except TandemError as error:
         log.error("%s", error)
@@ -100,6 +103,14 @@ def _run(
     recorder = Recorder(position.rank, settings.batch_size, send)
     threads = set_threads(settings, position)
     device = choose_device(settings.device, position.local_rank)
+    pulse = Pulse(
+        position,
+        send,
+        None if settings.hang_timeout == "auto" else float(settings.hang_timeout),
+        settings.first_step_timeout,
+        device.type == "cpu",
+        run_dir / "log",
+    )
     store = CheckpointStore(run_dir / "checkpoints")
     decision = decide_here(settings, position, store)
     with recorder.activity("rendezvous"):
@@ -130,29 +141,24 @@ def _run(
             load_weights(world, settings.init_from, model)
         if beginning.state is not None and hasattr(task, "after_resume"):
             task.after_resume(model)
-    stepper = Stepper(world, settings, task, model, optimizer)
+    stepper = Stepper(world, settings, task, model, optimizer, pulse)
     if beginning.state is not None and "scaler" in beginning.state:
         stepper.scaler.load_state_dict(beginning.state["scaler"])
 
-    writer = CheckpointWriter(store, settings.checkpoint_keep, settings.checkpoint_failures_allowed)
-
-    def save(step: int) -> None:
-        if not world.is_first:
-            return
-        began = time.monotonic()
-        result = writer.save(
-            step,
-            {
-                "step": step,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state(),
-                "scaler": stepper.scaler.state_dict(),
-            },
-            manifest_info(settings, world, order, planned, step, threads, recorder.scores),
-        )
-        recorder.saved(step, time.monotonic() - began, result.bytes if result else None)
-
+    saver = Saver(
+        world,
+        CheckpointWriter(
+            store, settings.checkpoint_keep, settings.checkpoint_failures_allowed, recorder.saved
+        ),
+        lambda: {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "schedule": schedule.state(),
+            "scaler": stepper.scaler.state_dict(),
+        },
+        lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores),
+        rank_zeros(model),
+    )
     batches = TrainBatches(order, world.rank, world.size, settings.micro_batch_size, beginning.step, planned)
     training = Training(
         world=world,
@@ -165,11 +171,13 @@ def _run(
                 "log": Cadence.parse(settings.log_every),
                 "eval": Cadence.parse(settings.eval_every),
                 "save": Cadence.parse(settings.checkpoint_every),
+                "snapshot": snapshot_cadence(settings, world),
             },
             order.steps_per_epoch,
             planned,
         ),
         recorder=recorder,
+        pulse=pulse,
         stop=stop,
         batches=profiled(
             _steps(settings, task, datasets.train, batches, device),
@@ -180,22 +188,22 @@ def _run(
         evaluate=lambda: evaluate(
             world, task, model, datasets.evaluation, evaluation_batch_size(settings, world), settings.workers
         ),
-        save=save,
+        saver=saver,
         step=beginning.step,
     )
     open_displays(
         settings, world, run_dir, recorder, order, planned, beginning, model, datasets.train, threads
     )
-    finished = train(training)
-    if (
-        world.is_first
-        and writer.last_step != training.step
-        and not (finished and writer.failures_in_a_row == 0)
-    ):
+    with saver:
+        finished = train(training)
+        pulse.enter("end")
+    if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
     code = FINISHED if finished else STOPPED
     if world.is_first:
-        write_summary(run_dir, settings, position, recorder, order, model, writer, beginning, code, started)
+        write_summary(
+            run_dir, settings, position, recorder, order, model, saver.last_step, beginning, code, started
+        )
     return _leave(world, recorder, code)
 
 

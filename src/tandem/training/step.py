@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.cluster.pulse import Pulse
 from tandem.cluster.world import Agreed, AgreedReader, Telemetry, World
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of
@@ -69,8 +70,15 @@ class Stepper:
     """
 
     def __init__(
-        self, world: World, settings: Settings, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        world: World,
+        settings: Settings,
+        task: Task,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pulse: Pulse,
     ) -> None:
+        self._pulse = pulse
         self._world, self._settings, self._optimizer = world, settings, optimizer
         trained = torch.compile(model) if settings.compile else model
         assert isinstance(trained, nn.Module)
@@ -105,6 +113,7 @@ class Stepper:
         self.phases = PhaseSeconds()
         self._accumulate(micro_batches, step, proposal)
         started = time.perf_counter()
+        self._pulse.enter("optimizer")
         agreed = self._reader.read(step, self._carrier)
         if agreed is None or not agreed.non_finite:
             self._update()
@@ -122,6 +131,7 @@ class Stepper:
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
             t0 = time.perf_counter()
+            self._pulse.enter("forward")
             weight = batch_size_of(batch) * self._world.size / self._settings.batch_size
             values = torch.tensor(
                 [float(proposal.stop), float(micro_step == last), 0.0, float(proposal.decisions)]
@@ -132,6 +142,7 @@ class Stepper:
             with self._world.without_sync(self._ddp, skip=micro_step != last):
                 scaled, loss, _metrics = self._ddp(values, batch, weight, scale, so_far)
                 t2 = time.perf_counter()
+                self._pulse.enter("backward")
                 scaled.backward()
             so_far = so_far + loss.detach()
             t3 = time.perf_counter()

@@ -12,7 +12,6 @@ from torch import nn
 
 from tandem import __version__
 from tandem.checkpoint.state import weights_sha256
-from tandem.checkpoint.writer import CheckpointWriter
 from tandem.cluster.world import Position, World
 from tandem.config import Settings
 from tandem.data.sampler import GlobalOrder
@@ -97,7 +96,7 @@ def write_summary(
     recorder: Recorder,
     order: GlobalOrder,
     model: nn.Module,
-    writer: CheckpointWriter,
+    last_checkpoint_step: int | None,
     beginning: Beginning,
     code: int,
     started: float,
@@ -121,7 +120,7 @@ def write_summary(
         "weights_sha256": digest,
         "restarts": position.restart,
         "resumed_from_step": beginning.step or None,
-        "last_checkpoint_step": writer.last_step,
+        "last_checkpoint_step": last_checkpoint_step,
     }
     write_json_atomic(run_dir / "summary.json", summary)
     recorder.event(str(summary["state"]), step=recorder.step, exit_code=code)

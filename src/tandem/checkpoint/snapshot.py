@@ -1,0 +1,203 @@
+"""The state after every step, in memory of the node that outlives its ranks: a killed rank costs one step.
+
+Only the first node keeps snapshots, because rank 0 lives there and its buffers (running statistics) are
+the ones that count. What is equal on all ranks is shared out over the node's ranks, each of which writes
+its part into a region of its own, in turn into one of two slots:
+
+    bytes 0..31    for slot 0, then slot 1: fingerprint of the layout, step (0: being written); 8 bytes each
+    bytes 32..47   where the tensors begin in a slot, size of a slot; 8 bytes each
+    from byte 64   slot 0: length of the skeleton (8 bytes), skeleton, this rank's part of the tensors
+    then           slot 1: the same
+
+A rank marks a slot as being written, writes, and marks it with the step. The ranks step together: when one
+of them writes step n + 1, all have written step n, so one slot is whole at any moment.
+"""
+
+import hashlib
+import marshal
+import mmap
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.cluster.memory import NodeMemory
+
+SLOT = struct.Struct("<Qq")  # fingerprint, step
+GEOMETRY = struct.Struct("<qq")  # offset of the tensors in a slot, bytes of a slot
+GEOMETRY_AT = 2 * SLOT.size
+LENGTH = struct.Struct("<q")
+HEADER_BYTES = 64
+ALIGNMENT = 64
+SKELETON_SLACK = 2  # numbers in it may grow longer
+
+TensorForm = tuple[str, tuple[int, ...]]
+"""dtype such as "float32", shape."""
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the bytes of the tensors lie: one behind the other, aligned, cut into `ranks` parts."""
+
+    forms: tuple[TensorForm, ...]
+    order: tuple[int, ...]  # of the tensors in memory: those that only rank 0 has right come first
+    offsets: tuple[int, ...]  # by tensor
+    cuts: tuple[int, ...]  # by rank, and the end
+    fingerprint: int
+
+    @classmethod
+    def of(cls, forms: Sequence[TensorForm], own: Collection[int], ranks: int) -> "Layout":
+        """`own`: the tensors that rank 0 writes whatever the parts' sizes."""
+        order = sorted(range(len(forms)), key=lambda index: index not in own)
+        offsets, end, own_end = [0] * len(forms), 0, 0
+        for index in order:
+            offsets[index] = end
+            end += _aligned(_bytes(forms[index]))
+            own_end = end if index in own else own_end
+        cuts = [0, *(max(own_end, _aligned(end * rank // ranks)) for rank in range(1, ranks)), end]
+        text = repr((list(forms), order, cuts)).encode()
+        fingerprint = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+        return cls(tuple(forms), tuple(order), tuple(offsets), tuple(cuts), fingerprint)
+
+    def part(self, rank: int) -> list[tuple[int, int, int, int]]:
+        """(tensor, first element, elements, byte offset in the part) of everything that `rank` writes."""
+        low, high = self.cuts[rank], self.cuts[rank + 1]
+        found = []
+        for index in self.order:
+            begin, width = self.offsets[index], _width(self.forms[index])
+            first = max(low - begin, 0) // width
+            last = min(high - begin, _bytes(self.forms[index])) // width
+            if last > first:
+                found.append((index, first, last - first, begin + first * width - low))
+        return found
+
+
+def _width(form: TensorForm) -> int:
+    return getattr(torch, form[0]).itemsize  # type: ignore[no-any-return]
+
+
+def _bytes(form: TensorForm) -> int:
+    count = _width(form)
+    for length in form[1]:
+        count *= length
+    return count
+
+
+def _form(tensor: Tensor) -> TensorForm:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+class Snapshots:
+    """One rank's part of the node's snapshots; `take` after a step, on all ranks of the first node."""
+
+    def __init__(self, regions: Sequence[NodeMemory], local_rank: int) -> None:
+        self._region, self._rank, self._ranks = regions[local_rank], local_rank, len(regions)
+        self._layout: Layout | None = None
+        self._memory: mmap.mmap | None = None
+        self._part: list[tuple[int, int, int, int]] = []
+        self._targets: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._capacity = self._slot_bytes = 0
+        self._slot = 0
+
+    def take(self, step: int, state: Mapping[str, Any], own: Collection[int]) -> None:
+        """Copy this rank's part of `state` as of `step` (1 and up).
+
+        `own`: indices, in order of appearance, of the tensors of which rank 0 has the true values.
+        Raises ValueError for what is neither tensor, number, text, list nor dict; OSError without memory.
+        """
+        skeleton, tensors = flatten(state)
+        forms = [_form(tensor) for tensor in tensors]
+        text = marshal.dumps((skeleton, forms, sorted(own))) if self._rank == 0 else b""
+        if self._layout is None or list(self._layout.forms) != forms or len(text) > self._capacity:
+            self._lay_out(forms, own, len(text))
+        memory, layout = self._memory, self._layout
+        assert memory is not None and layout is not None
+        self._slot = 1 - self._slot
+        SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, 0)
+        start = _slot_start(self._slot, self._slot_bytes)
+        LENGTH.pack_into(memory, start, len(text))
+        memory[start + LENGTH.size : start + LENGTH.size + len(text)] = text
+        sources = [tensors[index].reshape(-1)[first : first + count] for index, first, count, _ in self._part]
+        torch._foreach_copy_(self._targets[self._slot], sources)
+        SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step)
+
+    def _lay_out(self, forms: Sequence[TensorForm], own: Collection[int], text_bytes: int) -> None:
+        """Give both slots their places; a restarted rank takes over those of its forerunner."""
+        layout = Layout.of(forms, own, self._ranks)
+        data = _aligned(LENGTH.size + text_bytes * SKELETON_SLACK)
+        slot_bytes = data + layout.cuts[self._rank + 1] - layout.cuts[self._rank]
+        memory = self._region.map(max(self._region.size(), _slot_start(2, slot_bytes)))
+        if _fingerprints(memory) <= {0, layout.fingerprint} and _has_room(memory, text_bytes):
+            data, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
+        else:
+            memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+            GEOMETRY.pack_into(memory, GEOMETRY_AT, data, slot_bytes)
+        self._layout, self._part, self._memory = layout, layout.part(self._rank), memory
+        self._capacity, self._slot_bytes = data - LENGTH.size, slot_bytes
+        raw = torch.frombuffer(memory, dtype=torch.uint8)
+        first, second = (
+            [
+                _typed(raw, _slot_start(slot, slot_bytes) + data + offset, forms[index][0], count)
+                for index, _, count, offset in self._part
+            ]
+            for slot in (0, 1)
+        )
+        self._targets = first, second
+        steps = [SLOT.unpack_from(memory, slot * SLOT.size)[1] for slot in (0, 1)]
+        self._slot = 0 if steps[0] > steps[1] else 1  # the next one is written over the older
+
+
+def _slot_start(slot: int, slot_bytes: int) -> int:
+    return HEADER_BYTES + slot * slot_bytes
+
+
+def _fingerprints(memory: mmap.mmap) -> set[int]:
+    return {SLOT.unpack_from(memory, slot * SLOT.size)[0] for slot in (0, 1)}
+
+
+def _has_room(memory: mmap.mmap, text_bytes: int) -> bool:
+    data, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
+    return bool(data >= LENGTH.size + text_bytes and slot_bytes > 0)
+
+
+def _typed(raw: Tensor, offset: int, dtype: str, count: int) -> Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    return raw[offset : offset + count * kind.itemsize].view(kind)
+
+
+def newest_snapshot(regions: Sequence[NodeMemory]) -> tuple[int, dict[str, Any]] | None:
+    """(step, state) of the newest snapshot that all of the node's ranks have finished; None without one.
+
+    The tensors are copies: the regions may be written again. To be called while no rank writes.
+    """
+    if not regions or any(region.size() <= HEADER_BYTES for region in regions):
+        return None
+    memories = [region.map(region.size()) for region in regions]
+    marks = [{SLOT.unpack_from(memory, slot * SLOT.size) for memory in memories} for slot in (0, 1)]
+    whole = [
+        (next(iter(mark))[1], slot) for slot, mark in enumerate(marks) if len(mark) == 1 and max(mark)[1] > 0
+    ]
+    if not whole:
+        return None
+    step, slot = max(whole)
+    places = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
+    starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in places]
+    (length,) = LENGTH.unpack_from(memories[0], starts[0])
+    text = memories[0][starts[0] + LENGTH.size : starts[0] + LENGTH.size + length]
+    skeleton, forms, own = marshal.loads(text)
+    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in forms]
+    layout = Layout.of(forms, own, len(regions))
+    for rank, memory in enumerate(memories):
+        raw = torch.frombuffer(memory, dtype=torch.uint8)
+        for index, first, count, offset in layout.part(rank):
+            source = _typed(raw, starts[rank] + places[rank][0] + offset, forms[index][0], count)
+            tensors[index].reshape(-1)[first : first + count].copy_(source)
+    return step, unflatten(skeleton, tensors)

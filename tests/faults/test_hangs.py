@@ -1,0 +1,81 @@
+"""Hangs end with a name (rank, node, phase); the job goes on and ends as if undisturbed."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from small_runs import Runs, rank_processes
+
+pytestmark = pytest.mark.timeout(300)
+
+FLAGS = ("--steps", 200, "--checkpoint-every", 20, "--hang-timeout", 2)
+SLOW = 0.02  # seconds per step, so that a fault hits the middle
+
+LEAVING = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from small import Small
+
+
+@dataclass
+class Leaving(Small):
+    how: str = ""
+    calls: int = 0
+
+    def loss(self, model, batch):
+        if model.training:
+            self.calls += 1
+            once = Path(f"left-{dist.get_rank()}")
+            if self.calls == 60 and not once.exists():
+                once.touch()
+                if self.how == "sleep" and dist.get_rank() == 1:
+                    time.sleep(1000)
+                if self.how == "skip" and dist.get_rank() != 1:
+                    dist.barrier()
+        return super().loss(model, batch)
+"""
+
+
+def named(runs: Runs, run: str) -> dict[str, Any]:
+    (event,) = runs.events(run, "hang")
+    return event
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
+    undisturbed = runs.finish("launch", "calm", "--nodes", 2, *FLAGS, delay=SLOW)
+    process = runs.start("launch", "stopped", "--nodes", 2, *FLAGS, delay=SLOW)
+    runs.wait_for_step("stopped", 40)
+    os.kill(rank_processes(process.pid)[f"tandem-rank-{rank}"], signal.SIGSTOP)
+    code, output = runs.processes.wait(process)
+    assert code == 0, output
+    event = named(runs, "stopped")
+    assert (event["rank"], event["node"]) == (rank, rank)
+    assert event["step"] >= 20 and event["phase"] in (
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "checkpoint",
+    )
+    assert f"rank {rank} on node {rank}" in output
+    assert runs.summary("stopped")["weights_sha256"] == undisturbed["weights_sha256"]
+    other = runs.folder / "stopped" / "log"
+    assert "Thread" in (other / f"stacks-rank-{1 - rank}.txt").read_text()
+    assert "all_reduce" in (other / f"flight-rank-{1 - rank}.json").read_text()
+
+
+@pytest.mark.parametrize("how", ["sleep", "skip"])
+def test_a_rank_that_leaves_the_others_waiting_is_named(runs: Runs, how: str) -> None:
+    (runs.folder / "leaving.py").write_text(LEAVING)
+    flags = (*FLAGS, "--task", "leaving.py:Leaving", "--task.how", how)
+    code, output = runs.processes.wait(runs.start("launch", how, "--nodes", 2, *flags, delay=SLOW))
+    assert code == 0, output
+    event = named(runs, how)
+    assert (event["rank"], event["node"]) == (1, 1)
+    assert event["phase"] == {"sleep": "forward", "skip": "backward"}[how]
+    assert runs.summary(how)["restarts"] == 1

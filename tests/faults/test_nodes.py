@@ -1,0 +1,59 @@
+"""Nodes that die: one that comes back, the one that hosts the store, and one that stays away."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from small_runs import Runs
+
+pytestmark = pytest.mark.timeout(300)
+
+SLOW = 0.02  # seconds per step, so that a fault hits the middle
+
+
+class Cluster:
+    """Two nodes started by hand, as a platform does; each is a session of its own."""
+
+    def __init__(self, runs: Runs, port: int, run: str, *flags: object) -> None:
+        self.runs, self.run = runs, run
+        master = ("--master", f"127.0.0.101:{port}")
+        self.flags = ("--nodes", 2, *master, "--checkpoint-every", 10, "--max-restarts", 0, *flags)
+        self.nodes = [self.start(node) for node in (0, 1)]
+
+    def start(self, node: int) -> Any:
+        return self.runs.start("launch", self.run, "--node-rank", node, *self.flags, delay=SLOW)
+
+    def kill(self, node: int) -> None:
+        os.killpg(self.nodes[node].pid, signal.SIGKILL)
+        self.nodes[node].wait()
+
+    def finish(self) -> dict[str, Any]:
+        for node, process in enumerate(self.nodes):
+            code, output = self.runs.processes.wait(process)
+            assert code == 0, f"node {node} ended with {code}:\n{output}"
+        return self.runs.summary(self.run)
+
+
+@pytest.mark.parametrize("node", [1, 0], ids=["another node", "the store's node"])
+def test_a_node_comes_back_and_the_survivor_spends_no_budget(runs: Runs, free_port: int, node: int) -> None:
+    undisturbed = runs.finish("launch", "calm", "--nodes", 2, "--steps", 150, delay=SLOW)
+    cluster = Cluster(runs, free_port, "lost", "--steps", 150)
+    runs.wait_for_step("lost", 30)
+    cluster.kill(node)
+    time.sleep(1)
+    cluster.nodes[node] = cluster.start(node)
+    assert cluster.finish()["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, free_port: int) -> None:
+    cluster = Cluster(runs, free_port, "elastic", "--steps", 600, "--elastic", "1:2")
+    runs.wait_for_step("elastic", 30)
+    cluster.kill(1)
+    runs.until(lambda: len(runs.events("elastic", "training")) == 2, "world without node 1")
+    cluster.nodes[1] = cluster.start(1)
+    summary = cluster.finish()
+    assert [event["world_size"] for event in runs.events("elastic", "world")] == [2, 1, 2]
+    assert summary["global_step"] == 600
+    assert summary["samples_seen"] == 600 * 24

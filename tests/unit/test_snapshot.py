@@ -1,0 +1,169 @@
+"""Snapshots in the node's memory: what was taken comes back, and a torn one is never taken for whole."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.checkpoint.snapshot import Layout, Snapshots, newest_snapshot
+from tandem.cluster.memory import NodeMemory
+
+FORMS = st.lists(
+    st.tuples(
+        st.sampled_from(["float32", "float64", "int64", "uint8", "bfloat16"]),
+        st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    ),
+    max_size=12,
+)
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {
+        "model": {"w": torch.full((7, 5), float(step)), "mean": torch.full((3,), step * 10.0)},
+        "optimizer": {
+            "state": {0: {"m": torch.full((7, 5), step + 0.5), "step": torch.tensor(float(step))}},
+            "param_groups": [{"lr": 0.1 / step, "betas": (0.9, 0.999), "params": [0]}],
+        },
+        "step": step,
+    }
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same(one[k], other[k]) for k in one)
+        )
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))  # type: ignore[arg-type]
+    return one == other
+
+
+@given(FORMS, st.integers(1, 5), st.data())
+@settings(max_examples=80, deadline=None)
+def test_parts_cover_every_element_once(
+    forms: list[tuple[str, tuple[int, ...]]], ranks: int, data: st.DataObject
+) -> None:
+    own = data.draw(st.sets(st.integers(0, max(len(forms) - 1, 0)), max_size=len(forms))) if forms else set()
+    layout = Layout.of(forms, own, ranks)
+    for index, (_, shape) in enumerate(forms):
+        written = [
+            (first, first + count, rank)
+            for rank in range(ranks)
+            for at, first, count, _ in layout.part(rank)
+            if at == index
+        ]
+        covered = sorted((first, last) for first, last, _ in written)
+        elements = torch.Size(shape).numel()
+        assert sum(last - first for first, last in covered) == elements
+        assert all(one[1] == other[0] for one, other in zip(covered, covered[1:], strict=False))
+        if index in own:
+            assert {rank for *_, rank in written} <= {0}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_newest_whole_snapshot_comes_back(ranks: int) -> None:
+    regions = [NodeMemory() for _ in range(ranks)]
+    assert newest_snapshot(regions) is None
+    each = [Snapshots(regions, rank) for rank in range(ranks)]
+    for step in range(1, 6):
+        for rank in each:
+            rank.take(step, state_at(step), own={1})
+    step, state = newest_snapshot(regions) or (0, {})
+    assert step == 5 and same(state, state_at(5))
+    each[0].take(6, state_at(6), own={1})  # the others were killed before they wrote theirs
+    step, state = newest_snapshot(regions) or (0, {})
+    assert (
+        (step, same(state, state_at(6))) == (6, True)
+        if ranks == 1
+        else (step, same(state, state_at(5))) == (5, True)
+    )
+
+
+def test_a_restarted_rank_spares_the_newer_slot() -> None:
+    regions = [NodeMemory()]
+    before = Snapshots(regions, 0)
+    for step in (1, 2, 3):
+        before.take(step, state_at(step), own=())
+    again = Snapshots(regions, 0)
+    again._lay_out([("float32", (7, 5)), ("float32", (3,)), ("float32", (7, 5)), ("float32", ())], (), 100)
+    assert again._slot == before._slot
+    again.take(4, state_at(4), own=())
+    assert (newest_snapshot(regions) or (0,))[0] == 4
+
+
+def test_another_model_begins_anew() -> None:
+    regions = [NodeMemory()]
+    Snapshots(regions, 0).take(9, state_at(9), own=())
+    Snapshots(regions, 0).take(1, {"model": {"w": torch.ones(2)}}, own=())
+    step, state = newest_snapshot(regions) or (0, {})
+    assert step == 1 and torch.equal(state["model"]["w"], torch.ones(2))
+
+
+def test_own_tensors_are_rank_zeros() -> None:
+    regions = [NodeMemory(), NodeMemory()]
+    for rank in (0, 1):
+        state = state_at(3)
+        state["model"]["mean"] += rank  # each rank has running statistics of its own
+        Snapshots(regions, rank).take(3, state, own={1})
+    _, state = newest_snapshot(regions) or (0, {})
+    assert torch.equal(state["model"]["mean"], torch.full((3,), 30.0))
+
+
+def in_child(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)  # the parent's threads are not here
+        work()
+        os._exit(0)
+    return pid
+
+
+@pytest.mark.parametrize("trial", range(int(os.environ.get("TANDEM_TRIALS", "5"))))
+def test_a_kill_in_the_middle_costs_one_step_at_most(trial: int) -> None:
+    """A child counts steps over a pipe; wherever it is killed, the last counted step or the next is whole."""
+    regions = [NodeMemory()]
+    read, write = os.pipe()
+    big = torch.zeros(300_000)
+
+    def work() -> None:
+        snapshots = Snapshots(regions, 0)
+        for step in range(1, 100_000):
+            big.fill_(step)
+            snapshots.take(step, {"model": {"w": big}, "step": step}, own=())
+            os.write(write, b"x")
+
+    pid = in_child(work)
+    done = 0
+    for _ in range(20 + 7 * trial):
+        done += len(os.read(read, 1))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.set_blocking(read, False)
+    try:
+        while more := os.read(read, 4096):
+            done += len(more)
+    except BlockingIOError:
+        pass
+    step, state = newest_snapshot(regions) or (0, {})
+    assert step in (done, done + 1) and state["step"] == step
+    assert bool((state["model"]["w"] == step).all())
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(ValueError, match="marshal"):
+        Snapshots([NodeMemory()], 0).take(1, {"model": {"w": torch.ones(1)}, "what": object()}, own=())
+
+
+def test_flatten_and_back() -> None:
+    skeleton, tensors = flatten(state_at(2))
+    assert len(tensors) == 4 and same(unflatten(skeleton, tensors), state_at(2))
