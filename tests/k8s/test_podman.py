@@ -10,7 +10,7 @@ from small_runs import TASK
 from test_contract import SMALL, manifest
 
 from tandem_k8s.contract import plan
-from tandem_k8s.documents import Document, find, jobset_spec
+from tandem_k8s.documents import MANIFESTS, Document, find, jobset_spec
 
 END_SECONDS = 90.0
 ONE_NODE = {"jobset": {"NODES": "1"}, "indexed-job": {"NNODES": "1"}}
@@ -48,7 +48,7 @@ def one_node(documents: list[Document]) -> list[Document]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pytorchjob", "cpu", "trainjob", "jobset", "indexed-job"])
+@pytest.mark.parametrize("name", MANIFESTS)
 def test_a_pod_runs_as_restricted_and_its_probes_answer(
     podman: Podman, working: tuple[bool, str], name: str, tmp_path: Path, require: Callable[..., None]
 ) -> None:
