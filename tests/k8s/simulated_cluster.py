@@ -236,9 +236,16 @@ class Controller:
         return self._report("Restarting")
 
     def _complete(self) -> bool:
-        first = self.plans[0]
-        by_node_0 = first.role == "Master" or first.role == "Job"  # Job: the manifest's successPolicy
-        return first.name in self.succeeded if by_node_0 else len(self.succeeded) == len(self.plans)
+        """PyTorchJob: the master's success is the job's. Job: its successPolicy. Otherwise: every pod."""
+        by_kind = {document["kind"]: document for document in self.documents}
+        needed = {plan.name for plan in self.plans}
+        if any(plan.role == "Master" for plan in self.plans):
+            needed = {plan.name for plan in self.plans if plan.role == "Master"}
+        elif "Job" in by_kind and "successPolicy" in by_kind["Job"]["spec"]:
+            (rule,) = by_kind["Job"]["spec"]["successPolicy"]["rules"]
+            indexes = {int(index) for index in rule["succeededIndexes"].split(",")}
+            needed = {plan.name for plan in self.plans if plan.index in indexes}
+        return needed <= self.succeeded
 
     def _report(self, state: str) -> str:
         if not self.states or self.states[-1] != state:
