@@ -224,7 +224,12 @@ class Controller:
                 self._report("Restarting")
                 self.cluster.forget(pod.plan)
                 self.current[name] = self.cluster.start(pod.plan)
-        return self._report("Succeeded" if self._complete() else "Running")
+        if not self._complete():
+            return self._report("Running")
+        for pod in self.current.values():  # cleanPodPolicy Running, and what a Job does with the rest
+            with contextlib.suppress(ProcessLookupError):
+                pod.send(signal.SIGTERM)
+        return self._report("Succeeded")
 
     def _gang(self) -> str:
         for pod in self.current.values():
@@ -236,11 +241,14 @@ class Controller:
         return self._report("Restarting")
 
     def _complete(self) -> bool:
-        """PyTorchJob: the master's success is the job's. Job: its successPolicy. Otherwise: every pod."""
+        """Master: its success is the job's. elasticPolicy: any worker's (kubeflow/trainer pull request 1752).
+        Job: its successPolicy. Otherwise: every pod."""
         by_kind = {document["kind"]: document for document in self.documents}
         needed = {plan.name for plan in self.plans}
         if any(plan.role == "Master" for plan in self.plans):
             needed = {plan.name for plan in self.plans if plan.role == "Master"}
+        elif "elasticPolicy" in by_kind.get("PyTorchJob", {}).get("spec", {}):
+            return bool(self.succeeded)
         elif "Job" in by_kind and "successPolicy" in by_kind["Job"]["spec"]:
             (rule,) = by_kind["Job"]["spec"]["successPolicy"]["rules"]
             indexes = {int(index) for index in rule["succeededIndexes"].split(",")}

