@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.cluster.memory import NodeMemory
 from tandem.cluster.placement import Placement
 from tandem.cluster.ranks import (
     RankFunction,
@@ -223,7 +224,8 @@ def run_this_node(
             start_from=start_from,
         )
         log.info("%s", placement)
-        ranks = RankProcesses(rank_function, settings.to_dict())
+        memories = [NodeMemory() for _ in range(nproc)]
+        ranks = RankProcesses(rank_function, settings.to_dict(), memories)
         report = run_node(placement, ranks, options, stop, view)
         if report.code not in (FINISHED, STOPPED):
             said_already = report.code in (1, 2) and is_first  # rank 0 is here and has said what is wrong

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from small_runs import Runs, rank_processes
 
 pytestmark = pytest.mark.timeout(300)
 
-FLAGS = ("--steps", 200, "--checkpoint-every", 20, "--hang-timeout", 2)
+FLAGS = ("--steps", 200, "--checkpoint-every", 20, "--hang-timeout", 2, "--threads", 1)
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
 
 LEAVING = """
@@ -79,3 +81,63 @@ def test_a_rank_that_leaves_the_others_waiting_is_named(runs: Runs, how: str) ->
     assert (event["rank"], event["node"]) == (1, 1)
     assert event["phase"] == {"sleep": "forward", "skip": "backward"}[how]
     assert runs.summary(how)["restarts"] == 1
+
+
+class Link:
+    """Two network namespaces joined by one cable: 10.77.0.1 in the first, 10.77.0.2 in the second."""
+
+    def __init__(self) -> None:
+        self.names = [f"tandem-{os.getpid()}-{end}" for end in "ab"]
+        for name in self.names:
+            self.ip("netns", "add", name)
+            self.ip("-n", name, "link", "set", "lo", "up")
+        end = ["name", "cable", "netns"]
+        self.ip("link", "add", *end, self.names[0], "type", "veth", "peer", *end, self.names[1])
+        for index, name in enumerate(self.names):
+            self.ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "cable")
+            self.ip("-n", name, "link", "set", "cable", "up")
+
+    def set(self, state: str) -> None:
+        self.ip("-n", self.names[0], "link", "set", "cable", state)
+
+    def close(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    @staticmethod
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def link(require: Callable[..., None]) -> Iterator[Link]:
+    require("ip")
+    require("root", os.geteuid() == 0, "network namespaces are made by root")
+    cable = Link()
+    yield cable
+    cable.close()
+
+
+def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Runs, link: Link) -> None:
+    undisturbed = runs.finish("launch", "calm", "--nodes", 2, *FLAGS, delay=SLOW)
+    runs.environment["GLOO_SOCKET_IFNAME"] = "cable"
+    place = ("--nodes", 2, "--master", "10.77.0.1:29500")
+    nodes = [
+        runs.processes.start(
+            ["ip", "netns", "exec", name]
+            + runs.command("launch", "cable", *place, "--node-rank", index, *FLAGS, delay=SLOW),
+            cwd=runs.folder,
+            env=runs.environment,
+        )
+        for index, name in enumerate(link.names)
+    ]
+    runs.wait_for_step("cable", 40)
+    link.set("down")
+    runs.until(lambda: bool(runs.events("cable", "hang")), "hang")
+    link.set("up")
+    for process in nodes:
+        code, output = runs.processes.wait(process)
+        assert code == 0, output
+    event = named(runs, "cable")
+    assert (event["rank"], event["node"]) == (1, 1)
+    assert runs.summary("cable")["weights_sha256"] == undisturbed["weights_sha256"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from podman import Podman, as_pod
+from small_jobs import SMALL, manifest
 from small_runs import TASK
-from test_contract import SMALL, manifest
 
 from tandem_k8s.contract import plan
 from tandem_k8s.documents import MANIFESTS, Document, find, jobset_spec

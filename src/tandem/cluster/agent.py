@@ -36,7 +36,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from tandem.cluster.memory import NodeMemory
 from tandem.cluster.placement import Placement
 from tandem.cluster.pulse import DUMP_SIGNAL
 from tandem.cluster.ranks import RankProcesses, is_retried, job_code
@@ -59,6 +58,7 @@ KEEP_ALIVE_SECONDS = 1
 KEEP_ALIVE_ATTEMPTS = 5
 LAST_CALL_SECONDS = 1
 DUMP_SECONDS = 0.5
+STANDBY_SECONDS = 0.2
 
 
 class View(Protocol):
@@ -159,6 +159,7 @@ def run_node(
         return _run_connections(placement, ranks, options, stop, view, watchdog, server)
     finally:
         watchdog.close()
+        ranks.dismiss()
 
 
 def _run_connections(
@@ -171,13 +172,12 @@ def _run_connections(
     server: TCPStore | None,
 ) -> AgentReport:
     """One agent after another, as often as the store is lost."""
-    memories = tuple(NodeMemory() for _ in range(options.nproc))
     ledger = Ledger()
     while True:
         agent: NodeAgent | None = None
         try:
             store = server or _join_store(placement, options, stop)
-            agent = NodeAgent(placement, ranks, options, stop, store, view, watchdog, ledger, memories)
+            agent = NodeAgent(placement, ranks, options, stop, store, view, watchdog, ledger)
             code, reason = agent.run_worlds()
         except _StopRequestedError:
             code, reason = KILLED, f"{stop.name} came before training started; nothing to save"
@@ -284,12 +284,10 @@ class NodeAgent(SimpleElasticAgent):
         view: View,
         watchdog: Watchdog,
         ledger: Ledger,
-        memories: tuple[NodeMemory, ...],
     ) -> None:
         self._placement, self._ranks, self._options, self._stop = placement, ranks, options, stop
         self._root, self._view, self._ledger = store, view, ledger
         self._watchdog = watchdog
-        self._memories = memories
         self._joining = False
         self._hung_node: int | None = None
         self._waiting_since = time.monotonic()
@@ -359,7 +357,7 @@ class NodeAgent(SimpleElasticAgent):
     def _watch(self) -> int | None:
         """Watch one world: its exit code on this node, or None when nodes wait to be let in."""
         forwarded_at: float | None = None
-        next_look = time.monotonic() + MEMBERSHIP_SECONDS
+        next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
         while True:
             time.sleep(MONITOR_SECONDS)
             now = time.monotonic()
@@ -378,6 +376,9 @@ class NodeAgent(SimpleElasticAgent):
             if forwarded_at is not None and now - forwarded_at > self._options.shutdown_timeout:
                 log.warning("ranks did not stop within %.0f s: killing them", self._options.shutdown_timeout)
                 return KILLED
+            if self._watchdog.has_trained and now > next_fork:
+                next_fork = now + STANDBY_SECONDS
+                self._ranks.stand_by(self._options.nproc)
             if now > next_look:
                 next_look = now + MEMBERSHIP_SECONDS
                 if self._nodes_waiting() and not ended and forwarded_at is None:
@@ -464,7 +465,6 @@ class NodeAgent(SimpleElasticAgent):
                 restart=self._ledger.worlds - 1,
                 sample_socket=self._options.sample_socket,
                 start_from=self._options.start_from,
-                memories=self._memories,
             )
             for worker in group.workers
         }

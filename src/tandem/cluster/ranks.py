@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+from tandem.cluster.memory import NodeMemory
 from tandem.errors import FAILED, FINISHED, KILLED, MISCONFIGURED, PEER_LOST, STOPPED
 
 PR_SET_NAME = 15
@@ -84,14 +85,21 @@ def start_fork_server(preload: Sequence[str]) -> None:
     forkserver.ensure_running()
 
 
-def _rank_main(function: str, settings: dict[str, object], position: Any, lifeline: Connection) -> None:
-    """Entry of every rank process."""
+def _rank_main(
+    function: str, settings: dict[str, object], memories: tuple[NodeMemory, ...], lifeline: Connection
+) -> None:
+    """Entry of every rank process: waits for its position, then is that rank."""
 
     def leave_with_agent() -> None:
         with contextlib.suppress(EOFError, OSError):
             lifeline.recv_bytes()
         os._exit(PEER_LOST)
 
+    _name_process("tandem-standby")
+    try:
+        position = replace(lifeline.recv(), memories=memories)
+    except (EOFError, OSError):
+        os._exit(PEER_LOST)
     _name_process(f"tandem-rank-{position.rank}")
     threading.Thread(target=leave_with_agent, name="agent-lifeline", daemon=True).start()
     code = resolve(function)(settings, position)
@@ -112,27 +120,44 @@ class _Rank:
 
 
 class RankProcesses:
-    """This node's ranks of one world after another, running `function` ("module:name"). Not thread-safe."""
+    """This node's ranks of one world after another, running `function` ("module:name"). Not thread-safe.
 
-    def __init__(self, function: str, settings: dict[str, object]) -> None:
-        self._function, self._settings = function, settings
+    Each rank is a new process; while a world trains, `stand_by` forks those of the next one in advance.
+    """
+
+    def __init__(self, function: str, settings: dict[str, object], memories: Sequence[NodeMemory]) -> None:
+        self._arguments = function, settings, tuple(memories)
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Rank] = {}
+        self._standby: list[_Rank] = []
 
     def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
         """Start one process per local rank; {local rank: pid}."""
         self._ranks = {}
         for local_rank, position in positions.items():
-            theirs, ours = self._context.Pipe(duplex=False)
-            process = self._context.Process(
-                target=_rank_main,
-                args=(self._function, self._settings, position, theirs),
-                name=f"rank-{local_rank}",
-            )
-            process.start()
-            theirs.close()
-            self._ranks[local_rank] = _Rank(process, ours)
+            self._ranks[local_rank] = rank = self._take_standby() or self._fork()
+            rank.lifeline.send(position)
         return {local_rank: int(rank.process.pid or 0) for local_rank, rank in self._ranks.items()}
+
+    def stand_by(self, count: int) -> None:
+        """Fork one more process for the next world, unless `count` are waiting (takes about 30 ms)."""
+        if len(self._standby) < count:
+            self._standby.append(self._fork())
+
+    def _take_standby(self) -> "_Rank | None":
+        while self._standby:
+            rank = self._standby.pop()
+            if rank.process.exitcode is None:
+                return rank
+            rank.lifeline.close()
+        return None
+
+    def _fork(self) -> "_Rank":
+        theirs, ours = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_rank_main, args=(*self._arguments, theirs))
+        process.start()
+        theirs.close()
+        return _Rank(process, ours)
 
     def codes(self) -> dict[int, int | None]:
         """{local rank: shell exit code, or None while it runs}."""
@@ -168,3 +193,10 @@ class RankProcesses:
             rank.lifeline.close()
         self._ranks = {}
         return codes
+
+    def dismiss(self) -> None:
+        """There is no next world: those on standby leave."""
+        for rank in self._standby:
+            rank.lifeline.close()
+            rank.process.join(1.0)
+        self._standby = []

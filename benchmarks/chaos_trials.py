@@ -1,0 +1,146 @@
+"""A run under steady fire: mixed faults, one every few seconds, and what they cost.
+
+    python benchmarks/chaos_trials.py [--faults 300] [--every 5]
+
+Two ranks train; each fault is drawn from FAULTS. Goodput is what an undisturbed run of the same steps needs
+from its first to its last step, as a share of what this one needs. In the end the weights are those of the
+undisturbed run, and every sample was seen once per epoch.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from live_runs import LiveRun
+from table import Row, render
+
+FLAGS = (
+    "--checkpoint-every",
+    "2s",
+    "--log-every",
+    100,
+    "--threads",
+    1,
+    "--lr",
+    0.01,
+    "--max-restarts",
+    10_000,
+)
+
+
+def kill_rank(run: LiveRun, chance: random.Random) -> None:
+    """SIGKILL to one rank."""
+    os.kill(chance.choice(sorted(run.ranks().values())), signal.SIGKILL)
+
+
+def kill_all_ranks(run: LiveRun, _chance: random.Random) -> None:
+    """SIGKILL to every rank at once."""
+    for pid in run.ranks().values():
+        os.kill(pid, signal.SIGKILL)
+
+
+def crash_rank(run: LiveRun, chance: random.Random) -> None:
+    """A segmentation fault in one rank."""
+    os.kill(chance.choice(sorted(run.ranks().values())), signal.SIGSEGV)
+
+
+def pause_rank(run: LiveRun, chance: random.Random) -> None:
+    """One rank stands still for a moment, as a preempted virtual machine does."""
+    pid = chance.choice(sorted(run.ranks().values()))
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(chance.uniform(0.05, 0.3))
+    os.kill(pid, signal.SIGCONT)
+
+
+def damage_checkpoint(run: LiveRun, chance: random.Random) -> None:
+    """A bit flips in the newest checkpoint, and a rank is killed so that somebody has to read."""
+    newest = max((run.run_dir / "checkpoints").glob("step-*/state.pt"), default=None)
+    if newest is not None:
+        raw = bytearray(newest.read_bytes())
+        raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+        newest.write_bytes(raw)
+    kill_rank(run, chance)
+
+
+FAULTS: list[Callable[[LiveRun, random.Random], None]] = [
+    *(kill_rank, kill_rank, kill_rank, kill_all_ranks, crash_rank, pause_rank, pause_rank, pause_rank),
+    damage_checkpoint,
+]
+
+
+def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
+    """Steps for `faults` faults at one per `every` seconds, first undisturbed, then not."""
+    chance = random.Random(seed)
+    pace, calm_steps = _pace(folder), 1500
+    steps = max(calm_steps, int(faults * every / pace))
+    calm = _finish(folder / "calm", steps)
+    counts: Counter[str] = Counter()
+    with LiveRun(("tandem", "launch", "--nproc", "2"), folder / "fire", *FLAGS, "--steps", steps) as run:
+        run.until(lambda: bool(run.events("training")), "first step")
+        began = time.time()
+        for number in range(faults):
+            due = began + (number + 1) * every
+            while time.time() < due and run.process.poll() is None:
+                time.sleep(0.01)
+            if run.process.poll() is not None:
+                break
+            fault = chance.choice(FAULTS)
+            try:
+                fault(run, chance)
+            except (ProcessLookupError, IndexError):
+                continue  # between two worlds
+            counts[fault.__name__] += 1
+        code = run.wait(60 + 3 * steps * pace)
+        ended = max(float(event["time"]) for event in run.events("finished"))
+        summary = run.summary()
+    calm_summary, calm_seconds = calm
+    goodput = calm_seconds / (ended - began)
+    equal = code == 0 and summary["weights_sha256"] == calm_summary["weights_sha256"]
+    once = summary["samples_seen"] == calm_summary["samples_seen"] == steps * 240
+    what = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    return Row(
+        f"chaos: a fault every {every:g} s",
+        sum(counts.values()),
+        f"goodput {goodput:.1%}; weights {'equal' if equal else 'DIFFER'}; "
+        f"{summary['restarts']} worlds opened again ({what})",
+        f"undisturbed {calm_seconds:.0f} s for {steps} steps",
+        target="goodput at least 95%, weights equal",
+        passed=equal and once and goodput >= 0.95,
+    )
+
+
+def _pace(folder: Path) -> float:
+    """Seconds per step of the undisturbed run."""
+    summary, seconds = _finish(folder / "pace", 1000)
+    return seconds / float(summary["global_step"])
+
+
+def _finish(run_dir: Path, steps: int) -> tuple[dict[str, object], float]:
+    """The summary of an undisturbed run, and the seconds from its first step to its end."""
+    with LiveRun(("tandem", "launch", "--nproc", "2"), run_dir, *FLAGS, "--steps", steps) as run:
+        if run.wait(7200) != 0:
+            sys.exit(run.output.read_text(errors="replace")[-2000:])
+        began, ended = run.events("training")[0]["time"], run.events("finished")[0]["time"]
+        return run.summary(), float(ended) - float(began)
+
+
+def rows(faults: int, every: float) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as name:
+        return [under_fire(faults, every, Path(name))]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--every", type=float, default=5.0)
+    asked = parser.parse_args()
+    print(render(rows(asked.faults, asked.every)))

@@ -1,0 +1,135 @@
+"""Runs that are disturbed while they train: started, watched through their events, and hit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TASK = HERE / "small_task.py"
+LIMIT_SECONDS = 120.0
+
+
+class LiveRun:
+    """One launch, leader of a session of its own, `inside` a network namespace if one is named.
+
+    `close` ends all of that session and nothing else.
+    """
+
+    def __init__(
+        self, launcher: Sequence[str], run_dir: Path, *flags: object, inside: str | None = None
+    ) -> None:
+        self.run_dir = run_dir
+        command = [
+            *(("ip", "netns", "exec", inside) if inside else ()),
+            *(sys.executable, "-m", *launcher, "--task", f"{TASK}:Small", "--run-dir", str(run_dir)),
+            *("--batch-size", "240", "--metrics-linger", "0", "--metrics-port", "0", "--eval-every", "never"),
+            *map(str, flags),
+        ]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.output = run_dir / "output.txt"
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+        environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment,
+            )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of events.jsonl of that kind so far."""
+        try:
+            lines = (self.run_dir / "events.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [event for event in map(_parsed, lines) if event.get("kind") == kind]
+
+    def until(self, condition: Callable[[], bool], what: str, limit: float = LIMIT_SECONDS) -> None:
+        """Raises RuntimeError with the run's last words when `limit` seconds pass, or the run ends."""
+        deadline = time.monotonic() + limit
+        while not condition():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                words = self.output.read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"no {what}; the run's last words:\n{words}")
+            time.sleep(0.002)
+
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_dir / "summary.json").read_text()))
+
+    def wait(self, limit: float = LIMIT_SECONDS) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        return self.process.wait(limit)
+
+    def ranks(self) -> dict[int, int]:
+        """{rank: pid} of this launch."""
+        return {
+            int(name.removeprefix("tandem-rank-")): pid
+            for pid, name in _session(self.process.pid)
+            if name.startswith("tandem-rank-")
+        }
+
+    def workers(self) -> list[int]:
+        """The worker processes of a torchrun launch: its children."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
+    def agents(self) -> dict[int, int]:
+        """{node: pid} of the simulated nodes' agents."""
+        found = {}
+        for pid, _ in _session(self.process.pid):
+            words = _command_line(pid)
+            if "launch" in words and "--node-rank" in words:
+                found[int(words[words.index("--node-rank") + 1])] = pid
+        return found
+
+    def close(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def __enter__(self) -> "LiveRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(line))
+    except ValueError:  # being written
+        return {}
+
+
+def _session(leader: int) -> list[tuple[int, str]]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                pid = int(entry.name)
+                if (
+                    os.getsid(pid) == leader
+                    and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                ):
+                    found.append((pid, (entry / "comm").read_text().strip()))
+            except (OSError, IndexError):
+                continue
+    return found
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []

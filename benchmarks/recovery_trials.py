@@ -1,0 +1,118 @@
+"""How long a lost rank or node holds up a run: SIGKILL to the first optimizer step of all ranks.
+
+    python benchmarks/recovery_trials.py [--trials 50] [--node-trials 20]
+
+The same trainer and task under `tandem launch` and, in the same run, under torchrun; both save every 50
+steps.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from live_runs import LiveRun
+from table import Row, render
+
+BETWEEN_KILLS = (0.3, 0.8)  # seconds of training before the next kill
+FLAGS = ("--checkpoint-every", 50, "--log-every", 1000, "--threads", 1, "--steps", 10_000_000, "--lr", 0.01)
+TARGETS = {2: 12.0, 4: 20.0}
+
+
+def worker_recovery(ranks: int, trials: int, torchrun_trials: int, folder: Path) -> Row:
+    """One rank, a random one, is killed again and again."""
+    launch = ("tandem", "launch", "--nproc", str(ranks), "--max-restarts", str(10 * trials))
+    torchrun = ("torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(10 * trials))
+    with LiveRun(launch, folder / f"tandem-{ranks}", *FLAGS) as run:
+        ours = [_recovery(run, random.choice(list(run.ranks().values()))) for _ in _after_start(run, trials)]
+    with LiveRun((*torchrun, "-m", "tandem", "train"), folder / f"torchrun-{ranks}", *FLAGS) as run:
+        theirs = [_recovery(run, random.choice(run.workers())) for _ in _after_start(run, torchrun_trials)]
+    ratio = statistics.median(theirs) / statistics.median(ours)
+    return Row(
+        f"a rank of {ranks} killed: to the first step of all",
+        trials,
+        f"{len(ours)} of {trials} recover, median {statistics.median(ours):.2f} s, worst {max(ours):.2f} s",
+        f"torchrun, {torchrun_trials} kills: median {statistics.median(theirs):.2f} s",
+        f"{ratio:.1f} times faster",
+        f"at least {TARGETS[ranks]:g} times",
+        len(ours) == trials and ratio >= TARGETS[ranks],
+    )
+
+
+def _after_start(run: LiveRun, trials: int) -> range:
+    run.until(lambda: bool(run.events("training")), "first step")
+    return range(trials)
+
+
+def _recovery(run: LiveRun, pid: int) -> float:
+    """Seconds from the kill of `pid` to the next world's first step; trains a little before."""
+    time.sleep(random.uniform(*BETWEEN_KILLS))
+    worlds = len(run.events("training"))
+    killed = time.time()
+    os.kill(pid, signal.SIGKILL)
+    return _next_world(run, worlds) - killed
+
+
+def _next_world(run: LiveRun, worlds: int) -> float:
+    """When (Unix seconds) the world after the first `worlds` finished a step."""
+    run.until(lambda: len(run.events("training")) > worlds, "next world")
+    return float(run.events("training")[worlds]["time"])
+
+
+def node_recovery(node: int, trials: int, folder: Path) -> Row:
+    """All of a node is killed and started again 1 s later; the survivor has no restart to spend."""
+    times, port = [], 20_000 + random.randrange(20_000)
+    flags = (*FLAGS, "--max-restarts", 0, "--nodes", 2, "--master", f"127.0.0.101:{port}")
+
+    def start(index: int) -> LiveRun:
+        return LiveRun(("tandem", "launch", "--node-rank", str(index)), folder / f"nodes-{node}", *flags)
+
+    nodes = [start(0), start(1)]
+    try:
+        survivor = nodes[1 - node]
+        survivor.until(lambda: bool(survivor.events("training")), "first step")
+        for _ in range(trials):
+            time.sleep(random.uniform(*BETWEEN_KILLS))
+            worlds = len(survivor.events("training"))
+            killed = time.time()
+            nodes[node].close()
+            time.sleep(1.0)
+            nodes[node] = start(node)
+            times.append(_next_world(survivor, worlds) - killed)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+    finally:
+        for each in nodes:
+            each.close()
+    name = "the node of rank 0 and the store" if node == 0 else "another node"
+    return Row(
+        f"{name} killed, back 1 s later",
+        trials,
+        f"{len(times)} of {trials} recover, median {statistics.median(times):.1f} s; no budget spent",
+        target="all recover",
+        passed=len(times) == trials,
+    )
+
+
+def rows(trials: int, node_trials: int) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="tandem-recovery-") as name:
+        folder = Path(name)
+        return [
+            *(worker_recovery(ranks, trials, max(3, trials // 5), folder) for ranks in (2, 4)),
+            *(node_recovery(node, node_trials, folder) for node in (1, 0)),
+        ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--node-trials", type=int, default=20)
+    asked = parser.parse_args()
+    print(render(rows(asked.trials, asked.node_trials)))

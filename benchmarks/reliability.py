@@ -1,0 +1,51 @@
+"""Everything that tandem promises about runs that survive, measured: one table, one JSON file.
+
+    python benchmarks/reliability.py [--full] [--json benchmarks/results/reliability.json] [part ...]
+
+Parts: saves, recovery, hangs, chaos. `--full` takes the full counts (about three hours, most of it the calm
+half hour, the 25 minutes of chaos and the resumes); without it each part takes a few minutes. Every figure stands
+beside its control, measured in the same run.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import chaos_trials
+import hang_trials
+import recovery_trials
+import save_trials
+from table import Row, render, write
+
+PARTS: dict[str, Callable[[bool], list[Row]]] = {
+    "saves": lambda full: save_trials.rows(100, 20 if full else 8),
+    "recovery": lambda full: recovery_trials.rows(50 if full else 10, 20 if full else 3),
+    "hangs": lambda full: hang_trials.rows(30 if full else 5, 30 if full else 1),
+    "chaos": lambda full: chaos_trials.rows(300 if full else 20, 5.0),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="part")
+    parser.add_argument("--full", action="store_true", help="full counts")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    asked = parser.parse_args()
+    unknown = sorted(set(asked.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"no part {unknown[0]}; there are {', '.join(PARTS)}")
+    rows: list[Row] = []
+    for part in asked.parts:
+        print(f"{part} ...", file=sys.stderr, flush=True)
+        rows += PARTS[part](asked.full)
+        if asked.json:
+            write(rows, asked.json)
+    print(render(rows))
+    return int(not all(row.passed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

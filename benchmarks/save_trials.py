@@ -1,0 +1,167 @@
+"""What saving costs a step: the hold of an asynchronous save, and the overhead of a snapshot of every step.
+
+    python benchmarks/save_trials.py [--megabytes 100] [--trials 20]
+
+The state of an AdamW model is saved by tandem and by torch.distributed.checkpoint's asynchronous save (its
+thread) in one run; both are compared with a plain copy of the same bytes into warm memory. Snapshots are
+taken in steps that last 20 such copies, by 1 and by 2 processes, against the same steps without.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from table import Row, render
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import async_save
+
+from tandem.checkpoint.flatten import flatten
+from tandem.checkpoint.snapshot import Snapshots
+from tandem.checkpoint.store import CheckpointStore
+from tandem.checkpoint.writer import CheckpointWriter
+from tandem.cluster.memory import NodeMemory
+
+STEP_COPIES = 20
+SNAPSHOT_LIMITS = {1: 0.06, 2: 0.035}
+
+
+def state_of(megabytes: int) -> dict[str, Any]:
+    """Weights and AdamW's two moments, `megabytes` in all, in 60 tensors."""
+    count = megabytes * 2**20 // 4 // 60
+    parts: list[dict[str, Tensor]] = [{f"layer{i}": torch.randn(count) for i in range(20)} for _ in range(3)]
+    return {"model": parts[0], "optimizer": {"exp_avg": parts[1], "exp_avg_sq": parts[2]}}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def copy_seconds(tensors: list[Tensor], trials: int = 20) -> float:
+    """A copy of `tensors` into warm memory, median."""
+    homes = [tensor.clone() for tensor in tensors]
+    return statistics.median(seconds(lambda: torch._foreach_copy_(homes, tensors)) for _ in range(trials))
+
+
+def save_stall(megabytes: int, trials: int) -> list[Row]:
+    """How long `save` keeps the caller, three ways, taken in turn."""
+    torch.set_num_threads(1)
+    state = state_of(megabytes)
+    tensors = flatten(state)[1]
+    homes = [tensor.clone() for tensor in tensors]
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    ours, theirs, copies = [], [], []
+    with tempfile.TemporaryDirectory(prefix="tandem-saves-") as folder:
+        writer = CheckpointWriter(CheckpointStore(Path(folder) / "ours"), 2, 0)
+        for step in range(1, trials + 2):
+            began = time.perf_counter()
+            writer.save(step, state, {})
+            ours.append(time.perf_counter() - began)
+            writer.wait()
+            began = time.perf_counter()
+            future: Any = async_save(state, checkpoint_id=Path(folder) / f"dcp-{step % 2}")
+            theirs.append(time.perf_counter() - began)
+            future.result()
+            copies.append(seconds(lambda: torch._foreach_copy_(homes, tensors)))
+    dist.destroy_process_group()
+    hold, dcp, copy = (statistics.median(each[1:]) for each in (ours, theirs, copies))  # the first allocates
+    return [
+        Row(
+            f"step held by a save of {megabytes} MB",
+            trials,
+            f"{hold * 1000:.1f} ms",
+            f"memcpy of the same bytes {copy * 1000:.1f} ms",
+            f"{hold / copy:.2f}",
+            "at most 1.5",
+            hold / copy <= 1.5,
+        ),
+        Row(
+            f"step held by a save of {megabytes} MB",
+            trials,
+            f"{hold * 1000:.1f} ms",
+            f"torch.distributed.checkpoint.async_save {dcp * 1000:.1f} ms",
+            f"{hold / dcp:.2f}",
+            "at most 0.35",
+            hold / dcp <= 0.35,
+        ),
+    ]
+
+
+def snapshot_overhead(megabytes: int, ranks: int, steps: int) -> Row:
+    """Steps that compute for 20 copies' time, with and without a snapshot, in turn."""
+    context = multiprocessing.get_context("fork")
+    regions = [NodeMemory() for _ in range(ranks)]
+    barrier = context.Barrier(ranks)
+    results = context.Queue()
+    processes = [
+        context.Process(target=_snapshot_steps, args=(megabytes, regions, rank, steps, barrier, results))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    plain, with_snapshot = zip(*(results.get(timeout=300) for _ in processes), strict=True)
+    for process in processes:
+        process.join()
+    overhead = statistics.mean(with_snapshot) / statistics.mean(plain) - 1
+    return Row(
+        f"snapshot of {megabytes} MB after every step, {ranks} rank{'s' * (ranks > 1)}",
+        steps,
+        f"step {statistics.mean(with_snapshot) * 1000:.1f} ms",
+        f"without {statistics.mean(plain) * 1000:.1f} ms (20 copies)",
+        f"+{overhead:.1%}",
+        f"at most {SNAPSHOT_LIMITS[ranks]:.1%}",
+        overhead <= SNAPSHOT_LIMITS[ranks],
+    )
+
+
+def _snapshot_steps(
+    megabytes: int, regions: list[NodeMemory], rank: int, steps: int, barrier: Barrier, results: Any
+) -> None:
+    torch.set_num_threads(1)
+    state = state_of(megabytes)
+    length = STEP_COPIES * copy_seconds(flatten(state)[1])
+    snapshots = Snapshots(regions, rank)
+    snapshots.take(1, state, own=())
+    snapshots.take(2, state, own=())
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    for step in range(3, 3 + 2 * steps):
+        with_snapshot = step % 2 == 0
+        barrier.wait()
+        began = time.perf_counter()
+        until = began + length
+        while time.perf_counter() < until:
+            pass
+        if with_snapshot:
+            snapshots.take(step, state, own=())
+        barrier.wait()  # ranks step together
+        taken[with_snapshot].append(time.perf_counter() - began)
+    results.put((statistics.median(taken[False]), statistics.median(taken[True])))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def rows(megabytes: int, trials: int) -> list[Row]:
+    snapshots = [snapshot_overhead(megabytes, ranks, trials) for ranks in (1, 2)]
+    return [*save_stall(megabytes, trials), *snapshots]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--trials", type=int, default=20)
+    asked = parser.parse_args()
+    print(render(rows(asked.megabytes, asked.trials)))
