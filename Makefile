@@ -24,7 +24,7 @@ LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-ve
 .PHONY: help setup train test check lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: NODES=$(NODES) TASK=$(TASK) RUN=$(RUN) EPOCHS=$(EPOCHS) ARGS=$(ARGS)"
 
 setup: $(STAMP) ## make .venv with the pinned packages and tandem itself
@@ -56,7 +56,7 @@ test: setup ## every test this machine can run; skips are listed
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -q -rs tests
 
 check: setup ## lint, types, layers and unit tests
-	$(BIN)/ruff check src tests compose docker
+	$(BIN)/ruff check src tests benchmarks compose docker k8s
 	$(BIN)/mypy
 	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit/test_layers.py
 	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit --ignore tests/unit/test_layers.py
@@ -69,7 +69,8 @@ lock: ## pin the newest releases that fit pyproject.toml, with hashes
 
 clean: ## remove the environment and caches; runs/ and data/ stay
 	rm -rf $(VENV) build src/tandem.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks compose docker k8s -name __pycache__ -type d -prune -exec rm -rf {} +
 
 include docker/image.mk
 include compose/compose.mk
+include k8s/k8s.mk
