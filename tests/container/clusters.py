@@ -107,5 +107,3 @@ class TestedCluster:
     def remove(self) -> None:
         """Everything, volumes too."""
         self.engine().compose("down", "--volumes", "--remove-orphans")
-
-

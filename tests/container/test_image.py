@@ -119,5 +119,3 @@ def test_hadolint_is_content(require: Callable[..., None]) -> None:
     require("hadolint", Path(program).exists(), "type: make setup")
     ended = subprocess.run([program, str(ROOT / "docker" / "Dockerfile")], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "")
-
-
