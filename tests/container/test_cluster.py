@@ -162,6 +162,8 @@ def test_a_rate_holds_every_node_also_after_a_restart(cluster: TestedCluster, ta
     engine.helper("sh", "-c", f"kill -9 {engine.node(2).pid}", options=["--pid=host"])
     cluster.until(lambda: engine.node(2).starts == 2, process, "restart of node 2")
     cluster.until(lambda: "rate 100Mbit" in limits()[1], process, "limit on the restarted node")
+    small = cluster.engine("Small")
+    cluster.until(lambda: "resumed" in [e["kind"] for e in small.events()], process, "next world")
     process.terminate()
     assert cluster.processes.wait(process, 100)[0] == 143
 
@@ -196,8 +198,8 @@ def test_a_volume_of_another_user(cluster: TestedCluster) -> None:
     volume = f"{cluster.project}_checkpoints"
     mine = ("--label", f"com.docker.compose.project={cluster.project}", "--label")
     docker("volume", "create", *mine, "com.docker.compose.volume=checkpoints", volume)
-    own = ("run", "--rm", "-u", "0", "-v", f"{volume}:/v", "--entrypoint", "chown", IMAGE)
-    docker(*own, "0:0", "/v")
+    foreign = "touch /v/file && chown -R 0:0 /v"  # an empty volume would take the image's owner when mounted
+    docker("run", "--rm", "-u", "0", "-v", f"{volume}:/v", "--entrypoint", "sh", IMAGE, "-c", foreign)
     code, output = cluster.up("--nodes", "1")
     assert code == 2 and output.count("\n") == 1
     assert f"tandem: volume {volume} belongs to user 0, and tandem is user 10001; hand it over" in output
