@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from chaos_trials import under_fire
 
 
