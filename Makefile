@@ -17,7 +17,7 @@ ARGS ?=
 
 # Whole-suite limits: one test may hang for its own limit (pyproject.toml), the suite never for longer.
 UNIT_LIMIT := 600
-TEST_LIMIT := 1800
+TEST_LIMIT := 3600
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export
 
