@@ -17,14 +17,14 @@ ARGS ?=
 
 # Whole-suite limits: one test may hang for its own limit (pyproject.toml), the suite never for longer.
 UNIT_LIMIT := 600
-TEST_LIMIT := 1800
+TEST_LIMIT := 3600
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export
 
 .PHONY: help setup train test check lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: NODES=$(NODES) TASK=$(TASK) RUN=$(RUN) EPOCHS=$(EPOCHS) ARGS=$(ARGS)"
 
 setup: $(STAMP) ## make .venv with the pinned packages and tandem itself
@@ -56,7 +56,7 @@ test: setup ## every test this machine can run; skips are listed
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -q -rs tests
 
 check: setup ## lint, types, layers and unit tests
-	$(BIN)/ruff check src tests monitoring
+	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring
 	$(BIN)/mypy
 	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit/test_layers.py
 	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit --ignore tests/unit/test_layers.py
@@ -64,10 +64,14 @@ check: setup ## lint, types, layers and unit tests
 lock: ## pin the newest releases that fit pyproject.toml, with hashes
 	@test -x $(BIN)/uv || $(MAKE) --silent setup
 	$(LOCK) --upgrade --output-file requirements.lock
+	$(PYTHON) docker/cpu_lock.py <requirements.lock >requirements-cpu.lock
 	$(LOCK) --extra dev --upgrade --constraint requirements.lock --output-file requirements-dev.lock
 
 clean: ## remove the environment and caches; runs/ and data/ stay
 	rm -rf $(VENV) build src/tandem.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks compose docker k8s monitoring -name __pycache__ -type d -prune -exec rm -rf {} +
 
+include docker/image.mk
+include compose/compose.mk
+include k8s/k8s.mk
 include monitoring/monitoring.mk

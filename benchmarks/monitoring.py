@@ -103,7 +103,7 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
         for _ in range(WINDOW):
             times += one_step(stepper, micro_batches, step)
             step += 1
-        rows = world.gather(stragglers.row_of(rank, times))
+        rows = world.gather_rows(stragglers.row_of(rank, times))
         verdict = stragglers.judge(stragglers.from_rows(rows))
         if verdict.marked:
             told["false" if slow is None else "named" if verdict.rank == slow else "wrong"] += 1
@@ -134,7 +134,7 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str) -> None:
             if block % 2:
                 recorder.end_step(step, times, None, 0.1)
                 if step % 50 == 0:
-                    rows = world.gather(recorder.own_times())
+                    rows = world.gather_rows(recorder.own_times())
                     recorder.log_interval(step, stepper.read(), rows)
         (watched if block % 2 else silent).append((time.perf_counter() - began) / BLOCK_STEPS)
     if rank == 0:

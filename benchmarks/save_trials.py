@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from table import Row, render
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import async_save
 
+from table import Row, render
 from tandem.checkpoint.flatten import flatten
+from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
@@ -63,7 +64,7 @@ def save_stall(megabytes: int, trials: int) -> list[Row]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     ours, theirs, copies = [], [], []
     with tempfile.TemporaryDirectory(prefix="tandem-saves-") as folder:
-        writer = CheckpointWriter(CheckpointStore(Path(folder) / "ours"), 2, 0)
+        writer = CheckpointWriter(CheckpointStore(Path(folder) / "ours"), Retention(2), 0)
         for step in range(1, trials + 2):
             began = time.perf_counter()
             writer.save(step, state, {})

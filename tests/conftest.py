@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("tandem", deadline=None)  # a busy machine is no fault of the code under test
+settings.load_profile("tandem")
 
 DEFAULT_LIMIT_SECONDS = 100.0  # below pytest-timeout's 120, so that the process is named, not the test
 

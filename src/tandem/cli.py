@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tandem import __version__
 from tandem.errors import FINISHED, MISCONFIGURED, ConfigError, TandemError
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from tandem.cluster.placement import Placement
     from tandem.config import Settings
 
@@ -33,7 +35,9 @@ HELP = """tandem: multi-node PyTorch training that survives, and tells you what 
   tandem train [settings]                train as the rank that the environment says (torchrun, or alone)
   tandem checkpoints ls|verify|prune DIR look after the checkpoints of a run
   tandem report DIR [--compare DIR...]   one HTML file of a finished run, or of several side by side
+  tandem verify-resume [--trials N] [settings]   kill a run of this task, resume it, compare every bit
   tandem config [--explain] [settings]   every setting, its value and where it comes from
+  tandem doctor [settings]               versions, memory, GPUs, the place in the cluster
   tandem health                          is the run making progress? (for probes)
   tandem --version
 
@@ -78,6 +82,7 @@ def run(verb: str, arguments: Arguments, environ: Environment) -> int:
 
 def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tuple[Settings, Placement]":
     from tandem.cluster.placement import detect
+    from tandem.cluster.replica import with_index
     from tandem.config import load
     from tandem.launch import resolve_run_dir
     from tandem.log import setup, wants_json
@@ -87,7 +92,7 @@ def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tupl
     log_format = "json" if wants_json(settings.log_format) else "text"
     settings = settings.model_copy(update={"log_format": log_format})
     placement = detect(
-        environ,
+        with_index(environ),
         socket.gethostname(),
         nodes=settings.nodes,
         node_rank=settings.node_rank,
@@ -101,6 +106,10 @@ def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tupl
 
 def launch(arguments: Arguments, environ: Environment) -> int:
     """Node level: this node's agent, or all nodes of a laptop."""
+    return (_launch_replica if environ.get("TANDEM_COMPOSE_PROJECT") else _launch)(arguments, environ)
+
+
+def _launch(arguments: Arguments, environ: Environment) -> int:
     from tandem.signals import StopFlag
 
     stop = StopFlag().install()
@@ -117,6 +126,23 @@ def launch(arguments: Arguments, environ: Environment) -> int:
         placement = with_port(placement)
     state = environ.get("TANDEM_STATE_DIR")
     return run_this_node(settings, placement, RANK_FUNCTION, Path(state) if state else None, stop)
+
+
+def _launch_replica(arguments: Arguments, environ: Environment) -> int:
+    """`launch` in a container of Compose, which would start it again also where that cannot help."""
+    from tandem.cluster.replica import note_end, stay_down_code
+
+    run_dir, container = Path(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
+    code = stay_down_code(run_dir, container)
+    if code is not None:
+        return code
+    try:
+        code = _launch(arguments, environ)
+    except TandemError as error:
+        note_end(run_dir, container, error.exit_code)
+        raise
+    note_end(run_dir, container, code)
+    return code
 
 
 def where(settings: "Settings") -> str:
@@ -152,37 +178,86 @@ def _train(settings: "Settings", placement: "Placement") -> int:
 
 
 def checkpoints(arguments: Arguments, environ: Environment) -> int:
-    """`ls`, `verify` and `prune` of a run's checkpoints, without torch."""
-    from tandem.checkpoint.store import CheckpointStore, list_checkpoints
+    """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
+    from tandem.checkpoint.listing import list_checkpoints, rule_of, table
+    from tandem.checkpoint.store import CheckpointStore
 
-    action, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    keep = 3
-    if "--keep" in rest:
-        at = rest.index("--keep")
-        try:
-            keep = int(rest[at + 1])
-        except (IndexError, ValueError):
-            keep = 0
-        if keep < 1:
-            raise ConfigError("--keep needs a number of at least 1: tandem checkpoints prune DIR --keep 3")
-        del rest[at : at + 2]
-    if action not in ("ls", "verify", "prune") or len(rest) != 1:
-        raise ConfigError("say what to do and where: tandem checkpoints ls|verify|prune RUN_DIR [--keep N]")
-    directory = Path(rest[0])
+    asked = _checkpoint_arguments(arguments)
+    directory: Path = asked.directory
     directory = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give the run directory")
-    if action == "prune":
-        removed = CheckpointStore(directory).prune(keep)
-        print(f"removed {len(removed)} checkpoints, kept the newest {keep}")
+    store = CheckpointStore(directory)
+    rule = rule_of(store, asked.keep, asked.keep_best, asked.keep_every)
+    if asked.action == "prune":
+        sizes = {step: store.size_bytes(step) for step in store.prune(rule, dry_run=True)}
+        for step in store.prune(rule, asked.dry_run):
+            print(
+                f"{'would remove' if asked.dry_run else 'removed'} step {step}, {sizes.get(step, 0):,} bytes"
+            )
+        print(table(list_checkpoints(directory, rule=rule), directory))
         return FINISHED
-    rows = list_checkpoints(directory, verify=action == "verify")
-    for row in rows:
-        verified = {None: "", True: "verified", False: f"DAMAGED: {row.problem}"}[row.verified]
-        print(f"{row.step:>10}  {row.bytes:>14,} bytes  {row.age_seconds:>8.0f} s old  {verified}".rstrip())
-    if not rows:
-        print(f"no checkpoints in {directory}")
+    rows = list_checkpoints(directory, verify=asked.action == "verify", rule=rule)
+    print(table(rows, directory))
     return 1 if any(row.verified is False for row in rows) else FINISHED
+
+
+def _checkpoint_arguments(arguments: Arguments) -> "Namespace":
+    from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+
+    from tandem.checkpoint.retention import Best
+
+    usage = "tandem checkpoints ls|verify|prune RUN_DIR [--keep N] [--keep-best METRIC] [--keep-every N]"
+
+    class Parser(ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"{message}; say what to do and where: {usage} [--dry-run]")
+
+    def count(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        return int(text)
+
+    def best(text: str) -> Best:
+        try:
+            return Best.parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    parser = Parser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
+    parser.add_argument("action", choices=("ls", "verify", "prune"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--keep", type=count)
+    parser.add_argument("--keep-best", type=best)
+    parser.add_argument("--keep-every", type=count)
+    parser.add_argument("--dry-run", action="store_true")
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def verify_resume(arguments: Arguments, environ: Environment) -> int:
+    """The proof, on this machine, that a killed run of this task resumes to the same bits."""
+    from tandem.cluster.placement import detect
+    from tandem.config import load
+    from tandem.signals import StopFlag
+
+    rest = [
+        part for word in arguments for part in (word.split("=") if word.startswith("--trials=") else [word])
+    ]
+    trials = environ.get("TANDEM_TRIALS") or "3"
+    if "--trials" in rest:
+        at = rest.index("--trials")
+        trials = rest[at + 1] if at + 1 < len(rest) else ""
+        del rest[at : at + 2]
+    if not trials.isdecimal() or int(trials) < 1:
+        raise ConfigError(f"--trials got {trials!r}, valid is a number of at least 1")
+    settings = load(rest, environ).settings
+    platform = detect(environ, socket.gethostname()).platform
+    if platform != "none":
+        raise ConfigError(f"verify-resume starts its own ranks, and this is a rank or node of {platform}")
+    stop = StopFlag().install()
+    from tandem.verify_resume import verify
+
+    return verify(settings, rest, environ, int(trials), stop, lambda line: print(line, flush=True))
 
 
 def report(arguments: Arguments, environ: Environment) -> int:
@@ -225,6 +300,15 @@ def config(arguments: Arguments, environ: Environment) -> int:
     return FINISHED
 
 
+def doctor(arguments: Arguments, environ: Environment) -> int:
+    """Versions and what this place offers; always 0 once the settings are valid."""
+    from tandem.config import load
+    from tandem.doctor import report
+
+    print(report(load(arguments, environ).settings, environ))
+    return FINISHED
+
+
 def health(arguments: Arguments, environ: Environment) -> int:
     """Standard library only: the verdict on the heartbeat file."""
     from tandem.observe.health import main as health_main
@@ -240,6 +324,8 @@ VERBS: dict[str, Callable[[Arguments, Environment], int]] = {
     "train": train,
     "checkpoints": checkpoints,
     "report": report,
+    "verify-resume": verify_resume,
     "config": config,
+    "doctor": doctor,
     "health": health,
 }

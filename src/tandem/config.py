@@ -73,6 +73,10 @@ _WARMUP = _checked("steps, epochs or percent such as 0, 200, 1epoch, 5%", lambda
 _ADDRESS = _checked("HOST:PORT", _is_address)
 _RANGE = _checked("MIN:MAX nodes, such as 1:4", lambda s: _is_pair(s, lambda low, high: 1 <= low <= high))
 _WINDOW = _checked("START:STEPS, such as 10:5", lambda s: _is_pair(s, lambda _start, steps: steps >= 1))
+_BEST = _checked(
+    "METRIC, METRIC:min or METRIC:max, such as accuracy",
+    lambda s: re.fullmatch(r"[^\s:]+(:(min|max))?", s) is not None,
+)
 _NAME = _checked(
     "up to 63 letters, digits, '.', '_' or '-', beginning with a letter or digit",
     lambda s: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", s) is not None,
@@ -138,6 +142,8 @@ class Settings(BaseSettings):
     max_restarts: Natural = Field(5, description="incidents that are restarted on this node before giving up")
     checkpoint_every: CadenceText = Field("1epoch", description="how often to save; the end is always saved")
     checkpoint_keep: Count = Field(3, description="newest checkpoints to keep")
+    keep_best: Annotated[str, *_BEST] | None = Field(None, description="keep the best one by this score, too")
+    keep_every: Count | None = Field(None, description="keep one for every so many steps, too")
     snapshot_every: Auto | CadenceText = Field(
         "auto", description="copies in the node's memory; auto: each step on CPUs, every 5s on GPUs"
     )
@@ -157,7 +163,10 @@ class Settings(BaseSettings):
     metrics_key: Path | None = Field(None, description="its key (PEM), if it is in a file of its own")
     metrics_token_file: Path | None = Field(None, description="file with a bearer token that readers need")
     metrics_linger: NonNegative = Field(15.0, description="seconds to wait for the last scrape, if any")
-    on_nonfinite: Literal["stop"] = Field("stop", description="when the loss stops being finite")
+    on_nonfinite: Literal["skip", "stop", "raise"] = Field(
+        "stop", description="at a loss or gradients that are not finite"
+    )
+    replica_check_every: CadenceText = Field("1epoch", description="how often to compare the ranks' weights")
     profile: Annotated[str, *_WINDOW] | None = Field(None, description="steps to record with torch.profiler")
     download: bool = Field(False, description="let a task download its data set")
     task_fields: dict[str, str] = Field({}, description="the task's own settings: --task.NAME VALUE")

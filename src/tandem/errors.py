@@ -5,7 +5,8 @@
     ├── TaskError               1    the task's own code failed (never retried)
     ├── CheckpointError         1    saving or reading a checkpoint failed
     │   └── CorruptCheckpointError   its bytes are not the bytes that were written
-    ├── NonFiniteError          1    the loss is not a number (never retried)
+    ├── NonFiniteError          1    loss or gradients are not finite (never retried)
+    ├── ReplicaMismatchError    1    the ranks do not train the same weights (never retried)
     ├── StoppedError          137    stopped by a signal before a checkpoint could be written
     └── PeerLostError         200    another rank or the master is gone (retried)
 
@@ -49,6 +50,10 @@ class CorruptCheckpointError(CheckpointError):
 
 class NonFiniteError(TandemError):
     """Loss or gradients stopped being finite."""
+
+
+class ReplicaMismatchError(TandemError):
+    """The weights of a rank are not those of the others."""
 
 
 class StoppedError(TandemError):

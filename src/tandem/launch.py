@@ -139,7 +139,7 @@ class _SimulatedNode:
                 stdout=target,
                 stderr=target,
                 env=dict(self._environment),
-                preexec_fn=_stop_with_parent,
+                preexec_fn=stop_with_parent,
             )
 
     def code(self) -> int | None:
@@ -156,7 +156,7 @@ class _SimulatedNode:
             self._process.send_signal(number)
 
 
-def _stop_with_parent() -> None:
+def stop_with_parent() -> None:
     """In the child: get SIGTERM when the launcher dies, however it dies (Linux: prctl(2))."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

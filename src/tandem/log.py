@@ -101,7 +101,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "rank": self._rank,
             "node": self._node,
-            "step": Place.step,
+            "step": getattr(record, "step", Place.step),
             "message": record.getMessage(),
         }
         if record.exc_info:

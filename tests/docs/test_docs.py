@@ -13,9 +13,10 @@ from tandem.observe import families
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 VERB_OPTIONS = {
-    "checkpoints": {"--keep"},
+    "checkpoints": {"--keep", "--keep-best", "--keep-every", "--dry-run"},
     "report": {"--compare", "--output"},
     "config": {"--explain", "--markdown"},
+    "verify-resume": {"--trials"},
 }
 EVERYWHERE = {"--help", "--version", "--config"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

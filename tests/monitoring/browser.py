@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import websocket
+
 from prometheus import fetch, until
 
 PHONE = (390, 844)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from prometheus import ROOT, RULES, TASK, Prometheus, fetch, pid_of_rank, until
 
 pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(400)]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from browser import DESKTOP, PHONE, Browser
-from prometheus import ROOT, TASK, until
 
+from prometheus import ROOT, TASK, until
 from tandem.observe.history import History
 from tandem.observe.metrics import Metrics
 from tandem.observe.report import write_report

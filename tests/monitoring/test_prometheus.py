@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus import DASHBOARD, RULES, TASK, Prometheus, fetch, pid_of_rank, until
 
+from prometheus import DASHBOARD, RULES, TASK, Prometheus, fetch, pid_of_rank, until
 from tandem.meter import ACTIVITIES, PHASES
 from tandem.observe.families import FAMILIES, wire_names
 

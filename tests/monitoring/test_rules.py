@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from prometheus import DASHBOARD, ROOT, RULES
 
 pytestmark = pytest.mark.monitoring

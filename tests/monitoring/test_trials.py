@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from prometheus import ROOT
 
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "6"))

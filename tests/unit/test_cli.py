@@ -9,6 +9,7 @@ import pytest
 
 import tandem
 from tandem import cli
+from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import ConfigError
 
 SOURCE = str(Path(tandem.__file__).parents[1])
@@ -108,6 +109,25 @@ def test_checkpoints_of_an_empty_directory_says_so(
 ) -> None:
     assert cli.run("checkpoints", ["ls", str(tmp_path)], {}) == 0
     assert f"no checkpoints in {tmp_path}" in capsys.readouterr().out
+
+
+def test_checkpoints_are_listed_verified_and_pruned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (10, 20, 30, 40):
+        store.save(step, b"state", {"eval": {"accuracy": 1 - step / 100}})
+    prune = ["prune", str(tmp_path), "--keep", "1", "--keep-best", "accuracy", "--keep-every", "30"]
+    assert cli.run("checkpoints", [*prune, "--dry-run"], {}) == 0
+    assert "would remove step 20, " in capsys.readouterr().out and store.steps() == [40, 30, 20, 10]
+    assert cli.run("checkpoints", prune, {}) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("removed step 20, ") and "best accuracy:max" in said
+    assert store.steps() == [40, 30, 10]
+    (store.path(40) / "state.pt").write_bytes(b"stale")
+    assert cli.run("checkpoints", ["ls", str(tmp_path)], {}) == 0
+    assert cli.run("checkpoints", ["verify", str(tmp_path)], {}) == 1
+    assert "DAMAGED" in capsys.readouterr().out
 
 
 def test_config_explains_where_values_come_from(

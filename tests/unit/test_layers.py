@@ -14,7 +14,7 @@ LAYERS: list[list[str]] = [
     ["errors", "schedule meter"],
     ["config", "log signals"],
     [
-        "cluster.placement",
+        "cluster.placement cluster.replica",
         "cluster.memory",
         "cluster.world cluster.timing",
         "cluster.pulse",
@@ -55,6 +55,7 @@ RESERVED: dict[str, tuple[str, ...]] = {
     ),
     "multiprocessing": ("cluster.memory", "cluster.agent", "cluster.ranks", "cluster.warm"),
     "socket": (
+        "cluster.replica",
         "cluster.watchdog",
         "cluster.agent",
         "cluster.world",

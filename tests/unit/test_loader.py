@@ -137,3 +137,33 @@ def test_nested_batches_are_moved_whole() -> None:
     moved = to_device(batch, torch.device("meta"))
     assert isinstance(moved["pair"], Pair) and moved["pair"].b[0].device.type == "meta"
     assert moved["name"] == "x" and moved["both"][0].is_meta and moved["both"][1] == 4
+
+
+def masked(samples: list[torch.Tensor]) -> torch.Tensor:
+    """A collate function that draws, from each of the global generators."""
+    drawn = torch.tensor([torch.rand(()).item(), random.random(), numpy.random.rand()])
+    return torch.stack([torch.cat([sample[:1], drawn]) for sample in samples])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_collate_function_draws_the_same_after_a_resume(workers: int) -> None:
+    def rows(start: int) -> list[list[float]]:
+        sampler = TrainBatches(GlobalOrder(23, 10, 5), 0, 1, 5, start, 4)
+        loaded = train_batches(Noisy(), sampler, seed=5, workers=workers, collate=masked, device=CPU)
+        return torch.cat(list(loaded)).tolist()
+
+    assert rows(0)[30:] == rows(3)
+    assert len({row[1] for row in rows(0)}) == 8, "each micro-batch draws its own"
+
+
+def test_a_dataset_that_answers_in_batches_draws_the_same_after_a_resume() -> None:
+    class Vectorised(TensorRows):
+        def __getitems__(self, indices):
+            return self.inputs[indices] + torch.rand(()) + random.random() + numpy.random.rand()
+
+    def rows(start: int) -> list[list[float]]:
+        dataset = Vectorised(torch.arange(23.0).view(23, 1), torch.zeros(23))
+        sampler = TrainBatches(GlobalOrder(23, 10, 5), 0, 1, 5, start, 4)
+        return torch.cat(list(train_batches(dataset, sampler, seed=5, device=CPU))).tolist()
+
+    assert rows(0)[30:] == rows(3)

@@ -186,6 +186,11 @@ WRONG: list[tuple[str, dict[str, object], list[str]]] = [
     ("slurm-two-per-node-1", {"elastic": "1:2"}, ["--elastic"]),
     ("torchrun-rank-1", {"RANK": None}, ["RANK", "LOCAL_RANK=1"]),
     ("torchrun-rank-1", {"RANK": 2}, ["RANK=2", "WORLD_SIZE=2"]),
+    (
+        "torchrun-rank-1",
+        {"LOCAL_RANK": None, "TORCHELASTIC_RUN_ID": None},
+        ["RANK=1", "LOCAL_RANK", "torchrun", "PET_NNODES", "unset RANK"],
+    ),
     ("torchrun-rank-1", {"MASTER_ADDR": None}, ["MASTER_ADDR"]),
     ("torchrun-rank-1", {"nproc": 3}, ["--nproc=3", "LOCAL_WORLD_SIZE=2"]),
 ]

@@ -1,4 +1,4 @@
-"""Checkpoint files: killed at every call, damaged in every way, on a volume that fails."""
+"""Checkpoint files: what is written, found damaged, set aside and pruned. Kills and power: tests/faults."""
 
 import errno
 import json
@@ -17,7 +17,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tandem.checkpoint import files
-from tandem.checkpoint.store import CheckpointStore, list_checkpoints, locate
+from tandem.checkpoint.listing import list_checkpoints, rule_of, table
+from tandem.checkpoint.retention import Best, Retention
+from tandem.checkpoint.store import CheckpointStore, locate
 from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 INFO = {"epoch": 2, "eval": {"accuracy": 0.97}, "task": "digits"}
@@ -74,109 +76,6 @@ def test_the_store_needs_no_torch() -> None:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-# Saves step `sys.argv[3]` after `prepare`; the process is killed before or after its n-th file call, or
-# half-way through a write. Each n is a forked child; prints what a reader then finds.
-KILLER = """
-import json, os, shutil, signal, sys
-from pathlib import Path
-from tandem.checkpoint.store import CheckpointStore
-
-root, action = Path(sys.argv[1]), sys.argv[2]
-CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir", "scandir")
-INFO = {"new": 1}
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def hook(point, moment):
-    count = 0
-    def wrap(name, real):
-        def call(*args, **kwargs):
-            nonlocal count
-            mine, count = count, count + 1
-            if mine == point and moment == "before":
-                die()
-            if mine == point and moment == "within" and name == "write":
-                real(args[0], args[1][: len(args[1]) // 2])
-                die()
-            result = real(*args, **kwargs)
-            if mine == point and moment == "after":
-                die()
-            return result
-        return call
-    for name in CALLS:
-        setattr(os, name, wrap(name, getattr(os, name)))
-
-def prepare(directory):
-    store = CheckpointStore(directory)
-    if action != "first":
-        store.save(100, b"older", {"old": 0})
-        store.save(200, b"old state", {"old": 1})
-    (directory / ".tmp-step-000000300-1-dead").mkdir(parents=True)
-    (directory / ".tmp-step-000000300-1-dead" / "state.pt").write_bytes(b"half")
-    return store
-
-def act(store):
-    if action == "prune":
-        store.prune(1)
-    else:
-        store.save(200 if action == "again" else 300, b"new state", INFO)
-
-spared = ".tmp-step-000000300-1-dead" if action == "prune" else ""  # it may be another process's, at work
-point, found = 0, []
-while True:
-    killed = 0
-    for moment in ("before", "within", "after"):
-        directory = root / f"{point}-{moment}"
-        store = prepare(directory)
-        child = os.fork()
-        if child == 0:
-            hook(point, moment)
-            act(store)
-            os._exit(0)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        after = CheckpointStore(directory)
-        corrupt = []
-        newest = after.newest_valid(lambda step, problem: corrupt.append(problem))
-        found.append([newest and [newest[0], newest[1].decode(), newest[2]], corrupt, after.steps()])
-        act(after)  # and the next one does it, and leaves nothing behind
-        left = [name for name in os.listdir(directory) if name.startswith(".") and name != spared]
-        again = after.newest_valid(lambda step, problem: corrupt.append(problem))
-        assert not left and not corrupt and (action == "prune" or again[1] == b"new state"), (left, corrupt)
-        shutil.rmtree(directory)
-    if not killed:
-        break
-    point += 1
-print(json.dumps([point, found]))
-"""
-
-
-def kill_everywhere(tmp_path: Path, action: str) -> tuple[int, list[list[object]]]:
-    command = [sys.executable, "-c", KILLER, str(tmp_path), action]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    points, found = json.loads(done.stdout)
-    return points, found
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("action", ["first", "next", "again", "prune"])
-def test_a_kill_at_any_file_call_leaves_the_old_or_the_new(tmp_path: Path, action: str) -> None:
-    points, found = kill_everywhere(tmp_path, action)
-    assert points > (3 if action == "prune" else 12)
-    step = 200 if action == "again" else 300
-    new = [step, "new state", {"new": 1}]
-    old = None if action == "first" else [200, "old state", {"old": 1}]
-    assert all(corrupt == [] for _, corrupt, _ in found)
-    seen = [newest for newest, _, _ in found]
-    if action == "prune":
-        assert all(newest == old for newest in seen)
-    else:
-        assert all(newest in (old, new) for newest in seen)
-        assert new in seen and old in seen
-        assert action == "first" or all(100 in steps for _, _, steps in found)  # type: ignore[operator]
 
 
 def test_bytes_are_on_disk_before_the_name(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,12 +290,25 @@ def test_a_rename_that_worked_but_says_stale(store: CheckpointStore, monkeypatch
     assert store.newest_valid(no_corruption) == (1, STATE, INFO)
 
 
-def test_prune_keeps_the_newest_and_those_named(store: CheckpointStore) -> None:
+def test_the_best_survives_a_restart(store: CheckpointStore) -> None:
+    rule = Retention(2, Best("accuracy", True))
+    for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.9, 0.8, 0.6, 0.6]):
+        store.save(step, STATE, {"eval": {"accuracy": accuracy, "note": "text"}})
+        CheckpointStore(store.directory).prune(rule)
+    assert store.steps() == [6, 5, 3]
+    store.save(3, STATE, {"eval": {"accuracy": 0.1}})  # another evaluation of it: nothing stale is remembered
+    assert list(store.why_kept(rule)) == [6, 5]
+    (store.path(5) / "manifest.json").write_bytes(b"damaged")
+    assert dict(CheckpointStore(store.directory).scores(5)) == {}
+
+
+def test_prune_keeps_the_newest_and_the_milestones(store: CheckpointStore) -> None:
     for step in range(1, 7):
         store.save(step, STATE, INFO)
-    assert store.prune(2, keep_steps=[3, 99]) == [1, 2, 4]
+    assert store.prune(Retention(2, every=3), dry_run=True) == [1, 2, 4] and len(store.steps()) == 6
+    assert store.prune(Retention(2, every=3)) == [1, 2, 4]
     assert store.steps() == [6, 5, 3]
-    assert store.prune(0) == [3, 5] and store.prune(1) == []
+    assert store.prune(Retention(0)) == [3, 5] and store.prune(Retention(1)) == []
     assert store.steps() == [6]
 
 
@@ -405,7 +317,7 @@ def test_nothing_is_pruned_while_the_newest_is_damaged(store: CheckpointStore) -
         store.save(step, STATE, INFO)
     (store.path(3) / "state.pt").write_bytes(flip(STATE, 77))
     with pytest.raises(CorruptCheckpointError):
-        store.prune(1)
+        store.prune(Retention(1))
     assert store.steps() == [3, 2, 1]
 
 
@@ -437,6 +349,48 @@ def test_list_checkpoints(store: CheckpointStore) -> None:
     rows = list_checkpoints(store.directory, verify=True)
     assert [row.verified for row in rows] == [True, False] and "bytes" in rows[1].problem
     assert list_checkpoints(store.directory / "missing") == [] and store.steps() == [2, 1]
+
+
+def test_the_rule_is_the_runs_own_unless_said_otherwise(store: CheckpointStore) -> None:
+    assert rule_of(store) == Retention(3)
+    own = {"checkpoint_keep": 2, "keep_best": "loss", "keep_every": 10}
+    for step in (1, 2):
+        store.save(step, STATE, {"settings": own, "eval": {"loss": step}})
+    (store.path(2) / "manifest.json").write_bytes(b"damaged")
+    assert rule_of(store) == Retention(2, Best("loss", False), 10)
+    assert rule_of(store, newest=7, every=5) == Retention(7, Best("loss", False), 5)
+
+
+def test_the_table(store: CheckpointStore) -> None:
+    assert table([], store.directory) == f"no checkpoints in {store.directory}"
+    for step in (1, 2, 3):
+        store.save(step, STATE, {"eval": {"accuracy": 1 / step}})
+    (store.path(2) / "state.pt").write_bytes(b"")
+    store.save(4, STATE, {})
+    (store.path(4) / "state.pt").write_bytes(b"")
+    store.newest_valid(lambda step, problem: None)
+    rows = list_checkpoints(store.directory, verify=True, rule=Retention(1, Best("accuracy", True)))
+    lines = table(rows, store.directory).splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["step", "3", "2", "1"]
+    assert "verified  newest" in lines[1] and "accuracy 0.3333" in lines[1]
+    assert "DAMAGED   the next to go" in lines[2] and "best accuracy:max" in lines[3]
+    assert "0 bytes" in lines[4] and lines[5].endswith(": corrupt-step-000000004-1")
+
+
+def test_what_is_pruned_while_somebody_looks_is_no_damage(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        store.save(step, STATE, INFO)
+    real = CheckpointStore.manifest
+
+    def pruned_first(self: CheckpointStore, step: int) -> dict[str, Any]:
+        if step == 1:
+            CheckpointStore(store.directory).prune(Retention(1))
+        return real(self, step)
+
+    monkeypatch.setattr(CheckpointStore, "manifest", pruned_first)
+    assert [row.step for row in list_checkpoints(store.directory, verify=True)] == [2]
 
 
 def test_locate(store: CheckpointStore) -> None:

@@ -4,16 +4,19 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.errors import CheckpointError, CorruptCheckpointError
 
 STATE, MANIFEST, FORMAT = "state.pt", "manifest.json", 1
 NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that cannot, and need not
+STALE_TRIES = 3
+T = TypeVar("T")
 
 
 class FileSink:
@@ -62,6 +65,17 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
         raise CheckpointError(f"{what}: {reason}" + (f"; {advice}" if advice else "")) from error
 
 
+def unstale(action: Callable[[], T]) -> T:
+    """`action()`, called again when NFS answers ESTALE: looking the names up anew gets fresh handles."""
+    for _ in range(STALE_TRIES - 1):
+        try:
+            return action()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return action()
+
+
 def write_file(path: Path, payload: Payload) -> FileSink:
     """Write and fsync a new file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -86,6 +100,30 @@ def fsync(descriptor: int) -> None:
         raise FsyncError(error.errno, error.strerror) from error
 
 
+def make_directory(path: Path) -> None:
+    """Make `path` with what is missing above it, and put their names on disk, up to the volume's root.
+
+    A directory whose name cannot be put there is removed again: after an fsync error the next fsync may
+    say that all is well without it.
+    """
+    missing = not path.is_dir()
+    if missing:
+        make_directory(path.parent)
+        with suppress(FileExistsError):
+            os.mkdir(path)
+    if path.stat().st_dev == path.parent.stat().st_dev and path != path.parent:
+        try:
+            fsync_directory(path.parent)
+        except PermissionError:  # above what is ours, and not made by us
+            return
+        except FsyncError:
+            if missing:
+                os.rmdir(path)
+            raise
+        if not missing:
+            make_directory(path.parent)
+
+
 def fsync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -104,6 +142,12 @@ def rename(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ESTALE, errno.ENOENT) or source.exists() or not target.exists():
             raise
+
+
+def remove_tree(path: Path) -> None:
+    """As far as it goes: what has to stay is hidden, and the next save tries again."""
+    with suppress(OSError):  # ignore_errors lets some of them through
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def render_manifest(step: int, files: dict[str, dict[str, object]], info: dict[str, Any]) -> bytes:
@@ -132,22 +176,36 @@ def parse_manifest(path: Path, raw: bytes) -> dict[str, Any]:
     return manifest
 
 
-@contextmanager
-def open_or_corrupt(path: Path) -> Iterator[int]:
-    with translated(f"cannot read {path}"):
+def read_or_corrupt(path: Path, read: Callable[[int], T]) -> T:
+    """`read(descriptor)` of a file. A missing file raises CorruptCheckpointError, a failing volume
+    CheckpointError."""
+
+    def once() -> T:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise CorruptCheckpointError(f"{path} is missing") from None
-        try:
-            yield descriptor
+            return read(descriptor)
         finally:
             os.close(descriptor)
 
+    with translated(f"cannot read {path}"):
+        try:
+            return unstale(once)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{path} is missing") from None
 
-def read_or_corrupt(path: Path) -> bytes:
-    with open_or_corrupt(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
+
+def content(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb", closefd=False) as file:
         return file.read()
+
+
+def size_and_sha256(descriptor: int) -> tuple[int, str]:
+    """Of the bytes on the disk, where the kernel lets us forget those in memory."""
+    with suppress(OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    with os.fdopen(descriptor, "rb", closefd=False) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return os.fstat(descriptor).st_size, digest
 
 
 def check(path: Path, wanted: dict[str, Any], size: int, digest: str) -> None:

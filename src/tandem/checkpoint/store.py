@@ -9,13 +9,13 @@
 One process writes to a directory at a time (rank 0); any number may read.
 """
 
+import errno
 import hashlib
 import os
 import re
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +27,21 @@ from tandem.checkpoint.files import (
     FsyncError,
     Payload,
     check,
+    content,
     fsync_directory,
-    open_or_corrupt,
+    make_directory,
     parse_manifest,
     read_or_corrupt,
+    remove_tree,
     rename,
     render_manifest,
+    size_and_sha256,
     translated,
+    unstale,
     write_file,
 )
-from tandem.errors import ConfigError, CorruptCheckpointError
+from tandem.checkpoint.retention import Retention, Scores, why_kept
+from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 STEP_NAME = re.compile(r"step-(\d{9,})")
 T = TypeVar("T")
@@ -53,23 +58,13 @@ class SaveResult:
     seconds: float
 
 
-@dataclass(frozen=True)
-class CheckpointRow:
-    """One line of `tandem checkpoints ls`; `verified` is None where nobody looked."""
-
-    step: int
-    path: Path
-    bytes: int
-    age_seconds: float
-    verified: bool | None
-    problem: str = ""
-
-
 class CheckpointStore:
     """The checkpoints of one run, in `directory` (made by the first save)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._anchored = False  # the names of the directory and of those above it are on disk
+        self._scores: dict[int, Scores] = {}
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:09d}"
@@ -77,38 +72,52 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Committed steps (those with a manifest), newest first; says nothing of their bytes."""
         with translated(f"cannot list the checkpoints in {self.directory}"):
-            names = os.listdir(self.directory) if self.directory.is_dir() else []
-            steps = {int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match}
-            return sorted((step for step in steps if (self.path(step) / MANIFEST).exists()), reverse=True)
+            return unstale(self._list)
+
+    def _list(self) -> list[int]:
+        names = os.listdir(self.directory) if self.directory.is_dir() else []
+        steps = {int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match}
+        return sorted((step for step in steps if (self.path(step) / MANIFEST).exists()), reverse=True)
+
+    def is_there(self, step: int) -> bool:
+        with translated(f"cannot look at {self.path(step)}"):
+            return unstale(self.path(step).exists)
 
     def save(self, step: int, payload: Payload, info: dict[str, Any]) -> SaveResult:
         """Write one checkpoint; when this returns, it is whole and on disk under its name.
 
         `payload` is the state's bytes, or a function that writes them to the sink it is given and that
         can be called twice: after an fsync error the kernel may have dropped the pages it could not write
-        and call the next fsync a success, so everything is written anew, once, to new files.
+        and call the next fsync a success, so everything is written anew, once, to new files. The same
+        after a stale NFS handle. Scores in `info["eval"]` are those of the weights of this step.
         Raises CheckpointError (full, read-only or failing volume); older checkpoints are as they were.
         """
         begin = time.monotonic()
         free = "free space or mend the volume there; older checkpoints are untouched"
         with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
-            self._prepare()
+            unstale(self._prepare)
             try:
                 size = self._write(step, payload, info)
-            except FsyncError:
+            except OSError as error:
+                if not isinstance(error, FsyncError) and error.errno != errno.ESTALE:
+                    raise
                 size = self._write(step, payload, info)
+        self._scores.pop(step, None)
         return SaveResult(step, self.path(step), size, time.monotonic() - begin)
 
     def _prepare(self) -> None:
-        if not self.directory.is_dir():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            fsync_directory(self.directory.parent)
+        if not self._anchored or not self.directory.is_dir():
+            make_directory(self.directory)
+            self._anchored = True
         self._restore_replaced()
         self._sweep(".tmp-*")
 
     def _sweep(self, pattern: str) -> None:
-        for leftover in self.directory.glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+        leftovers = list(self.directory.glob(pattern))
+        if leftovers:  # their new names first: half removed under the old ones they would look damaged
+            fsync_directory(self.directory)
+        for leftover in leftovers:
+            remove_tree(leftover)
 
     def _write(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
         temporary = self.directory / f".tmp-{self.path(step).name}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -117,58 +126,85 @@ class CheckpointStore:
             state = write_file(temporary / STATE, payload)
             manifest = write_file(temporary / MANIFEST, render_manifest(step, {STATE: state.entry()}, info))
             fsync_directory(temporary)
-            self._publish(temporary, self.path(step))
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_tree(temporary)
             raise
+        self._publish(temporary, self.path(step))
         return state.bytes + manifest.bytes
 
     def _publish(self, temporary: Path, target: Path) -> None:
         replaced = self.directory / f".replaced-{target.name}"
-        if target.exists():
-            rename(target, replaced)
         try:
+            if target.exists():
+                rename(target, replaced)
+                fsync_directory(self.directory)  # or else a power loss may keep the next rename alone
             rename(temporary, target)
             fsync_directory(self.directory)
         except BaseException:  # not known to be on disk: as if it had never been
-            if target.exists() and not temporary.exists():
-                os.rename(target, temporary)
-            if replaced.exists():
-                os.rename(replaced, target)
+            with suppress(OSError):  # what this cannot put back, the next save's _prepare does
+                if target.exists() and not temporary.exists():
+                    os.rename(target, temporary)
+                if replaced.exists():
+                    os.rename(replaced, target)
+                fsync_directory(self.directory)
+                remove_tree(temporary)
             raise
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove_tree(replaced)
 
     def _restore_replaced(self) -> None:
         """Finish or undo a second save of one step that was killed between its two renames."""
         for replaced in self.directory.glob(".replaced-step-*"):
             target = self.directory / replaced.name.removeprefix(".replaced-")
             if (target / MANIFEST).exists():
-                shutil.rmtree(replaced, ignore_errors=True)
+                fsync_directory(self.directory)  # the new one's name is on disk before the old one goes
+                remove_tree(replaced)
             else:
                 rename(replaced, target)
 
-    def prune(self, keep: int, keep_steps: Iterable[int] = ()) -> list[int]:
-        """Remove all but the `keep` newest and `keep_steps`, oldest first; returns the steps removed.
+    def why_kept(self, rule: Retention) -> dict[int, list[str]]:
+        """The steps that `rule` keeps, newest first, with the reasons. Raises CheckpointError."""
+        return why_kept({step: self.scores(step) if rule.best else {} for step in self.steps()}, rule)
+
+    def scores(self, step: int) -> Scores:
+        """What the evaluation at `step` gave, from its manifest; nothing where that is damaged."""
+        if step not in self._scores:
+            try:
+                found = self.info(step).get("eval", {})
+            except CorruptCheckpointError:
+                found = {}
+            self._scores[step] = {k: v for k, v in found.items() if isinstance(v, int | float)}
+        return self._scores[step]
+
+    def prune(self, rule: Retention, dry_run: bool = False) -> list[int]:
+        """Remove what `rule` does not keep, oldest first; returns the steps removed (or that would be).
 
         The newest always stays. It is read back first: if it is not what was written, nothing is removed
         and CorruptCheckpointError is raised.
         """
-        steps = self.steps()
-        doomed = sorted(set(steps[max(keep, 1) :]) - set(keep_steps))
+        kept = self.why_kept(rule)
+        doomed = sorted(set(self.steps()) - set(kept))
+        if dry_run or not kept:
+            return doomed
         if doomed:
-            self.verify(steps[0])
+            self.verify(max(kept))
         with translated(f"cannot remove old checkpoints in {self.directory}"):
-            for step in doomed:  # renamed first: half removed, it must not look like a damaged one
-                rename(self.path(step), self.directory / f".tmp-pruned-{step}-{secrets.token_hex(4)}")
-            self._sweep(".tmp-pruned-*")  # what a killed prune left, too
+            unstale(lambda: self._remove(doomed))
         return doomed
+
+    def _remove(self, doomed: list[int]) -> None:
+        fsync_directory(self.directory)  # the newest's name is on disk before an older one goes
+        for step in doomed:  # renamed first: half removed, it must not look like a damaged one
+            with suppress(FileNotFoundError):  # somebody else has just pruned it
+                rename(self.path(step), self.directory / f".tmp-pruned-{step}-{secrets.token_hex(4)}")
+            self._scores.pop(step, None)
+        self._sweep(".tmp-pruned-*")  # what a killed prune left, too
 
     def quarantine(self, step: int) -> Path:
         """Rename a damaged checkpoint so that nobody takes it for a good one; returns its new path."""
-        number = 1
-        while (target := self.directory / f"corrupt-{self.path(step).name}-{number}").exists():
-            number += 1
         with translated(f"cannot quarantine {self.path(step)}"):
+            number = 1
+            while (target := self.directory / f"corrupt-{self.path(step).name}-{number}").exists():
+                number += 1
             rename(self.path(step), target)
             fsync_directory(self.directory)
         return target
@@ -177,28 +213,30 @@ class CheckpointStore:
         """Move the checkpoints newer than `after_step` (all by default, and what else lies there) to a
         sibling checkpoints-before-<UTC time>, which is returned; None when there are none to move."""
         newer = [step for step in self.steps() if step > after_step]
-        everything = after_step < 0 and self.directory.is_dir() and any(self.directory.iterdir())
-        if not newer and not everything:
-            return None
-        name = time.strftime("checkpoints-before-%Y%m%dT%H%M%SZ", time.gmtime())
-        aside, number = self.directory.with_name(name), 1
-        while aside.exists():
-            aside, number = aside.with_name(f"{name}-{number + 1}"), number + 1
         with translated(f"cannot move the checkpoints in {self.directory} aside"):
+            everything = after_step < 0 and self.directory.is_dir() and any(self.directory.iterdir())
+            if not newer and not everything:
+                return None
+            name = time.strftime("checkpoints-before-%Y%m%dT%H%M%SZ", time.gmtime())
+            aside, number = self.directory.with_name(name), 1
+            while aside.exists():
+                aside, number = aside.with_name(f"{name}-{number + 1}"), number + 1
             if everything:
                 rename(self.directory, aside)
-            else:
-                aside.mkdir()
-                for step in newer:  # newest first: killed half-way, the rest is still one line of training
-                    rename(self.path(step), aside / self.path(step).name)
-                fsync_directory(self.directory)
-            fsync_directory(self.directory.parent)
+                self._anchored = False
+                fsync_directory(self.directory.parent)
+                return aside
+            make_directory(aside)
+            for step in newer:  # newest first: killed half-way, the rest is still one line of training
+                rename(self.path(step), aside / self.path(step).name)
+            fsync_directory(aside)
+            fsync_directory(self.directory)
         return aside
 
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest: step, written_at (Unix seconds), files, info. Raises CorruptCheckpointError."""
         path = self.path(step) / MANIFEST
-        if (manifest := parse_manifest(path, read_or_corrupt(path)))["step"] != step:
+        if (manifest := parse_manifest(path, read_or_corrupt(path, content)))["step"] != step:
             raise CorruptCheckpointError(f"{path} is of step {manifest['step']}, its directory of {step}")
         return manifest
 
@@ -213,18 +251,13 @@ class CheckpointStore:
         """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""
         for name, wanted in self.manifest(step)["files"].items():
             path = self.path(step) / name
-            with open_or_corrupt(path) as descriptor:
-                with suppress(OSError):  # only a hint: forget the pages in memory
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                with os.fdopen(descriptor, "rb", closefd=False) as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                check(path, wanted, os.fstat(descriptor).st_size, digest)
+            check(path, wanted, *read_or_corrupt(path, size_and_sha256))
 
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
         """The state's bytes, hashed before they are returned, and info. Raises CorruptCheckpointError."""
         manifest = self.manifest(step)
         path = self.path(step) / STATE
-        state = read_or_corrupt(path)
+        state = read_or_corrupt(path, content)
         check(path, manifest["files"][STATE], len(state), hashlib.sha256(state).hexdigest())
         return state, manifest["info"]
 
@@ -245,16 +278,23 @@ class CheckpointStore:
     def _newest(self, read: Callable[[int], T], tell: OnCorrupt, quarantine: bool) -> tuple[int, T] | None:
         if quarantine:
             with translated(f"cannot mend {self.directory}"):
-                self._restore_replaced()
+                unstale(self._restore_replaced)
         for step in self.steps():
             try:
                 return step, read(step)
             except CorruptCheckpointError as error:
                 problem = str(error)
-            if quarantine:
-                problem += f"; quarantined as {self.quarantine(step).name}"
-            tell(step, problem)
+            if not self.is_there(step):  # pruned by a writer, which has a newer one: look anew
+                return self._newest(read, tell, quarantine)
+            tell(step, problem + (self._set_aside(step) if quarantine else ""))
         return None
+
+    def _set_aside(self, step: int) -> str:
+        """What became of it, for a log line: a read-only volume is no reason not to use the next older."""
+        try:
+            return f"; quarantined as {self.quarantine(step).name}"
+        except CheckpointError as error:
+            return f"; {error}, so it stays where it is"
 
 
 def locate(text: str) -> tuple[CheckpointStore, int | None]:
@@ -265,7 +305,7 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
     name, at, number = text.rpartition("@")
     step = int(number) if at and number.isdecimal() and not Path(text).exists() else None
     path = Path(text if step is None else name)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{path} is no directory; give a run, its checkpoints, or one step-... of them")
     if step is None and (match := STEP_NAME.fullmatch(path.resolve().name)):
         path, step = path.resolve().parent, int(match[1])
@@ -277,24 +317,3 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
         there = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
         raise ConfigError(f"{store.directory} has no checkpoint of step {step}; it has {there}")
     return store, step
-
-
-def list_checkpoints(directory: Path, verify: bool = False, now: float | None = None) -> list[CheckpointRow]:
-    """Rows for `tandem checkpoints`, newest first; `now` in Unix seconds. Changes nothing."""
-    store = CheckpointStore(directory)
-    now = time.time() if now is None else now
-    return [_row(store, step, verify, now) for step in store.steps()]
-
-
-def _row(store: CheckpointStore, step: int, verify: bool, now: float) -> CheckpointRow:
-    verified, problem, path = None, "", store.path(step)
-    with translated(f"cannot read {path}"):
-        written = (path / MANIFEST).stat().st_mtime
-    try:
-        written = store.manifest(step)["written_at"]
-        if verify:
-            store.verify(step)
-            verified = True
-    except CorruptCheckpointError as error:
-        verified, problem = False, str(error)
-    return CheckpointRow(step, path, store.size_bytes(step), max(0.0, now - written), verified, problem)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import check_loadable
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
@@ -86,7 +87,7 @@ class CheckpointWriter:
     def __init__(
         self,
         store: CheckpointStore,
-        keep: int,
+        keep: Retention,
         failures_allowed: int,
         report: Callable[[SaveOutcome], None] = lambda outcome: None,
     ) -> None:

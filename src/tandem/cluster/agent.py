@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -403,22 +404,20 @@ class NodeAgent(SimpleElasticAgent):
 
     def _before_poll(self) -> None:
         """Called before each look at the rendezvous: signals, the job's verdict, and a word while waiting."""
-        if not self._joining:
-            return
+        if not self._joining or threading.current_thread() is not threading.main_thread():
+            return  # the engine's keep-alive looks, too
         if self._stop:
             raise _StopRequestedError
         self._raise_verdict()
         waited = time.monotonic() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + 5.0
-            here = len(self._handler._state_holder.state.participants)
-            timeout = self._options.master_timeout
             log.info(
                 "waiting: %d of %d nodes are here (%.0f of %.0f s)",
-                here,
+                len(self._handler._state_holder.state.participants),
                 self._placement.nodes,
                 waited,
-                timeout,
+                self._options.master_timeout,
             )
 
     def _raise_verdict(self) -> None:

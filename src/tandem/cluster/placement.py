@@ -339,6 +339,11 @@ def _kubeflow(facts: _Facts) -> Placement:
     worker 0: node rank 0, whose end decides the job, is the master's pod and has to host it.
     """
     if not facts.sources("nodes"):
+        if facts.platform == "kubeflow-v1" and not any(name.startswith("PET_") for name in facts.environ):
+            raise ConfigError(
+                f"{facts.seen()} but neither LOCAL_RANK (torchrun sets it) nor PET_NNODES (a PyTorchJob); "
+                "start with torchrun, or unset RANK and WORLD_SIZE"
+            )
         raise facts.missing("nodes")
     low, high = _kubeflow_range(facts)
     elastic = (low, high) if ":" in facts.environ.get("PET_NNODES", "") else None

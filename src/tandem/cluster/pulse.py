@@ -24,6 +24,7 @@ BUSY_SHARE = 0.5  # of a core, over the last second
 RECENT_STEPS = 50
 STEPS_PER_HANG = 5
 SHORTEST_HANG_SECONDS = 10.0
+STARTING_SECONDS = 60.0
 DUMP_SIGNAL = signal.SIGUSR1
 
 Send = Callable[[Mapping[str, object]], object]
@@ -85,9 +86,11 @@ class Pulse:
         self._closing.set()
 
     def hang_seconds(self) -> float:
-        """How long a training phase may take."""
+        """How long a training phase may take, and how long a rank may say nothing."""
         if self._hang_timeout is not None:
             return self._hang_timeout
+        if not self._has_trained():  # imports and compilation may starve whoever speaks
+            return STARTING_SECONDS
         return max(SHORTEST_HANG_SECONDS, STEPS_PER_HANG * max(self._durations, default=0.0))
 
     def _limit(self) -> float:

@@ -69,7 +69,7 @@ def judge(beats: Sequence[Beat]) -> Alarm | None:
 
     1. Somebody cannot be heard for longer than a hang: that rank.
     2. Somebody is not in a collective: the others wait for it. Overdue, it is named; until then all is well.
-    3. All stand in collectives for longer than a hang: they stand in different ones. Named is the rank that
+    3. All stand in collectives for longer than they may: they stand in different ones. Named is the rank that
        is out of line with most; of two, the one that is ahead, because it left one out.
     """
     gone = [beat for beat in beats if beat.halted and beat.silent > beat.hang]
@@ -83,7 +83,7 @@ def judge(beats: Sequence[Beat]) -> Alarm | None:
             return None
         last = min(overdue, key=lambda beat: (beat.step, -beat.quiet))
         return _alarm(last, last.quiet, "does not get on")
-    if not beats or min(beat.quiet for beat in beats) <= max(beat.hang for beat in beats):
+    if not beats or any(beat.quiet <= beat.limit for beat in beats):
         return None
     places = [(beat.step, _order(beat.phase)) for beat in beats]
     odd = min(

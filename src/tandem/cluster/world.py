@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -186,12 +187,28 @@ class World:
         dist.all_reduce(tensor)
         return [float(value) for value in tensor.tolist()]
 
-    def gather(self, row: Sequence[float]) -> list[list[float]]:
+    def gather(self, value: int) -> list[int]:
+        """One whole number below 2**63 from every rank, in the order of ranks, on all of them."""
+        mine = torch.tensor([value], device=self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return [int(part) for part in parts]
+
+    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row of equal length, in rank order, in float64 (1.5 ms for 8 numbers of 4 ranks)."""
         mine = torch.tensor(row, dtype=torch.float64, device=self.device)
         rows = torch.empty(self.size * len(row), dtype=torch.float64, device=self.device)
         dist.all_gather_into_tensor(rows, mine)
         return [[float(value) for value in part] for part in rows.view(self.size, -1).tolist()]
+
+    def gather_json(self, value: object) -> list[Any]:
+        """A JSON value from every rank, in the order of ranks, on all of them; for rare and small things."""
+        mine = bytearray(json.dumps(value).encode())
+        lengths = self.gather(len(mine))
+        padded = torch.frombuffer(mine.ljust(max(lengths), b" "), dtype=torch.uint8).to(self.device)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank, in chunks of 64 MiB; the others pass None."""
@@ -300,12 +317,16 @@ def hidden_sync_seconds(model: DistributedDataParallel) -> float:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after a step, out of the gradient all-reduce."""
+    """What all ranks know after a step, out of the gradient all-reduce.
+
+    `loss` is NaN when it is not finite on some rank; `left_out`: the step has changed nothing, because
+    that loss or the reduced gradients are not finite.
+    """
 
     step: int
     loss: float
     stop: bool
-    non_finite: bool
+    left_out: bool
     decisions: int
 
 
@@ -318,6 +339,7 @@ class Telemetry(nn.Module):
     """
 
     SLOTS = 4  # stop requested, loss, loss not finite, rank 0's decisions
+    LOSS_NOT_FINITE = 2
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -346,14 +368,16 @@ class AgreedReader:
         self._world = world
         self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 
-    def read(self, step: int, carrier: nn.Parameter) -> Agreed | None:
-        """What was agreed in `step` (CPU) or in the step before it (GPU; None at the first)."""
-        assert carrier.grad is not None
+    def read(self, step: int, carried: Tensor, left_out: Tensor) -> Agreed | None:
+        """What was agreed in `step` (CPU) or in the step before it (GPU; None at the first).
+
+        `carried` is the carrier's gradient, `left_out` a scalar above 0 if the step changes nothing.
+        """
         if self._world.device.type != "cuda":
-            return self._decode(step, carrier.grad.tolist())
+            return self._decode(step, [*carried.tolist(), float(left_out)])
         before = self.drain()
-        copy = torch.empty(Telemetry.SLOTS, pin_memory=True)
-        copy.copy_(carrier.grad, non_blocking=True)
+        copy = torch.empty(Telemetry.SLOTS + 1, pin_memory=True)
+        copy.copy_(torch.cat([carried, left_out.reshape(1)]), non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._pending = (step, copy, event)
@@ -371,9 +395,9 @@ class AgreedReader:
     def _decode(self, step: int, mean: list[float]) -> Agreed:
         return Agreed(
             step=step,
-            loss=mean[1],
+            loss=math.nan if mean[Telemetry.LOSS_NOT_FINITE] > 0 else mean[1],
             stop=mean[0] > 0,
-            non_finite=mean[2] > 0,
+            left_out=mean[4] > 0,
             decisions=round(mean[3] * self._world.size),
         )
 

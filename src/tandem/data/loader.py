@@ -1,8 +1,9 @@
 """Batches on the device, in the sampler's order, with randomness that depends on (seed, epoch, index) alone.
 
 A dataset that answers for many indices at once is asked directly, in this process. Every other goes through
-torch's DataLoader and its workers, each sample under generators seeded for it. No state of a loader is ever
-saved: it starts anew from a step.
+torch's DataLoader and its workers, each sample under generators seeded for it. What draws for a whole batch
+(a collate function, `__getitems__`) is seeded by its first sample. No state of a loader is ever saved: it
+starts anew from a step.
 """
 
 import random
@@ -16,12 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 from tandem.data.sampler import SampleKey, TrainBatches
-from tandem.data.seeds import derive_seed
+from tandem.data.seeds import derive_seed, seed_generators
 from tandem.signals import ignore_stop_signals
 
 Batch = Any
 """What a dataset or a collate function makes: tensors in tuples, lists and dicts."""
 Collate = Callable[[list[Any]], Batch]
+BATCH = 1  # the last part of a seed that is for a whole batch
 
 
 def train_batches(
@@ -37,6 +39,7 @@ def train_batches(
     if answers_in_batches(dataset):
         fetch = _fetcher(dataset)
         for epoch, indices in sampler.micro_batches():
+            seed_generators(_batch_seed(seed, epoch, int(indices[0])))
             yield _moved(fetch(indices, epoch, seed), device)
     else:
         yield from _loaded(dataset, sampler, seed, workers, collate, device)
@@ -66,7 +69,7 @@ def evaluation_batches(
 
 
 class Seeded(Dataset[Any]):
-    """`dataset` with keys (epoch, index): each sample is made under generators seeded for it.
+    """`dataset` with keys (epoch, index), giving (key, sample): made under generators seeded for it.
 
     Covers torch's CPU generator, `random` and NumPy's global one; all are put back afterwards.
     """
@@ -77,10 +80,30 @@ class Seeded(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: SampleKey) -> Any:
+    def __getitem__(self, key: SampleKey) -> tuple[SampleKey, Any]:
         epoch, index = key
         with seeded(derive_seed(self.seed, epoch, index)):
-            return self.dataset[index]
+            return key, self.dataset[index]
+
+
+class SeededCollate:
+    """`collate` for what `Seeded` gives, under generators seeded for the batch.
+
+    A collate function that masks or mixes at random would otherwise draw on where its worker has got to,
+    which a resumed run cannot know.
+    """
+
+    def __init__(self, collate: Collate, seed: int) -> None:
+        self.collate, self.seed = collate, seed
+
+    def __call__(self, keyed: list[tuple[SampleKey, Any]]) -> Batch:
+        epoch, first = keyed[0][0]
+        with seeded(_batch_seed(self.seed, epoch, first)):
+            return self.collate([sample for _, sample in keyed])
+
+
+def _batch_seed(seed: int, epoch: int, first_index: int) -> int:
+    return derive_seed(seed, epoch, first_index, BATCH)
 
 
 @contextmanager
@@ -163,9 +186,11 @@ def _loaded(
         Seeded(dataset, seed),
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=collate or default_collate,
+        collate_fn=SeededCollate(collate or default_collate, seed),
         pin_memory=device.type == "cuda",
         worker_init_fn=_start_worker if workers else None,
+        # A rank comes from a fork server, and would start workers by it: they could not import a task's file.
+        multiprocessing_context="fork" if workers else None,
         generator=torch.Generator().manual_seed(seed),  # else the loader draws from the global one
     )
     for batch in loader:

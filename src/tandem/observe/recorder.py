@@ -66,8 +66,6 @@ class Readings(Protocol):
     @property
     def clips(self) -> int: ...
     @property
-    def overflows(self) -> int: ...
-    @property
     def hidden_sync_seconds(self) -> float: ...
     @property
     def memory(self) -> DeviceMemory | None: ...
@@ -88,6 +86,7 @@ class Recorder:
         self.loss = math.nan
         self.rate = 0.0
         self.scores: dict[str, float] = {}
+        self._scores_step = -1
         self._times: list[StepTimes] = []
         self._unsent: list[StepTimes] = []
         self._watch = stragglers.StragglerWatch()
@@ -160,11 +159,19 @@ class Recorder:
         self._unsent += times
 
     def late(self, agreed: Any) -> Any:
-        """Take the loss of what was agreed, whenever it arrives; returns it."""
-        if agreed is not None:
+        """Take the loss of what was agreed, whenever it arrives, if it is finite; returns it."""
+        if agreed is not None and math.isfinite(agreed.loss):
             self._loss_sum += agreed.loss
             self._loss_count += 1
         return agreed
+
+    def state(self) -> dict[str, float]:
+        """The open log interval, for a checkpoint: a resumed run then logs what a calm one logs."""
+        return {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Go on with a log interval that was open when a checkpoint was saved."""
+        self._loss_sum, self._loss_count = state.get("loss_sum", 0.0), int(state.get("loss_count", 0))
 
     def own_times(self) -> list[float]:
         """This rank's row for the gather that names the slowest rank; begins a new interval of times."""
@@ -175,7 +182,7 @@ class Recorder:
     def log_interval(self, step: int, readings: Readings, rows: Sequence[Sequence[float]]) -> None:
         """The log cadence is due: one line, one row, one message. `rows`: every rank's `own_times`."""
         interval = self.meter.interval()
-        self.loss = self._loss_sum / self._loss_count if self._loss_count else self.loss
+        self.loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
         self._loss_sum, self._loss_count = 0.0, 0
         if readings.memory is not None:
             self._send_memory(readings.memory)
@@ -235,7 +242,6 @@ class Recorder:
                 ],
                 "inc": [
                     ["tandem_grad_clips", {}, readings.clips],
-                    ["tandem_steps_skipped", {"reason": "amp_overflow"}, readings.overflows],
                 ],
             }
         )
@@ -274,22 +280,10 @@ class Recorder:
                 median_seconds=news.median,
             )
 
-    def not_finite(self, step: int) -> None:
-        """The loss of 0-based `step` is not finite; its update was left out, and the run ends."""
+    def not_finite(self) -> None:
+        """The loss is no number and the run ends for it: shown now, for no log line follows."""
         self.loss = math.nan
-        self.event("nonfinite_loss", step=step + 1)
-        self.message(
-            {
-                "set": [["tandem_loss", {"split": "train"}, math.nan]],
-                "inc": [["tandem_steps_skipped", {"reason": "nonfinite_loss"}, 1]],
-            }
-        )
-
-    def replicas_compared(self, different: Sequence[int]) -> None:
-        """Ranks whose parameters are not rank 0's."""
-        if different:
-            self.event("replicas_differ", ranks=list(different), step=self.step)
-            self.message({"inc": [["tandem_replica_mismatches", {}, len(different)]]})
+        self.message({"set": [["tandem_loss", {"split": "train"}, math.nan]]})
 
     def data_error(self, reason: str) -> None:
         """A sample could not be read (every rank tells its own)."""
@@ -297,7 +291,7 @@ class Recorder:
 
     def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
         """Scores over the whole evaluation set, equal on all ranks."""
-        self.scores = dict(scores)
+        self.scores, self._scores_step = dict(scores), step
         if self.rank != 0:
             return
         if self._journal is not None:
@@ -312,6 +306,10 @@ class Recorder:
             rows.append(["tandem_loss", {"split": "eval"}, scores["loss"]])
         self._send({"set": rows})
         self._send({"point": {"step": step, "time": time.time(), "eval": self.scores}})
+
+    def scores_at(self, step: int) -> dict[str, float]:
+        """What the evaluation at this very step gave; nothing when the last one was at another."""
+        return self.scores if self._scores_step == step else {}
 
     def saved(self, save: EndedSave) -> None:
         """A save ended; called from the thread that wrote it."""

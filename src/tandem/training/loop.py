@@ -10,15 +10,15 @@ from torch import nn
 from tandem.cluster.pulse import Pulse
 from tandem.cluster.world import Agreed, World
 from tandem.config import Settings
-from tandem.errors import NonFiniteError
 from tandem.observe.recorder import Recorder
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
+from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
 from tandem.training.saving import Saver
 from tandem.training.step import Proposal, Stepper
 
-EVENTS = ("log", "eval", "save", "snapshot")
+EVENTS = ("log", "eval", "save", "check", "snapshot")
 
 
 @dataclass
@@ -46,6 +46,11 @@ class Timetable:
                 bits |= 1 << position
         return bits
 
+    def due(self, step: int, agreed: Agreed | None) -> set[str]:
+        """The events that happen after `step` finished steps; a stop that was agreed on means a save."""
+        due = {event for event in EVENTS if self.is_due(event, step, agreed)}
+        return due | {"save"} if agreed is not None and agreed.stop else due
+
     def is_due(self, event: str, step: int, agreed: Agreed | None) -> bool:
         """Whether `event` happens after `step` finished steps; the last step counts for all of them."""
         by_clock = agreed is not None and bool(agreed.decisions & (1 << EVENTS.index(event)))
@@ -67,9 +72,11 @@ class Training:
     timetable: Timetable
     recorder: Recorder
     pulse: Pulse
+    nonfinite: Policy
     stop: StopFlag
     batches: Iterator[Sequence[Any]]
     evaluate: Callable[[], dict[str, float]]
+    check_replicas: Callable[[int], None]
     saver: Saver
     step: int
 
@@ -77,7 +84,8 @@ class Training:
 def train(t: Training) -> bool:
     """Train to the planned step: True when it is reached, False when a signal ended the run before.
 
-    Raises NonFiniteError (all ranks at the same step); errors of torch and of the task pass through.
+    Raises NonFiniteError and ReplicaMismatchError (all ranks at the same step); errors of torch and of the
+    task pass through.
     """
     planned, first = t.timetable.steps_planned, t.step
     with t.recorder.activity("train"):
@@ -96,28 +104,26 @@ def train(t: Training) -> bool:
             if t.step == first + 1:
                 t.recorder.event("training", step=t.step)
             t.recorder.end_step(t.step, t.stepper.clock.end(), agreed, rate)
-            due = {event for event in EVENTS if t.timetable.is_due(event, t.step, agreed)}
-            if agreed is not None and agreed.stop:
-                due.add("save")
-            if "save" in due or t.step == planned:
-                agreed = t.recorder.late(t.stepper.drain()) or agreed
-            if agreed is not None and agreed.non_finite:
-                t.recorder.not_finite(agreed.step)
-                raise NonFiniteError(
-                    f"the loss of step {agreed.step + 1} is not finite; lower --lr, set --clip-norm, or look "
-                    "at the data; the last checkpoint is from before it"
-                )
-            if "snapshot" in due:
-                t.saver.snapshot(t.step)
+            t.nonfinite.consider(agreed)
+            due = t.timetable.due(t.step, agreed)
+            if due & {"log", "save", "snapshot"}:
+                last = t.recorder.late(t.stepper.drain())
+                t.nonfinite.consider(last)
+                due |= t.timetable.due(t.step, last)
+                agreed = last or agreed
+            if "check" in due:
+                t.check_replicas(t.step)
             if "log" in due:
                 t.recorder.timed(t.stepper.clock.drain())
-                rows = t.world.gather(t.recorder.own_times())
+                rows = t.world.gather_rows(t.recorder.own_times())
                 t.recorder.log_interval(t.step, t.stepper.read(), rows)
             if due:
                 t.stepper.clock.pause()
             if "eval" in due:
                 with t.recorder.activity("eval"), t.pulse.during("eval"):
                     t.recorder.evaluated(t.step, t.evaluate())
+            if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
+                t.saver.snapshot(t.step)
             if "save" in due:
                 with t.recorder.activity("checkpoint"), t.pulse.during("checkpoint"):
                     t.saver.save(t.step)

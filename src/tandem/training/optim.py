@@ -11,7 +11,10 @@ from tandem.tasks.base import Task
 
 
 def build_optimizer(settings: Settings, task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    """The task's own optimizer if it has one, else the one that the settings name."""
+    """The task's own optimizer if it has one, else the one that the settings name.
+
+    On GPUs it is a fused one, which can leave an update out without the host waiting (see `nonfinite.Guard`).
+    """
     own = getattr(task, "build_optimizer", None)
     if own is not None:
         optimizer = own(model)
@@ -19,13 +22,14 @@ def build_optimizer(settings: Settings, task: Task, model: nn.Module) -> torch.o
         return optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr, decay = settings.lr, settings.weight_decay
+    fused = all(p.is_cuda for p in parameters) or None  # None: torch decides
     if settings.optimizer == "sgd":
+        momentum = settings.momentum
         return torch.optim.SGD(
-            parameters, lr=lr, momentum=settings.momentum, weight_decay=decay, nesterov=settings.momentum > 0
+            parameters, lr=lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0, fused=fused
         )
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
-    return torch.optim.AdamW(parameters, lr=lr, weight_decay=decay)
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
 
 
 def learning_rate_of(settings: Settings, steps_per_epoch: int, steps_planned: int) -> Callable[[int], float]:
@@ -53,9 +57,14 @@ class Schedule:
         self._rule = learning_rate_of(settings, epoch_steps, planned)
         self._fixed = hasattr(task, "build_optimizer")
 
+    @property
+    def is_by_settings(self) -> bool:
+        """Whether the settings alone decide the rates: neither optimizer nor scheduler is the task's own."""
+        return self._own is None and not self._fixed
+
     def set(self, step: int) -> float:
         """Prepare the optimizer for 0-based `step`; return the rate of its first group."""
-        if self._own is None and not self._fixed:
+        if self.is_by_settings:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rule(step)
         return float(self._optimizer.param_groups[0]["lr"])

@@ -97,7 +97,11 @@ def _quarantined(recorder: Recorder, step: int, problem: str) -> None:
 def load_state(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule
 ) -> None:
-    """Load a checkpoint's state; ConfigError when it is of another model (the checkpoint is left alone)."""
+    """Load a checkpoint's state; ConfigError when it is of another model (the checkpoint is left alone).
+
+    The optimizer's numbers (weight decay, momentum) are those of the settings, which may have changed, unless
+    the task made the optimizer or moves its learning rate by a scheduler of its own.
+    """
     mine, theirs = model.state_dict(), state["model"]
     for name in sorted({*mine, *theirs}):
         here = tuple(mine[name].shape) if name in mine else "missing"
@@ -108,7 +112,11 @@ def load_state(
                 "give another --run-dir or --resume never"
             )
     model.load_state_dict(theirs)
+    groups = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
+    if schedule.is_by_settings:
+        for group, ours in zip(optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in ours.items() if name != "params"})
     schedule.load(state["schedule"])
 
 

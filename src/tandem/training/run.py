@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import ResumeDecision, decide_resume
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
@@ -29,9 +30,10 @@ from tandem.signals import StopFlag
 from tandem.tasks.base import Task, load_task
 from tandem.training.evaluate import evaluate
 from tandem.training.loop import Timetable, Training, train
+from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.profiling import profiled
-from tandem.training.replicas import differing_replicas
+from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE, begin, load_state, load_weights
 from tandem.training.saving import Saver, rank_zeros, snapshot_cadence
 from tandem.training.seeding import seed_model
@@ -145,6 +147,7 @@ def _run(
         _check_division(settings, world, fresh=beginning.state is None)
         if beginning.state is not None:
             load_state(beginning.state, model, optimizer, schedule)
+            recorder.load(beginning.state.get("log", {}))
         elif settings.init_from is not None:
             load_weights(world, settings.init_from, model)
         if beginning.state is not None and hasattr(task, "after_resume"):
@@ -153,23 +156,17 @@ def _run(
     if beginning.state is not None and "scaler" in beginning.state:
         stepper.scaler.load_state_dict(beginning.state["scaler"])
 
-    def evaluate_all() -> dict[str, float]:
-        recorder.replicas_compared(differing_replicas(world, model))
-        size = evaluation_batch_size(settings, world)
-        return evaluate(world, task, model, datasets.evaluation, size, settings.workers)
-
     saver = Saver(
         world,
-        CheckpointWriter(
-            store, settings.checkpoint_keep, settings.checkpoint_failures_allowed, recorder.saved
-        ),
+        CheckpointWriter(store, Retention.of(settings), settings.checkpoint_failures_allowed, recorder.saved),
         lambda: {
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "schedule": schedule.state(),
             "scaler": stepper.scaler.state_dict(),
+            "log": recorder.state(),
         },
-        lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores),
+        lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores_at(step)),
         rank_zeros(model),
     )
     batches = TrainBatches(order, world.rank, world.size, settings.micro_batch_size, beginning.step, planned)
@@ -184,6 +181,7 @@ def _run(
                 "log": Cadence.parse(settings.log_every),
                 "eval": Cadence.parse(settings.eval_every),
                 "save": Cadence.parse(settings.checkpoint_every),
+                "check": Cadence.parse(settings.replica_check_every),
                 "snapshot": snapshot_cadence(settings, world),
             },
             order.steps_per_epoch,
@@ -191,6 +189,7 @@ def _run(
         ),
         recorder=recorder,
         pulse=pulse,
+        nonfinite=Policy(settings.on_nonfinite, settings.precision, recorder),
         stop=stop,
         batches=profiled(
             _steps(settings, task, datasets.train, batches, device, recorder),
@@ -198,7 +197,10 @@ def _run(
             beginning.step,
             run_dir / "profile" / "rank-0.json",
         ),
-        evaluate=evaluate_all,
+        evaluate=lambda: evaluate(
+            world, task, model, datasets.evaluation, evaluation_batch_size(settings, world), settings.workers
+        ),
+        check_replicas=lambda step: check_replicas(world, model, recorder, step),
         saver=saver,
         step=beginning.step,
     )

@@ -5,7 +5,7 @@ A resumed run therefore needs no saved generator state to draw the same numbers 
 
 import torch
 
-from tandem.data.seeds import derive_seed
+from tandem.data.seeds import derive_seed, seed_generators
 
 MODEL, STEP = 1, 2  # what a seed is for, so that no two uses share one
 
@@ -17,4 +17,4 @@ def seed_model(seed: int) -> None:
 
 def seed_micro_step(seed: int, step: int, micro_step: int, rank: int) -> None:
     """Before a forward pass: dropout differs between ranks and never depends on the past."""
-    torch.manual_seed(derive_seed(seed, STEP, step, micro_step, rank))
+    seed_generators(derive_seed(seed, STEP, step, micro_step, rank))

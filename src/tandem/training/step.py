@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,11 @@ from tandem.cluster.timing import step_clock
 from tandem.cluster.world import Agreed, AgreedReader, Telemetry, World, hidden_sync_seconds
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of
+from tandem.errors import NonFiniteError
 from tandem.meter import Costs, DeviceMemory
 from tandem.tasks.base import Task
 from tandem.training.flops import buffers_kept, flops_of_pass, peak_flops
+from tandem.training.nonfinite import Guard, culprit
 from tandem.training.seeding import seed_micro_step
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,7 +63,6 @@ class Readings:
     grad_norm: float | None
     loss_scale: float | None
     clips: int
-    overflows: int
     hidden_sync_seconds: float
     memory: DeviceMemory | None
 
@@ -94,11 +95,10 @@ class Stepper:
         self._reader = AgreedReader(world)
         self._seed = settings.seed
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
+        self._guard = Guard(settings.on_nonfinite, model, optimizer, self.scaler, world.device)
         self.grad_norm: Tensor | None = None
         self.clock = step_clock(world.device)
         self._clips = torch.zeros((), device=world.device)
-        self._overflows = torch.zeros((), device=world.device)
-        self._scale: Tensor | None = None
 
     def settle_buckets(self, micro_batches: Sequence[Any], step: int) -> Costs:
         """Make DDP rebuild its buckets before the first real step; returns what a step costs.
@@ -131,25 +131,30 @@ class Stepper:
         return flops_of_pass(loss_of, self._parameters) * self._settings.batch_size // batch_size_of(batch)
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Agreed | None:
-        """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader)."""
+        """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader).
+
+        Raises NonFiniteError, with the name of the first tensor, under `--on-nonfinite raise`.
+        """
+        self._guard.begin_step()
         self._accumulate(micro_batches, step, proposal)
         self._pulse.enter("optimizer")
-        agreed = self._reader.read(step, self._carrier)
-        if agreed is None or not agreed.non_finite:
-            self._update()
+        assert self._carrier.grad is not None
+        left_out = self._guard.look(self._carrier.grad)
+        agreed = self._reader.read(step, self._carrier.grad, left_out)
+        if self._guard.raises and left_out and not self._is_overflow():
+            self._raise(micro_batches, step)
+        self._guard.update(left_out, self._clip)
         self._reset_gradients()
         return agreed
 
     def read(self) -> Readings:
         """Everything for a line of the log; waits for the device, so not in every step."""
-        clips, overflows = int(self._clips), int(self._overflows)
+        clips = int(self._clips)
         self._clips.zero_()
-        self._overflows.zero_()
         return Readings(
             grad_norm=float(self.grad_norm) if self.grad_norm is not None else None,
             loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
             clips=clips,
-            overflows=overflows,
             hidden_sync_seconds=hidden_sync_seconds(self._ddp),
             memory=device_memory(self._world.device),
         )
@@ -160,9 +165,6 @@ class Stepper:
 
     def _accumulate(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> None:
         scale = self.scaler.scale(torch.ones((), device=self._world.device))  # 1 without fp16
-        if self.scaler.is_enabled():  # a scale that has shrunk is a step that was skipped
-            self._overflows += 0 if self._scale is None else (scale < self._scale)
-            self._scale = scale
         so_far = torch.zeros((), device=self._world.device)
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
@@ -182,13 +184,27 @@ class Stepper:
             self.clock.backward_done()
             so_far = so_far + loss.detach()
 
-    def _update(self) -> None:
-        self.scaler.unscale_(self._optimizer)
+    def _clip(self) -> None:
         if self._settings.clip_norm is not None:
             self.grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
             self._clips += self.grad_norm > self._settings.clip_norm
-        self.scaler.step(self._optimizer)
-        self.scaler.update()
+
+    def _is_overflow(self) -> bool:
+        """Whether fp16's scaled gradients have left its range, which is how their scale is found."""
+        assert self._carrier.grad is not None
+        return self.scaler.is_enabled() and not self._carrier.grad[Telemetry.LOSS_NOT_FINITE] > 0
+
+    def _raise(self, micro_batches: Sequence[Any], step: int) -> NoReturn:
+        one, zero = torch.ones((), device=self._world.device), torch.zeros((), device=self._world.device)
+
+        def forward(micro_step: int) -> Tensor:
+            seed_micro_step(self._seed, step, micro_step, self._world.rank)
+            loss: Tensor = self._ddp.module.module(micro_batches[micro_step], 1.0, one, zero)[1]
+            return loss
+
+        self._guard.put_buffers_back()
+        name = culprit(self._world, self._model, micro_batches, forward)
+        raise NonFiniteError(f"step {step + 1}: {name} is not finite")
 
     def _reset_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=False)

@@ -75,6 +75,7 @@ def manifest_info(
     scores: Mapping[str, float],
 ) -> dict[str, Any]:
     """What the manifest says about a checkpoint, so that the decision to resume needs no torch.load."""
+    warn_of_missing_score(settings, step, scores)
     return {
         "step": step,
         "epoch": step // order.steps_per_epoch,
@@ -137,6 +138,22 @@ def write_summary(
     )
 
 
+def evaluations_are_saved(settings: Settings, steps_per_epoch: int, planned: int) -> bool:
+    """Whether a checkpoint is saved wherever an evaluation is due, so that --keep-best sees them all."""
+    evaluated, saved = Cadence.parse(settings.eval_every), Cadence.parse(settings.checkpoint_every)
+    if evaluated == saved:
+        return evaluated.unit != "never"
+    between = [cadence.to_steps(steps_per_epoch, planned) for cadence in (evaluated, saved)]
+    return None not in between and between[0] % between[1] == 0  # type: ignore[operator]
+
+
+def warn_of_missing_score(settings: Settings, step: int, scores: Mapping[str, float]) -> None:
+    """A name that no evaluation gives is a typo, and shows at the first evaluation only."""
+    if settings.keep_best and scores and settings.keep_best.partition(":")[0] not in scores:
+        there = ", ".join(sorted(scores))
+        log.warning("--keep-best %s: the evaluation at step %d gave %s", settings.keep_best, step, there)
+
+
 def open_displays(
     settings: Settings,
     world: World,
@@ -154,8 +171,8 @@ def open_displays(
         recorder.begin_run(beginning.step, order.steps_per_epoch, planned, None, None, None)
         return
     journal = Journal(run_dir)
+    journal.rewind(beginning.step)  # also to 0: a run that was killed before its first checkpoint
     if beginning.step:
-        journal.rewind(beginning.step)
         journal.event("resumed", step=beginning.step)
     writer = EventWriter(run_dir / "tensorboard", beginning.step) if settings.tensorboard else None
     progress = Progress(planned, start_step=beginning.step, mode=settings.progress)
@@ -164,6 +181,14 @@ def open_displays(
     recorder.message(identity(settings, world.position, world.device, run_dir, save_steps))
     for change in beginning.changes:
         log.info("changed since the checkpoint: %s", change)
+    if settings.keep_best and not evaluations_are_saved(settings, order.steps_per_epoch, planned):
+        log.warning(
+            "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, and "
+            "--checkpoint-every %s leaves out evaluations of --eval-every %s",
+            settings.keep_best,
+            settings.checkpoint_every,
+            settings.eval_every,
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(
         "%s: %s samples, %s parameters; %d ranks on %d nodes (%s), %s of a batch of %d each, %s, %d threads",

@@ -1,0 +1,741 @@
+"""Can a checkpoint lie, or be lost? Writers killed at every system call, rotten bits, power losses; controls.
+
+    python benchmarks/store_trials.py [crash] [rot] [power] [--trials N] [--json FILE]
+
+Without names all three run with their full counts (some minutes); `--trials` makes the random parts smaller.
+The functions return rows for `benchmarks/reliability.py` and for the tests, which run them with small counts.
+"""
+
+import argparse
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disk import Disk, Tree, materialise, policies
+from system_calls import can_trace, mark, points, trace
+from tandem.checkpoint.files import FileSink
+from tandem.checkpoint.retention import Best, Retention
+from tandem.checkpoint.store import CheckpointStore
+from tandem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import table
+
+FLIPS, PAGES, TRUNCATIONS, SHUFFLES = 10_000, 1_000, 1_000, 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `bad` of `trials` ended as they must not; the same of the control, if any."""
+
+    name: str
+    trials: int
+    bad: int
+    outcome: str
+    control: str = ""
+    control_trials: int = 0
+    control_bad: int = 0
+
+    @property
+    def ratio(self) -> float | None:
+        """Share of good ends, ours over the control's; None without a control or where it had none."""
+        good = self.control_trials - self.control_bad
+        if not self.trials or good <= 0:
+            return None
+        return (1 - self.bad / self.trials) / (good / self.control_trials)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory in memory where there is one: neither a kill nor the modelled disk needs a real one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as directory:
+        yield Path(directory)
+
+
+def state(version: int) -> bytes:
+    """Three pages and a bit, in which every word says whose they are."""
+    return b"%08d" % version * 1600
+
+
+def save(store: CheckpointStore, step: int, version: int, score: float = 0.0) -> None:
+    """In pieces, as torch.save writes."""
+    raw = state(version)
+
+    def pieces(sink: FileSink) -> None:
+        for start in range(0, len(raw), 5000):
+            sink.write(raw[start : start + 5000])
+
+    store.save(step, pieces, {"version": version, "eval": {"accuracy": score}})
+
+
+def store_in(root: Path) -> CheckpointStore:
+    return CheckpointStore(root / "run" / "checkpoints")
+
+
+# ---- crash anywhere --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a writer does, what lies there before, and what a reader may find when it was killed at it."""
+
+    prepare: Callable[[CheckpointStore], object]
+    act: Callable[[CheckpointStore], object]
+    newest: tuple[tuple[int, int] | None, ...]  # allowed (step, version); the last one when it was not killed
+    whole: frozenset[int]  # steps that are there and whole, whenever it was killed
+    damaged: frozenset[int] = frozenset()  # steps that `prepare` has damaged
+    tidy: bool = True  # done to its end it leaves nothing hidden, whatever was killed before
+
+
+def _five(store: CheckpointStore) -> None:
+    for step, score in zip((100, 200, 300, 400, 500), (0.1, 0.9, 0.2, 0.3, 0.4), strict=True):
+        save(store, step, 1, score)
+    dead = store.directory / ".tmp-pruned-50-dead"  # another prune was killed half-way
+    dead.mkdir()
+    (dead / "state.pt").write_bytes(b"half")
+
+
+def _two(store: CheckpointStore) -> None:
+    save(store, 100, 1)
+    save(store, 200, 1)
+    dead = store.directory / ".tmp-step-000000300-1-dead"  # another writer was killed half-way
+    dead.mkdir()
+    (dead / "state.pt").write_bytes(b"half")
+
+
+def _rotten(store: CheckpointStore) -> None:
+    _two(store)
+    save(store, 300, 1)
+    file = store.path(300) / "state.pt"
+    file.write_bytes(b"\1" + file.read_bytes()[1:])
+
+
+KEEP = Retention(2, Best("accuracy", True), 400)  # of `_five`: 500 and 400, and 200 for its score
+
+
+def _save_and_prune(store: CheckpointStore) -> None:
+    save(store, 600, 1, 0.5)
+    store.prune(KEEP)
+
+
+def _fall_back_and_save(store: CheckpointStore) -> None:
+    store.newest_valid(lambda step, problem: None)
+    save(store, 300, 2)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "first save": Scenario(
+        lambda store: None, lambda store: save(store, 100, 1), (None, (100, 1)), frozenset()
+    ),
+    "save": Scenario(_two, lambda store: save(store, 300, 1), ((200, 1), (300, 1)), frozenset({100, 200})),
+    "save and prune": Scenario(_five, _save_and_prune, ((500, 1), (600, 1)), frozenset({200, 400, 500})),
+    "save of the same step": Scenario(
+        _two, lambda store: save(store, 200, 2), ((200, 1), (200, 2)), frozenset({100, 200})
+    ),
+    "prune": Scenario(_five, lambda store: store.prune(Retention(1)), ((500, 1), (500, 1)), frozenset({500})),
+    "quarantine": Scenario(
+        _rotten,
+        lambda store: store.newest_valid(lambda step, problem: None),
+        ((200, 1), (200, 1)),
+        frozenset({100, 200}),
+        frozenset({300}),
+        tidy=False,
+    ),
+    "quarantine, then save": Scenario(
+        _rotten, _fall_back_and_save, ((200, 1), (300, 2)), frozenset({100, 200}), frozenset({300})
+    ),
+    "move aside": Scenario(
+        _five,
+        lambda store: store.move_aside(after_step=200),
+        ((500, 1), (400, 1), (300, 1), (200, 1)),
+        frozenset({100, 200, 300, 400, 500}),
+        tidy=False,
+    ),
+}
+
+
+def judge(root: Path, scenario: Scenario) -> str:
+    """What a reader finds: "old", "new", "lost", "mixed" or "false alarm"."""
+    store, told = store_in(root), []
+    newest = store.newest_valid(lambda step, problem: told.append(step))
+    if set(told) - scenario.damaged:
+        return "false alarm"
+    if newest is not None and newest[1] != state(newest[2]["version"]):
+        return "mixed"
+    found = None if newest is None else (newest[0], int(newest[2]["version"]))
+    if found not in scenario.newest:
+        return "lost"
+    places = [store, *(CheckpointStore(path) for path in store.directory.parent.glob("checkpoints-before-*"))]
+    for step in scenario.whole:
+        holding = [place for place in places if step in place.steps()]
+        if len(holding) != 1 or not _is_whole(holding[0], step):
+            return "lost"
+    return "new" if found == scenario.newest[-1] else "old"
+
+
+def _is_whole(store: CheckpointStore, step: int) -> bool:
+    try:
+        raw, info = store.read(step)
+    except CheckpointError:
+        return False
+    return raw == state(info["version"])
+
+
+def kill_everywhere(scenario: Scenario) -> Counter[str]:
+    """Kill the writer before and within each of its calls on the run directory; count what is found then,
+    and what is left over ("left over") when the next process has done the same to the end."""
+    found: Counter[str] = Counter()
+    with scratch() as place:
+        template, root = place / "template", place / "root"
+        template.mkdir()
+        scenario.prepare(store_in(template))
+
+        def renew() -> Path:
+            shutil.rmtree(root, ignore_errors=True)
+            shutil.copytree(template, root)
+            return root
+
+        for at in points(lambda: scenario.act(store_in(root)), renew()):
+            killed = trace(lambda: scenario.act(store_in(root)), renew(), kill_at=at)
+            assert killed.killed, f"not killed at {at}: exit code {killed.code}"
+            found[judge(root, scenario)] += 1
+            scenario.act(store_in(root))
+            hidden = scenario.tidy and any(store_in(root).directory.glob(".*"))
+            if judge(root, scenario) != "new" or hidden:
+                found["left over"] += 1
+    return found
+
+
+def crash_anywhere(control: bool = True) -> list[Row]:
+    """One row per thing that writers do. "mixed": two checkpoints in one; "lost": older than it may be."""
+    rows = []
+    for name, scenario in SCENARIOS.items():
+        found = kill_everywhere(scenario)
+        rows.append(_crash_row(f"killed at every call: {name}", found))
+    if not control:
+        return rows
+    for name, (write, read) in controls().items():
+        rows.append(_crash_row(f"control: {name}", kill_control(write, read)))
+    ours = [row for row in rows if not row.name.startswith("control")]
+    trials, bad = sum(row.trials for row in ours), sum(row.bad for row in ours)
+    dcp = next(row for row in rows if "distributed.checkpoint" in row.name)
+    total = Row(
+        "crash anywhere",
+        trials,
+        bad,
+        f"{bad} lost or mixed",
+        dcp.name.removeprefix("control: "),
+        dcp.trials,
+        dcp.bad,
+    )
+    return [total, *rows]
+
+
+def _crash_row(name: str, found: Mapping[str, int]) -> Row:
+    trials = sum(count for kind, count in found.items() if kind != "left over")
+    bad = sum(found.get(kind, 0) for kind in ("lost", "mixed", "false alarm", "left over"))
+    words = ("old", "new", "lost", "mixed", "false alarm", "left over")
+    shown = [f"{found[kind]} {kind}" for kind in words if found.get(kind) or kind in ("lost", "mixed")]
+    return Row(name, trials, bad, ", ".join(shown))
+
+
+Control = tuple[Callable[[Path, int], object], Callable[[Path], set[float]]]
+
+
+def controls() -> dict[str, Control]:
+    """Other ways to write a state of four tensors that all hold the version: (write, values read back)."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+    warnings.simplefilter("ignore")
+    logging.disable()  # DCP logs what it then raises
+    torch.set_num_threads(1)
+
+    def tensors(version: float) -> dict[str, Any]:
+        return {f"w{index}": torch.full((300, 300), float(version)) for index in range(4)}
+
+    def values(found: Mapping[str, Any]) -> set[float]:
+        return {float(value) for tensor in found.values() for value in tensor.unique()}
+
+    def write_dcp(root: Path, version: int) -> None:
+        save_dcp(tensors(version), checkpoint_id=root / "dcp")
+
+    def read_dcp(root: Path) -> set[float]:
+        into = tensors(-1)
+        load(into, checkpoint_id=root / "dcp")
+        return values(into)
+
+    def write_latest(root: Path, version: int) -> None:
+        (root / f"step-{version}").mkdir()
+        torch.save(tensors(version), root / f"step-{version}" / "state.pt")
+        (root / "latest").write_text(f"step-{version}")
+
+    def read_latest(root: Path) -> set[float]:
+        return values(torch.load(root / (root / "latest").read_text() / "state.pt", weights_only=True))
+
+    return {
+        "torch.distributed.checkpoint into one directory": (write_dcp, read_dcp),
+        "torch.save in place": (
+            lambda root, version: torch.save(tensors(version), root / "state.pt"),
+            lambda root: values(torch.load(root / "state.pt", weights_only=True)),
+        ),
+        "a directory per step and a file `latest`": (write_latest, read_latest),
+    }
+
+
+def kill_control(write: Callable[[Path, int], object], read: Callable[[Path], set[float]]) -> Counter[str]:
+    """Version 1 is there, the writer of version 2 is killed at every call; what loads then?"""
+    found: Counter[str] = Counter()
+    with scratch() as place:
+        template, root = place / "template", place / "root"
+        template.mkdir()
+        write(template, 1)
+
+        def renew() -> Path:
+            shutil.rmtree(root, ignore_errors=True)
+            shutil.copytree(template, root)
+            return root
+
+        for at in points(lambda: write(root, 2), renew()):
+            trace(lambda: write(root, 2), renew(), kill_at=at)
+            try:
+                got = read(root)
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: B036 - whatever a loader raises (DCP's is no Exception): nothing is loaded
+                found["lost"] += 1
+            else:
+                found["old" if got == {1.0} else "new" if got == {2.0} else "mixed"] += 1
+    return found
+
+
+# ---- bit rot ---------------------------------------------------------------------------------------------
+
+
+Change = tuple[int, bytes | None]  # where, and what stands there then; None: the file ends there
+
+
+def flip(raw: bytes, dice: random.Random) -> Change:
+    """One bit."""
+    place = dice.randrange(len(raw))
+    return place, bytes([raw[place] ^ 1 << dice.randrange(8)])
+
+
+def zero_page(raw: bytes, dice: random.Random) -> Change:
+    """4 KiB of zeroes, where there were none."""
+    while True:
+        start = dice.randrange(len(raw)) // 4096 * 4096
+        page = raw[start : start + 4096]
+        if any(page):
+            return start, bytes(len(page))
+
+
+def truncate(raw: bytes, dice: random.Random) -> Change:
+    return dice.randrange(len(raw)), None
+
+
+DAMAGES: dict[str, Callable[[bytes, random.Random], Change]] = {
+    "flipped bits": flip,
+    "zeroed pages": zero_page,
+    "truncations": truncate,
+}
+
+
+@contextmanager
+def damaged(path: Path, raw: bytes, kind: str, dice: random.Random) -> Iterator[None]:
+    """The file, whose bytes are `raw`, is damaged inside, and mended after, wherever it was moved to."""
+    start, new = DAMAGES[kind](raw, dice)
+    with path.open("r+b", buffering=0) as file:
+        file.truncate(start) if new is None else os.pwrite(file.fileno(), new, start)
+        yield
+        os.pwrite(file.fileno(), raw[start:] if new is None else raw[start : start + len(new)], start)
+
+
+def training_state(width: int = 256) -> dict[str, Any]:
+    """Model and AdamW of a small net after one step: about 2.4 MB at width 256."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(784, width), torch.nn.ReLU(), torch.nn.Linear(width, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 784)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 200}
+
+
+def bit_rot(
+    flips: int = FLIPS, pages: int = PAGES, truncations: int = TRUNCATIONS, control: bool = True
+) -> list[Row]:
+    """Damage one file of the newest checkpoint, all files in turn: is it used, or the one before?"""
+    from tandem.checkpoint.state import serialize
+
+    counts = dict(zip(DAMAGES, (flips, pages, truncations), strict=True))
+    content = training_state()
+    with scratch() as place:
+        store = store_in(place)
+        store.save(100, b"the one before", {})
+        path = store.save(200, serialize(content), {"eval": {"accuracy": 0.9}, "task": "digits"}).path
+        rows = [_rot_row(store, path, name, count) for name, count in counts.items()]
+        if control:
+            rows = [_with_torch_load(row, place / "plain.pt", content, row.name) for row in rows]
+    return rows
+
+
+def _rot_row(store: CheckpointStore, path: Path, name: str, count: int) -> Row:
+    dice, found = random.Random(name), Counter[str]()
+    files = [(file, file.read_bytes()) for file in sorted(path.iterdir())]
+    for trial in range(count):
+        file, raw = files[trial % len(files)]
+        with damaged(file, raw, name, dice):
+            newest = store.newest_valid(lambda step, problem: None)
+        if newest is None or newest[0] != 100:
+            found["silent" if newest else "lost"] += 1
+        else:
+            found["fell back"] += 1
+            (aside,) = store.directory.glob("corrupt-*")
+            aside.rename(path)
+    bad = count - found["fell back"]
+    return Row(name, count, bad, f"{found['silent']} silent, {found['fell back']} fell back")
+
+
+def _with_torch_load(row: Row, path: Path, content: Mapping[str, Any], name: str) -> Row:
+    """The same damage to a file of torch.save; silent: it loads, and not what was saved."""
+    import torch
+
+    torch.save(content, path)
+    raw, dice, silent = path.read_bytes(), random.Random(name), 0
+    for _ in range(row.trials):
+        with damaged(path, raw, name, dice):
+            try:
+                silent += not _same(content, torch.load(path, weights_only=True))
+            except Exception:  # whatever it raises: not silent
+                continue
+    return Row(row.name, row.trials, row.bad, row.outcome, "torch.load, silent", row.trials, silent)
+
+
+def _same(one: object, other: object) -> bool:
+    import torch
+
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and list(one) == list(other)
+            and all(_same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
+    return one == other
+
+
+# ---- power loss ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Promise:
+    """What was acknowledged up to a moment: the last step, and for each step the versions it may have."""
+
+    step: int = 0
+    versions: dict[int, set[int]] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """From marks: "begin", "done" (acknowledged) or "there" (found at a start), each STEP VERSION."""
+        kind, *numbers = text.split()
+        if kind not in ("begin", "done", "there"):
+            return
+        step, version = map(int, numbers)
+        self.versions.setdefault(step, set()).add(version)
+        if kind != "begin":
+            self.step, self.versions[step] = step, {version}
+
+    def is_kept(self, root: Path) -> bool:
+        store = store_in(root)
+        newest = store.newest_valid(lambda step, problem: None)
+        if newest is None:
+            return self.step == 0
+        wanted = [(newest[0], newest[1], newest[2])]
+        if self.step and newest[0] != self.step:
+            try:
+                wanted.append((self.step, *store.read(self.step)))
+            except CheckpointError:
+                return False
+        return newest[0] >= self.step and all(
+            raw == state(info["version"]) and info["version"] in self.versions.get(step, ())
+            for step, raw, info in wanted
+        )
+
+
+def _acknowledged(store: CheckpointStore, step: int, version: int, keep: int = 9) -> None:
+    mark(f"begin {step} {version}")
+    try:
+        save(store, step, version)
+    except CheckpointError:
+        mark(f"failed {step} {version}")
+        return
+    mark(f"done {step} {version}")
+    try:
+        store.prune(Retention(keep))
+    except CheckpointError:
+        mark("not pruned")
+
+
+def _steps(store: CheckpointStore) -> None:
+    for step in (100, 200, 300):
+        _acknowledged(store, step, 1, keep=1)
+
+
+def _again(store: CheckpointStore) -> None:
+    for step, version in ((100, 1), (200, 1), (200, 2), (300, 1)):
+        _acknowledged(store, step, version)
+
+
+def _fall_back(store: CheckpointStore) -> None:
+    store.newest_valid(lambda step, problem: None)
+    mark("there 200 1")
+    _acknowledged(store, 300, 2, keep=1)
+
+
+SESSIONS: dict[str, tuple[Callable[[CheckpointStore], object], Callable[[CheckpointStore], object]]] = {
+    "three steps, keeping one": (lambda store: None, _steps),
+    "a step saved again": (lambda store: None, _again),
+    "fallback and a new save": (_rotten, _fall_back),
+}
+
+
+def lose_power(
+    root: Path,
+    session: Callable[[], object],
+    is_kept: Callable[[Path, Promise], bool],
+    promise: Promise,
+    shuffles: int,
+) -> Counter[str]:
+    """Run the session; after each call that changes something take the power, in every way of `policies`.
+
+    Counts "kept" and "lost" promises, "different" states, and saves "acknowledged after" a failed fsync.
+    """
+    disk, found = Disk(root), Counter[str]()
+    seen: dict[object, bool] = {}
+    failed = False
+    calls = trace(session, root).calls
+    with scratch() as place:
+        for number, call in enumerate(calls):
+            if not disk.apply(call):
+                continue
+            if call.name == "mark":
+                promise.note(call.data.decode())
+                failed = failed or call.data.startswith(b"failed fsync")
+                found["acknowledged after"] += failed and call.data.startswith(b"done")
+            for survives in policies(number, shuffles).values():
+                tree = disk.crash(survives)
+                key = (_key(tree), promise.step, str(promise.versions))
+                if key not in seen:
+                    materialise(tree, place / "found")
+                    seen[key] = is_kept(place / "found", promise)
+                    shutil.rmtree(place / "found")
+                found["kept" if seen[key] else "lost"] += 1
+    found["different"] = len(seen)
+    return found
+
+
+def _key(tree: Tree | bytes) -> object:
+    return tree if isinstance(tree, bytes) else frozenset((name, _key(child)) for name, child in tree.items())
+
+
+def power_loss(shuffles: int = SHUFFLES, control: bool = True) -> list[Row]:
+    """Rows: each session without errors; with EIO at every fsync, once and from there on; the controls."""
+    rows = [lose_power_in(name, shuffles) for name in SESSIONS]
+    rows += [lose_power_in(name, max(1, shuffles // 10), _failing(name)) for name in SESSIONS]
+    if not control:
+        return rows
+    plain = {name: _power_control(write, shuffles) for name, write in PLAIN.items()}
+    ours, trials, bad = rows, sum(row.trials for row in rows), sum(row.bad for row in rows)
+    rows = ours + [
+        Row(f"control: {name}", found["kept"] + found["lost"], found["lost"], f"{found['lost']} lost")
+        for name, found in plain.items()
+    ]
+    last = rows[-1]
+    outcome = f"the last acknowledged step is lost in {bad}"
+    return [
+        Row("power loss", trials, bad, outcome, last.name.removeprefix("control: "), last.trials, last.bad),
+        *rows,
+    ]
+
+
+Failure = tuple[int | None, bool]
+
+
+def _failing(name: str) -> list[Failure]:
+    """Every fsync that the session makes, alone and with all after it."""
+    prepare, act = SESSIONS[name]
+    with scratch() as root:
+        prepare(store_in(root))
+        calls = trace(lambda: act(store_in(root)), root).calls
+    count = sum(call.name == "fsync" for call in calls)
+    return [(index, forever) for index in range(count) for forever in (False, True)]
+
+
+def lose_power_in(name: str, shuffles: int, failures: Sequence[Failure] = ((None, False),)) -> Row:
+    """One of SESSIONS, once for each of `failures`: the fsync that fails and whether all after it do."""
+    prepare, act = SESSIONS[name]
+    found: Counter[str] = Counter()
+    for index, forever in failures:
+        with scratch() as root:
+            prepare(store_in(root))
+            promise = Promise(versions={100: {1}, 200: {1}} if prepare is _rotten else {})
+
+            def session(index: int | None = index, forever: bool = forever, root: Path = root) -> None:
+                if index is not None:
+                    fail_fsync(root, index, forever)
+                act(store_in(root))
+
+            one = lose_power(root, session, lambda path, kept: kept.is_kept(path), promise, shuffles)
+            found += one
+            found["lied"] += one["acknowledged after"] if forever else 0
+    trials, bad = found["kept"] + found["lost"], found["lost"] + found["lied"]
+    outcome = f"{found['lost']} lost of {found['different']} different states"
+    outcome += (
+        f", {found['lied']} acknowledged while every fsync failed" if failures[0][0] is not None else ""
+    )
+    what = (
+        "power loss" if failures[0][0] is None else f"EIO at each of {len(failures) // 2} fsyncs, power loss"
+    )
+    return Row(f"{what}: {name}", trials, bad, outcome)
+
+
+def fail_fsync(root: Path, index: int, forever: bool) -> None:
+    """From now on in this process the `index`-th os.fsync below `root` fails, or all from it on."""
+    real, count, root = os.fsync, 0, root.resolve()
+
+    def fsync(descriptor: int) -> None:
+        nonlocal count
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_relative_to(root):
+            mine, count = count, count + 1
+            if mine == index or (forever and mine > index):
+                mark(f"failed fsync {path.relative_to(root)}")
+                raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    os.fsync = fsync  # type: ignore[assignment]
+
+
+def _in_place(root: Path, version: int) -> None:
+    (root / "state.pt").write_bytes(state(version))
+
+
+def _replaced(root: Path, version: int) -> None:
+    (root / "state.tmp").write_bytes(state(version))
+    os.replace(root / "state.tmp", root / "state.pt")
+
+
+PLAIN: dict[str, Callable[[Path, int], None]] = {
+    "written in place": _in_place,
+    "written beside it, then os.replace, no fsync": _replaced,
+}
+
+
+def _power_control(write: Callable[[Path, int], None], shuffles: int) -> Counter[str]:
+    def session(root: Path) -> None:
+        for step in (100, 200, 300):
+            mark(f"begin {step} {step}")
+            write(root, step)
+            mark(f"done {step} {step}")
+
+    def is_kept(root: Path, promise: Promise) -> bool:
+        allowed = [state(step) for step in promise.versions if step >= promise.step]
+        file = root / "state.pt"
+        return (file.read_bytes() in allowed) if file.exists() else not promise.step
+
+    with scratch() as root:
+        return lose_power(root, lambda: session(root), is_kept, Promise(), shuffles)
+
+
+# ---- as a program ----------------------------------------------------------------------------------------
+
+
+def rows_of(names: list[str], trials: int | None = None, control: bool = True) -> list[Row]:
+    """All rows of "crash", "rot" and "power"; `trials` makes the random parts that small."""
+    rows: list[Row] = []
+    if "crash" in names:
+        rows += crash_anywhere(control)
+    if "rot" in names:
+        counts = (FLIPS, PAGES, TRUNCATIONS) if trials is None else (trials,) * 3
+        rows += bit_rot(*counts, control=control)
+    if "power" in names:
+        rows += power_loss(SHUFFLES if trials is None else trials, control)
+    return rows
+
+
+def rows(full: bool) -> "list[table.Row]":
+    """The lines of `reliability.py`: what is promised, without the parts that it is made of."""
+    from table import Row as Line
+
+    none = "none lost, none mixed", "none silent, all fall back", "the last acknowledged loads, always"
+    targets = dict(
+        zip(("crash anywhere", *DAMAGES, "power loss"), (none[0], *[none[1]] * 3, none[2]), strict=True)
+    )
+    found = rows_of(["crash", "rot", "power"], None if full else 20)
+    return [
+        Line(
+            row.name,
+            row.trials,
+            row.outcome,
+            f"{row.control}: {row.control_bad:,} of {row.control_trials:,} bad",
+            f"{row.ratio:.1f}" if row.ratio is not None else "",
+            targets[row.name],
+            row.bad == 0,
+        )
+        for row in found
+        if row.name in targets
+    ]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table of docs/checkpoints.md; ratio: share of good ends, ours over the control's."""
+    lines = ["| trial | bad of all | outcome | control | ratio |", "|---|---|---|---|---|"]
+    for row in rows:
+        control = f"{row.control}: {row.control_bad:,} of {row.control_trials:,} bad" if row.control else ""
+        ratio = f"{row.ratio:.1f}" if row.ratio is not None else ""
+        lines.append(f"| {row.name} | {row.bad:,} of {row.trials:,} | {row.outcome} | {control} | {ratio} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=["crash", "rot", "power"], metavar="crash|rot|power")
+    parser.add_argument("--trials", type=int, help="how many random trials; the kills are always all")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument("--no-control", action="store_true", help="leave the others out")
+    asked = parser.parse_args()
+    if not can_trace():
+        parser.exit(3, "this machine does not let a process trace its child (ptrace)\n")
+    rows = rows_of(asked.names, asked.trials, not asked.no_control)
+    print(markdown(rows))
+    if asked.json:
+        asked.json.write_text(json.dumps([row.to_dict() for row in rows], indent=1) + "\n")
+    return int(any(row.bad for row in rows if not row.name.startswith("control")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Break a cluster on purpose: `chaos.py FAULT [--node N]` in the one that runs, `chaos.py all` as a table.
+
+`all` starts a cluster of its own for each fault, lets it finish, and compares the weights' SHA-256 with those
+of an undisturbed run.
+"""
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster import remove_metrics, start, wait
+from engine import HERE, Cluster, ClusterError, check_engine, docker
+from faults import FAULTS, POLL_SECONDS, Scene
+from network import Shape
+from tandem.cluster.ranks import job_code
+
+READY_SECONDS = 400.0
+OUTCOME_SECONDS = 300.0
+OWN_PROJECT = "tandem-chaos"
+OWN_RUN = {
+    "NODES": "2",
+    "METRICS_PORT": "",
+    "MEMORY": "1536mb",
+    "TASKS": str(HERE),
+    "TANDEM_TASK": "/tasks/slow_digits.py:SlowDigits",
+    "COMMAND": "launch --steps 160 --checkpoint-every 10 --eval-every 160 --checkpoint-failures-allowed 20 "
+    "--threads 1 --hang-timeout 10 --metrics-linger 0",
+}
+
+
+class OutcomeError(ClusterError):
+    """The documented outcome did not come."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    fault: str
+    done: str
+    happened: str
+    seconds: float
+    steps_lost: int
+
+    def __str__(self) -> str:
+        cost = f"training again after {self.seconds:.1f} s, {self.steps_lost} steps lost"
+        return f"{self.fault}: {self.done}; {self.happened}; {cost}"
+
+
+def live_step(cluster: Cluster) -> int | None:
+    """The step that the metrics page shows; None while node 1 does not answer."""
+    address = docker("port", f"{cluster.project}-metrics-1", "9469", check=False).strip()
+    with contextlib.suppress(OSError, ValueError):
+        with urllib.request.urlopen(f"http://{address.splitlines()[0]}/api/run", timeout=2) as answer:
+            run = json.load(answer)
+            return int(run["step"]) if run["state"] == "train" else None
+    return None
+
+
+def until(cluster: Cluster, condition: Callable[[], bool], what: str, seconds: float) -> None:
+    """Poll; OutcomeError when the time is over, or the job."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        nodes = cluster.nodes()
+        if not any(node.is_unfinished for node in nodes):
+            codes = [node.exit_code for node in nodes]
+            raise OutcomeError(f"the nodes ended with {codes} before {what}; see make compose-logs")
+        if time.monotonic() > deadline:
+            raise OutcomeError(f"no {what} within {seconds:.0f} s; see make compose-logs")
+        time.sleep(POLL_SECONDS)
+
+
+def is_between_checkpoints(cluster: Cluster) -> bool:
+    """Training runs, has steps to lose, and two checkpoints to go on from (one may be damaged)."""
+    saved = [int(str(event["step"])) for event in cluster.events() if event["kind"] == "checkpoint"]
+    return len(saved) > 1 and (live_step(cluster) or 0) > saved[-1]
+
+
+def break_it(cluster: Cluster, name: str, index: int) -> Row:
+    """Put the fault into the running cluster and wait for its documented outcome. Raises ClusterError."""
+    fault = FAULTS[name]
+    until(cluster, lambda: is_between_checkpoints(cluster), "step after two checkpoints", READY_SECONDS)
+    node = cluster.node(1 if fault.on_first else index)
+    scene = Scene(cluster, node, live_step(cluster) or 0, len(cluster.events()), node.starts)
+    began = time.monotonic()
+    done = fault.inject(scene)
+    lifted_at_step = live_step(cluster) or 0
+    happened = ""
+
+    def is_there() -> bool:
+        nonlocal happened
+        happened = fault.check(scene) or ""
+        floor = scene.resumed()
+        step = live_step(cluster)
+        return bool(happened) and step is not None and step > (lifted_at_step if floor is None else floor)
+
+    until(cluster, is_there, f"documented outcome of {name}", OUTCOME_SECONDS)
+    seconds, resumed = time.monotonic() - began, scene.resumed()
+    if fault.reopens and resumed is None:
+        raise OutcomeError(f"no world was opened after {name}, and one had to be")
+    return Row(name, done, happened, seconds, 0 if resumed is None else max(0, scene.step - resumed))
+
+
+def own_cluster(project: str, image: str, run: str) -> Cluster:
+    """A cluster for one row of the table."""
+    return Cluster(project, {**OWN_RUN, "IMAGE": image, "RUN": run})
+
+
+def finish(cluster: Cluster) -> str:
+    """Wait for the end, which has to be a good one; the weights' SHA-256. Raises OutcomeError."""
+    code = job_code(wait(cluster, Shape()))
+    remove_metrics(cluster)
+    summary = cluster.summary()
+    if code or summary is None:
+        raise OutcomeError(f"the run {cluster.variables['RUN']} ended with {code}, and 0 is right")
+    return str(summary["weights_sha256"])
+
+
+def table(project: str, image: str, index: int) -> int:
+    """Every fault in a fresh cluster: 0 when each ended with the weights of a calm run, else 1."""
+    check_engine()
+    stamp = time.strftime("%H%M%S")
+    calm = own_cluster(project, image, f"calm-{stamp}")
+    rows, failed = [], 0
+    try:
+        start(calm)
+        expected = finish(calm)
+        print(f"calm: undisturbed, weights {expected[:12]}", flush=True)
+        for name in FAULTS:
+            cluster = own_cluster(project, image, f"{name}-{stamp}")
+            start(cluster)
+            try:
+                row = break_it(cluster, name, index)
+                same = finish(cluster) == expected
+                print(f"{row}; weights {'as undisturbed' if same else 'DIFFER'}", flush=True)
+                rows.append((row, "yes" if same else "NO"))
+                failed += not same
+            except ClusterError as error:
+                print(f"{name}: FAILED: {error}", flush=True)
+                failed += 1
+    finally:
+        calm.compose("down", "--volumes", "--remove-orphans")
+    print("\n| fault | what was done | what happened | training again | steps lost | same weights |")
+    print("|---|---|---|---|---|---|")
+    for row, same_weights in rows:
+        cells = (row.fault, row.done, row.happened, f"{row.seconds:.1f} s", row.steps_lost, same_weights)
+        print("| " + " | ".join(map(str, cells)) + " |")
+    return 1 if failed else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One fault, or all; 2 with one line for what cannot be, 1 when the outcome did not come."""
+    parser = argparse.ArgumentParser(prog="chaos.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("fault", help=f"{', '.join(FAULTS)} or all")
+    parser.add_argument("--project", default="")
+    parser.add_argument("--node", default="")
+    parser.add_argument("--image", default="tandem:cuda")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if options.fault not in (*FAULTS, "all"):
+            raise ClusterError(
+                f"FAULT={options.fault} is not known; valid are {', '.join(FAULTS)} and all: "
+                "make chaos FAULT=kill-rank"
+            )
+        if options.node and not options.node.isdigit():
+            raise ClusterError(f"NODE={options.node} is not a node; nodes count from 1: make compose-ps")
+        index = int(options.node or 2)
+        if options.fault == "all":
+            return table(OWN_PROJECT, options.image, index)
+        check_engine()
+        cluster = Cluster.found(options.project or "tandem")
+        if len(cluster.nodes()) < index and not options.node:
+            index = 1
+        print(break_it(cluster, options.fault, index), flush=True)
+        return 0
+    except ClusterError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

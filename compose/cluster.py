@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+"""The cluster on this host: `cluster.py up|down|ps|logs|shell|scale` (make compose-up and so on).
+
+`up` returns the job's code, which `docker compose up` does not: it says 0 though a replica ended with 7.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine import ROOT, Cluster, ClusterError, check_engine, docker, free_bytes_of_engine
+from network import Shape, check_shape, shape_node
+from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
+from tandem.cluster.ranks import job_code
+
+POLL_SECONDS = 0.5
+START_SECONDS = 300.0
+STOP_SECONDS = 120.0
+LAST_LINES_SECONDS = 3.0
+METRICS_PORT = 9469
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one verb; 2 with one line for what cannot be."""
+    options = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        check_engine()
+        return int(VERBS[options.verb](options))
+    except ClusterError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verbs and their options; an empty option counts as not given, as make leaves such ones behind."""
+    top = argparse.ArgumentParser(prog="cluster.py", description=(__doc__ or "").splitlines()[0])
+    verbs = top.add_subparsers(dest="verb", required=True)
+    for verb in VERBS:
+        each = verbs.add_parser(verb)
+        each.add_argument("--project", default="tandem", help="name of the Compose project")
+        if verb in ("up", "scale"):
+            each.add_argument("--nodes", default="2")
+        if verb == "up":
+            for name in ("task", "epochs", "run", "rate", "latency", "loss", "gpus", "args", "metrics-port"):
+                each.add_argument(f"--{name}", default="")
+            each.add_argument("--image", default="", help="an image that is there; none: make image first")
+        if verb == "down":
+            each.add_argument("--volumes", default="", help="1 removes the volumes as well")
+        if verb == "shell":
+            each.add_argument("--node", default="1")
+    return top
+
+
+def up(options: argparse.Namespace) -> int:
+    """Build if needed, start, follow, and return the job's code."""
+    nodes = checked_nodes(options.nodes)
+    shape = Shape(options.rate, options.latency, options.loss)
+    shape.check()
+    port = checked_port(options.metrics_port or str(METRICS_PORT))
+    cluster = Cluster(options.project, variables_of(options, nodes, port), options.gpus == "1")
+    unfinished = [node for node in cluster.nodes() if node.is_unfinished]
+    if unfinished:
+        raise ClusterError(
+            f"cluster {cluster.project} is running ({len(unfinished)} nodes); "
+            "stop it first: make compose-down"
+        )
+    remove_metrics(cluster)
+    check_free(port)
+    if not options.image:
+        build(cluster)
+    check_shape(cluster, shape)
+    check_volumes(cluster)
+    shaped = f", {shape}" if shape else ""
+    print(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{shaped}")
+    print(f"metrics      http://localhost:{port}/metrics")
+    print(f"checkpoints  {cluster.run_dir}/checkpoints in volume {cluster.project}_checkpoints", flush=True)
+    start(cluster)
+    forwarder = metrics_containers(cluster)
+    codes = follow(cluster, shape)
+    remove_metrics(cluster, forwarder)  # but not that of `compose-scale`, which ends this and starts anew
+    code = job_code(codes)
+    print(ending(cluster, code, codes), flush=True)
+    return code
+
+
+def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str, str]:
+    """What compose.yaml reads, from the options and the caller's own TANDEM_* variables."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
+    task = options.task or given.get("TANDEM_TASK", "digits")
+    variables = {
+        **given,
+        "NODES": str(nodes),
+        "IMAGE": options.image or "tandem:cuda",
+        "METRICS_PORT": str(port),
+        "TANDEM_TASK": task,
+        "RUN": options.run or re.sub(r"[^A-Za-z0-9_.-]+", "-", task.rpartition(":")[2] or task),
+        "GPUS": options.gpus,
+        "COMMAND": shlex.join(["launch", *shlex.split(options.args)]),
+    }
+    # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
+    variables.setdefault("TANDEM_THREADS", str(max(1, (os.cpu_count() or 1) // nodes)))
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", variables["RUN"]):
+        raise ClusterError(f"RUN={variables['RUN']} is not a name; give letters, digits, dots and dashes")
+    if options.epochs:
+        variables["TANDEM_EPOCHS"] = options.epochs
+    path, colon, name = task.partition(":")
+    if colon and path.endswith(".py"):
+        file = Path(path).resolve()
+        if not file.is_file():
+            raise ClusterError(f"TASK={task}: there is no file {path}; give FILE.py:Class or digits")
+        variables |= {"TASKS": str(file.parent), "TANDEM_TASK": f"/tasks/{file.name}:{name}"}
+    return variables
+
+
+def build(cluster: Cluster) -> None:
+    """`make image`: seconds when nothing changed. Raises ClusterError."""
+    if not docker("image", "inspect", "--format", "{{.Id}}", cluster.image, check=False).strip():
+        check_room_for_a_build(free_bytes_of_engine())
+        print(f"image        {cluster.image} is not there: building it, which takes minutes", flush=True)
+    built = subprocess.run(
+        ["make", "--silent", "-C", str(ROOT), "image"], capture_output=True, text=True, env=_without_make()
+    )
+    if built.returncode:
+        lines = built.stderr.strip().splitlines() or ["no output"]
+        print("\n".join(lines[-20:]), file=sys.stderr)
+        raise ClusterError("the image cannot be built (see above); try: make image")
+
+
+def _without_make() -> dict[str, str]:
+    """This environment without what an outer make adds: its flags and overrides are not for `make image`."""
+    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+
+
+def start(cluster: Cluster) -> None:
+    """Start every container anew, in the background."""
+    cluster.compose("up", "--detach", "--force-recreate", "--remove-orphans", seconds=START_SECONDS)
+
+
+def follow(cluster: Cluster, shape: Shape) -> list[int]:
+    """Show the logs until no node runs or is about to run again; the nodes' codes. Ctrl-C stops the nodes."""
+    with subprocess.Popen(
+        ["docker", *cluster.command("logs", "--follow", "node")],
+        env=cluster.environment(),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as logs:
+        threading.Thread(target=show, args=[logs], daemon=True).start()
+        try:
+            return wait(cluster, shape)
+        except KeyboardInterrupt:
+            print("\nstopping: every node saves and ends; a second Ctrl-C kills them", flush=True)
+            return stop(cluster)
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                logs.wait(LAST_LINES_SECONDS)
+            logs.terminate()
+
+
+def show(logs: subprocess.Popen[bytes]) -> None:
+    """Compose's lines, without the "erase this line" that 2.26 puts before each, terminal or not."""
+    assert logs.stdout is not None
+    for line in logs.stdout:
+        sys.stdout.buffer.write(line.replace(b"\x1b[2K", b""))
+        sys.stdout.buffer.flush()
+
+
+def wait(cluster: Cluster, shape: Shape) -> list[int]:
+    """Wait until the job is over. A node that starts again has a new network: it is shaped again."""
+    shaped: dict[str, str] = {}
+    while True:
+        nodes = cluster.nodes()
+        if not any(node.is_unfinished for node in nodes):
+            return [node.exit_code for node in nodes]
+        for node in nodes:
+            if shape and node.status == "running" and shaped.get(node.name) != node.started_at:
+                try:
+                    shape_node(cluster, node, shape)
+                    shaped[node.name] = node.started_at
+                except ClusterError:
+                    now = cluster.node(node.index)
+                    if now.status == "running" and now.started_at == node.started_at:
+                        raise
+        time.sleep(POLL_SECONDS)
+
+
+def stop(cluster: Cluster) -> list[int]:
+    """SIGTERM to every node, SIGKILL after the grace period or a second Ctrl-C; their codes."""
+    try:
+        cluster.compose("stop", "node", seconds=STOP_SECONDS)
+    except KeyboardInterrupt:
+        cluster.compose("kill", "node")
+    return [node.exit_code for node in cluster.nodes()]
+
+
+def metrics_containers(cluster: Cluster) -> list[str]:
+    """The forwarder's container, if there is one."""
+    mine = [f"label=com.docker.compose.{key}" for key in (f"project={cluster.project}", "service=metrics")]
+    return docker("ps", "-aq", "--no-trunc", "--filter", mine[0], "--filter", mine[1]).split()
+
+
+def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
+    """Remove the forwarder, which has nothing to forward to any more; only those of `mine` when given.
+
+    Another command may be removing it at the same moment: it is gone when this returns, by whomever.
+    """
+    deadline = time.monotonic() + STOP_SECONDS
+    while found := [each for each in metrics_containers(cluster) if mine is None or each in mine]:
+        docker("rm", "--force", *found, check=False)
+        if time.monotonic() > deadline:
+            raise ClusterError(f"container {found[0][:12]} cannot be removed; see docker ps -a")
+
+
+def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
+    """How the job ended, in one line."""
+    nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes, 1))
+    summary = cluster.summary()
+    if summary is None:
+        return f"ended with {code} ({nodes}); no summary was written, the logs say why: make compose-logs"
+    scores = summary.get("eval")
+    said = [f"{name} {value:.4f}" for name, value in scores.items()] if isinstance(scores, dict) else []
+    said += [f"{summary['samples_per_second']:,.0f} samples/s"] if summary.get("samples_per_second") else []
+    said += [f"{summary['restarts']} restarts"] if summary.get("restarts") else []
+    said += [f"weights {str(summary['weights_sha256'])[:12]}"] if summary.get("weights_sha256") else []
+    if summary.get("reason"):
+        said.append(str(summary["reason"]))
+    where = f"{summary['state']} at step {summary['global_step']}"
+    return f"ended with {code} ({nodes}): {'; '.join([where, ', '.join(said)]) if said else where}"
+
+
+def down(options: argparse.Namespace) -> int:
+    """Remove containers and network; the volumes stay unless asked for."""
+    cluster = Cluster(options.project, {})
+    everything = ["--volumes"] if options.volumes == "1" else []
+    cluster.compose("down", "--remove-orphans", *everything, seconds=STOP_SECONDS)
+    kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
+    print(f"cluster {options.project} is down; volumes {kept}")
+    return 0
+
+
+def ps(options: argparse.Namespace) -> int:
+    """The nodes, one line each."""
+    nodes = Cluster(options.project, {}).nodes()
+    for node in nodes:
+        ended = "" if node.is_unfinished else f" with {node.exit_code}"
+        print(f"node {node.index}  {node.name}  {node.status}{ended}, started {node.starts} times")
+    if not nodes:
+        print(f"no nodes in {options.project}; start some: make compose-up NODES=2")
+    return 0
+
+
+def logs(options: argparse.Namespace) -> int:
+    """The logs so far, and on while nodes run."""
+    cluster = Cluster.found(options.project)
+    follow_command = ["docker", *cluster.command("logs", "--follow", "node")]
+    with subprocess.Popen(follow_command, env=cluster.environment(), stdout=subprocess.PIPE) as following:
+        show(following)
+    return following.returncode
+
+
+def shell(options: argparse.Namespace) -> int:
+    """A shell in a running node."""
+    node = Cluster(options.project, {}).node(checked_nodes(options.node))
+    if node.status != "running":
+        raise ClusterError(
+            f"node {node.index} is {node.status}; a shell needs one that runs: make compose-ps"
+        )
+    return subprocess.call(["docker", "exec", "-it", node.identity, "bash"])
+
+
+def scale(options: argparse.Namespace) -> int:
+    """Stop all nodes after a checkpoint and start as many as asked for, which go on from it."""
+    found = Cluster.found(options.project)
+    nodes, before = checked_nodes(options.nodes), len(found.nodes())
+    stop(found)
+    remove_metrics(found)
+    cluster = Cluster(found.project, {**found.variables, "NODES": str(nodes)}, found.gpus)
+    start(cluster)
+    print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")
+    return 0
+
+
+VERBS = {"up": up, "down": down, "ps": ps, "logs": logs, "shell": shell, "scale": scale}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

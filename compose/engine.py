@@ -1,0 +1,224 @@
+"""The container engine, by its command line: checked calls, the state of the nodes, clear refusals.
+
+Standard library only: `make compose-up` needs an engine and Python, no virtual environment.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+VARIABLES = "tandem.variables"  # the label that keeps them, for scale and chaos
+sys.path.insert(0, str(ROOT / "src"))  # the rules of exit codes are tandem's own; nothing is installed here
+OLDEST_COMPOSE = (2, 20)  # `deploy.replicas` from a variable, nested defaults
+UNFINISHED = ("created", "running", "restarting", "paused")
+CALL_SECONDS = 120.0
+
+
+class ClusterError(Exception):
+    """What the user asked for cannot be; one line that says what to type next."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Node:
+    """One replica as the engine sees it. `index` counts from 1; `pid` is the host's number of process 1."""
+
+    index: int
+    name: str
+    identity: str
+    status: str
+    exit_code: int
+    pid: int
+    starts: int
+    started_at: str
+    gateway: str
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Running, or about to run again."""
+        return self.status in UNFINISHED
+
+
+def docker(
+    *arguments: str, check: bool = True, seconds: float = CALL_SECONDS, text: str | None = None
+) -> str:
+    """Output of a docker command. Raises ClusterError with its last line when it fails (and `check`)."""
+    try:
+        ended = subprocess.run(
+            ["docker", *arguments], capture_output=True, text=True, timeout=seconds, input=text
+        )
+    except FileNotFoundError:
+        raise ClusterError("docker is not installed; on Debian: sudo make docker-host") from None
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"`docker {' '.join(arguments[:3])}` took longer than {seconds:.0f} s") from None
+    if ended.returncode and check:
+        raise ClusterError(f"`docker {' '.join(arguments[:3])}` failed: {telling(ended)}")
+    return ended.stdout
+
+
+def telling(ended: subprocess.CompletedProcess[str]) -> str:
+    """The line of a failed command's output that says most."""
+    lines = (ended.stderr or ended.stdout).strip().splitlines() or ["no output"]
+    return next((line.strip() for line in lines if "error" in line.lower()), lines[-1].strip())
+
+
+def check_engine() -> None:
+    """The engine answers and Compose is new enough. Raises ClusterError."""
+    try:
+        docker("version", "--format", "{{.Server.Version}}", seconds=20)
+    except ClusterError as error:
+        if "permission denied" in str(error).lower():
+            raise ClusterError(
+                "the container engine refuses you; join its group and log in again: "
+                "sudo usermod -aG docker $USER"
+            ) from None
+        if "not installed" in str(error):
+            raise
+        where = os.environ.get("DOCKER_HOST", "its usual socket")
+        raise ClusterError(
+            f"the container engine does not answer at {where}; start it: sudo systemctl start docker "
+            "(Debian without one: sudo make docker-host)"
+        ) from None
+    found = docker("compose", "version", "--short", check=False, seconds=20).strip()
+    numbers = re.match(r"v?(\d+)\.(\d+)", found)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_COMPOSE:
+        wanted = ".".join(map(str, OLDEST_COMPOSE))
+        raise ClusterError(
+            f"docker compose is {found or 'missing'}; {wanted} or newer is needed: install the plugin "
+            "docker-compose-plugin (Debian: sudo make docker-host)"
+        )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One Compose project, and the variables that compose.yaml is filled in with."""
+
+    project: str
+    variables: Mapping[str, str]
+    gpus: bool = False
+
+    @property
+    def image(self) -> str:
+        return self.variables["IMAGE"]
+
+    @property
+    def run_dir(self) -> str:
+        return f"/checkpoints/{self.variables['RUN']}"
+
+    @classmethod
+    def found(cls, project: str) -> "Cluster":
+        """The cluster that is there, as it was started. Raises ClusterError when there is none."""
+        mine = ("--filter", f"label=com.docker.compose.project={project}", "--filter", f"label={VARIABLES}")
+        kept = docker("ps", "-a", *mine, "--format", f'{{{{.Label "{VARIABLES}"}}}}').splitlines()
+        if not kept or not kept[0]:
+            raise ClusterError(f"there is no cluster {project} here; start one: make compose-up NODES=2")
+        variables = json.loads(kept[0])
+        return cls(project, variables, variables.get("GPUS") == "1")
+
+    def command(self, *arguments: str) -> list[str]:
+        """`docker compose` for this project, as words after `docker`."""
+        files = ["compose.yaml", *(["gpu.yaml"] if self.gpus else [])]
+        dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
+        chosen = [word for name in files for word in ("-f", str(HERE / name))]
+        colours = ["--ansi", "always" if sys.stdout.isatty() else "never"]
+        return ["compose", *colours, "-p", self.project, *dotenv, *chosen, *arguments]
+
+    def environment(self) -> dict[str, str]:
+        """What compose.yaml is filled in with: the caller's environment, under this cluster's own."""
+        own = {"COMPOSE_PROJECT_NAME": self.project, "VARIABLES": json.dumps(self.variables)}
+        return {**os.environ, **self.variables, **own}
+
+    def compose(self, *arguments: str, seconds: float = CALL_SECONDS) -> None:
+        """Run `docker compose`; ClusterError with the line that tells most."""
+        ended = subprocess.run(
+            ["docker", *self.command(*arguments)],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=self.environment(),
+        )
+        if ended.returncode:
+            raise ClusterError(f"docker compose {arguments[0]} failed: {telling(ended)}")
+
+    def nodes(self) -> list[Node]:
+        """The replicas there are, in order of their index."""
+        mine = [f"label=com.docker.compose.{key}" for key in (f"project={self.project}", "service=node")]
+        found = docker("ps", "-aq", "--filter", mine[0], "--filter", mine[1]).split()
+        if not found:
+            return []
+        described = json.loads(docker("inspect", *found, check=False) or "[]")
+        return sorted((_node(each) for each in described), key=lambda node: node.index)
+
+    def node(self, index: int) -> Node:
+        """The replica of that index (from 1). Raises ClusterError."""
+        nodes = self.nodes()
+        for node in nodes:
+            if node.index == index:
+                return node
+        known = ", ".join(str(node.index) for node in nodes) or "none"
+        raise ClusterError(f"there is no node {index} in {self.project}; nodes are: {known}")
+
+    def read(self, path: str) -> str | None:
+        """A file of the checkpoint volume, through node 1's container, whether it runs or not."""
+        ended = subprocess.run(
+            ["docker", "cp", f"{self.project}-node-1:{path}", "-"], capture_output=True, timeout=CALL_SECONDS
+        )
+        if ended.returncode:
+            return None
+        with tarfile.open(fileobj=io.BytesIO(ended.stdout)) as archive:
+            member = archive.extractfile(archive.getmembers()[0])
+            return None if member is None else member.read().decode()
+
+    def events(self) -> list[dict[str, object]]:
+        """The run's events so far."""
+        lines = (self.read(f"{self.run_dir}/events.jsonl") or "").splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def summary(self) -> dict[str, object] | None:
+        """The run's summary; None while it runs."""
+        text = self.read(f"{self.run_dir}/summary.json")
+        return None if text is None else json.loads(text)
+
+    def helper(self, *arguments: str, options: Sequence[str] = (), check: bool = True) -> str:
+        """Run a program of the image as root in a container of its own, with what `options` allow it."""
+        own = ["--rm", "--user", "0", "--network", "none", "--entrypoint", arguments[0]]
+        if any(option.startswith("--network") for option in options):
+            own = ["--rm", "--user", "0", "--entrypoint", arguments[0]]
+        return docker("run", *own, *options, self.image, *arguments[1:], check=check)
+
+    def inside(self, node: Node, program: str, *arguments: str, check: bool = True) -> str:
+        """Run Python source in the node's container, as the user that trains."""
+        return docker("exec", "-i", node.identity, "python3", "-", *arguments, text=program, check=check)
+
+
+def _node(described: Mapping[str, object]) -> Node:
+    state, config, network = described["State"], described["Config"], described["NetworkSettings"]
+    assert isinstance(state, dict) and isinstance(config, dict) and isinstance(network, dict)
+    return Node(
+        index=int(config["Labels"]["com.docker.compose.container-number"]),
+        name=str(described["Name"]).lstrip("/"),
+        identity=str(described["Id"]),
+        status=str(state["Status"]),
+        exit_code=int(state["ExitCode"]),
+        pid=int(state["Pid"]),
+        starts=int(str(described["RestartCount"])) + 1,
+        started_at=str(state["StartedAt"]),
+        gateway=next((str(each["Gateway"]) for each in network["Networks"].values()), ""),
+    )
+
+
+def free_bytes_of_engine() -> int | None:
+    """Free space where the engine keeps images and volumes; None where that is another machine."""
+    root = docker("info", "--format", "{{.DockerRootDir}}", check=False).strip()
+    return shutil.disk_usage(root).free if root and Path(root).is_dir() else None

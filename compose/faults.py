@@ -1,0 +1,228 @@
+"""The faults: how each is put into a running cluster, and how its documented outcome is recognised.
+
+A fault is lifted before its `inject` returns. `check` then looks at what has happened since and answers with
+a short text once the outcome is there, or None while it is still to come.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine import Cluster, ClusterError, Node, docker
+from network import cut, mend
+
+PAUSE_SECONDS = 6.0
+PARTITION_SECONDS = 15.0
+SLOW_SECONDS = 8.0
+SLOW_CPUS = 0.1
+FULL_BYTES = 16 * 1024
+POLL_SECONDS = 0.25
+FILL_SECONDS = 120.0
+
+Event = Mapping[str, object]
+
+KILL_RANK = """
+import os, sys
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        name = open(f"/proc/{pid}/comm").read().strip()
+    except OSError:
+        continue
+    if name.startswith("tandem-rank-"):
+        os.kill(int(pid), 9)
+        sys.exit(print(name.removeprefix("tandem-")))
+sys.exit("no rank runs here")
+"""
+# Rank 0 is stopped first, so that no newer checkpoint comes between the flip and the end of its node.
+FLIP_NEWEST = """
+import os, pathlib, sys
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    if "tandem-rank-" in pathlib.Path(f"/proc/{pid}/comm").read_text():
+        os.kill(int(pid), 19)
+folder = max(path.parent for path in pathlib.Path(sys.argv[1]).glob("checkpoints/step-*/manifest.json"))
+file = folder / "state.pt"
+with file.open("r+b") as opened:
+    opened.seek(file.stat().st_size // 2)
+    byte = opened.read(1)[0]
+    opened.seek(-1, 1)
+    opened.write(bytes([byte ^ 1]))
+print(int(folder.name.removeprefix("step-")))
+"""
+FILL_MEMORY = """
+import os, pathlib, sys
+ranks = [p for p in filter(str.isdigit, os.listdir("/proc"))
+         if pathlib.Path(f"/proc/{p}/comm").exists() and "tandem-rank-" in open(f"/proc/{p}/comm").read()]
+if not ranks:
+    sys.exit("no rank runs here")
+rank = pathlib.Path(f"/proc/{ranks[0]}")
+(rank / "oom_score_adj").write_text("1000")
+for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    if os.path.exists(limit):
+        most = int(open(limit).read())
+held = []
+while rank.exists() and "Z" not in (rank / "stat").read_text().rpartition(")")[2].split()[0]:
+    if len(held) << 24 > most:
+        sys.exit("the memory limit did not hold")
+    held.append(bytearray(b"x") * (1 << 24))
+print(f"{len(held) << 4} MiB")
+"""
+
+
+@dataclass
+class Scene:
+    """A running cluster, the node to break, and what was there before the fault."""
+
+    cluster: Cluster
+    node: Node
+    step: int
+    events_before: int
+    starts_before: int
+    note: int = 0  # a step that the fault itself remembers
+
+    def since(self, kind: str) -> list[Event]:
+        """The events of a kind after the fault."""
+        return [event for event in self.cluster.events()[self.events_before :] if event["kind"] == kind]
+
+    def resumed(self) -> int | None:
+        """The step that the newest world went on from; None when no world was opened since."""
+        found = self.since("resumed")
+        return int(str(found[-1]["step"])) if found else None
+
+    def went_on(self) -> bool:
+        """No world was opened since the fault: the ranks are the same processes."""
+        return not self.since("world")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of the table. `inject` says what was done; `reopens`: whether a new world must open."""
+
+    inject: Callable[[Scene], str]
+    check: Callable[[Scene], str | None]
+    on_first: bool = False  # hits node 1 whatever NODE says
+    reopens: bool = True
+
+
+def _kill_rank(scene: Scene) -> str:
+    return f"killed {scene.cluster.inside(scene.node, KILL_RANK).strip()} on node {scene.node.index}"
+
+
+def _kill_node(scene: Scene) -> str:
+    """From the host's own view of processes: `docker kill` would suspend the restart policy."""
+    scene.cluster.helper("sh", "-c", f"kill -9 {scene.node.pid}", options=["--pid=host"])
+    return f"killed process 1 of node {scene.node.index}"
+
+
+def _pause(scene: Scene) -> str:
+    docker("pause", scene.node.identity)
+    try:
+        time.sleep(PAUSE_SECONDS)
+    finally:
+        docker("unpause", scene.node.identity)
+    return f"froze node {scene.node.index} for {PAUSE_SECONDS:.0f} s"
+
+
+def _partition(scene: Scene) -> str:
+    cut(scene.cluster, scene.node)
+    try:
+        time.sleep(PARTITION_SECONDS)
+    finally:
+        mend(scene.cluster, scene.node)
+    return f"cut node {scene.node.index} off for {PARTITION_SECONDS:.0f} s"
+
+
+def _slow(scene: Scene) -> str:
+    said = docker("inspect", "--format", "{{.HostConfig.NanoCpus}}", scene.node.identity).strip()
+    before = int(said) / 1e9 or float(docker("info", "--format", "{{.NCPU}}").strip())
+    docker("update", "--cpus", str(SLOW_CPUS), scene.node.identity)
+    try:
+        time.sleep(SLOW_SECONDS)
+    finally:
+        docker("update", "--cpus", str(before), scene.node.identity)
+    return f"held node {scene.node.index} to {SLOW_CPUS:g} cores for {SLOW_SECONDS:.0f} s"
+
+
+def _disk_full(scene: Scene) -> str:
+    """A full file system in the place of the checkpoints, in node 1's view alone, until a save has failed."""
+    folder = f"{scene.cluster.run_dir}/checkpoints"
+    options = ["--pid=host", "--cap-add", "SYS_ADMIN", "--cap-add", "SYS_PTRACE"]
+    enter = f"nsenter --target {scene.node.pid} --mount --pid -- "
+    full = f"mount -t tmpfs -o size={FULL_BYTES},mode=0777 full {folder}"
+    scene.cluster.helper("sh", "-c", enter + full, options=options)
+    try:
+        deadline = time.monotonic() + FILL_SECONDS
+        while not scene.since("checkpoint_failed"):
+            if time.monotonic() > deadline:
+                raise ClusterError(f"no save came within {FILL_SECONDS:.0f} s; lower TANDEM_CHECKPOINT_EVERY")
+            time.sleep(POLL_SECONDS)
+    finally:
+        scene.cluster.helper("sh", "-c", f"{enter}umount -l {folder}", options=options)
+    return "filled the checkpoint volume until a save failed"
+
+
+def _corrupt(scene: Scene) -> str:
+    """The node goes too, or its memory would give a newer state than the volume does."""
+    scene.note = int(scene.cluster.inside(scene.node, FLIP_NEWEST, scene.cluster.run_dir))
+    return f"flipped a bit of checkpoint {scene.note} and {_kill_node(scene)}"
+
+
+def _oom(scene: Scene) -> str:
+    said = scene.cluster.inside(scene.node, FILL_MEMORY).strip()
+    return f"filled the memory of node {scene.node.index} ({said}) until its rank was killed"
+
+
+def _stop(scene: Scene) -> str:
+    scene.cluster.compose("stop", "node")
+    codes = [node.exit_code for node in scene.cluster.nodes()]
+    scene.note = int(str((scene.cluster.summary() or {}).get("last_checkpoint_step", 0)))
+    scene.step = scene.note
+    scene.cluster.compose("start", "node")
+    if set(codes) != {143}:
+        raise ClusterError(f"the nodes ended with {codes} after a stop, and 143 is right: make compose-logs")
+    return f"stopped all nodes ({', '.join(map(str, codes))}) and started them"
+
+
+def _next_world(scene: Scene) -> str | None:
+    step = scene.resumed()
+    return None if step is None else f"the next world went on from step {step}"
+
+
+def _node_came_back(scene: Scene) -> str | None:
+    node, outcome = scene.cluster.node(scene.node.index), _next_world(scene)
+    if outcome is None or node.starts <= scene.starts_before:
+        return None
+    return f"Docker started it again, {outcome}"
+
+
+def _same_world(scene: Scene) -> str | None:
+    return "the same ranks went on" if scene.went_on() else _next_world(scene)
+
+
+def _saves_again(scene: Scene) -> str | None:
+    failed, saved = scene.since("checkpoint_failed"), scene.since("checkpoint")
+    last = int(str(failed[-1]["step"]))
+    later = [int(str(event["step"])) for event in saved if int(str(event["step"])) > last]
+    if not later:
+        return None
+    return f"{len(failed)} saves failed, training went on, step {later[0]} was saved"
+
+
+def _fell_back(scene: Scene) -> str | None:
+    step, outcome = scene.resumed(), _next_world(scene)
+    if step is None or step >= scene.note:
+        return None
+    return f"checkpoint {scene.note} was set aside, {outcome}"
+
+
+FAULTS: Mapping[str, Fault] = {
+    "kill-rank": Fault(_kill_rank, _next_world),
+    "kill-rank0": Fault(_kill_rank, _next_world, on_first=True),
+    "kill-node": Fault(_kill_node, _node_came_back),
+    "pause": Fault(_pause, _same_world, reopens=False),
+    "partition": Fault(_partition, _same_world, reopens=False),
+    "slow-node": Fault(_slow, _same_world, reopens=False),
+    "disk-full": Fault(_disk_full, _saves_again, on_first=True, reopens=False),
+    "corrupt-checkpoint": Fault(_corrupt, _fell_back, on_first=True),
+    "oom": Fault(_oom, _next_world),
+    "stop": Fault(_stop, _next_world),
+}

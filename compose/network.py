@@ -1,0 +1,92 @@
+"""Shaping and cutting a node's network, by `tc` and `ip` in its network namespace.
+
+They run in a helper container of the same image that joins the node's namespace as root with NET_ADMIN; the
+node itself keeps no capability, and the host needs no tools.
+"""
+
+import re
+from dataclasses import dataclass
+
+from engine import Cluster, ClusterError, Node
+
+DEVICE = "eth0"
+BURST = "256kb"
+QUEUE = "400ms"  # how long a packet may wait for its turn before it is dropped
+RATE = re.compile(r"[0-9]+(\.[0-9]+)?[kmgt]?bit", re.IGNORECASE)
+LATENCY = re.compile(r"[0-9]+(\.[0-9]+)?(us|ms|s)")
+LOSS = re.compile(r"[0-9]+(\.[0-9]+)?%")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a node's sending side is held to; empty means untouched."""
+
+    rate: str = ""
+    latency: str = ""
+    loss: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.rate or self.latency or self.loss)
+
+    def __str__(self) -> str:
+        said = [self.rate, self.latency and f"{self.latency} latency", self.loss and f"{self.loss} loss"]
+        return ", ".join(part for part in said if part)
+
+    def check(self) -> None:
+        """Raises ClusterError for a value that tc would not take."""
+        for name, value, valid, example in (
+            ("RATE", self.rate, RATE, "100mbit"),
+            ("LATENCY", self.latency, LATENCY, "20ms"),
+            ("LOSS", self.loss, LOSS, "1%"),
+        ):
+            if value and not valid.fullmatch(value):
+                raise ClusterError(f"{name}={value} is not valid; give for example {name}={example}")
+
+    def commands(self) -> list[str]:
+        """The arguments of tc: netem outside, the token bucket inside it or alone."""
+        bucket = f"tbf rate {self.rate} burst {BURST} latency {QUEUE}"
+        if not (self.latency or self.loss):
+            return [f"qdisc replace dev {DEVICE} root handle 1: {bucket}"]
+        delay, loss = (self.latency and f" delay {self.latency}"), (self.loss and f" loss {self.loss}")
+        outer = [f"qdisc replace dev {DEVICE} root handle 1: netem{delay}{loss}"]
+        return outer + ([f"qdisc replace dev {DEVICE} parent 1: handle 2: {bucket}"] if self.rate else [])
+
+
+def has_netem(cluster: Cluster) -> bool:
+    """Whether this kernel can delay and drop packets."""
+    tried = "tc qdisc add dev lo root netem delay 1ms && echo yes"
+    return "yes" in cluster.helper("sh", "-c", tried, options=["--cap-add", "NET_ADMIN"], check=False)
+
+
+def check_shape(cluster: Cluster, shape: Shape) -> None:
+    """Raises ClusterError where the kernel cannot do what is asked for."""
+    shape.check()
+    if (shape.latency or shape.loss) and not has_netem(cluster):
+        asked = f"{'LATENCY' if shape.latency else 'LOSS'}={shape.latency or shape.loss}"
+        raise ClusterError(
+            f"{asked} needs the kernel's netem, which this kernel has not; load it: sudo modprobe sch_netem; "
+            "or leave LATENCY and LOSS out, RATE works without"
+        )
+
+
+def shape_node(cluster: Cluster, node: Node, shape: Shape) -> None:
+    """Hold the node's sending side to `shape`; an empty one takes every limit away."""
+    commands = shape.commands() if shape else [f"qdisc del dev {DEVICE} root"]
+    in_namespace(cluster, node, " && ".join(f"tc {command}" for command in commands), check=bool(shape))
+
+
+def cut(cluster: Cluster, node: Node) -> None:
+    """Take the node's link down: nothing goes in or out, its address stays."""
+    in_namespace(cluster, node, f"ip link set {DEVICE} down")
+
+
+def mend(cluster: Cluster, node: Node) -> None:
+    """Bring the link up again, with the default route that went with it."""
+    route = f"ip route replace default via {node.gateway} dev {DEVICE}" if node.gateway else "true"
+    in_namespace(cluster, node, f"ip link set {DEVICE} up && {route}")
+
+
+def in_namespace(cluster: Cluster, node: Node, command: str, check: bool = True) -> None:
+    """Run a shell line in the node's network namespace."""
+    options = ["--network", f"container:{node.identity}", "--cap-add", "NET_ADMIN"]
+    cluster.helper("sh", "-c", command, options=options, check=check)

@@ -1,0 +1,83 @@
+"""What is looked at before a cluster starts: numbers, the port, free space, the volumes' owner."""
+
+import json
+import re
+import socket
+
+from engine import Cluster, ClusterError, docker
+
+BUILD_NEEDS_BYTES = 20 * 10**9
+RUN_NEEDS_BYTES = 10**9
+NODES_LIMIT = 64
+VOLUMES = ("checkpoints", "data")
+
+LOOK_AT_VOLUMES = """
+import json, os, shutil
+folders = ("/checkpoints", "/data")
+print(json.dumps({
+    "free": shutil.disk_usage("/checkpoints").free,
+    "foreign": [[f, os.stat(f).st_uid] for f in folders if not os.access(f, os.W_OK)],
+}))
+"""
+
+
+def checked_nodes(text: str) -> int:
+    """A number of nodes. Raises ClusterError."""
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", text) or int(text) > NODES_LIMIT:
+        raise ClusterError(
+            f"NODES={text} is not a number of nodes; valid is 1 to {NODES_LIMIT}: make compose-up NODES=2"
+        )
+    return int(text)
+
+
+def checked_port(text: str) -> int:
+    """A port number. Raises ClusterError."""
+    if not re.fullmatch(r"[1-9][0-9]{0,4}", text) or int(text) > 65535:
+        raise ClusterError(f"METRICS_PORT={text} is not a port; valid is 1 to 65535")
+    return int(text)
+
+
+def check_free(port: int) -> None:
+    """Nobody listens on the metrics port. Raises ClusterError."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ClusterError(
+                f"port {port} of this host is taken ({error.strerror}); choose another: "
+                f"make compose-up METRICS_PORT={port + 1}"
+            ) from None
+
+
+def check_room_for_a_build(free_bytes: int | None) -> None:
+    """Enough space where the engine keeps images; None is not known. Raises ClusterError."""
+    if free_bytes is not None and free_bytes < BUILD_NEEDS_BYTES:
+        raise ClusterError(
+            f"only {free_bytes / 1e9:.1f} GB are free where the engine keeps images, a build needs "
+            f"{BUILD_NEEDS_BYTES / 1e9:.0f}; make room: docker system prune"
+        )
+
+
+def check_volumes(cluster: Cluster) -> None:
+    """The volumes are ours to write, and not full. Raises ClusterError."""
+    mounts = [word for name in VOLUMES for word in ("-v", f"{cluster.project}_{name}:/{name}")]
+    labels = ["--label", "com.docker.compose.project=" + cluster.project]
+    for name in VOLUMES:  # as compose would make them, or it warns that they are not its own
+        own = [*labels, "--label", f"com.docker.compose.volume={name}"]
+        docker("volume", "create", *own, f"{cluster.project}_{name}")
+    looked = json.loads(
+        docker("run", "--rm", "-i", "--network", "none", *mounts, "--entrypoint", "python3", cluster.image,
+               "-", text=LOOK_AT_VOLUMES)
+    )  # fmt: skip
+    for folder, owner in looked["foreign"]:
+        volume = f"{cluster.project}_{folder.strip('/')}"
+        raise ClusterError(
+            f"volume {volume} belongs to user {owner}, and tandem is user 10001; hand it over: "
+            f"docker run --rm -u 0 -v {volume}:/v --entrypoint chown {cluster.image} -R 10001:10001 /v"
+        )
+    if looked["free"] < RUN_NEEDS_BYTES:
+        raise ClusterError(
+            f"only {looked['free'] / 1e9:.1f} GB are free for checkpoints, {RUN_NEEDS_BYTES / 1e9:.0f} are "
+            "needed; make room: docker system prune"
+        )

@@ -1,0 +1,18 @@
+"""The digits with a pause in every step, so that a fault hits the middle of a short run."""
+
+import time
+from dataclasses import dataclass
+
+from tandem.tasks.digits import Digits
+
+
+@dataclass
+class SlowDigits(Digits):
+    """`pause` seconds are slept in each training step."""
+
+    pause: float = 0.05
+
+    def loss(self, model, batch):  # type: ignore[no-untyped-def]
+        if model.training:
+            time.sleep(self.pause)
+        return super().loss(model, batch)

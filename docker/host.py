@@ -1,0 +1,174 @@
+"""Make a Debian machine that has no container engine able to build and run tandem's image.
+
+    sudo make docker-host        (python3 docker/host.py)
+
+Standard library only. What is there already stays: the engine, the two plugins of its command line, and the
+base image are each looked for first. The engine comes from Debian's own packages; where the release is too
+old to have a plugin (Debian 12), its one file is taken out of the next release's package. Where no registry
+answers, the base image is made from Debian's packages by debootstrap.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+BASE_IMAGE = "debian:bookworm-slim"
+SUITE = "bookworm"
+NEXT_SUITE = "trixie"
+MIRROR = "http://deb.debian.org/debian"
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+NOT_IN_SLIM = (
+    "var/cache/apt/*",
+    "var/lib/apt/lists/*",
+    "usr/share/man/*",
+    "usr/share/locale/*",
+    "usr/share/doc/*/changelog*",
+)
+PLUGINS = {"compose": "docker-compose", "buildx": "docker-buildx"}
+PLUGIN_DIR = Path("/usr/local/lib/docker/cli-plugins")
+PACKAGED_PLUGINS = "usr/libexec/docker/cli-plugins"
+ENGINE_LOG = Path("/var/log/dockerd.log")
+PULL_SECONDS = 120
+START_SECONDS = 60
+
+
+class HostError(Exception):
+    """This machine cannot be prepared; one line that says what to do."""
+
+
+def works(command: Sequence[str], seconds: float = 60) -> bool:
+    """Whether the command ends with 0 within its time."""
+    try:
+        return subprocess.run(command, capture_output=True, timeout=seconds).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def run(command: Sequence[str], **options: object) -> None:
+    """Run quietly; HostError with its last line when it fails."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
+    if ended.returncode:
+        lines = (ended.stderr or ended.stdout).strip().splitlines() or ["no output"]
+        raise HostError(f"`{' '.join(command)}` ended with {ended.returncode}: {lines[-1]}")
+
+
+def install(*packages: str) -> None:
+    """Install Debian packages. Raises HostError."""
+    if not shutil.which("apt-get"):
+        raise HostError("this is no Debian machine (no apt-get); install Docker with Compose v2 by hand")
+    run(["apt-get", "update", "-qq"])
+    run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages])
+
+
+def prepare_engine() -> str:
+    """dockerd, its command line, and what they need from the kernel's user space."""
+    wanted = {"dockerd": "docker.io", "iptables": "iptables", "tc": "iproute2"}
+    missing = [package for program, package in wanted.items() if not shutil.which(program)]
+    if missing:
+        install(*missing)
+    if not shutil.which("docker"):  # a package of its own since Debian 13
+        install("docker-cli")
+    return f"installed {', '.join(missing)}" if missing else "there"
+
+
+def prepare_plugin(name: str) -> str:
+    """`docker NAME` as a plugin of the command line."""
+    if works(["docker", name, "version"]):
+        return "there"
+    package = PLUGINS[name]
+    if works(["apt-get", "install", "-y", "-qq", "--no-install-recommends", f"{package}/{NEXT_SUITE}"]):
+        return "installed"
+    with tempfile.TemporaryDirectory(prefix="tandem-apt-") as folder:
+        take_plugin_from(NEXT_SUITE, package, Path(folder))
+    if not works(["docker", name, "version"]):
+        raise HostError(f"`docker {name} version` still fails with the plugin of {package}")
+    return f"taken from {NEXT_SUITE}"
+
+
+def take_plugin_from(suite: str, package: str, folder: Path) -> None:
+    """The plugin's file out of another release's package; apt's own lists stay as they are."""
+    (folder / "lists" / "partial").mkdir(parents=True)
+    (folder / "sources").write_text(f"deb [signed-by={KEYRING}] {MIRROR} {suite} main\n")
+    options = [
+        f"Dir::Etc::sourcelist={folder}/sources",
+        "Dir::Etc::sourceparts=-",
+        f"Dir::State::Lists={folder}/lists",
+        f"Dir::Cache={folder}",
+        "APT::Sandbox::User=root",
+    ]
+    apt = ["apt-get", "-qq", *[part for option in options for part in ("-o", option)]]
+    run([*apt, "update"])
+    run([*apt, "download", package], cwd=folder)
+    run(["dpkg", "-x", str(next(folder.glob("*.deb"))), str(folder / "files")])
+    PLUGIN_DIR.mkdir(parents=True, exist_ok=True)
+    for plugin in (folder / "files" / PACKAGED_PLUGINS).iterdir():
+        shutil.copy2(plugin, PLUGIN_DIR / plugin.name)
+
+
+def start_engine() -> str:
+    """A running dockerd: by systemd where that runs, else as a background process."""
+    if works(["docker", "info"]):
+        return "runs"
+    if Path("/run/systemd/system").is_dir():
+        run(["systemctl", "enable", "--now", "docker"])
+    else:
+        with ENGINE_LOG.open("ab") as log:
+            subprocess.Popen(
+                ["dockerd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
+            )
+    deadline = time.monotonic() + START_SECONDS
+    while not works(["docker", "info"], 10):
+        if time.monotonic() > deadline:
+            raise HostError(f"the engine did not answer within {START_SECONDS} s; see {ENGINE_LOG}")
+        time.sleep(0.5)
+    return "started"
+
+
+def prepare_base_image() -> str:
+    """The base image: present, pulled, or made from Debian's packages."""
+    if works(["docker", "image", "inspect", BASE_IMAGE]):
+        return "there"
+    if works(["docker", "pull", "--quiet", BASE_IMAGE], PULL_SECONDS):
+        return "pulled"
+    if not shutil.which("debootstrap"):
+        install("debootstrap")
+    with tempfile.TemporaryDirectory(prefix="tandem-base-") as folder:
+        root = Path(folder) / "root"
+        run(["debootstrap", "--variant=minbase", SUITE, str(root), MIRROR])
+        for pattern in NOT_IN_SLIM:
+            for path in root.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as archive:
+            run(["docker", "import", "-", BASE_IMAGE], stdin=archive.stdout)
+    return "no registry answers: made from Debian's packages"
+
+
+def main() -> int:
+    """Prepare the machine, one line a step; 2 with one line when it cannot be."""
+    if os.geteuid() != 0:
+        print("tandem: preparing this machine needs root; type: sudo make docker-host", file=sys.stderr)
+        return 2
+    steps = [
+        ("engine", prepare_engine),
+        ("compose plugin", lambda: prepare_plugin("compose")),
+        ("buildx plugin", lambda: prepare_plugin("buildx")),
+        ("dockerd", start_engine),
+        (BASE_IMAGE, prepare_base_image),
+    ]
+    try:
+        for name, step in steps:
+            print(f"{name}: {step()}", flush=True)
+    except HostError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

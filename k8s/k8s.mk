@@ -1,0 +1,36 @@
+# Kubernetes. All but k8s-validate and k8s-generate need kubectl and Python's standard library alone.
+#   OVERLAY=   pytorchjob (default), indexed-job, jobset, trainjob, or components of k8s/components: gpu,kueue
+#   NAMESPACE= the context's own by default       IMAGE= NAME[:TAG][@sha256:DIGEST] in place of the manifest's
+OVERLAY ?= pytorchjob
+NAMESPACE ?=
+PURGE ?=
+
+K8S_IMAGE = $(if $(filter command environment,$(firstword $(origin IMAGE))),--image "$(IMAGE)")
+K8S_TOOL = PYTHONPATH=k8s $(PYTHON) -m tandem_k8s
+K8S_TARGET = --overlay "$(OVERLAY)" --namespace "$(NAMESPACE)" $(K8S_IMAGE)
+
+.PHONY: k8s-render k8s-validate k8s-generate k8s-apply k8s-logs k8s-status k8s-delete k8s-try
+
+k8s-render: ## print the manifest of OVERLAY (no cluster needed)
+	@$(K8S_TOOL) render $(K8S_TARGET)
+
+k8s-validate: setup ## check all manifests: schemas, rules, pod security
+	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s validate
+
+k8s-generate: setup ## remake the monitoring component and the tests' golden renderings
+	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s generate
+
+k8s-apply: ## start the job of OVERLAY in the current cluster
+	@$(K8S_TOOL) apply $(K8S_TARGET)
+
+k8s-logs: ## follow all its pods
+	@$(K8S_TOOL) logs $(K8S_TARGET)
+
+k8s-status: ## job, pods, volume, warnings
+	@$(K8S_TOOL) status $(K8S_TARGET)
+
+k8s-delete: ## remove the job and wait for its pods; the volume stays (PURGE=1 removes it)
+	@$(K8S_TOOL) delete $(K8S_TARGET) $(if $(PURGE),--purge)
+
+k8s-try: ## a cluster on this machine (kind or minikube): build, load, operator, apply, follow
+	@$(K8S_TOOL) try $(K8S_IMAGE)

@@ -1,0 +1,387 @@
+"""What no schema says: the nine things that pass every schema and break a PyTorchJob, and tandem's own.
+
+Sources: the training operator's 1.9 defaulting and pod creation, Kubernetes' documentation of Jobs, and
+tandem's exit codes (docs/troubleshooting.md). Each rule takes all documents of a manifest and yields one line
+per problem.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from tandem.config import OTHER_VARIABLES, VARIABLES
+from tandem_k8s.documents import Document, PodTemplate, job_specs, pod_templates, title
+
+Problems = Iterator[str]
+Rule = Callable[[list[Document]], Problems]
+
+RESTART_POLICIES = ("Always", "OnFailure", "Never", "ExitCode")
+CLEAN_POD_POLICIES = ("All", "Running", "None")
+MANAGERS = ("kubeflow.org/training-operator", "kueue.x-k8s.io/multikueue")
+ROLES = ("Master", "Worker")
+NOT_RETRIED = (1, 2)  # the task's own error, configuration
+RETRIED = (137, 143, 200)  # killed, stopped with a checkpoint, peer lost
+LEAVE_SECONDS = 15  # the agent's own end after its ranks': tell the others, write the last page
+LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of"))
+GPU = "nvidia.com/gpu"
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _jobs(documents: list[Document]) -> Iterator[Document]:
+    return (document for document in documents if document.get("kind") == "PyTorchJob")
+
+
+def _replicas(job: Document) -> Mapping[str, Document]:
+    return job["spec"].get("pytorchReplicaSpecs") or {}
+
+
+def _templates(documents: list[Document]) -> Iterator[PodTemplate]:
+    return (each for document in documents for each in pod_templates(document))
+
+
+# The nine. The API server and the operator accept all of them.
+
+
+def restart_policy(documents: list[Document]) -> Problems:
+    """Of a replica: a typo is kept and acts as Never; tandem's codes are made for ExitCode."""
+    for job in _jobs(documents):
+        for role, replica in _replicas(job).items():
+            policy = replica.get("restartPolicy")
+            if policy not in RESTART_POLICIES:
+                yield f"{title(job)} {role}: restartPolicy {policy!r}; valid are {_list(RESTART_POLICIES)}"
+            elif policy != "ExitCode":
+                yield f"{title(job)} {role}: restartPolicy {policy} ignores exit codes; use ExitCode"
+
+
+def clean_pod_policy(documents: list[Document]) -> Problems:
+    """The operator takes a typo for All and removes the pods with their logs."""
+    for job in _jobs(documents):
+        policy = (job["spec"].get("runPolicy") or {}).get("cleanPodPolicy")
+        if policy not in CLEAN_POD_POLICIES:
+            yield f"{title(job)}: cleanPodPolicy {policy!r}; valid are {_list(CLEAN_POD_POLICIES)}"
+        elif policy != "Running":
+            yield f"{title(job)}: cleanPodPolicy {policy}; Running keeps the logs and frees what still runs"
+
+
+def replica_keys(documents: list[Document]) -> Problems:
+    for job in _jobs(documents):
+        for role in set(_replicas(job)) - set(ROLES):
+            yield f"{title(job)}: replica {role!r} is ignored; valid are {' and '.join(ROLES)}"
+
+
+def container_name(documents: list[Document]) -> Problems:
+    """The operator (and Trainer, with `node`) sets variables by the container's name."""
+    for each in _templates(documents):
+        if not each.container():
+            yield f"{each.where}: no container is named {each.main!r}; it would get no addresses"
+
+
+def master_is_present(documents: list[Document]) -> Problems:
+    """Without a Master and without elasticPolicy, workers get no address at all."""
+    for job in _jobs(documents):
+        if "Master" not in _replicas(job) and "elasticPolicy" not in job["spec"]:
+            yield f"{title(job)}: no Master and no elasticPolicy: workers would get no address"
+
+
+def one_master(documents: list[Document]) -> Problems:
+    for job in _jobs(documents):
+        master = _replicas(job).get("Master")
+        if master is not None and master.get("replicas") != 1:
+            yield f"{title(job)}: Master.replicas is {master.get('replicas')!r}; write replicas: 1"
+
+
+def managed_by(documents: list[Document]) -> Problems:
+    for job in _jobs(documents):
+        manager = (job["spec"].get("runPolicy") or {}).get("managedBy")
+        if manager is not None and manager not in MANAGERS:
+            yield f"{title(job)}: managedBy {manager!r}: nobody would; valid are {' and '.join(MANAGERS)}"
+
+
+def mounts_have_volumes(documents: list[Document]) -> Problems:
+    for each in _templates(documents):
+        volumes = {volume.get("name") for volume in each.spec.get("volumes", [])}
+        for container in each.containers():
+            for mount in container.get("volumeMounts", []):
+                if mount.get("name") not in volumes:
+                    yield f"{each.where}: volumeMount {mount.get('name')!r} has no volume of that name"
+
+
+def unique_ports(documents: list[Document]) -> Problems:
+    """The operator copies all ports into one Service, where names must differ."""
+    for each in _templates(documents):
+        ports = [port for container in each.containers() for port in container.get("ports", [])]
+        for key in ("name", "containerPort"):
+            values = [port.get(key) for port in ports]
+            for value in sorted({str(value) for value in values if values.count(value) > 1}):
+                yield f"{each.where}: port {key} {value} is given twice"
+
+
+NINE: tuple[Rule, ...] = (
+    restart_policy, clean_pod_policy, replica_keys, container_name, master_is_present, one_master, managed_by,
+    mounts_have_volumes, unique_ports,
+)  # fmt: skip
+
+
+# tandem's own.
+
+
+def bounded(documents: list[Document]) -> Problems:
+    """Retries end some day, finished jobs are removed."""
+    for document in documents:
+        if document.get("kind") in ("PyTorchJob", "Job"):
+            policy = document["spec"].get("runPolicy") or document["spec"]
+            for field in ("activeDeadlineSeconds", "ttlSecondsAfterFinished"):
+                if not policy.get(field):
+                    yield f"{title(document)}: {field} is missing"
+
+
+def rendezvous_port(documents: list[Document]) -> Problems:
+    """MASTER_PORT comes from the port of this name."""
+    for document in _jobs(documents):
+        for each in pod_templates(document):
+            names = [port.get("name") for port in each.container().get("ports", [])]
+            for name in {"pytorchjob-port", "metrics"} - set(names):
+                yield f"{each.where}: no port is named {name}"
+
+
+def shutdown_fits(documents: list[Document]) -> Problems:
+    """Save time < shutdown timeout < grace period: after the grace period comes SIGKILL."""
+    for each in _templates(documents):
+        grace = each.spec.get("terminationGracePeriodSeconds", 30)
+        shutdown = float(each.values().get("TANDEM_SHUTDOWN_TIMEOUT", 25))
+        if shutdown + LEAVE_SECONDS > grace:
+            yield (
+                f"{each.where}: terminationGracePeriodSeconds {grace} is too short for "
+                f"TANDEM_SHUTDOWN_TIMEOUT {shutdown:g}; give at least {shutdown + LEAVE_SECONDS:g}"
+            )
+
+
+def probes(documents: list[Document]) -> Problems:
+    """Progress decides; readiness must not wait for a rendezvous that waits for readiness."""
+    for each in _templates(documents):
+        container = each.container()
+        if "readinessProbe" in container:
+            yield f"{each.where}: a readinessProbe keeps the master's name from resolving until it is ready"
+        for probe in ("startupProbe", "livenessProbe"):
+            command = (container.get(probe) or {}).get("exec", {}).get("command")
+            if command != ["tandem", "health"]:
+                yield f"{each.where}: {probe} must run `tandem health`, not {command}"
+        if "TANDEM_STATE_DIR" not in each.values():
+            yield f"{each.where}: TANDEM_STATE_DIR is not set: `tandem health` would find no heartbeat"
+
+
+def known_variables(documents: list[Document]) -> Problems:
+    """tandem ends with 2 at a TANDEM_ name that it does not know."""
+    known = {*VARIABLES, *OTHER_VARIABLES}
+    for each in _templates(documents):
+        for entry in each.container().get("env", []):
+            name = entry.get("name", "")
+            if name.startswith("TANDEM_") and name not in known and not name.startswith("TANDEM_TASK__"):
+                near = difflib.get_close_matches(name, known, n=1)
+                yield f"{each.where}: unknown variable {name}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def run_dir_is_shared(documents: list[Document]) -> Problems:
+    """Checkpoints in a container die with it."""
+    for each in _templates(documents):
+        claims = {one["name"] for one in each.spec.get("volumes", []) if "persistentVolumeClaim" in one}
+        mounts = [one["mountPath"] for one in each.mounts() if one.get("name") in claims]
+        run_dir = each.values().get("TANDEM_RUN_DIR", "")
+        if not any(run_dir.startswith(mount.rstrip("/") + "/") for mount in mounts):
+            yield f"{each.where}: TANDEM_RUN_DIR {run_dir!r} is not on a persistentVolumeClaim ({mounts})"
+
+
+def claims_exist(documents: list[Document]) -> Problems:
+    own = {d["metadata"]["name"] for d in documents if d.get("kind") == "PersistentVolumeClaim"}
+    for each in _templates(documents):
+        for volume in each.spec.get("volumes", []):
+            claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+            if claim is not None and claim not in own:
+                yield f"{each.where}: claim {claim} is not in this manifest ({', '.join(sorted(own))})"
+
+
+def shared_memory(documents: list[Document]) -> Problems:
+    for each in _templates(documents):
+        memory = {
+            volume["name"]
+            for volume in each.spec.get("volumes", [])
+            if (volume.get("emptyDir") or {}).get("medium") == "Memory"
+        }
+        mounted = {one.get("name") for one in each.mounts() if one.get("mountPath") == "/dev/shm"}
+        if not mounted & memory:
+            yield f"{each.where}: /dev/shm is no emptyDir with medium: Memory; NCCL would get 64 MiB"
+
+
+def resources(documents: list[Document]) -> Problems:
+    """Requests and limits; threads that the CPU limit carries; as many GPUs as ranks."""
+    for each in _templates(documents):
+        stated = each.container().get("resources") or {}
+        for kind in ("requests", "limits"):
+            for name in ("cpu", "memory"):
+                if name not in (stated.get(kind) or {}):
+                    yield f"{each.where}: resources.{kind}.{name} is missing"
+        threads, cpus = int(each.values().get("TANDEM_THREADS", "1")), _cpus(stated)
+        if cpus is not None and threads > max(1.0, cpus):
+            yield f"{each.where}: TANDEM_THREADS {threads} is more than the CPU limit {cpus:g}: throttled"
+
+
+def _cpus(stated: Mapping[str, Any]) -> float | None:
+    text = str((stated.get("limits") or {}).get("cpu", ""))
+    try:
+        return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+    except ValueError:
+        return None
+
+
+def gpus_fit_ranks(documents: list[Document]) -> Problems:
+    """Both roles ask for the same GPUs, and for nprocPerNode of them; without one a rank is on the CPU."""
+    for job in _jobs(documents):
+        counts = {
+            each.where: str((each.container().get("resources") or {}).get("limits", {}).get(GPU, "0"))
+            for each in pod_templates(job)
+        }
+        if len(set(counts.values())) > 1:
+            yield f"{title(job)}: roles ask for different numbers of {GPU}: {counts}"
+        for where, count in counts.items():
+            if count not in ("0", str(job["spec"].get("nprocPerNode"))):
+                yield f"{where}: {GPU} {count} but nprocPerNode {job['spec'].get('nprocPerNode')!r}"
+
+
+def selectors_match(documents: list[Document]) -> Problems:
+    """Selectors of NetworkPolicy, Service, PodMonitor and topology spread must find the job's pods."""
+    pods = list(_templates(documents))
+    for document in documents:
+        kind, spec = document.get("kind"), document.get("spec") or {}
+        if kind not in ("NetworkPolicy", "PodMonitor", "Service"):
+            continue
+        selector = spec.get("podSelector" if kind == "NetworkPolicy" else "selector") or {}
+        wanted = selector if kind == "Service" else selector.get("matchLabels") or {}
+        found = [each for each in pods if wanted and wanted.items() <= each.labels.items()]
+        if not found:
+            yield f"{title(document)}: its selector {wanted} finds none of the pods"
+        elif kind == "NetworkPolicy" and len(found) != len(pods):
+            yield f"{title(document)}: its selector {wanted} does not find all pods"
+    for each in pods:
+        for spread in each.spec.get("topologySpreadConstraints", []):
+            wanted = (spread.get("labelSelector") or {}).get("matchLabels") or {}
+            if not wanted or not wanted.items() <= each.labels.items():
+                yield f"{each.where}: topologySpreadConstraints select {wanted}, which is not this pod"
+            if spread.get("whenUnsatisfiable") != "ScheduleAnyway":
+                yield f"{each.where}: a spread that is required keeps small clusters from running the job"
+
+
+def pods_reach_each_other(documents: list[Document]) -> Problems:
+    """gloo and NCCL listen on random ports: between the pods of the job, all are open."""
+    policies = [document for document in documents if document.get("kind") == "NetworkPolicy"]
+    if not policies:
+        yield "no NetworkPolicy"
+    for policy in policies:
+        spec = policy["spec"]
+        own = {"podSelector": spec.get("podSelector")}
+        for direction, peers in (("ingress", "from"), ("egress", "to")):
+            rules = spec.get(direction, [])
+            if not any(own in rule.get(peers, []) and "ports" not in rule for rule in rules):
+                yield f"{title(policy)}: {direction} does not open all ports among the job's pods"
+        ports = [port.get("port") for rule in spec.get("egress", []) for port in rule.get("ports", [])]
+        if 53 not in ports:
+            yield f"{title(policy)}: egress does not open port 53: no name would resolve"
+
+
+def node_counts_agree(documents: list[Document]) -> Problems:
+    """completions, parallelism and the variable that tells the pods; each alone would wait for ever."""
+    for document in documents:
+        for where, spec in job_specs(document):
+            template = next((each for each in pod_templates(document) if each.spec), None)
+            values = template.values() if template else {}
+            counts: dict[str, str] = {
+                name: str(spec[name]) for name in ("completions", "parallelism") if name in spec
+            }
+            counts |= {name: values[name] for name in ("NNODES", "NODES") if name in values}
+            if len(set(counts.values())) > 1:
+                yield f"{where}: {', '.join(f'{k}={v}' for k, v in counts.items())} must be equal"
+            if document.get("kind") != "TrainingRuntime" and spec.get("completionMode") != "Indexed":
+                yield f"{where}: completionMode must be Indexed: pods need an index and a name"
+
+
+def job_pods(documents: list[Document]) -> Problems:
+    """A Job's pods are replaced, never restarted in place, and never two of one index at a time."""
+    for document in documents:
+        for where, spec in job_specs(document):
+            if ((spec.get("template") or {}).get("spec") or {}).get("restartPolicy") != "Never":
+                yield f"{where}: restartPolicy must be Never: podFailurePolicy sees pods, not containers"
+            if spec.get("podReplacementPolicy") != "Failed":
+                yield f"{where}: podReplacementPolicy must be Failed: two pods of index 0 would both write"
+
+
+def failure_policy(documents: list[Document]) -> Problems:
+    """Codes that a new pod would repeat fail the job; the others make the pod anew; drains do not count."""
+    for document in documents:
+        for where, spec in job_specs(document):
+            for code in (*NOT_RETRIED, *RETRIED):
+                action = action_for(spec, code)
+                if (action == "FailJob") != (code in NOT_RETRIED):
+                    yield f"{where}: podFailurePolicy answers exit code {code} with {action}"
+            if action_for(spec, 143) != "Ignore" or action_for(spec, 137, disrupted=True) != "Ignore":
+                yield f"{where}: podFailurePolicy counts a drained pod as a failure"
+            pod = (spec.get("template") or {}).get("spec") or {}
+            names = [container.get("name") for container in pod.get("containers", [])]
+            for rule in (spec.get("podFailurePolicy") or {}).get("rules", []):
+                name = (rule.get("onExitCodes") or {}).get("containerName")
+                if name is not None and name not in names:
+                    yield f"{where}: podFailurePolicy looks at container {name!r}; there are {names}"
+
+
+def action_for(spec: Mapping[str, Any], code: int, *, disrupted: bool = False) -> str:
+    """What a Job does with a pod that ended with `code`: the first rule of podFailurePolicy that matches."""
+    for rule in (spec.get("podFailurePolicy") or {}).get("rules", []):
+        codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
+        if codes and code != 0 and (code in codes.get("values", [])) == (codes.get("operator") == "In"):
+            return str(rule.get("action"))
+        if disrupted and any(condition.get("type") == "DisruptionTarget" for condition in conditions):
+            return str(rule.get("action"))
+    return "Count"
+
+
+def headless_service(documents: list[Document]) -> Problems:
+    """An Indexed Job's pods have names only through a headless Service that is their subdomain."""
+    services = {d["metadata"]["name"]: d["spec"] for d in documents if d.get("kind") == "Service"}
+    for document in documents:
+        if document.get("kind") != "Job":
+            continue
+        template = next(pod_templates(document))
+        subdomain, name = template.spec.get("subdomain"), document["metadata"]["name"]
+        service = services.get(str(subdomain), {})
+        if service.get("clusterIP") != "None" or not service.get("publishNotReadyAddresses"):
+            yield (
+                f"{title(document)}: subdomain {subdomain!r} needs a Service with clusterIP: None and "
+                "publishNotReadyAddresses: true"
+            )
+        master = template.values().get("MASTER_ADDR")
+        if master != f"{name}-0.{subdomain}":
+            yield f"{title(document)}: MASTER_ADDR is {master!r}, index 0 is {name}-0.{subdomain}"
+
+
+def labelled(documents: list[Document]) -> Problems:
+    for document in documents:
+        labels = (document.get("metadata") or {}).get("labels") or {}
+        for name in LABELS:
+            if name not in labels:
+                yield f"{title(document)}: label {name} is missing"
+
+
+def trainjob_has_its_runtime(documents: list[Document]) -> Problems:
+    runtimes = [d["metadata"]["name"] for d in documents if d.get("kind") == "TrainingRuntime"]
+    for document in documents:
+        reference = (document.get("spec") or {}).get("runtimeRef") or {}
+        if reference.get("kind") == "TrainingRuntime" and reference.get("name") not in runtimes:
+            yield f"{title(document)}: runtime {reference['name']!r} is not in this manifest ({runtimes})"
+
+
+OWN: tuple[Rule, ...] = (
+    bounded, rendezvous_port, shutdown_fits, probes, known_variables, run_dir_is_shared, claims_exist,
+    shared_memory, resources, gpus_fit_ranks, selectors_match, pods_reach_each_other, node_counts_agree,
+    job_pods, failure_policy, headless_service, labelled, trainjob_has_its_runtime,
+)  # fmt: skip

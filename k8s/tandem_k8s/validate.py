@@ -1,0 +1,26 @@
+"""All checks of one manifest or rendered overlay, as a list of one-line problems."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tandem_k8s.documents import Document
+from tandem_k8s.rules import NINE, OWN
+from tandem_k8s.schemas import closed_schema, core_schema, round_trip
+from tandem_k8s.security import restricted
+
+DOCUMENT_CHECKS = (closed_schema, core_schema, round_trip, restricted)
+
+
+def problems(documents: list[Document]) -> list[str]:
+    """Every problem of every check, each line once."""
+    found = [line for check in DOCUMENT_CHECKS for document in documents for line in _judged(check, document)]
+    found += [line for rule in (*NINE, *OWN) for line in _judged(rule, documents)]
+    return list(dict.fromkeys(found))
+
+
+def _judged(check: Callable[[Any], Iterable[str]], subject: object) -> list[str]:
+    """A manifest that lacks what a check looks at is a problem of its own, not the end of all checks."""
+    try:
+        return list(check(subject))
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        return [f"{check.__name__} cannot judge it: {type(error).__name__} {error}"]

@@ -1,0 +1,111 @@
+"""What `tandem checkpoints` shows of a directory: rows, why each stays, and a table for people. No torch."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.checkpoint.files import MANIFEST, translated
+from tandem.checkpoint.retention import Best, Retention, Scores
+from tandem.checkpoint.store import CheckpointStore
+from tandem.errors import CheckpointError, CorruptCheckpointError
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """One line of `tandem checkpoints ls`; `verified` is None where nobody looked."""
+
+    step: int
+    path: Path
+    bytes: int
+    age_seconds: float
+    verified: bool | None
+    problem: str = ""
+    scores: Scores = field(default_factory=dict)
+    kept: tuple[str, ...] = ()  # the reasons of `rule`; none: the next prune removes it
+
+
+def list_checkpoints(
+    directory: Path, verify: bool = False, now: float | None = None, rule: Retention | None = None
+) -> list[CheckpointRow]:
+    """Rows, newest first; `now` in Unix seconds; `rule` as `rule_of` by default. Changes nothing.
+
+    Raises CheckpointError for a volume that cannot be read; what is pruned meanwhile is left out.
+    """
+    store = CheckpointStore(directory)
+    now = time.time() if now is None else now
+    why = store.why_kept(rule or rule_of(store))
+    rows = (_row(store, step, verify, now, tuple(why.get(step, ()))) for step in store.steps())
+    return [row for row in rows if row is not None]
+
+
+def _row(
+    store: CheckpointStore, step: int, verify: bool, now: float, kept: tuple[str, ...]
+) -> CheckpointRow | None:
+    verified, problem, path = None, "", store.path(step)
+    try:
+        with translated(f"cannot read {path}"):
+            written, size = (path / MANIFEST).stat().st_mtime, store.size_bytes(step)
+        try:
+            written = store.manifest(step)["written_at"]
+            if verify:
+                store.verify(step)
+                verified = True
+        except CorruptCheckpointError as error:
+            verified, problem = False, str(error)
+    except CheckpointError:
+        if store.is_there(step):
+            raise
+    if not store.is_there(step):
+        return None
+    return CheckpointRow(
+        step, path, size, max(0.0, now - written), verified, problem, store.scores(step), kept
+    )
+
+
+def rule_of(
+    store: CheckpointStore, newest: int | None = None, best: Best | None = None, every: int | None = None
+) -> Retention:
+    """What is given, the rest as the run was told, which the newest readable manifest knows."""
+    own: dict[str, object] = {}
+    for step in store.steps():
+        try:
+            own = store.info(step).get("settings", {})
+            break
+        except CorruptCheckpointError:
+            continue
+    keep, own_best, own_every = (own.get(name) for name in ("checkpoint_keep", "keep_best", "keep_every"))
+    return Retention(
+        newest or (keep if isinstance(keep, int) else Retention.newest),
+        best or (Best.parse(own_best) if isinstance(own_best, str) else None),
+        every or (own_every if isinstance(own_every, int) else None),
+    )
+
+
+def table(rows: list[CheckpointRow], directory: Path) -> str:
+    """Aligned lines, and one on what lies beside the checkpoints."""
+    cells = [("step", "bytes", "age", "", "kept as", "scores")]
+    for row in rows:
+        state = {None: "", True: "verified", False: "DAMAGED"}[row.verified]
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row.scores.items()))
+        kept = ", ".join(row.kept) or "the next to go"
+        cells.append((str(row.step), f"{row.bytes:,}", _age(row.age_seconds), state, kept, scores))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [_line(line, widths) for line in cells] if rows else [f"no checkpoints in {directory}"]
+    lines += [f"step {row.step}: {row.problem}" for row in rows if row.problem]
+    aside = sorted(path.name for path in directory.glob("corrupt-*"))
+    if aside:
+        lines.append(f"set aside as damaged, yours to look at and remove: {', '.join(aside)}")
+    return "\n".join(lines)
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    numbers = [cell.rjust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
+    words = [cell.ljust(width) for cell, width in zip(cells[3:], widths[3:], strict=True) if width]
+    return "  ".join([*numbers, *words]).rstrip()
+
+
+def _age(seconds: float) -> str:
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,92 @@
+"""Which checkpoints stay: a pure function of their steps and scores. Who removes the rest is `store.prune`.
+
+Deciding after every save or once at the end keeps the same ones, so a restart in between does not show.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+LOWER_IS_BETTER = ("loss", "error", "perplexity")  # endings of score names
+
+Scores = Mapping[str, float]
+
+
+class RetentionSettings(Protocol):
+    """The part of config.Settings that says what to keep."""
+
+    @property
+    def checkpoint_keep(self) -> int: ...
+    @property
+    def keep_best(self) -> str | None: ...
+    @property
+    def keep_every(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Best:
+    """The score whose best checkpoint stays, such as accuracy, and which end of it is the good one."""
+
+    metric: str
+    largest: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Best":
+        """Read `accuracy`, `accuracy:max`, `loss:min`. Without :min or :max the name decides: names that end
+        in loss, error or perplexity are better when smaller, all others when larger. ValueError otherwise.
+        """
+        metric, colon, end = text.partition(":")
+        if not metric or (colon and end not in ("min", "max")):
+            raise ValueError(f"{text!r}: valid is METRIC, METRIC:min or METRIC:max, such as accuracy")
+        return cls(metric, end == "max" if end else not metric.lower().endswith(LOWER_IS_BETTER))
+
+    def step(self, scores: Mapping[int, Scores]) -> int | None:
+        """The step with the best finite score, the later one of equals; None where none has this score."""
+        found = [
+            (value if self.largest else -value, step)
+            for step, by_name in scores.items()
+            if math.isfinite(value := by_name.get(self.metric, math.nan))
+        ]
+        return max(found)[1] if found else None
+
+    def __str__(self) -> str:
+        return f"{self.metric}:{'max' if self.largest else 'min'}"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What to keep: the `newest` so many (at least 1), the best by a score, and one for every N steps."""
+
+    newest: int = 3
+    best: Best | None = None
+    every: int | None = None
+
+    @classmethod
+    def of(cls, settings: RetentionSettings) -> "Retention":
+        best = settings.keep_best
+        return cls(settings.checkpoint_keep, Best.parse(best) if best else None, settings.keep_every)
+
+
+def why_kept(scores: Mapping[int, Scores], rule: Retention) -> dict[int, list[str]]:
+    """The steps that stay, newest first, each with its reasons: "newest", "best accuracy:max", "every 1000".
+
+    `scores` has every step that is there, with what the evaluation at that very step gave (nothing where
+    there was none). Of every N steps the first checkpoint at or after the multiple stays, so that a cadence
+    in seconds, which never hits a multiple, leaves a trail as well; before step N there is none.
+    """
+    reasons: dict[int, list[str]] = {}
+    for step in sorted(scores, reverse=True)[: max(rule.newest, 1)]:
+        reasons.setdefault(step, []).append("newest")
+    if rule.best is not None and (best := rule.best.step(scores)) is not None:
+        reasons.setdefault(best, []).append(f"best {rule.best}")
+    for step in _milestones(scores, rule.every) if rule.every else ():
+        reasons.setdefault(step, []).append(f"every {rule.every}")
+    return dict(sorted(reasons.items(), reverse=True))
+
+
+def _milestones(steps: Iterable[int], every: int) -> list[int]:
+    first: dict[int, int] = {}
+    for step in sorted(steps):
+        first.setdefault(step // every, step)
+    return [step for multiple, step in first.items() if multiple >= 1]

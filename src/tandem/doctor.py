@@ -1,0 +1,111 @@
+"""`tandem doctor`: what this machine or container offers a run, one line each. Changes nothing."""
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from tandem import __version__
+from tandem.cluster.placement import detect
+from tandem.cluster.replica import with_index
+from tandem.config import Settings
+from tandem.errors import TandemError
+
+GIB = 2**30
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+# Version 2 of control groups, then version 1; no limit is "max", or a number near 2**63.
+MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
+NO_LIMIT_BYTES = 2**60
+
+Environment = Mapping[str, str]
+
+
+def report(settings: Settings, environ: Environment) -> str:
+    """All lines; a check that cannot be made says why in its own line."""
+    return "\n".join(f"{name:<10} {said}" for name, said in _lines(settings, environ))
+
+
+def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]]:
+    yield "tandem", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"
+    yield from _torch()
+    yield "cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in the machine"
+    yield "memory", memory(Path("/"))
+    yield "/dev/shm", _space(Path("/dev/shm"))
+    yield "run dir", _space(settings.run_dir) if settings.run_dir else "runs/TASK-TIME, made at the start"
+    yield "data", _space(settings.data_dir)
+    yield "placement", _tried(lambda: _placement(settings, environ))
+
+
+def _torch() -> Iterator[tuple[str, str]]:
+    import torch
+    import torch.distributed as dist
+
+    yield "torch", f"{torch.__version__}, {'CPU build' if torch.version.cuda is None else 'CUDA build'}"
+    yield "CUDA", torch.version.cuda or "none in this build of torch"
+    cudnn: Callable[[], int | None] = torch.backends.cudnn.version
+    nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+    yield "cuDNN", dotted(cudnn()) or "none in this build of torch"
+    yield "NCCL", ".".join(map(str, nccl())) if dist.is_nccl_available() else "none in this build of torch"
+    yield "gloo", "available" if dist.is_gloo_available() else "missing: training on CPUs needs it"
+    yield "driver", _driver()
+    count = torch.cuda.device_count()
+    yield "GPUs", ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "none that torch sees"
+
+
+def dotted(number: int | None) -> str:
+    """cuDNN's 92600 as 9.26.0 (from version 9 on, two digits each)."""
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}" if number else ""
+
+
+def _driver() -> str:
+    try:
+        first = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0]
+    except OSError:
+        return "none: no NVIDIA driver here (a container needs --gpus all and NVIDIA's container toolkit)"
+    return " ".join(first.partition("Kernel Module")[2].split()[:1]) or first
+
+
+def memory(root: Path) -> str:
+    """Memory in GiB, and a container's own limit below it; `root` is where proc and sys are."""
+    lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    said = f"{kib['MemTotal'] * 1024 / GIB:.1f} GiB, {kib['MemAvailable'] * 1024 / GIB:.1f} available"
+    for name in MEMORY_LIMITS:
+        if (root / name).is_file():
+            limit = (root / name).read_text(encoding="utf-8").strip()
+            if limit.isdigit() and int(limit) < min(NO_LIMIT_BYTES, kib["MemTotal"] * 1024):
+                said += f", limited to {int(limit) / GIB:.1f}"
+            break
+    return said
+
+
+def _space(folder: Path) -> str:
+    """Free space of the nearest folder that is there, and whether we may write to it."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    usage = shutil.disk_usage(there)
+    may = "writable" if os.access(there, os.W_OK) else f"NOT writable for user {os.getuid()}"
+    return f"{folder}: {may}, {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
+
+
+def _placement(settings: Settings, environ: Environment) -> str:
+    hostname = socket.gethostname()
+    return str(
+        detect(
+            with_index(environ),
+            hostname,
+            nodes=settings.nodes,
+            node_rank=settings.node_rank,
+            master=settings.master,
+            nproc=settings.nproc,
+            elastic=settings.elastic,
+        )
+    )
+
+
+def _tried(check: Callable[[], str]) -> str:
+    try:
+        return check()
+    except (TandemError, OSError) as error:
+        return f"cannot be told: {error}"

@@ -1,0 +1,214 @@
+"""Loss and gradients that are not finite: kept out of the state, agreed on by all ranks, counted and named.
+
+The reduced gradients are the same on all ranks, and so is the flag that the telemetry carries for the loss:
+every rank comes to the same answer without a collective of its own.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tandem.cluster.world import Agreed, Telemetry, World
+from tandem.errors import NonFiniteError
+
+log = logging.getLogger("tandem.run")
+
+MOST_SKIPS_IN_A_ROW = 100
+ADVICE = "lower --lr, set --clip-norm, or look at the data"
+
+
+class Guard:
+    """Keeps a step that is not finite out of weights, optimizer state and buffers.
+
+    On CPUs, and for `raise`, the answer is read before the update. On GPUs that would make the host wait in
+    every step: there a fused optimizer is handed the answer as a tensor and leaves the update out by itself
+    (as GradScaler does it); an optimizer that cannot do so, or that has no state yet (torch's fused SGD
+    would keep momentum it never initialised), is waited for.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        device: torch.device,
+    ) -> None:
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._keeps_buffers = policy != "stop"  # after a stop nobody reads them
+        self._reads_at_once = device.type == "cpu" or policy == "raise"
+        self._one = torch.ones((), device=device)
+        self._buffers: list[Tensor] = []
+        self.raises = policy == "raise"
+
+    def begin_step(self) -> None:
+        """Before the forward pass: remember the buffers, which a bad batch would spoil."""
+        if self._keeps_buffers:
+            self._buffers = [buffer.clone() for buffer in self._model.buffers()]
+
+    def look(self, carried: Tensor) -> Tensor:
+        """After the all-reduce: a scalar on the device, above 0 if the loss or a gradient is not finite."""
+        found = (carried[Telemetry.LOSS_NOT_FINITE] > 0).float()
+        for gradients in self._gradients_by_type():
+            # Multiplies by 1 and notes infinities and NaN in one pass; the check of GradScaler.
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
+        return found
+
+    def update(self, found: Tensor, clip: Callable[[], None]) -> None:
+        """Unscale, clip and step, unless `found` says that it must be left out."""
+        if self._scaler.is_enabled():
+            self._show_scaler(found)
+            self._scaler.unscale_(self._optimizer)
+            clip()
+            if self._optimizer.state or not self._overflowed():
+                self._scaler.step(self._optimizer)
+            self._scaler.update()
+        elif self._reads_at_once or not self._can_be_told():
+            if not found:
+                clip()
+                self._optimizer.step()
+        else:
+            clip()
+            self._optimizer.found_inf = found  # type: ignore[attr-defined]
+            self._optimizer.step()
+            del self._optimizer.found_inf  # type: ignore[attr-defined]
+        if self._keeps_buffers and not (self._reads_at_once and not found):
+            for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
+                buffer.copy_(torch.where(found > 0, before, buffer))
+
+    def put_buffers_back(self) -> None:
+        """As they were before the forward pass."""
+        for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
+            buffer.copy_(before)
+
+    def _gradients_by_type(self) -> Iterator[list[Tensor]]:
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self._parameters:
+            if (gradient := parameter.grad) is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                values = torch.view_as_real(values) if values.is_complex() else values
+                groups.setdefault(values.dtype, []).append(values)
+        yield from groups.values()
+
+    def _show_scaler(self, found: Tensor) -> None:
+        """GradScaler looks at gradients alone: a loss that is not finite has to show in them."""
+        for gradients in self._gradients_by_type():
+            gradients[0].masked_fill_(found > 0, math.nan)
+
+    def _overflowed(self) -> bool:
+        """Whether unscaling found what is not finite. Before there is a state it must not be left to a fused
+        optimizer: told to leave its first step out, SGD keeps a momentum that was never written."""
+        found = self._scaler._found_inf_per_device(self._optimizer)
+        return any(bool(value) for value in found.values())
+
+    def _can_be_told(self) -> bool:
+        return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False) and self._optimizer.state)
+
+
+class Counts(Protocol):
+    """The part of `observe.Recorder` that is told."""
+
+    def event(self, kind: str, **fields: object) -> None: ...
+    def message(self, message: dict[str, object]) -> None: ...
+    def not_finite(self) -> None: ...
+
+
+class Policy:
+    """What a step that was left out means for the run; every rank holds one, and all decide alike."""
+
+    def __init__(self, name: str, precision: str, recorder: Counts) -> None:
+        self._name, self._precision, self._recorder = name, precision, recorder
+        self._skipped = self._last_step = self._in_a_row = 0
+
+    def consider(self, agreed: Agreed | None) -> None:
+        """Count a step that was left out. Raises NonFiniteError where the run has to end for it."""
+        if agreed is None or not agreed.left_out:
+            return
+        step, in_loss = agreed.step + 1, math.isnan(agreed.loss)
+        overflow = self._precision == "fp16" and not in_loss
+        reason = "nonfinite_loss" if in_loss else "amp_overflow" if overflow else "nonfinite_grad"
+        self._recorder.message({"inc": [["tandem_steps_skipped", {"reason": reason}, 1]]})
+        if overflow:  # how the loss scale is found; GradScaler has lowered it
+            return
+        what = f"the loss of step {step} is" if in_loss else f"the gradients of step {step} are"
+        self._recorder.event("nonfinite", step=step, reason=reason, policy=self._name)
+        if self._name != "skip":
+            if in_loss:
+                self._recorder.not_finite()
+            raise NonFiniteError(f"{what} not finite; {ADVICE}; the last checkpoint is from before it")
+        self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
+        self._skipped, self._last_step = self._skipped + 1, step
+        if self._in_a_row >= MOST_SKIPS_IN_A_ROW:
+            raise NonFiniteError(f"{what} not finite, nor were the {self._in_a_row - 1} before it; {ADVICE}")
+        if self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th...
+            log.warning("%s not finite: no update in it (%d so far)", what, self._skipped)
+
+
+def culprit(
+    world: World, model: nn.Module, micro_batches: Sequence[Any], forward: Callable[[int], Tensor]
+) -> str:
+    """In words, the first tensor that is not finite in the step just taken; the same on all ranks.
+
+    `forward(i)` repeats micro-step i, with the same randomness, and gives its loss. Looks, on every rank, at
+    the batch, the weights, then what each module gave; a loss that is finite everywhere leaves the gradients.
+    """
+    mine = _in_batches(micro_batches) or _in_tensors("the weight", model.named_parameters())
+    mine = mine or _in_forward(model, len(micro_batches), forward)
+    for rank, found in enumerate(world.gather_json(mine)):
+        if found is not None:
+            return f"{found} on rank {rank}"
+    # Backward goes from the last layer to the first: the last parameter is nearest to where it began.
+    gradients = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    return _in_tensors("the gradient of", reversed(gradients)) or "the loss"
+
+
+def _in_batches(micro_batches: Sequence[Any]) -> str | None:
+    for micro_step, batch in enumerate(micro_batches):
+        if (where := _in_values("the batch", batch)) is not None:
+            return where + (f" (micro-batch {micro_step})" if len(micro_batches) > 1 else "")
+    return None
+
+
+def _in_values(name: str, values: Any) -> str | None:
+    """The first tensor inside nested tuples, lists and dicts."""
+    if isinstance(values, Tensor):
+        return None if _is_finite(values) else name
+    if isinstance(values, dict | list | tuple):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            if (found := _in_values(f"{name}[{key!r}]", value)) is not None:
+                return found
+    return None
+
+
+def _in_tensors(kind: str, named: Any) -> str | None:
+    return next((f"{kind} {name}" for name, tensor in named if not _is_finite(tensor)), None)
+
+
+def _in_forward(model: nn.Module, micro_steps: int, forward: Callable[[int], Tensor]) -> str | None:
+    seen: list[str] = []
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(module: nn.Module, _inputs: Any, output: Any) -> None:
+            what = f"the output of {name} ({type(module).__name__})" if name else "the model's output"
+            if (found := _in_values(what, output)) is not None:
+                seen.append(found)
+
+        return look
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            losses = [forward(micro_step) for micro_step in range(micro_steps)]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen[0] if seen else _in_values("the loss", torch.stack(losses).sum())
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,415 @@
+"""`tandem verify-resume`: is a run of this task that is killed and resumed the same, bit for bit?
+
+Runs the task undisturbed for some steps, then again and again with SIGKILL at random steps, each time resumed
+to the end, and compares weights, optimizer and the loss of every step. Everything happens in real processes,
+from the outside: what is proven is what `tandem launch` does with these settings.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.checkpoint.state import deserialize
+from tandem.checkpoint.store import CheckpointStore
+from tandem.config import Settings
+from tandem.errors import FAILED, FINISHED, StoppedError, TandemError
+from tandem.launch import stop_with_parent
+from tandem.signals import StopFlag
+
+STEPS = 40
+NUMBERS = (
+    "step",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "eval",
+)  # of a log line; times differ between any two runs
+POLL_SECONDS = 0.001
+SLOW_POLL_SECONDS = 0.05
+TRIES = 3
+SEE = "see `What to keep to` in docs/bring-your-own-model.md"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL once `step` is finished: to one rank (its agent opens the next world), or to every process."""
+
+    step: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is compared: the last checkpoint, by sections, and the numbers of each line of the loss log."""
+
+    weights: dict[str, Any]
+    optimizer: dict[str, Any]
+    losses: list[dict[str, Any]]
+    world_size: int
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each part."""
+        parts = {"weights": self.weights, "optimizer": self.optimizer, "losses": flat(self.losses)}
+        return {name: digest(part) for name, part in parts.items()}
+
+
+@dataclass
+class Trial:
+    """One killed run: what was done to it, where it resumed, and how it differs (None: not at all)."""
+
+    kills: list[tuple[int, int | None]] = field(default_factory=list)  # (step it had reached, rank or None)
+    resumed_from: list[int] = field(default_factory=list)
+    difference: str | None = None
+
+    def __str__(self) -> str:
+        done = " and ".join(
+            f"{'every process' if rank is None else f'rank {rank}'} at step {step}"
+            for step, rank in self.kills
+        )
+        resumed = " and ".join(map(str, self.resumed_from)) or "0"
+        verdict = self.difference or "same weights, optimizer and losses"
+        return f"killed {done}, resumed from {resumed}: {verdict}"
+
+
+class RunFailedError(TandemError):
+    """A run of the task ended with an error, `code`."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code  # type: ignore[misc]
+
+
+def verify(
+    settings: Settings,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    trials: int,
+    stop: StopFlag,
+    say: Say,
+) -> int:
+    """The whole proof in a temporary directory: 0 where every trial is exact, 1 where one is not.
+
+    `arguments` are the flags that `settings` came from. Raises StoppedError, and RunFailedError where the
+    task cannot run at all.
+    """
+    steps = min(settings.steps or STEPS, STEPS)
+    with tempfile.TemporaryDirectory(prefix="tandem-verify-") as folder:
+        runner = Runner(arguments, environ, Path(folder), steps, stop)
+        calm = runner.undisturbed()
+        say(f"verify-resume: {settings.task}, {steps} steps on {_ranks(calm.world_size)}, {trials} trials")
+        shown = ", ".join(f"{name} {value[:12]}" for name, value in calm.digests().items())
+        say(f"undisturbed: {shown}")
+        done: list[Trial] = []
+        for trial in runner.trials(calm, trials, random.Random()):
+            done.append(trial)
+            say(f"trial {len(done)} of {trials}: {trial}")
+        bad = [trial for trial in done if trial.difference is not None]
+        if not bad:
+            say(f"verdict: exact; {trials} of {trials} killed runs have the bits of the undisturbed one")
+            return FINISHED
+        say(f"verdict: not exact; {len(bad)} of {trials} killed runs differ; {runner.diagnosis(calm)}")
+        return FAILED
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+class Runner:
+    """Runs of one task with the same settings, each in a directory of its own below `folder`."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        folder: Path,
+        steps: int,
+        stop: StopFlag,
+    ) -> None:
+        self._arguments, self._environ, self._folder = list(arguments), dict(environ), folder
+        self._steps, self._stop, self._count = steps, stop, 0
+
+    def undisturbed(self) -> Outcome:
+        """A run that nobody touches. Raises RunFailedError with its last words."""
+        run = self._new_run(save_every=self._steps)
+        with run:
+            run.finish(self._stop)
+        return run.outcome()
+
+    def trials(self, calm: Outcome, count: int, chance: random.Random) -> Iterator[Trial]:
+        """Killed runs, compared: every second is killed twice in a row, targets and steps are random.
+
+        Raises RunFailedError where the run is always over before the kill.
+        """
+        for number in range(count):
+            yield self._trial(calm, 1 + number % 2, chance)
+
+    def _trial(self, calm: Outcome, kills: int, chance: random.Random) -> Trial:
+        for attempt in range(TRIES):
+            save_every = chance.randint(1, max(1, self._steps // 8))
+            latest = (self._steps - 4) // (attempt + 1)  # a short run may end before the signal comes
+            step = chance.randint(min(save_every, latest), max(1, latest))
+            targets = [chance.choice([None, chance.randrange(calm.world_size)]) for _ in range(kills)]
+            try:
+                return self.trial(calm, [Kill(step, target) for target in targets], save_every)
+            except EndedFirstError:
+                continue
+        raise RunFailedError(
+            f"the run of {self._steps} steps ended {TRIES} times before it could be killed; give a larger "
+            "--batch-size, or a larger model",
+            FAILED,
+        )
+
+    def trial(self, calm: Outcome, kills: Sequence[Kill], save_every: int) -> Trial:
+        """One run, killed as said and resumed each time, then compared with `calm`.
+
+        A kill whose step the run is already beyond comes right after the first step of the next world.
+        Raises EndedFirstError where the run was over before the last kill.
+        """
+        trial = Trial()
+        run = self._new_run(save_every)
+        with run:
+            try:
+                for kill in kills:
+                    trial.kills.append((run.kill(kill, self._stop), kill.rank))
+                run.finish(self._stop)
+            except RunFailedError as error:
+                trial.difference = f"it could not go on: {error}"
+        trial.resumed_from = run.resumed_from()
+        if trial.difference is None:
+            trial.difference = difference(calm, run.outcome())
+        return trial
+
+    def diagnosis(self, calm: Outcome) -> str:
+        """Whether resuming is to blame: a second undisturbed run tells."""
+        again = difference(calm, self.undisturbed())
+        if again is not None:
+            return (
+                f"two undisturbed runs already differ ({again}): this task is not deterministic, it draws on "
+                f"the time, on entropy, or on kernels that add in any order; {SEE}"
+            )
+        return (
+            "undisturbed runs agree: something this task goes by is neither in the state of its model and "
+            f"optimizer nor decided by the step, such as a random generator of its own or a counter; {SEE}"
+        )
+
+    def _new_run(self, save_every: int) -> "_Run":
+        self._count += 1
+        run_dir = self._folder / f"run-{self._count}"
+        flags: dict[str, object] = {
+            "--run-dir": run_dir,
+            "--steps": self._steps,
+            "--checkpoint-every": save_every,
+            "--resume": "auto",
+            "--log-every": 1,
+            "--max-restarts": 100,
+            "--metrics-port": 0,
+            "--metrics-linger": 0,
+            "--progress": "off",
+        }
+        own = [str(word) for pair in flags.items() for word in pair]
+        command = [sys.executable, "-m", "tandem", "launch", *self._arguments, *own]
+        return _Run(command, self._environ, run_dir, self._steps)
+
+
+class EndedFirstError(Exception):
+    """The run was over before it could be killed."""
+
+
+class _Run:
+    """One `tandem launch`, leader of a session of its own; leaving the block ends what is left of it."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path, steps: int) -> None:
+        self._command, self._environ, self._run_dir, self._steps = command, environ, run_dir, steps
+        self._output = run_dir.with_suffix(".log")
+        self._worlds = 0  # those that have been killed
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._kill_all()
+
+    def kill(self, kill: Kill, stop: StopFlag) -> int:
+        """Let it reach `kill.step`, then kill; the step whose log line it had written by then.
+
+        Raises EndedFirstError, and RunFailedError where it ends by itself with an error.
+        """
+        process = self._started()
+        while self._logged_step() < kill.step or len(self._events("training")) <= self._worlds:
+            self._look(process, stop)
+            time.sleep(POLL_SECONDS)
+        self._worlds += 1
+        if kill.rank is None:
+            self._kill_all()
+        else:
+            victim = _rank_processes(process.pid).get(kill.rank)
+            if victim is None:
+                raise EndedFirstError
+            os.kill(victim, signal.SIGKILL)
+        reached = self._logged_step()
+        if reached >= self._steps:
+            raise EndedFirstError
+        return reached
+
+    def finish(self, stop: StopFlag) -> None:
+        """Run, or resume, to the end. Raises RunFailedError."""
+        process = self._started()
+        while process.poll() is None:
+            if stop:
+                raise StoppedError(f"stopped by {stop.name}; nothing is decided")
+            time.sleep(SLOW_POLL_SECONDS)
+        self._fail_unless_finished(process)
+
+    def outcome(self) -> Outcome:
+        """What it ended with. Raises CheckpointError for a state that cannot be read."""
+        store = CheckpointStore(self._run_dir / "checkpoints")
+        state = deserialize(store.read(self._steps)[0])
+        rest = {name: state[name] for name in ("optimizer", "schedule", "scaler") if name in state}
+        lines = [json.loads(line) for line in (self._run_dir / "metrics.jsonl").read_text().splitlines()]
+        losses = [{name: line[name] for name in NUMBERS if name in line} for line in lines]
+        summary = json.loads((self._run_dir / "summary.json").read_text())
+        return Outcome(flat(state["model"]), flat(rest), losses, int(summary["world_size"]))
+
+    def resumed_from(self) -> list[int]:
+        """The steps of the checkpoints that it resumed from, in order."""
+        return [int(event["step"]) for event in self._events("resumed")]
+
+    def _events(self, kind: str) -> list[dict[str, Any]]:
+        """Whole lines of events.jsonl of one kind: "training" comes after the first step of each world."""
+        try:
+            whole = (self._run_dir / "events.jsonl").read_bytes().rpartition(b"\n")[0]
+        except OSError:
+            return []
+        return [event for event in map(json.loads, whole.splitlines()) if event["kind"] == kind]
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            with self._output.open("ab") as output:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=dict(self._environ),
+                    start_new_session=True,
+                    preexec_fn=stop_with_parent,
+                )
+        return self._process
+
+    def _look(self, process: subprocess.Popen[bytes], stop: StopFlag) -> None:
+        if stop:
+            raise StoppedError(f"stopped by {stop.name}; nothing is decided")
+        if process.poll() is not None:
+            self._fail_unless_finished(process)
+            raise EndedFirstError
+
+    def _fail_unless_finished(self, process: subprocess.Popen[bytes]) -> None:
+        if process.returncode != FINISHED:
+            code = process.returncode if process.returncode > 0 else 128 - process.returncode
+            words = self._output.read_text(errors="replace").splitlines()
+            said = [line for line in words if "error: " in line] or words
+            raise RunFailedError(
+                said[-1].partition("error: ")[2] or said[-1] if said else f"code {code}", code
+            )
+
+    def _logged_step(self) -> int:
+        """The step of the last whole line of metrics.jsonl; 0 where there is none."""
+        try:
+            whole = (self._run_dir / "metrics.jsonl").read_bytes().rpartition(b"\n")[0]
+        except OSError:
+            return 0
+        return int(json.loads(whole.rpartition(b"\n")[2])["step"]) if whole else 0
+
+    def _kill_all(self) -> None:
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._process.wait()
+            self._process = None
+
+
+def _rank_processes(session: int) -> dict[int, int]:
+    """{rank: process id} of the ranks in a session (Linux: /proc); their loader processes bear their name."""
+    parents: dict[int, int] = {}
+    ranks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                name, pid = (entry / "comm").read_text().strip(), int(entry.name)
+                if name.startswith("tandem-rank-") and os.getsid(pid) == session:
+                    state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                    if state != "Z":  # a zombie is a rank of the world before
+                        ranks[pid], parents[pid] = int(name.rpartition("-")[2]), int(parent)
+            except OSError:  # gone meanwhile
+                continue
+    return {rank: pid for pid, rank in ranks.items() if parents[pid] not in ranks}
+
+
+def difference(one: Outcome, other: Outcome) -> str | None:
+    """How two runs differ: the first step with another loss, the first other tensor; None: not at all."""
+    found = []
+    nothing: dict[str, Any] = {}
+    for here, there in zip_longest(one.losses, other.losses, fillvalue=nothing):
+        if here != there:
+            step = here.get("step", there.get("step"))
+            name = next(name for name in {**here, **there} if here.get(name) != there.get(name))
+            found.append(f"{name} of step {step} is {there.get(name)} instead of {here.get(name)}")
+            break
+    for part, mine, theirs in (
+        ("weights", one.weights, other.weights),
+        ("optimizer", one.optimizer, other.optimizer),
+    ):
+        names = [*mine, *(name for name in theirs if name not in mine)]
+        differing = [n for n in names if n not in mine or n not in theirs or not _same(mine[n], theirs[n])]
+        if differing:
+            found.append(f"{len(differing)} of {len(names)} {part} differ at the end, first {differing[0]}")
+    return "; ".join(found) or None
+
+
+def _same(one: Any, other: Any) -> bool:
+    return _bytes(one) == _bytes(other)
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of named values in the order of their names: tensors by type, shape and bytes."""
+    total = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        total.update(f"{name}\0".encode())
+        total.update(_bytes(value))
+    return total.hexdigest()
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, torch.Tensor):
+        return repr(value).encode()
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype}{tuple(value.shape)}".encode() + raw
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """{"a.0.b": leaf} of nested dicts and lists."""
+    if not isinstance(value, dict | list | tuple):
+        return {name: value}
+    found = {}
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        found.update(flat(inner, f"{name}.{key}" if name else str(key)))
+    return found

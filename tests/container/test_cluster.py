@@ -1,0 +1,272 @@
+"""`make compose-up` and the verbs around it, on a real engine with real containers."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from clusters import IMAGE, ROOT, TestedCluster, docker
+
+pytestmark = pytest.mark.timeout(600)
+
+# A node in `mode` ends at its 20th step as told; every other one waits for it in the all-reduce.
+TASK = """
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tandem.data.datasets import Datasets, TensorRows
+
+
+@dataclass
+class Small:
+    rank: int = 0
+    code: int = -1
+    pause: float = 0.0
+
+    def build_model(self):
+        return nn.Linear(8, 3)
+
+    def build_datasets(self):
+        x = torch.randn(2400, 8, generator=torch.Generator().manual_seed(7))
+        rows = TensorRows(x, x[:, :3].argmax(1))
+        return Datasets(rows, TensorRows(x[:100], x[:100, :3].argmax(1)))
+
+    def loss(self, model, batch):
+        x, y = batch
+        if model.training:
+            time.sleep(self.pause)
+            self.steps = getattr(self, "steps", 0) + 1
+            if self.code >= 0 and self.steps == 20 and torch.distributed.get_rank() == self.rank:
+                os._exit(self.code)
+        return nn.functional.cross_entropy(model(x), y)
+"""
+
+
+SLOWLY = "--task.pause 0.05 --log-every 5 --checkpoint-every 30 --eval-every 1000"
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    tmp_path.chmod(0o755)
+    (tmp_path / "small.py").write_text(TASK)
+    return f"{tmp_path}/small.py:Small"
+
+
+def test_two_nodes_train_the_digits_and_show_metrics(cluster: TestedCluster) -> None:
+    process = cluster.start("--nodes", "2", "--epochs", "2")
+    seen: set[int] = set()
+
+    def rising() -> bool:
+        seen.add(cluster.step())
+        return len(seen - {0}) >= 2
+
+    cluster.until(rising, process, "rising step on the metrics page")
+    code, output = cluster.processes.wait(process, 150)
+    assert code == 0, output
+    assert f"metrics      http://localhost:{cluster.port}/metrics" in output
+    assert "node-1" in output and "node-2" in output and "finished at step 500" in output
+    engine = cluster.engine()
+    summary = engine.summary()
+    assert summary is not None and summary["platform"] == "compose" and summary["nodes"] == 2
+    assert float(summary["eval"]["accuracy"]) >= 0.98  # type: ignore[index]
+    assert "ended with 0 (node 1 0, node 2 0): finished at step 500; accuracy 0.9" in output
+    mount = ("--rm", "-v", f"{cluster.project}_checkpoints:/checkpoints", "--read-only", "--cap-drop", "ALL")
+    verified = docker("run", *mount, IMAGE, "checkpoints", "verify", "/checkpoints/digits")
+    assert verified.count("verified") == 2 and "DAMAGED" not in verified
+
+
+@pytest.mark.parametrize("nodes", ["1", "4"])
+def test_other_numbers_of_nodes(cluster: TestedCluster, task: str, nodes: str) -> None:
+    code, output = cluster.up("--nodes", nodes, "--task", task, "--epochs", "2")
+    assert code == 0, output
+    summary = cluster.engine("Small").summary()
+    assert summary is not None and summary["world_size"] == int(nodes)
+    first = [line for line in output.splitlines() if "rank 0 of" in line]
+    assert first and all(line.startswith("node-1") for line in first)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_replica_that_fails_with_7_makes_7(cluster: TestedCluster, task: str, rank: str) -> None:
+    code, output = cluster.up("--nodes", "2", "--task", task, "--args", f"--task.rank {rank} --task.code 7")
+    assert code == 7, output
+    assert "ended with 7 (" in output
+
+
+def test_a_wrong_setting_stays_down_with_2(cluster: TestedCluster, task: str) -> None:
+    code, output = cluster.up("--nodes", "2", "--task", task, "--args", "--lr fast")
+    assert code == 2 and "--lr got 'fast'" in output
+    assert output.count("--lr got 'fast'") == 2, "each node says it once, however often Docker starts it"
+    assert {node.exit_code for node in cluster.engine().nodes()} == {2}
+
+
+def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task: str) -> None:
+    flags = ("--nodes", "2", "--task", task, "--epochs", "15", "--args", SLOWLY)
+    process = cluster.start(*flags)
+    cluster.until(lambda: cluster.step() > 0, process, "first step")
+    os.kill(process.pid, signal.SIGINT)
+    code, output = cluster.processes.wait(process, 100)
+    assert code == 143, output
+    assert "ended with 143 (node 1 143, node 2 143): stopped at step" in output
+    stopped = cluster.engine("Small").summary()
+    assert stopped is not None and stopped["last_checkpoint_step"] == stopped["global_step"]
+    code, output = cluster.up(*flags)
+    summary = cluster.engine("Small").summary()
+    assert code == 0 and summary is not None, output
+    assert summary["resumed_from_step"] == stopped["global_step"]
+
+
+def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task: str) -> None:
+    flags = ("--nodes", "1", "--task", task, "--epochs", "15", "--args", SLOWLY)
+    process = cluster.start(*flags)
+    cluster.until(lambda: cluster.step() > 0, process, "first step")
+    code, output = cluster.call("scale", "--nodes", "2")
+    assert code == 0 and "1 nodes stopped, 2 started" in output, output
+    assert "there is no node 3 in" in cluster.call("shell", "--node", "3")[1]
+    assert cluster.processes.wait(process, 60)[0] == 143, "who followed the first cluster hears of its stop"
+    code, output = cluster.call("logs")
+    summary = cluster.engine("Small").summary()
+    assert code == 0 and "finished at step 150" in output, output
+    assert summary is not None and summary["world_size"] == 2 and int(str(summary["resumed_from_step"])) > 0
+
+
+def test_down_leaves_nothing_but_the_volumes(cluster: TestedCluster, task: str) -> None:
+    code, output = cluster.up("--nodes", "2", "--task", task, "--epochs", "1")
+    assert code == 0, output
+    assert cluster.call("ps")[1].count("exited with 0") == 2
+    code, output = cluster.call("down")
+    left = cluster.left()
+    assert code == 0 and not left["containers"] and not left["networks"] and len(left["volumes"]) == 2
+    assert f"VOLUMES=1 removes {cluster.project}_checkpoints" in output
+    assert cluster.call("down", "--volumes", "1")[0] == 0
+    assert not cluster.left()["volumes"]
+
+
+def test_a_rate_holds_every_node_also_after_a_restart(cluster: TestedCluster, task: str) -> None:
+    flags = ("--nodes", "2", "--task", task, "--epochs", "60", "--args", SLOWLY)
+    process = cluster.start(*flags, "--rate", "100mbit")
+    cluster.until(lambda: cluster.step() > 0, process, "first step")
+    engine = cluster.engine()
+
+    def limits() -> list[str]:
+        nodes = [f"container:{node.identity}" for node in engine.nodes()]
+        return [engine.helper("tc", "qdisc", "show", options=["--network", name]) for name in nodes]
+
+    assert all("tbf" in each and "rate 100Mbit" in each for each in limits())
+    engine.helper("sh", "-c", f"kill -9 {engine.node(2).pid}", options=["--pid=host"])
+    cluster.until(lambda: engine.node(2).starts == 2, process, "restart of node 2")
+    cluster.until(lambda: "rate 100Mbit" in limits()[1], process, "limit on the restarted node")
+    small = cluster.engine("Small")
+    cluster.until(lambda: "resumed" in [e["kind"] for e in small.events()], process, "next world")
+    process.terminate()
+    assert cluster.processes.wait(process, 100)[0] == 143
+
+
+@pytest.mark.parametrize(("flags", "line"), [
+    (("--nodes", "0"), "NODES=0 is not a number of nodes; valid is 1 to 64: make compose-up NODES=2"),
+    (("--nodes", "x"), "NODES=x is not a number of nodes; valid is 1 to 64: make compose-up NODES=2"),
+    (("--nodes", "2", "--rate", "fast"), "RATE=fast is not valid; give for example RATE=100mbit"),
+    (("--nodes", "2", "--loss", "1"), "LOSS=1 is not valid; give for example LOSS=1%"),
+    (("--nodes", "2", "--metrics-port", "0"), "METRICS_PORT=0 is not a port; valid is 1 to 65535"),
+    (("--task", "no.py:Task"), "TASK=no.py:Task: there is no file no.py; give FILE.py:Class or digits"),
+    (("--run", "../x"), "RUN=../x is not a name; give letters, digits, dots and dashes"),
+])  # fmt: skip
+def test_what_cannot_be_is_one_line(cluster: TestedCluster, flags: tuple[str, ...], line: str) -> None:
+    code, output = cluster.up(*flags)
+    assert (code, output) == (2, f"tandem: {line}\n")
+    assert not any(cluster.left().values())
+
+
+def test_a_port_that_is_taken(cluster: TestedCluster) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", cluster.port))
+        taken.listen()
+        code, output = cluster.up("--nodes", "1")
+    assert code == 2 and output == (
+        f"tandem: port {cluster.port} of this host is taken (Address already in use); choose another: "
+        f"make compose-up METRICS_PORT={cluster.port + 1}\n"
+    )
+
+
+def test_a_volume_of_another_user(cluster: TestedCluster) -> None:
+    volume = f"{cluster.project}_checkpoints"
+    mine = ("--label", f"com.docker.compose.project={cluster.project}", "--label")
+    docker("volume", "create", *mine, "com.docker.compose.volume=checkpoints", volume)
+    foreign = "touch /v/file && chown -R 0:0 /v"  # an empty volume would take the image's owner when mounted
+    docker("run", "--rm", "-u", "0", "-v", f"{volume}:/v", "--entrypoint", "sh", IMAGE, "-c", foreign)
+    code, output = cluster.up("--nodes", "1")
+    assert code == 2 and output.count("\n") == 1
+    assert f"tandem: volume {volume} belongs to user 0, and tandem is user 10001; hand it over" in output
+    subprocess.run(output.partition("hand it over: ")[2].split(), check=True, timeout=60)
+    assert cluster.up("--nodes", "1", "--args", "--steps 5")[0] == 0
+
+
+def test_a_disk_that_is_nearly_full(cluster: TestedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    import preflight
+    from engine import ClusterError
+
+    monkeypatch.setattr(preflight, "RUN_NEEDS_BYTES", 10**18)
+    with pytest.raises(ClusterError, match="GB are free for checkpoints, 1000000000 are needed; make room"):
+        preflight.check_volumes(cluster.engine())
+    with pytest.raises(ClusterError, match=r"only 1\.5 GB are free where the engine .* needs 20; make room"):
+        preflight.check_room_for_a_build(1_500_000_000)
+
+
+def test_netem_or_a_refusal(cluster: TestedCluster) -> None:
+    from network import has_netem
+
+    code, output = cluster.up("--nodes", "1", "--latency", "5ms", "--args", "--steps 5")
+    if has_netem(cluster.engine()):
+        assert code == 0 and "5ms latency" in output
+    else:
+        assert code == 2 and output.startswith("tandem: LATENCY=5ms needs the kernel's netem, which")
+
+
+def test_a_cluster_that_runs_is_not_started_twice(cluster: TestedCluster, task: str) -> None:
+    flags = ("--nodes", "1", "--task", task, "--epochs", "40", "--args", SLOWLY)
+    process = cluster.start(*flags)
+    cluster.until(lambda: cluster.step() > 0, process, "first step")
+    code, output = cluster.up(*flags)
+    assert code == 2 and output.startswith(f"tandem: cluster {cluster.project} is running (1 nodes); stop it")
+    assert cluster.call("down")[0] == 0
+    cluster.processes.wait(process, 60)
+
+
+def make(*arguments: str, **environ: str) -> tuple[int, str]:
+    command = ["make", "--no-print-directory", *arguments]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60
+    )
+    return ended.returncode, ended.stderr
+
+
+def test_an_engine_that_does_not_run() -> None:
+    code, errors = make("compose-up", DOCKER_HOST="unix:///nowhere/docker.sock")
+    assert code == 2  # make's own code for any failure; the program's is in the line after
+    assert errors.startswith(
+        "tandem: the container engine does not answer at unix:///nowhere/docker.sock; start it: "
+        "sudo systemctl start docker (Debian without one: sudo make docker-host)\n"
+    )
+
+
+@pytest.mark.parametrize(("version", "said"), [("echo 2.6.1", "2.6.1"), ("exit 1", "missing")])
+def test_compose_that_is_too_old(tmp_path: Path, version: str, said: str) -> None:
+    fake = tmp_path / "docker"
+    fake.write_text(f'#!/bin/sh\n[ "$1" = version ] && exit 0\n{version}\n')
+    fake.chmod(0o755)
+    code, errors = make("compose-up", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert code == 2 and errors.startswith(f"tandem: docker compose is {said}; 2.20 or newer is needed")
+
+
+def test_no_docker_at_all(tmp_path: Path) -> None:
+    for name in ("make", "bash", "sh", "sed"):
+        found = subprocess.run(["bash", "-c", f"command -v {name}"], capture_output=True, text=True)
+        (tmp_path / name).symlink_to(found.stdout.strip())
+    _, errors = make("compose-up", f"PYTHON={sys.executable}", PATH=str(tmp_path))
+    assert errors.startswith("tandem: docker is not installed; on Debian: sudo make docker-host\n")

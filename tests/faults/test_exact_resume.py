@@ -1,0 +1,130 @@
+"""A killed and resumed run has the bits of a calm one; at another world size it has the same data.
+
+TANDEM_TRIALS: kills at random steps for each world size (default 3); benchmarks/resume_trials.py has the full
+counts, and the task that is used here.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Runs
+
+from tandem.checkpoint.state import deserialize
+from tandem.checkpoint.store import CheckpointStore
+from tandem.data.sampler import GlobalOrder
+
+pytestmark = pytest.mark.timeout(500)
+
+TRIALS = int(os.environ.get("TANDEM_TRIALS") or 3)
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "resume_trials.py"
+
+
+def kills(processes: Any, folder: Path, world_size: int, device: str) -> tuple[dict[str, Any], str]:
+    """The benchmark's row for one world size, and what it said of each trial."""
+    rows = folder / "rows.json"
+    flags = ["--worlds", str(world_size), "--trials", str(TRIALS), "--control", "0", "--device", device]
+    code, output = processes.run(
+        [sys.executable, str(BENCHMARK), *flags, "--json", str(rows)],
+        limit=120 + 60 * TRIALS,
+        env={name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")},
+    )
+    assert code == 0, output
+    return dict(json.loads(rows.read_text())[0]), output
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_kills_at_random_steps_change_no_bit(processes: Any, tmp_path: Path, world_size: int) -> None:
+    row, output = kills(processes, tmp_path, world_size, "cpu")
+    assert row["outcome"] == f"{TRIALS} of {TRIALS} equal", output
+
+
+@pytest.mark.gpu
+def test_on_gpus_with_synchronised_batch_norm(processes: Any, tmp_path: Path, require: Any) -> None:
+    require("cuda", torch.cuda.is_available(), "SyncBatchNorm and fused optimizers are not proven here")
+    row, output = kills(processes, tmp_path, min(4, torch.cuda.device_count()), "cuda")
+    assert row["outcome"] == f"{TRIALS} of {TRIALS} equal", output
+
+
+# Writes down which samples each process was given, and has nothing that depends on the number of ranks.
+TELLTALE = """
+import json
+import os
+
+import torch
+from torch import nn
+
+from tandem.data.datasets import Datasets
+
+
+class Rows:
+    def __init__(self):
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(130, 8, generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+    def __getitems__(self, indices):
+        return self.x[indices]
+
+    def augmented(self, indices, epoch, seed):
+        with open(f"given-{os.getpid()}.jsonl", "a") as file:
+            file.write(json.dumps(indices.tolist()) + "\\n")
+        return self.x[indices]
+
+
+class Small:
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def build_datasets(self):
+        return Datasets(Rows(), Rows())
+
+    def loss(self, model, batch):
+        return nn.functional.mse_loss(model(batch), batch.sum(dim=1, keepdim=True))
+"""
+BATCH = 20
+
+
+def test_another_world_size_keeps_batch_order_and_every_sample(runs: Runs) -> None:
+    (runs.folder / "small.py").write_text(TELLTALE)
+
+    def given() -> list[list[list[int]]]:
+        """For each process, its samples of each step; the files are taken away."""
+        files = sorted(runs.folder.glob("given-*.jsonl"))
+        found = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        for file in files:
+            file.unlink()
+        return found
+
+    def go(run: str, ranks: int, steps: int) -> list[list[list[int]]]:
+        flags = ("--task", "small.py:Small", "--batch-size", BATCH, "--schedule", "constant", "--lr", 0.01)
+        module = [sys.executable, "-m", "tandem", "launch", *flags, "--run-dir", run, "--nproc", ranks]
+        rest = ("--steps", steps, "--metrics-port", 0, "--metrics-linger", 0, "--threads", 1)
+        command = [str(word) for word in (*module, *rest)]
+        code, output = runs.processes.run(command, cwd=runs.folder, env=runs.environment)
+        assert code == 0, output
+        return given()
+
+    order = GlobalOrder(130, BATCH, seed=0)  # 6 steps an epoch: the changes come in the middle of one
+    for ranks, first, end in ((2, 0, 8), (3, 8, 15), (1, 15, 20)):  # 20 over 3 ranks: shares of 7, 7 and 6
+        per_rank = go("changed", ranks, end)
+        assert len(per_rank) == ranks and {len(steps) for steps in per_rank} == {end - first}
+        for step in range(first, end):
+            samples = [index for steps in per_rank for index in steps[step - first]]
+            assert sorted(samples) == sorted(order.batch(step)[1].tolist()), f"step {step}"
+    go("calm", 1, 20)
+    calm, changed = (
+        deserialize(CheckpointStore(runs.folder / run / "checkpoints").read(20)[0])["model"]
+        for run in ("calm", "changed")
+    )
+    for name, value in calm.items():
+        torch.testing.assert_close(changed[name], value, rtol=1e-5, atol=1e-6)

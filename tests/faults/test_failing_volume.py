@@ -1,0 +1,214 @@
+"""Volumes that fail at any call, are full, read-only, stale or slow: nothing is lost, and nothing crashes."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_calls import failing, slow
+from small_runs import Runs
+from trials import SOURCE
+
+from store_trials import SCENARIOS, judge, save, scratch, store_in
+from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.store import CheckpointStore
+from tandem.errors import CheckpointError
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+FAILURES = [
+    (errno.EIO, "once"),
+    (errno.EIO, "forever"),
+    (errno.EIO, "after"),
+    (errno.ESTALE, "once"),
+    (errno.ESTALE, "forever"),
+    (errno.ESTALE, "after"),
+    (errno.ENOSPC, "forever"),
+    (errno.EROFS, "forever"),
+]
+
+
+@pytest.mark.parametrize(
+    "number, mode", FAILURES, ids=[f"{errno.errorcode[number]} {mode}" for number, mode in FAILURES]
+)
+@pytest.mark.parametrize(
+    "name", ["first save", "save and prune", "save of the same step", "quarantine, then save"]
+)
+def test_an_error_at_any_call(name: str, number: int, mode: Any) -> None:
+    scenario = SCENARIOS[name]
+    with scratch() as place:
+        template, root = place / "template", place / "root"
+        template.mkdir()
+        scenario.prepare(store_in(template))
+        nth, hit = 0, True
+        while hit:
+            shutil.copytree(template, root)
+            refused = False
+            with failing(nth, number, mode) as failure:
+                try:
+                    scenario.act(store_in(root))
+                except CheckpointError as error:
+                    assert os.strerror(number) in str(error) and "\n" not in str(error), f"call {nth}"
+                    refused = True
+            hit = failure.hit
+            found = judge(root, scenario)
+            assert found in ("old", "new"), f"call {nth}: {found}"
+            assert refused or found == "new", f"call {nth} was acknowledged, but {found} is there"
+            assert not (refused and number == errno.ESTALE and mode == "once"), (
+                f"call {nth} is not tried again"
+            )
+            scenario.act(store_in(root))  # the volume is well again
+            assert judge(root, scenario) == "new"
+            assert not list(store_in(root).directory.glob(".*")), "nothing is left over"
+            shutil.rmtree(root)
+            nth += 1
+    assert nth > 25
+
+
+# Runs in a mount namespace of its own, with `sys.argv[1]` a small tmpfs.
+SMALL_VOLUME = """
+import os, subprocess, sys
+from pathlib import Path
+from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.store import CheckpointStore
+from tandem.errors import CheckpointError
+
+root = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(root)], check=True)
+store, filler = CheckpointStore(root / "run" / "checkpoints"), root / "filler"
+state = os.urandom(200_000)
+
+def names():
+    return sorted(os.listdir(store.directory))
+
+def refused(step, reason):
+    try:
+        store.save(step, state, {})
+    except CheckpointError as error:
+        assert reason in str(error) and "free space or mend the volume" in str(error), error
+        return True
+    return False
+
+store.save(100, state, {})
+full = 0
+for free in range(0, 300_000, 20_000):  # ENOSPC here and there: mkdir, state, manifest
+    filler.write_bytes(b"")
+    stat = os.statvfs(root)
+    filler.write_bytes(bytes(max(0, stat.f_bavail * stat.f_frsize - free)))
+    if not refused(200, "No space left on device"):
+        break
+    full += 1
+    assert names() == ["step-000000100"], names()
+    store.verify(100)
+assert full >= 10 and names() == ["step-000000100", "step-000000200"], (full, names())
+filler.unlink()
+store.save(300, state, {})
+assert store.prune(Retention(2)) == [100]
+
+(store.path(300) / "state.pt").write_bytes(b"rotten")
+subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
+assert refused(400, "Read-only file system")
+told = []
+newest = store.newest_valid(lambda step, problem: told.append(problem))
+assert newest is not None and newest[0] == 200 and newest[1] == state
+assert len(told) == 1 and "Read-only file system" in told[0] and "stays where it is" in told[0], told
+try:
+    store.prune(Retention(1))
+except CheckpointError:
+    pass
+else:
+    raise AssertionError("pruned on a read-only volume")
+assert names() == ["step-000000200", "step-000000300"], names()
+"""
+
+
+# Runs the command after `sys.argv[1]`, a small tmpfs that is full for a while in the middle of it.
+FULL_FOR_A_WHILE = """
+import subprocess, sys, time
+from pathlib import Path
+
+volume, output = Path(sys.argv[1]), Path("output.txt")
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(volume)], check=True)
+with output.open("w") as file:
+    run = subprocess.Popen(sys.argv[2:], stdout=file, stderr=file)
+
+def until(condition, what):
+    deadline = time.monotonic() + 60
+    while not condition():
+        if run.poll() is not None or time.monotonic() > deadline:
+            run.kill()
+            sys.exit(f"no {what}: {output.read_text()}")
+        time.sleep(0.01)
+
+until((volume / "run" / "checkpoints" / "step-000000010").exists, "checkpoint")
+try:
+    (volume / "filler").write_bytes(bytes(2_000_000))
+except OSError:
+    pass
+until(lambda: "failed (2 in a row" in output.read_text(), "failed save")
+(volume / "filler").unlink()
+code = run.wait(90)
+print(output.read_text(), *sorted(path.name for path in (volume / "run" / "checkpoints").iterdir()))
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def namespace(tmp_path: Path, require: Any) -> list[str]:
+    """The command before one that may mount: for root a mount namespace, else one of users as well."""
+    require("unshare")
+    options = ["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"]
+    probe = ["unshare", *options, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    able = subprocess.run(probe, capture_output=True, text=True)
+    require("mount", able.returncode == 0, able.stderr.strip())
+    return ["unshare", *options]
+
+
+def test_a_full_and_a_read_only_volume(processes: Any, tmp_path: Path, namespace: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [*namespace, sys.executable, "-c", SMALL_VOLUME, str(tmp_path)]
+    code, output = processes.run(command, env=environment)
+    assert code == 0, output
+
+
+def test_a_run_outlives_a_full_volume(runs: Runs, namespace: list[str]) -> None:
+    volume = runs.folder / "volume"
+    volume.mkdir()
+    flags = ("--steps", 100, "--checkpoint-every", 5, "--checkpoint-failures-allowed", 100)
+    train = runs.command("train", "volume/run", *flags, delay=0.03)
+    command = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, str(volume), *train]
+    environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}
+    code, output = runs.processes.run(command, cwd=runs.folder, env=environment)
+    assert code == 0, output
+    assert "No space left on device; free space" in output and "Traceback" not in output
+    assert output.split()[-3:] == ["step-000000090", "step-000000095", "step-000000100"]
+
+
+def test_a_reader_beside_a_slow_writer_always_finds_one(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    save(store, 1, 1)
+    stop, wrong = threading.Event(), []
+
+    def look() -> None:
+        reader = CheckpointStore(store.directory)
+        while not stop.is_set():
+            newest = reader.newest_step(lambda step, problem: wrong.append(problem), quarantine=False)
+            if newest is None:
+                wrong.append("none")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        with slow(0.001):
+            for step in range(2, 12):
+                save(store, step, 1)
+                store.prune(Retention(1))
+    finally:
+        stop.set()
+        thread.join()
+    assert wrong == [] and store.steps() == [11]

@@ -1,0 +1,72 @@
+"""`tandem verify-resume`: passes a sound task, and says what is wrong with one that is not."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from small_runs import TASK, Runs
+
+pytestmark = pytest.mark.timeout(300)
+
+OWN_GENERATOR = TASK.replace(
+    "        out = model(x)",
+    "        if not hasattr(self, 'generator'):\n"
+    "            self.generator = torch.Generator().manual_seed(3)\n"
+    "        x = x + 0.1 * torch.randn(x.shape, generator=self.generator)\n"
+    "        out = model(x)",
+)
+GLOBAL_GENERATORS = TASK.replace(
+    "        out = model(x)",
+    "        import random, numpy\n"
+    "        x = x + 0.1 * torch.randn(x.shape) + 0.1 * random.random() + 0.1 * numpy.random.rand()\n"
+    "        out = model(x)",
+)
+
+
+def verify(runs: Runs, trials: int, *flags: object) -> tuple[int, str]:
+    command = runs.command("verify-resume", "unused", "--trials", trials, "--nproc", 2, *flags, delay=0.01)
+    code, output = runs.processes.wait(
+        runs.processes.start(command, cwd=runs.folder, env=runs.environment), limit=200
+    )
+    return int(code), str(output)
+
+
+def test_a_sound_task_passes(runs: Runs) -> None:
+    (runs.folder / "small.py").write_text(GLOBAL_GENERATORS)
+    code, output = verify(runs, 2, "--optimizer", "adamw", "--clip-norm", 1)
+    lines = output.splitlines()
+    assert code == 0, output
+    assert lines[-1] == "verdict: exact; 2 of 2 killed runs have the bits of the undisturbed one"
+    assert [line.split(":")[0] for line in lines[2:4]] == ["trial 1 of 2", "trial 2 of 2"]
+    assert "40 steps on 2 ranks" in lines[0] and lines[3].count("at step") == 2, "twice in a row"
+    assert not (runs.folder / "unused").exists(), "everything happens elsewhere"
+
+
+def test_a_generator_of_ones_own_is_found(runs: Runs) -> None:
+    (runs.folder / "small.py").write_text(OWN_GENERATOR)
+    code, output = verify(runs, 1)
+    assert code == 1, output
+    verdict = output.splitlines()[-1]
+    assert verdict.startswith("verdict: not exact; 1 of 1 killed runs differ; undisturbed runs agree:")
+    assert "loss of step" in output and "weights differ at the end, first" in output
+
+
+def test_a_task_that_cannot_run_is_said_with_its_code(runs: Runs) -> None:
+    (runs.folder / "small.py").write_text(TASK.replace("out = model(x)", "out = model(undefined)"))
+    code, output = verify(runs, 1)
+    assert code == 1 and "undefined" in output and "Traceback" not in output, output
+    code, output = verify(runs, 1, "--lr", "-1")
+    assert code == 2 and "--lr" in output, output
+
+
+def test_nothing_is_left_after_a_stop(runs: Runs, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = {**runs.environment, "TMPDIR": str(scratch)}
+    command = runs.command("verify-resume", "unused", delay=1.0)
+    process = runs.processes.start(command, cwd=runs.folder, env=environment)
+    runs.until(lambda: bool(list(scratch.glob("tandem-verify-*/run-1"))), "first run")
+    process.send_signal(signal.SIGTERM)
+    code, output = runs.processes.wait(process)
+    assert code == 137 and "stopped by SIGTERM" in output, output
+    assert not list(scratch.glob("tandem-verify-*"))

@@ -1,0 +1,153 @@
+"""The manifests' own command, under exactly the environment that their controllers give, on separate nodes.
+
+Every run is of the manifest as it stands but for variables that choose a small task and short cadences, as a
+user would set them. Pods are namespaces with addresses of their own (`simulated_cluster`).
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from simulated_cluster import REPOSITORY, Cluster, available
+from small_jobs import Run
+from small_runs import TASK
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, require: Callable[..., None]) -> Iterator[Callable[[], Cluster]]:
+    """Makes clusters whose volumes are below `tmp_path`."""
+    here, why = available()
+    require("namespaces", here, why)
+    own: list[Cluster] = []
+
+    def make() -> Cluster:
+        folder = tmp_path / f"cluster-{len(own)}"
+        volumes = {folder / "checkpoints": "/checkpoints", folder / "task": "/task"}
+        for path in volumes:
+            path.mkdir(parents=True)
+            path.chmod(0o777)
+        (folder / "task/small.py").write_text(TASK)
+        image = {
+            "PATH": f"{REPOSITORY}/.venv/bin:/usr/bin:/bin",
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "LANG": "C.UTF-8",
+        }
+        own.append(Cluster(folder, image, {str(path): target for path, target in volumes.items()}))
+        return own[-1]
+
+    yield make
+    for each in own:
+        each.close()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One way a cluster runs the job; `victim` is the pod that is killed in the second run."""
+
+    manifest: str
+    platform: str
+    first: str
+    victim: str
+    nproc: int = 1
+
+
+SHAPES = [
+    Shape("pytorchjob", "kubeflow-v1", "tandem-master-0", "tandem-worker-1"),
+    Shape("pytorchjob", "kubeflow-v1", "tandem-master-0", "tandem-master-0", nproc=2),
+    Shape("elastic", "kubeflow-v1", "tandem-worker-0", "tandem-worker-1"),
+    Shape("trainjob", "kubeflow-v2", "tandem-node-0-0", "tandem-node-0-2"),
+    Shape("jobset", "jobset", "tandem-node-0-0", "tandem-node-0-0"),
+    Shape("indexed-job", "indexed-job", "tandem-0", "tandem-0"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.manifest}-{shape.nproc}")
+def test_trains_to_completion_and_again_when_a_pod_is_killed(
+    cluster: Callable[[], Cluster], shape: Shape
+) -> None:
+    steps = {"TANDEM_STEPS": "40", "TANDEM_TASK__DELAY": "0.05"}
+    calm = Run(cluster(), shape.manifest, shape.nproc, **steps)
+    calm.controller.start()
+    undisturbed = calm.finish()
+    assert undisturbed["global_step"] == 40
+    assert (undisturbed["platform"], undisturbed["nodes"]) == (shape.platform, 3)
+    assert undisturbed["world_size"] == 3 * shape.nproc
+    with_rank_0 = [pod.plan.name for pod in calm.cluster.pods if "rank 0 of" in pod.output()]
+    assert set(with_rank_0) == {shape.first}
+    assert [code for _, code in calm.controller.codes] == [0] * len(calm.controller.codes)
+
+    run = Run(cluster(), shape.manifest, shape.nproc, TANDEM_CHECKPOINT_EVERY="5", **steps)
+    run.controller.start()
+    run.until(lambda: bool(run.steps_saved()), "a checkpoint")
+    victim = run.controller.current[shape.victim]
+    victim.send(signal.SIGKILL)
+    summary = run.finish()
+    assert (shape.victim, 137) in run.controller.codes
+    again = run.controller.current[shape.victim]
+    assert again.address != victim.address
+    assert summary["global_step"] == 40
+    if shape.manifest == "elastic":  # the others do not wait for it, and sums are made in another order
+        assert summary["world_size"] in (2, 3)
+    else:
+        assert again.code == 0
+        assert summary["world_size"] == 3 * shape.nproc
+        assert summary["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_draining_the_master_leaves_a_checkpoint_and_143_and_the_job_goes_on(
+    cluster: Callable[[], Cluster],
+) -> None:
+    run = Run(
+        cluster(), "pytorchjob", TANDEM_STEPS="60", TANDEM_TASK__DELAY="0.05", TANDEM_CHECKPOINT_EVERY="never"
+    )
+    run.controller.start()
+    run.until(lambda: run.step_logged() >= 10, "step 10")
+    assert run.steps_saved() == []
+    master = run.controller.current["tandem-master-0"]
+    master.send(signal.SIGTERM)
+    run.until(lambda: master.code is not None, "the drained master's end")
+    assert master.code == 143, master.output()
+    (saved,) = run.steps_saved()
+    assert saved >= 10
+    assert run.summary()["state"] == "stopped"
+    summary = run.finish()
+    assert (summary["resumed_from_step"], summary["global_step"]) == (saved, 60)
+    # Never Succeeded before the end, and no pod ever ended with 0 while there was training left.
+    assert run.controller.states.index("Succeeded") == len(run.controller.states) - 1
+    zeros = [name for name, code in run.controller.codes if code == 0]
+    assert len(zeros) == len(set(zeros))
+    assert [code for name, code in run.controller.codes if name == "tandem-master-0"] == [143, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_pod_waits_for_its_master_and_gives_up_with_a_code_that_is_retried(
+    cluster: Callable[[], Cluster],
+) -> None:
+    late = Run(cluster(), "pytorchjob", TANDEM_STEPS="20")
+    never = Run(cluster(), "pytorchjob", TANDEM_STEPS="20", TANDEM_MASTER_TIMEOUT="10")
+    master, *workers = late.controller.plans
+    began = time.monotonic()
+    for worker in workers:
+        late.controller.current[worker.name] = late.cluster.start(worker)
+    lonely = never.cluster.start(never.controller.plans[1])
+
+    late.until(lambda: time.monotonic() - began > 30, "the master's start")
+    waiting = late.controller.current[workers[0].name]
+    assert waiting.code is None and "waiting for master tandem-master-0:23456" in waiting.output()
+    late.controller.current[master.name] = late.cluster.start(master)
+    assert late.finish()["world_size"] == 3
+    assert waiting.code == 0  # the same pod that waited
+
+    deadline = time.monotonic() + 60
+    while lonely.code is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert lonely.code == 200, lonely.output()
+    assert "waiting for master" in lonely.output() and "Traceback" not in lonely.output()

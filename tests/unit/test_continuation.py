@@ -1,0 +1,84 @@
+"""What goes on after a resume beside the weights: an open log interval, and settings that have changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tandem.cluster.world import Agreed
+from tandem.config import Settings
+from tandem.meter import StepTimes
+from tandem.observe.journal import Journal
+from tandem.observe.recorder import Recorder
+from tandem.training.optim import Schedule, build_optimizer
+from tandem.training.resume import load_state
+from tandem.training.step import Readings
+
+TIMES = StepTimes(0.001, 0.0, 0.001, 0.001, 0.001, 0.0, wait=0.0)
+READINGS = Readings(None, None, 0, 0.0, None)
+
+
+class Plain:
+    pass
+
+
+class OwnScheduler:
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def recorder(folder: Path) -> Recorder:
+    found = Recorder(0, 8, lambda message: None)
+    found.begin_run(0, 10, 10, Journal(folder), None, None)
+    return found
+
+
+def steps(of: Recorder, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        loss = float("nan") if step == 4 else step / 3
+        of.end_step(step, [TIMES], Agreed(step - 1, loss, False, step == 4, 0), 0.1)
+
+
+def losses(folder: Path) -> list[object]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_interval_that_is_open_at_a_checkpoint_is_logged_whole(tmp_path: Path) -> None:
+    calm = recorder(tmp_path / "calm")
+    steps(calm, 1, 7)
+    calm.log_interval(7, READINGS, [calm.own_times()])
+    before, after = recorder(tmp_path / "before"), recorder(tmp_path / "after")
+    steps(before, 1, 5)
+    after.load(before.state())
+    steps(after, 6, 7)
+    after.log_interval(7, READINGS, [after.own_times()])
+    assert losses(tmp_path / "after") == losses(tmp_path / "calm") == [sum((1, 2, 3, 5, 6, 7)) / 3 / 6]
+
+
+def test_an_interval_without_a_finite_loss_says_so(tmp_path: Path) -> None:
+    only = recorder(tmp_path)
+    steps(only, 4, 4)
+    only.log_interval(4, READINGS, [only.own_times()])
+    assert losses(tmp_path) == ["NaN"]
+
+
+@pytest.mark.parametrize("task, expected", [(Plain(), 0.5), (OwnScheduler(), 0.1)], ids=["settings", "own"])
+def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: float) -> None:
+    """A task's scheduler moves numbers of the optimizer by itself, so there the saved ones count."""
+    model = nn.Linear(2, 1)
+
+    def optimizer_and_schedule(decay: float) -> tuple[torch.optim.Optimizer, Schedule]:
+        settings = Settings(weight_decay=decay)
+        optimizer = build_optimizer(settings, task, model)  # type: ignore[arg-type]
+        return optimizer, Schedule(settings, task, optimizer, 10, 10)  # type: ignore[arg-type]
+
+    old, schedule = optimizer_and_schedule(0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    old.step()
+    state = {"model": model.state_dict(), "optimizer": old.state_dict(), "schedule": schedule.state()}
+    new, schedule = optimizer_and_schedule(0.5)
+    load_state(state, model, new, schedule)
+    assert new.param_groups[0]["weight_decay"] == expected
+    assert new.state_dict()["state"].keys() == old.state_dict()["state"].keys()

@@ -1,0 +1,63 @@
+"""`tandem doctor`: what it says, also where a place lacks something."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem import doctor
+
+MEMINFO = "MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n"
+
+
+def run(*flags: str, **environ: str) -> tuple[int, dict[str, str]]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tandem", "doctor", *flags],
+        capture_output=True, text=True, env={**clean, **environ}, timeout=100,
+    )  # fmt: skip
+    assert not ended.stderr or ended.returncode, ended.stderr
+    return ended.returncode, {line[:10].strip(): line[11:] for line in ended.stdout.splitlines()}
+
+
+def test_it_names_the_versions_and_the_place(tmp_path: Path) -> None:
+    import torch
+
+    code, lines = run("--nodes", "3", "--run-dir", str(tmp_path / "run"))
+    assert code == 0
+    assert torch.__version__ in lines["torch"]
+    assert lines["gloo"] == "available" and lines["NCCL"] and lines["CUDA"] and lines["cuDNN"]
+    assert "writable" in lines["run dir"] and not (tmp_path / "run").exists()
+    assert lines["placement"].startswith("node 0 of 3 (none)")
+    assert {"driver", "GPUs", "cores", "memory", "/dev/shm", "data"} <= lines.keys()
+
+
+def test_a_placement_that_contradicts_is_a_line_of_its_own() -> None:
+    code, lines = run(RANK="1", WORLD_SIZE="2")
+    assert code == 0 and lines["placement"].startswith("cannot be told: RANK=1")
+
+
+def test_a_setting_that_is_not_valid_is_an_error() -> None:
+    assert run("--epochs", "x")[0] == 2
+
+
+@pytest.mark.parametrize(("name", "text", "said"), [
+    ("memory.max", "1073741824\n", "8.0 GiB, 4.0 available, limited to 1.0"),
+    ("memory.max", "max\n", "8.0 GiB, 4.0 available"),
+    ("memory/memory.limit_in_bytes", "2147483648\n", "8.0 GiB, 4.0 available, limited to 2.0"),
+    ("memory/memory.limit_in_bytes", "9223372036854771712\n", "8.0 GiB, 4.0 available"),
+    ("nothing", "", "8.0 GiB, 4.0 available"),
+])  # fmt: skip
+def test_memory_and_its_limit(tmp_path: Path, name: str, text: str, said: str) -> None:
+    limit = tmp_path / "sys/fs/cgroup" / name
+    limit.parent.mkdir(parents=True)
+    limit.write_text(text)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(MEMINFO)
+    assert doctor.memory(tmp_path) == said
+
+
+def test_cudnn_counts_in_hundreds() -> None:
+    assert doctor.dotted(92600) == "9.26.0" and doctor.dotted(90101) == "9.1.1" and doctor.dotted(None) == ""

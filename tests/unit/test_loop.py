@@ -1,0 +1,129 @@
+"""The loop with what the ranks agreed on arriving one step late, as it does on GPUs."""
+
+from collections.abc import Set
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from tandem.cluster.world import Agreed, World
+from tandem.config import Settings
+from tandem.errors import NonFiniteError
+from tandem.meter import Costs, StepTimes
+from tandem.observe.recorder import Recorder
+from tandem.schedule import Cadence
+from tandem.signals import StopFlag
+from tandem.training.loop import Timetable, Training, train
+from tandem.training.nonfinite import Policy
+from tandem.training.step import Proposal, Readings
+
+
+class StandingClock:
+    """Every step takes the same time, and is known at once."""
+
+    def begin(self) -> None: ...
+    def got_data(self) -> None: ...
+    def pause(self) -> None: ...
+    def end(self) -> list[StepTimes]:
+        return [StepTimes(0.001, 0.0, 0.001, 0.001, 0.001, 0.0, wait=0.0)]
+
+    def drain(self) -> list[StepTimes]:
+        return []
+
+
+class LateStepper:
+    """Tells of a step when the next one is taken, or when it is drained; `bad` steps are left out."""
+
+    def __init__(self, bad: Set[int]) -> None:
+        self.bad, self.clock = bad, StandingClock()
+        self.pending: Agreed | None = None
+
+    def settle_buckets(self, *_: Any) -> Costs:
+        return Costs(0, 0.0, 0)
+
+    def read(self) -> Readings:
+        return Readings(None, None, 0, 0.0, None)
+
+    def take(self, _batches: Any, step: int, proposal: Proposal) -> Agreed | None:
+        before, bad = self.pending, step + 1 in self.bad
+        self.pending = Agreed(step, float("nan") if bad else 1.0, proposal.stop, bad, proposal.decisions)
+        return before
+
+    def drain(self) -> Agreed | None:
+        last, self.pending = self.pending, None
+        return last
+
+
+def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> tuple[Training, list[int]]:
+    """20 steps; a stop signal comes while step `stop_at` is prepared. The list fills with steps saved."""
+    saved: list[int] = []
+    stop = StopFlag()
+
+    def batches() -> Any:
+        for step in range(1, 100):
+            stop.signal_number = 15 if step == stop_at else stop.signal_number
+            yield []
+
+    recorder = Recorder(0, 1, lambda message: None)
+    recorder.begin_run(0, 10, 20, None, None, None)
+    every = {
+        "log": "never",
+        "eval": "never",
+        "save": "never",
+        "check": "never",
+        "snapshot": "never",
+        **cadences,
+    }
+    made = Training(
+        world=cast(World, SimpleNamespace(is_first=True, gather_rows=lambda row: [row])),
+        settings=Settings(),
+        model=nn.Identity(),
+        stepper=cast(Any, LateStepper(bad)),
+        schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),
+        timetable=Timetable({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
+        recorder=recorder,
+        pulse=cast(Any, SimpleNamespace(begin_step=lambda step: None, during=lambda phase: nullcontext())),
+        nonfinite=Policy("stop", "fp32", recorder),
+        stop=stop,
+        batches=batches(),
+        evaluate=dict,
+        check_replicas=lambda step: None,
+        saver=cast(Any, SimpleNamespace(save=saved.append, snapshot=lambda step: None)),
+        step=0,
+    )
+    return made, saved
+
+
+@pytest.mark.parametrize("log_every", ["1", "5", "never"])
+@pytest.mark.parametrize("stop_at", [4, 5, 6])
+def test_a_stop_is_saved_whenever_it_is_heard_of(log_every: str, stop_at: int) -> None:
+    made, saved = training(stop_at=stop_at, log=log_every)
+    assert train(made) is False
+    assert saved == [made.step] and made.step in (stop_at, stop_at + 1)
+
+
+@pytest.mark.parametrize("bad", [9, 10])
+def test_nothing_is_saved_after_a_step_that_is_not_finite(bad: int) -> None:
+    """Also not at step 10, when step 9's verdict and step 10's arrive together."""
+    made, saved = training(bad={bad}, save="5")
+    with pytest.raises(NonFiniteError, match=f"step {bad} is"):
+        train(made)
+    assert saved == [5]
+
+
+def test_every_loss_belongs_to_its_own_log_interval() -> None:
+    made, _ = training(log="5")
+    seen = []
+    made.recorder.log_interval = lambda *_: seen.append(made.recorder.state()["loss_count"])  # type: ignore[method-assign]
+    assert train(made) is True
+    assert seen == [5, 10, 15, 20]
+
+
+def test_a_decision_by_the_clock_is_not_lost_when_it_is_heard_at_a_log_line() -> None:
+    made, saved = training(log="5", save="3s")
+    times = iter([0.0] * 9 + [4.0] * 50)  # the tenth step is beyond 3 s; it is a log step as well
+    made.timetable.clock = lambda: next(times)
+    assert train(made) is True
+    assert saved == [10, 20]

@@ -1,0 +1,99 @@
+"""A replica's index by reverse look-up, against a resolver that answers as Docker's does; ends that stay."""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster import replica
+from tandem.cluster.placement import detect
+from tandem.errors import ConfigError
+
+PROJECT = {"TANDEM_COMPOSE_PROJECT": "demo", "TANDEM_COMPOSE_NODES": "12"}
+
+
+def pointer(name: str, compressed: bool) -> bytes:
+    """One PTR record for the question's name; the end of `name` may point into the question."""
+    labels = b"".join(bytes([len(part)]) + part.encode() for part in name.split("."))
+    data = labels + (b"\xc0\x0c" if compressed else b"\0")
+    return b"\xc0\x0c" + struct.pack(">HHIH", 12, 1, 600, len(data)) + data
+
+
+@contextlib.contextmanager
+def resolver(*records: bytes, silent: int = 0) -> Iterator[tuple[str, int]]:
+    """A UDP server that ignores the first `silent` questions, then answers each with `records`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                for number in range(silent + 3):
+                    question, sender = server.recvfrom(4096)
+                    if number >= silent:
+                        header = question[:2] + struct.pack(">5H", 0x8180, 1, len(records), 0, 0)
+                        server.sendto(header + question[12:] + b"".join(records), sender)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield server.getsockname()
+
+
+def test_names_of_an_address() -> None:
+    with resolver(pointer("demo-node-12.demo_default", False), pointer("4f3c", True)) as address:
+        names = replica.names_of("10.0.0.9", address)
+    assert names == ["demo-node-12.demo_default", "4f3c.9.0.0.10.in-addr.arpa"]
+
+
+def test_a_lost_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "TIMEOUT_SECONDS", 0.1)
+    with resolver(pointer("demo-node-2.demo_default", False), silent=1) as address:
+        assert replica.names_of("10.0.0.9", address) == ["demo-node-2.demo_default"]
+
+
+def test_the_index_makes_a_placement() -> None:
+    with resolver(pointer("demo-node-12.demo_default", False)) as address:
+        environ = replica.with_index(PROJECT, address)
+    placement = detect(environ, "4f3c")
+    assert (placement.node_rank, placement.nodes, placement.master_host) == (11, 12, "demo-node-1")
+
+
+@pytest.mark.parametrize("environ", [{}, {**PROJECT, "TANDEM_COMPOSE_INDEX": "3"}])
+def test_nothing_is_asked_where_nothing_is_open(environ: dict[str, str]) -> None:
+    assert replica.with_index(environ, ("127.0.0.1", 1)) is environ
+
+
+@pytest.mark.parametrize("name", ["other-node-1.other_default", "demo-metrics-1.demo_default", "demo-node-x"])
+def test_a_container_that_is_no_replica(name: str) -> None:
+    with resolver(pointer(name, False)) as address:
+        with pytest.raises(ConfigError, match="is no replica") as error:
+            replica.with_index(PROJECT, address)
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_final_end_keeps_the_container_down_for_a_while(tmp_path: Path) -> None:
+    assert replica.stay_down_code(tmp_path, "4f3c") is None
+    replica.note_end(tmp_path, "4f3c", 7)
+    assert replica.stay_down_code(tmp_path, "4f3c") == 7
+    assert replica.stay_down_code(tmp_path, "other") is None
+    noted = (tmp_path / "log" / "ended-4f3c.json").stat().st_mtime
+    assert replica.stay_down_code(tmp_path, "4f3c", noted + replica.STAY_DOWN_SECONDS + 1) is None
+
+
+@pytest.mark.parametrize("code", [0, 137, 143, 200])
+def test_an_end_that_may_be_retried_is_no_reason_to_stay_down(tmp_path: Path, code: int) -> None:
+    replica.note_end(tmp_path, "4f3c", 2)
+    replica.note_end(tmp_path, "4f3c", code)
+    assert replica.stay_down_code(tmp_path, "4f3c") is None
+
+
+def test_notes_never_fail(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    replica.note_end(file, "4f3c", 1)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "ended-4f3c.json").write_text("{")
+    assert replica.stay_down_code(tmp_path, "4f3c") is None
