@@ -34,6 +34,7 @@ class LiveRun:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.output = run_dir / "output.txt"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun's restarts often hang
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":")
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(

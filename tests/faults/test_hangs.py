@@ -83,6 +83,37 @@ def test_a_rank_that_leaves_the_others_waiting_is_named(runs: Runs, how: str) ->
     assert runs.summary(how)["restarts"] == 1
 
 
+PATIENT = """
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from small import Small
+
+
+@dataclass
+class Patient(Small):
+    calls: int = 0
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        if model.training and self.calls <= 2 and dist.get_rank() == 1:
+            time.sleep(3)  # as a compilation does: DDP's warm-up pass, and the first step
+        return super().loss(model, batch)
+
+    def evaluate_batch(self, model, batch):
+        time.sleep(3 if dist.get_rank() == 1 else 0)
+        return {"loss": (1.0, 1)}
+"""
+
+
+def test_a_slow_first_step_and_a_long_evaluation_are_no_hangs(runs: Runs) -> None:
+    (runs.folder / "patient.py").write_text(PATIENT)
+    flags = ("--task", "patient.py:Patient", "--steps", 20, "--eval-every", 10, "--hang-timeout", 1)
+    summary = runs.finish("launch", "patient", "--nproc", 2, *flags)
+    assert summary["restarts"] == 0 and not runs.events("patient", "hang")
+
+
 class Link:
     """Two network namespaces joined by one cable: 10.77.0.1 in the first, 10.77.0.2 in the second."""
 
