@@ -180,7 +180,8 @@ def run_this_node(
     if placement.nodes_share_host or placement.nodes == 1:
         use_loopback()
     record_collectives()
-    start_fork_server([rank_function.partition(":")[0]])
+    module = rank_function.partition(":")[0]
+    start_fork_server([module])
     from tandem.checkpoint.state import decide_resume
     from tandem.checkpoint.store import CheckpointStore
     from tandem.cluster.agent import AgentOptions, announce, run_node
@@ -228,7 +229,7 @@ def run_this_node(
         )
         log.info("%s", placement)
         memories = [NodeMemory() for _ in range(nproc)]
-        ranks = RankProcesses(rank_function, settings.to_dict(), memories)
+        ranks = RankProcesses(rank_function, settings.to_dict(), memories, f"{module}:warm_up")
         report = run_node(placement, ranks, options, stop, view)
         if report.code not in (FINISHED, STOPPED):
             said_already = report.code in (1, 2) and is_first  # rank 0 is here and has said what is wrong

@@ -6,6 +6,7 @@ No torch in here: the fork server has to be started before the agent imports tor
 import contextlib
 import ctypes
 import importlib
+import io
 import multiprocessing
 import os
 import sys
@@ -69,10 +70,10 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
 
-def resolve(name: str) -> RankFunction:
+def resolve(name: str) -> Callable[..., Any]:
     """ "package.module:function" -> the function."""
     module, _, attribute = name.partition(":")
-    function: RankFunction = getattr(importlib.import_module(module), attribute)
+    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return function
 
 
@@ -86,9 +87,13 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
 
 def _rank_main(
-    function: str, settings: dict[str, object], memories: tuple[NodeMemory, ...], lifeline: Connection
+    function: str,
+    warm_up: str | None,
+    settings: dict[str, object],
+    memories: tuple[NodeMemory, ...],
+    lifeline: Connection,
 ) -> None:
-    """Entry of every rank process: waits for its position, then is that rank."""
+    """Entry of every rank process: warms up, waits for its position, then is that rank."""
 
     def leave_with_agent() -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -96,6 +101,9 @@ def _rank_main(
         os._exit(PEER_LOST)
 
     _name_process("tandem-standby")
+    if warm_up is not None:
+        with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            resolve(warm_up)(settings)  # what fails here fails again, and is reported, in the rank
     try:
         position = replace(lifeline.recv(), memories=memories)
     except (EOFError, OSError):
@@ -122,11 +130,18 @@ class _Rank:
 class RankProcesses:
     """This node's ranks of one world after another, running `function` ("module:name"). Not thread-safe.
 
-    Each rank is a new process; while a world trains, `stand_by` forks those of the next one in advance.
+    Each rank is a new process; while a world trains, `stand_by` forks those of the next one in advance,
+    which call `warm_up(settings)` ("module:name") before they wait.
     """
 
-    def __init__(self, function: str, settings: dict[str, object], memories: Sequence[NodeMemory]) -> None:
-        self._arguments = function, settings, tuple(memories)
+    def __init__(
+        self,
+        function: str,
+        settings: dict[str, object],
+        memories: Sequence[NodeMemory],
+        warm_up: str | None = None,
+    ) -> None:
+        self._arguments = function, warm_up, settings, tuple(memories)
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Rank] = {}
         self._standby: list[_Rank] = []

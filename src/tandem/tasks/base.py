@@ -66,7 +66,7 @@ def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bo
     A file or module with a single task class may be named without the class.
     Raises ConfigError on an unknown name, a module that does not import, and fields that do not fit.
     """
-    found = _find_class(BUILT_IN.get(name, name))
+    found = task_class(name)
     given = {"data_dir": data_dir, "download": download}
     values = convert_fields(found, name, fields, given)
     try:
@@ -82,7 +82,9 @@ def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bo
     return result
 
 
-def _find_class(name: str) -> type[Any]:
+def task_class(name: str) -> type[Any]:
+    """The class that `name` stands for, imported; ConfigError as `load_task`."""
+    name = BUILT_IN.get(name, name)
     location, _, class_name = name.rpartition(":") if ":" in name else (name, "", "")
     if location.endswith(".py"):
         module = _module_of_file(Path(location))

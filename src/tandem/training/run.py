@@ -27,7 +27,7 @@ from tandem.observe.life import count_log_messages
 from tandem.observe.recorder import Recorder, Send
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
-from tandem.tasks.base import Task, load_task
+from tandem.tasks.base import Task, load_task, task_class
 from tandem.training.evaluate import evaluate
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.nonfinite import Policy
@@ -83,6 +83,12 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
             return PEER_LOST
         log.error("the task failed: %s\n%s", first_line(error), traceback.format_exc().rstrip())
         return FAILED
+
+
+def warm_up(settings_dict: dict[str, object]) -> None:
+    """What a process that may become a rank does in advance: import the task and what ranks talk with."""
+    task_class(Settings.from_dict(settings_dict).task)
+    from tandem.observe import server  # noqa: F401
 
 
 def _set_up_log(settings: Settings, position: Position, run_dir: Path) -> None:
