@@ -88,7 +88,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
 def warm_up(settings_dict: dict[str, object]) -> None:
     """What a process that may become a rank does in advance: import the task and what ranks talk with."""
     task_class(Settings.from_dict(settings_dict).task)
-    from tandem.observe import server  # noqa: F401
+    from tandem.observe import samples  # noqa: F401
 
 
 def _set_up_log(settings: Settings, position: Position, run_dir: Path) -> None:
