@@ -2,9 +2,9 @@
 
     python benchmarks/reliability.py [--full] [--json benchmarks/results/reliability.json] [part ...]
 
-Parts: store, resume, saves, recovery, hangs, chaos. `--full` takes the full counts (about three hours, most of
-it the calm half hour, the 25 minutes of chaos and the resumes); without it each part takes a few minutes. Every
-figure stands beside its control, measured in the same run.
+Parts: store, resume, saves, recovery, hangs, chaos. `--full` takes the full counts (about three hours, most
+of it the calm half hour, the 25 minutes of chaos and the resumes); without it each part takes a few minutes.
+Every figure stands beside its control, measured in the same run.
 """
 
 import argparse
