@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ LIMIT_SECONDS = 120.0
 class LiveRun:
     """One launch, leader of a session of its own, `inside` a network namespace if one is named.
 
-    `close` ends all of that session and nothing else.
+    `close` ends that session and the launcher's children, nothing else.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class LiveRun:
 
     def workers(self) -> list[int]:
         """The worker processes of a torchrun launch: its children."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in children.read_text().split()]
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        except FileNotFoundError:
+            return []
+        return [int(pid) for pid in children.split()]
 
     def agents(self) -> dict[int, int]:
         """{node: pid} of the simulated nodes' agents."""
@@ -93,10 +97,10 @@ class LiveRun:
         return found
 
     def close(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        workers = self.workers()  # torchrun gives each a session of its own
+        for kill, pid in ((os.killpg, self.process.pid), *((os.kill, pid) for pid in workers)):
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def __enter__(self) -> "LiveRun":

@@ -2,9 +2,9 @@
 
     python benchmarks/reliability.py [--full] [--json benchmarks/results/reliability.json] [part ...]
 
-Parts: store, saves, recovery, hangs, chaos. `--full` takes the full counts (about three hours, most of it the
-calm half hour, the 25 minutes of chaos and the resumes); without it each part takes a few minutes. Every
-figure stands beside its control, measured in the same run.
+Parts: store, resume, saves, recovery, hangs, chaos. `--full` takes the full counts (about three hours, most
+of it the calm half hour, the 25 minutes of chaos and the resumes); without it each part takes a few minutes.
+Every figure stands beside its control, measured in the same run.
 """
 
 import argparse
@@ -15,12 +15,24 @@ from pathlib import Path
 import chaos_trials
 import hang_trials
 import recovery_trials
+import resume_trials
 import save_trials
 import store_trials
 from table import Row, render, write
 
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "store": store_trials.rows,
+    "resume": lambda full: [
+        Row(
+            row.name,
+            row.trials,
+            row.outcome,
+            row.control,
+            target="all",
+            passed=row.outcome.startswith(f"{row.trials} of"),
+        )
+        for row in resume_trials.exact_resume(trials=25 if full else 5, control=10 if full else 2)
+    ],
     "saves": lambda full: save_trials.rows(100, 20 if full else 8),
     "recovery": lambda full: recovery_trials.rows(50 if full else 10, 20 if full else 3),
     "hangs": lambda full: hang_trials.rows(30 if full else 5, 30 if full else 1),
