@@ -62,7 +62,7 @@ def live_step(cluster: Cluster) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         with urllib.request.urlopen(f"http://{address.splitlines()[0]}/api/run", timeout=2) as answer:
             run = json.load(answer)
-            return int(run["step"]) if run["state"] == "train" else None
+            return int(run["step"]) if run["state"] == "training" else None
     return None
 
 
