@@ -59,6 +59,7 @@ KEEP_ALIVE_SECONDS = 1
 KEEP_ALIVE_ATTEMPTS = 5
 LAST_CALL_SECONDS = 1
 DUMP_SECONDS = 0.5
+ENDING_SECONDS = 10.0
 STANDBY_SECONDS = 0.2
 
 
@@ -334,6 +335,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._ranks.kill()
                 log.info("a node wants to join: opening the next world")
                 continue
+            if not is_retried(code):
+                self._ranks.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
             codes = self._ranks.kill() or {0: code}
             said = ", ".join(str(each) for each in sorted(set(codes.values())))
             if self._stop and is_retried(code) and code != INTERRUPTED_TWICE:
