@@ -14,6 +14,10 @@ from hypothesis import settings
 settings.register_profile("tandem", deadline=None)  # a busy machine is no fault of the code under test
 settings.load_profile("tandem")
 
+# `make test` hands these on, and a make that a test starts would take itself for a part of that run.
+for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+    os.environ.pop(name, None)
+
 DEFAULT_LIMIT_SECONDS = 100.0  # below pytest-timeout's 120, so that the process is named, not the test
 
 
