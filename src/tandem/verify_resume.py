@@ -221,6 +221,7 @@ class Runner:
             "--metrics-port": 0,
             "--metrics-linger": 0,
             "--progress": "off",
+            "--log-format": "text",
         }
         own = [str(word) for pair in flags.items() for word in pair]
         command = [sys.executable, "-m", "tandem", "launch", *self._arguments, *own]
