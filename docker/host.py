@@ -20,7 +20,6 @@ from pathlib import Path
 BASE_IMAGE = "debian:bookworm-slim"
 SUITE = "bookworm"
 NEXT_SUITE = "trixie"
-MIRROR = "http://deb.debian.org/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 NOT_IN_SLIM = (
     "var/cache/apt/*",
@@ -91,10 +90,20 @@ def prepare_plugin(name: str) -> str:
     return f"taken from {NEXT_SUITE}"
 
 
+def mirror() -> str:
+    """Where this machine's apt gets Debian from, security and updates aside. Raises HostError without any."""
+    asked = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
+    lines = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    for uri, _, name in (line.partition(" ") for line in lines):
+        if name and "-" not in name:
+            return uri.rstrip("/")
+    raise HostError("apt knows no source of Debian packages; add one to /etc/apt/sources.list")
+
+
 def take_plugin_from(suite: str, package: str, folder: Path) -> None:
     """The plugin's file out of another release's package; apt's own lists stay as they are."""
     (folder / "lists" / "partial").mkdir(parents=True)
-    (folder / "sources").write_text(f"deb [signed-by={KEYRING}] {MIRROR} {suite} main\n")
+    (folder / "sources").write_text(f"deb [signed-by={KEYRING}] {mirror()} {suite} main\n")
     options = [
         f"Dir::Etc::sourcelist={folder}/sources",
         "Dir::Etc::sourceparts=-",
@@ -140,7 +149,7 @@ def prepare_base_image() -> str:
         install("debootstrap")
     with tempfile.TemporaryDirectory(prefix="tandem-base-") as folder:
         root = Path(folder) / "root"
-        run(["debootstrap", "--variant=minbase", SUITE, str(root), MIRROR])
+        run(["debootstrap", "--variant=minbase", SUITE, str(root), mirror()])
         for pattern in NOT_IN_SLIM:
             for path in root.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
