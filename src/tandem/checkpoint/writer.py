@@ -45,29 +45,23 @@ class Buffers:
 
     def copy(self, tensors: list[Tensor]) -> list[Tensor]:
         """The same values in this object's memory, valid until the next call; tied tensors stay tied."""
-        places: dict[Key, int] = {}
-        which = [places.setdefault(_key(tensor), len(places)) for tensor in tensors]
-        sources: list[Tensor] = [tensor for tensor, _ in _firsts(tensors, which)]
+        keys = [_key(tensor) for tensor in tensors]
+        distinct: dict[Key, Tensor] = {}
+        for key, tensor in zip(keys, tensors, strict=True):
+            distinct.setdefault(key, tensor)
+        sources = list(distinct.values())
         if [_form(home) for home in self._homes] != [_form(source) for source in sources]:
             self._homes = [_home(source) for source in sources]
         if sources:
             torch._foreach_copy_(self._homes, sources, non_blocking=True)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
-        return [self._homes[place] for place in which]
+        homes = dict(zip(distinct, self._homes, strict=True))
+        return [homes[key] for key in keys]
 
 
 def _key(tensor: Tensor) -> Key:
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _firsts(tensors: list[Tensor], which: list[int]) -> list[tuple[Tensor, int]]:
-    """Each distinct tensor once, in order."""
-    found: list[tuple[Tensor, int]] = []
-    for tensor, place in zip(tensors, which, strict=True):
-        if place == len(found):
-            found.append((tensor, place))
-    return found
 
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:

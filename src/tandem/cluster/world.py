@@ -120,7 +120,7 @@ class World:
     def open(cls, position: Position, device: torch.device, timeout_seconds: float) -> "World":
         """Join the group; every rank of the job calls this. Raises PeerLostError.
 
-        `timeout_seconds` bounds every collective until `shorten_timeout`: the first step may compile.
+        `timeout_seconds` bounds every collective; the first step may compile. Hangs are the watchdog's.
         """
         backend = "nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
@@ -139,15 +139,6 @@ class World:
                 f"cannot join the process group as {position}: {first_line(error)}"
             ) from error
         return cls(position, device)
-
-    def shorten_timeout(self, seconds: float) -> None:
-        """From the first step on, no collective may take longer than this."""
-        newer = getattr(dist, "set_timeout", None)  # torch 2.15; its private forerunner before
-        if newer is not None:
-            newer(timedelta(seconds=seconds))
-        else:
-            group = dist.distributed_c10d._get_default_group()
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def close(self) -> None:
         """Leave after a success; after a failure just exit, because destroying would deadlock."""
