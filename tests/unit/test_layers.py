@@ -14,6 +14,8 @@ LAYERS: list[list[str]] = [
     ["errors", "schedule meter"],
     ["config", "log signals"],
     [
+        "cluster.environment",
+        "cluster.kubernetes cluster.slurm",
         "cluster.placement cluster.replica",
         "cluster.memory",
         "cluster.world cluster.timing",

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.placement import Placement, detect, expand_nodelist, expand_tasks
+from tandem.cluster.placement import Placement, detect
+from tandem.cluster.slurm import expand_nodelist, expand_tasks
 from tandem.errors import ConfigError
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"

@@ -1,0 +1,221 @@
+"""What the environment says of this node: variables by meaning, one table per platform.
+
+Every variable that says the same thing stands in the same column, together with the flag for it: those that
+are set must agree. Pure: nothing is resolved, opened or imported here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tandem.errors import ConfigError
+
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+SIMULATED_NODES_LIMIT = 154  # 127.0.0.101 to 127.0.0.254
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One node's position. `nodes` is the upper bound when `elastic` is set; `master_port` 0 = any free one.
+
+    `nproc` None means auto: the GPUs of the node, else 1. `rank`, `local_rank` and `world_size` are set only
+    where the platform already started one process per rank (torchrun, Slurm with several tasks per node,
+    Open MPI). Node rank 0 hosts the rendezvous at `master_host`; `local_name` is this node's name there.
+    """
+
+    platform: str
+    nodes: int
+    node_rank: int
+    nproc: int | None
+    master_host: str
+    master_port: int
+    elastic: tuple[int, int] | None = None
+    local_name: str | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    nodes_share_host: bool = False
+
+    def __str__(self) -> str:
+        here = {None: "a process per GPU (else 1) here", 1: "1 process here"}.get(
+            self.nproc, f"{self.nproc} processes here"
+        )
+        position = f"node {self.node_rank} of {self.nodes} ({self.platform}), {here}"
+        position += f", master {self.master_host}:{self.master_port}"
+        if self.elastic:
+            position += f", elastic {self.elastic[0]}:{self.elastic[1]}"
+        return position if self.rank is None else f"{position}, rank {self.rank} of {self.world_size}"
+
+    def simulate(self, index: int, port: int) -> "Placement":
+        """The placement of node `index` (0-based) when all nodes run on this host, the store on `port`."""
+        return replace(self, node_rank=index, master_port=port, local_name=loopback_name(index))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Variables by meaning; those set must agree with each other and with the flag of that name."""
+
+    nodes: tuple[str, ...] = ()
+    node_rank: tuple[str, ...] = ()
+    nproc: tuple[str, ...] = ()
+    host: tuple[str, ...] = ("MASTER_ADDR",)
+    port: tuple[str, ...] = ("MASTER_PORT",)
+
+
+KUBEFLOW = Columns(
+    nodes=("PET_NNODES",),
+    node_rank=("RANK", "PET_NODE_RANK"),  # RANK without LOCAL_RANK is the pod's index
+    nproc=("PET_NPROC_PER_NODE",),
+    host=("MASTER_ADDR", "PET_MASTER_ADDR"),
+    port=("MASTER_PORT", "PET_MASTER_PORT"),
+)
+COLUMNS: Mapping[str, Columns] = {
+    "torchrun": Columns(("GROUP_WORLD_SIZE",), ("GROUP_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "openmpi": Columns(nproc=("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    "slurm": Columns(("SLURM_STEP_NUM_NODES",), ("SLURM_NODEID",)),
+    "kubeflow-v1": KUBEFLOW,
+    "kubeflow-v2": KUBEFLOW,
+    "jobset": Columns(("NODES", "NNODES"), ("NODE_RANK", "JOB_COMPLETION_INDEX")),
+    "indexed-job": Columns(("NNODES",), ("NODE_RANK", "JOB_COMPLETION_INDEX")),
+    "compose": Columns(("TANDEM_COMPOSE_NODES",), host=(), port=()),
+    "by-hand": Columns(("NNODES",), ("NODE_RANK",)),
+}
+# The first platform with a variable set is the one, most specific first: torchrun runs inside Slurm and
+# inside pods, mpirun inside Slurm, TrainJob and JobSet pods are pods of an Indexed Job.
+MARKS: Mapping[str, tuple[str, ...]] = {
+    "torchrun": ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "slurm": ("SLURM_JOB_ID",),
+    "kubeflow-v1": ("RANK", "WORLD_SIZE", "PET_RDZV_ENDPOINT"),
+    "kubeflow-v2": (
+        "PET_NODE_RANK",
+        "PET_MASTER_ADDR",
+        "PET_MASTER_PORT",
+        "PET_NNODES",
+        "PET_NPROC_PER_NODE",
+    ),
+    "jobset": ("JOBSET_NAME",),
+    "indexed-job": ("JOB_COMPLETION_INDEX",),
+    "compose": ("TANDEM_COMPOSE_NODES", "TANDEM_COMPOSE_INDEX", "TANDEM_COMPOSE_PROJECT"),
+    "by-hand": ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a platform's reader may look at: variables, host name and flags (as text, by column)."""
+
+    environ: Mapping[str, str]
+    hostname: str
+    platform: str
+    columns: Columns
+    flags: Mapping[str, str]
+    elastic: tuple[int, int] | None
+
+    def sources(self, column: str) -> dict[str, str]:
+        """Where this column is given: flag or variable -> text, empty variables left out."""
+        names: tuple[str, ...] = getattr(self.columns, column)
+        found = {name: value for name in names if (value := self.environ.get(name))}
+        flag = "--master" if column in ("host", "port") else "--" + column.replace("_", "-")
+        return {flag: self.flags[column], **found} if column in self.flags else found
+
+    def text(self, column: str) -> str | None:
+        """The one value all sources of a column agree on; None when nothing gives it."""
+        sources = self.sources(column)
+        if len(set(sources.values())) > 1:
+            raise ConfigError(f"{said(sources)} contradict each other; they must be equal ({self.platform})")
+        return next(iter(sources.values()), None)
+
+    def number(self, column: str, default: int | None = None) -> int:
+        """A whole number of a column; ConfigError when nothing gives it and there is no default."""
+        value = self.text(column)
+        if value is None:
+            if default is None:
+                raise self.missing(column)
+            return default
+        return whole(next(iter(self.sources(column))), value)
+
+    def variable(self, name: str) -> int:
+        value = self.environ.get(name)
+        if not value:
+            raise ConfigError(f"{self.seen()} but {name} is not; {self.platform} needs it")
+        return whole(name, value)
+
+    def host(self) -> str:
+        host = self.text("host")
+        if host is None:
+            raise self.missing("host")
+        return host
+
+    def nproc(self) -> int | None:
+        """Processes per node; None for auto. The platform's `auto` is a default, so a flag may fill it in."""
+        sources = {
+            name: value for name, value in self.sources("nproc").items() if value not in ("auto", "gpu")
+        }
+        numbers = {name: whole(name, value, 1, "auto or ") for name, value in sources.items()}
+        if len(set(numbers.values())) > 1:
+            raise ConfigError(f"{said(sources)} contradict each other; set one of them to auto")
+        return next(iter(numbers.values()), None)
+
+    def missing(self, column: str) -> ConfigError:
+        names: tuple[str, ...] = getattr(self.columns, column)
+        flag = {"host": "--master HOST:PORT", "port": "--master HOST:PORT"}.get(
+            column, "--" + column.replace("_", "-")
+        )
+        return ConfigError(
+            f"{self.seen()} but {' and '.join(names) or flag} is not ({self.platform}); set it or give {flag}"
+        )
+
+    def seen(self) -> str:
+        """The variables and flags that made this platform, for the head of a message."""
+        marks = {name: value for name in MARKS.get(self.platform, ()) if (value := self.environ.get(name))}
+        flags = [
+            flag for flag, on in (("--master", "host"), ("--node-rank", "node_rank")) if on in self.flags
+        ]
+        given = ", ".join([said(marks)] * bool(marks) + flags)
+        return f"{given} {'is' if len(marks) + len(flags) == 1 else 'are'} set"
+
+
+def said(sources: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sources.items())
+
+
+def whole(name: str, value: str, minimum: int = 0, also: str = "") -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < minimum:
+        raise ConfigError(f"{name}={value!r} is not valid; give {also}a whole number from {minimum} up")
+    return int(value)
+
+
+def value_range(name: str, value: str) -> tuple[int, int]:
+    low, _, high = value.partition(":")
+    bounds = (whole(name, low, 1, "MIN:MAX or "), whole(name, high or low, 1, "MIN:MAX or "))
+    if bounds[0] > bounds[1]:
+        raise ConfigError(f"{name}={value} has its minimum above its maximum; give MIN:MAX, as in 1:2")
+    return bounds
+
+
+def split_address(name: str, value: str) -> tuple[str, str]:
+    host, _, port = value.rpartition(":")
+    if not host.strip("[]") or not port or (":" in host and not host.startswith("[")):
+        raise ConfigError(
+            f"{name}={value!r} is not an address; give HOST:PORT, as in {name} node1:{DEFAULT_PORT}"
+        )
+    return host.strip("[]"), port
+
+
+def loopback_name(index: int) -> str:
+    return f"127.0.0.{101 + index}"
+
+
+def alone(facts: Facts) -> Placement:
+    """No platform: one node, or `--nodes N` simulated on this host, each under its own loopback address."""
+    nodes = int(facts.flags.get("nodes", facts.elastic[1] if facts.elastic else 1))
+    if nodes > SIMULATED_NODES_LIMIT:
+        raise ConfigError(
+            f"--nodes={nodes} is too many for one host; give 1 to {SIMULATED_NODES_LIMIT}, "
+            "or --node-rank and --master"
+        )
+    shared = nodes > 1
+    name = loopback_name(0) if shared else LOOPBACK
+    return Placement("none", nodes, 0, facts.nproc(), name, 0, local_name=name, nodes_share_host=shared)

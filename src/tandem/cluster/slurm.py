@@ -1,0 +1,136 @@
+"""Slurm: the tasks of a step, and its own way to write lists of nodes and tasks."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tandem.cluster.environment import Facts, Placement, alone, said, whole
+from tandem.errors import ConfigError
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Inside `srun`: the batch script and the interactive shell have no step id, or a reserved one."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < 0xFFFFFF00
+
+
+def slurm(facts: Facts) -> Placement:
+    """One task per node: that task is the node's agent. Several: each task is a rank already."""
+    if not in_step(facts.environ):
+        return _slurm_without_step(facts)
+    nodes, node_rank = facts.number("nodes"), facts.number("node_rank")
+    names = expand_nodelist(
+        facts.environ.get("SLURM_STEP_NODELIST") or facts.environ.get("SLURM_JOB_NODELIST", "")
+    )
+    here = facts.environ.get("SLURMD_NODENAME") or facts.hostname
+    if (
+        len(names) != nodes
+        or node_rank >= nodes
+        or (facts.environ.get("SLURMD_NODENAME") and names[node_rank] != here)
+    ):
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={','.join(names)}, SLURM_STEP_NUM_NODES={nodes}, SLURM_NODEID={node_rank} "
+            f"and SLURMD_NODENAME={here} contradict each other; start with srun, and set none of them by hand"
+        )
+    host = facts.text("host") or names[0]
+    if host.split(".")[0] in names[1:]:
+        raise ConfigError(
+            f"{said(facts.sources('host'))} is not the step's first node {names[0]}, "
+            "where rank 0 is; leave it out"
+        )
+    # Two jobs, or two steps of one job, may share a node: their stores must not share a port.
+    step = facts.variable("SLURM_JOB_ID") + 131 * facts.variable("SLURM_STEP_ID")
+    placement = Placement(
+        "slurm",
+        nodes,
+        node_rank,
+        facts.nproc(),
+        host,
+        facts.number("port", 20000 + step % 10000),
+        local_name=here,
+    )
+    tasks = expand_tasks(
+        facts.environ.get("SLURM_STEP_TASKS_PER_NODE", "1" if nodes == 1 else f"1(x{nodes})")
+    )
+    if len(tasks) != nodes:
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE names {len(tasks)} nodes but SLURM_STEP_NUM_NODES={nodes}; "
+            "start with srun"
+        )
+    return placement if max(tasks) == 1 else _slurm_ranks(facts, placement, tasks)
+
+
+def _slurm_ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placement:
+    rank, local_rank, here = (
+        facts.variable("SLURM_PROCID"),
+        facts.variable("SLURM_LOCALID"),
+        tasks[placement.node_rank],
+    )
+    if rank >= sum(tasks) or local_rank >= here or placement.nproc not in (None, here):
+        raise ConfigError(
+            f"SLURM_PROCID={rank}, SLURM_LOCALID={local_rank} and --nproc={placement.nproc or 'auto'} "
+            f"contradict {here} tasks here of {sum(tasks)}; "
+            "start one task per node (--ntasks-per-node=1), or leave --nproc out"
+        )
+    return replace(placement, nproc=here, rank=rank, local_rank=local_rank, world_size=sum(tasks))
+
+
+def _slurm_without_step(facts: Facts) -> Placement:
+    """A batch script or a shell in an allocation: fine for one node, otherwise the other nodes would idle."""
+    counts = {name: facts.environ.get(name) or "1" for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS")}
+    if any(whole(name, value, 1) > 1 for name, value in counts.items()):
+        raise ConfigError(
+            f"{said(counts)} but this is not a step (no SLURM_STEP_ID); start it with srun: "
+            "srun --ntasks-per-node=1 tandem launch ..."
+        )
+    return replace(alone(facts), platform="slurm")
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Slurm's host list as names in order: `node[1-2,7],gpu-a[01-02]` -> node1 node2 node7 gpu-a01 gpu-a02.
+
+    Several brackets in one name multiply, the last varying fastest. Raises ConfigError when malformed.
+    """
+    names = [
+        name
+        for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+|[,\[]", text)
+        if item != ","
+        for name in _expand_name(item, text)
+    ]
+    if not names:
+        raise ConfigError(f"Slurm's node list {text!r} is empty; start with srun")
+    return names
+
+
+def _expand_name(item: str, whole: str) -> list[str]:
+    names = [""]
+    for part in re.findall(r"\[[^\]]*\]|[^\[\]]+|[\[\]]", item):
+        if part.startswith("["):
+            names = [name + number for name in names for number in _expand_bracket(part, whole)]
+        elif part == "]" or not re.fullmatch(r"[A-Za-z0-9._-]+", part):
+            raise ConfigError(f"{whole!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]")
+        else:
+            names = [name + part for name in names]
+    return names
+
+
+def _expand_bracket(bracket: str, whole: str) -> list[str]:
+    numbers: list[str] = []
+    for entry in bracket[1:-1].split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", entry)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(last) < int(first) or int(last) - int(first) > 100_000:
+            raise ConfigError(f"{whole!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Slurm's tasks per node in node order: `2(x3),1` -> 2 2 2 1. Raises ConfigError when malformed."""
+    tasks: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?", entry)
+        if match is None:
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not valid; an example is 2(x3),1")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
