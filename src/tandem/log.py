@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
@@ -75,7 +76,10 @@ class Place:
 
 
 class TextFormatter(logging.Formatter):
-    """`14:02:07 rank 0 | message` in local time; anything but INFO names its level."""
+    """`14:02:07 rank 0 | message` in local time; anything but INFO names its level.
+
+    A record with `table` ({name: text} as `extra`) has a line for each entry below it.
+    """
 
     def __init__(self, rank: int | None, node: int) -> None:
         super().__init__()
@@ -83,7 +87,10 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"{self.formatTime(record, '%H:%M:%S')} {self._who} | {level}{record.message}"
+        line = f"{self.formatTime(record, '%H:%M:%S')} {self._who} | {level}{record.message}"
+        table: Mapping[str, str] = getattr(record, "table", {})
+        width = max(map(len, table), default=0)
+        return "\n".join([line, *(f"  {name:<{width}}  {text}" for name, text in table.items())])
 
 
 class JsonFormatter(logging.Formatter):

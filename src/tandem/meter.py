@@ -89,6 +89,7 @@ class Meter:
         self._warmup_steps = warmup_steps
         self._warmup_samples = 0
         self._warmup_seconds = 0.0
+        self._closed_phases = dict.fromkeys(PHASES, 0.0)
         self._reset_interval()
 
     def _reset_interval(self) -> None:
@@ -113,8 +114,14 @@ class Meter:
         """What happened since the last call, and begin anew; an open step goes to the next interval."""
         phases = self._interval_phases
         closed = Interval(self._interval_steps, self._interval_samples, sum(phases.values()), phases)
+        self._closed_phases = self.phases
         self._reset_interval()
         return closed
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of all steps so far by name of PHASES; they add up to `seconds`."""
+        return {name: self._closed_phases[name] + self._interval_phases[name] for name in PHASES}
 
     @property
     def samples_per_second(self) -> float:

@@ -52,6 +52,16 @@ def test_json_line_has_extra_fields_and_stays_one_line(tmp_path: Path) -> None:
     assert set(record) == {"time", "level", "rank", "node", "message", "exception", "step", "path"}
 
 
+def test_a_table_is_lines_for_people_and_an_object_for_collectors(tmp_path: Path) -> None:
+    table = {"steps": "500", "a step": "forward 40%"}
+    for json_lines in (False, True):
+        path = tmp_path / str(json_lines)
+        setup(path, 0, 0, to_terminal=False, json_lines=json_lines).info("the end", extra={"table": table})
+    people, collectors = (tmp_path / "False").read_text(), (tmp_path / "True").read_text()
+    assert people.endswith(" rank 0 | the end\n  steps   500\n  a step  forward 40%\n")
+    assert json.loads(collectors)["table"] == table and collectors.count("\n") == 1
+
+
 def test_set_up_again_appends_and_replaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rank-0.log"
     for text in ("one", "two"):

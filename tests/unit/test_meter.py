@@ -41,6 +41,15 @@ def test_an_interval_begins_anew() -> None:
     assert empty.samples_per_second == empty.seconds_per_step == 0.0
 
 
+def test_phases_of_all_steps_go_on_over_intervals() -> None:
+    meter = Meter()
+    for seconds in (1.0, 2.0, 4.0):
+        meter.step(10, times(seconds))
+        if seconds < 4:
+            meter.interval()
+    assert meter.phases["forward"] == sum(meter.phases.values()) == meter.seconds == 7.0
+
+
 def test_throughput_leaves_out_the_first_twenty_steps() -> None:
     meter = Meter()
     assert meter.samples_per_second == 0.0

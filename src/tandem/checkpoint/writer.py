@@ -75,7 +75,8 @@ def _home(source: Tensor) -> Tensor:
 class CheckpointWriter:
     """Rank 0's writer: one save at a time, prunes after the newest is verified, counts failures in a row.
 
-    `report` hears of each save that ended, from the writing thread.
+    `report` hears of each save that ended, `verified` of each step that was read back before older ones
+    were removed; both from the writing thread.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class CheckpointWriter:
         keep: Retention,
         failures_allowed: int,
         report: Callable[[SaveOutcome], None] = lambda outcome: None,
+        verified: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self._store, self._keep, self._allowed, self._report = store, keep, failures_allowed, report
+        self._store, self._keep, self._allowed = store, keep, failures_allowed
+        self._report, self._verified = report, verified
         self._buffers = Buffers()
         self._thread: threading.Thread | None = None
         self._checked = False
@@ -138,7 +141,7 @@ class CheckpointWriter:
             return
         self._report(SaveOutcome(step, time.monotonic() - began, held, size))
         if size is not None:
-            self._prune()
+            self._prune(step)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
         self.failures_in_a_row += 1
@@ -156,8 +159,9 @@ class CheckpointWriter:
             error,
         )
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
         try:
-            self._store.prune(self._keep)
+            if self._store.prune(self._keep):
+                self._verified(newest)
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)

@@ -164,7 +164,13 @@ def _run(
 
     saver = Saver(
         world,
-        CheckpointWriter(store, Retention.of(settings), settings.checkpoint_failures_allowed, recorder.saved),
+        CheckpointWriter(
+            store,
+            Retention.of(settings),
+            settings.checkpoint_failures_allowed,
+            recorder.saved,
+            lambda step: recorder.event("checkpoint_verified", step=step),
+        ),
         lambda: {
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),

@@ -104,7 +104,7 @@ def write_summary(
     code: int,
     started: float,
 ) -> None:
-    """RUN_DIR/summary.json, and the same in a few words on the terminal."""
+    """RUN_DIR/summary.json, and the same as a line and a table on the terminal."""
     digest = weights_sha256(model)
     summary = {
         "state": "finished" if code == FINISHED else "stopped",
@@ -135,7 +135,28 @@ def write_summary(
         scores or "not evaluated",
         f"{recorder.meter.samples_per_second:,.0f}",
         digest[:12],
+        extra={"table": ending_table(summary, recorder.meter.seconds, recorder.meter.phases, run_dir)},
     )
+
+
+def ending_table(
+    summary: Mapping[str, Any], step_seconds: float, phases: Mapping[str, float], run_dir: Path
+) -> dict[str, str]:
+    """What a person wants to know at the end, {name: text}; `phases` are seconds of its steps."""
+    resumed = summary["resumed_from_step"]
+    saved = summary["last_checkpoint_step"]
+    shares = [f"{name} {seconds / step_seconds:.0%}" for name, seconds in phases.items() if step_seconds]
+    return {
+        "steps": f"{summary['global_step']:,}, epoch {summary['epoch']}"
+        + (f"; resumed from step {resumed:,}" if resumed else ""),
+        "samples": f"{summary['samples_seen']:,} in all, {summary['samples_per_second']:,.0f} a second",
+        "loss": f"{summary['loss']:.4f}",
+        **{name: f"{value:.4f} (evaluation)" for name, value in summary["eval"].items() if name != "loss"},
+        "time": f"{summary['wall_seconds']:.1f} s, {step_seconds:.1f} s of it in steps",
+        "a step": ", ".join(shares) or "none taken",
+        "ranks": f"{summary['world_size']} on {summary['nodes']} nodes, restarts: {summary['restarts']}",
+        "checkpoint": f"step {saved:,} in {run_dir / 'checkpoints'}" if saved is not None else "none saved",
+    }
 
 
 def evaluations_are_saved(settings: Settings, steps_per_epoch: int, planned: int) -> bool:

@@ -1,0 +1,39 @@
+"""The writer beside the training: what it tells of each save, and of what was read back."""
+
+from pathlib import Path
+
+import torch
+
+from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.store import CheckpointStore
+from tandem.checkpoint.writer import CheckpointWriter, SaveOutcome
+
+
+def save_all(store: CheckpointStore, steps: range) -> tuple[list[SaveOutcome], list[int]]:
+    told, verified = list[SaveOutcome](), list[int]()
+    writer = CheckpointWriter(store, Retention(2), 0, told.append, verified.append)
+    for step in steps:
+        writer.save(step, {"model": {"w": torch.full((3,), float(step))}}, {})
+    writer.wait()
+    return told, verified
+
+
+def test_what_was_read_back_before_older_ones_went_is_told(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    told, verified = save_all(store, range(1, 5))
+    assert [save.step for save in told] == [1, 2, 3, 4] and all(save.bytes for save in told)
+    assert verified == [3, 4], "nothing had to go after the first two"
+    assert store.steps() == [4, 3]
+
+
+def test_a_newest_that_is_damaged_is_not_called_verified(tmp_path: Path) -> None:
+    class Lying(CheckpointStore):
+        def verify(self, step: int) -> None:
+            state = self.path(step) / "state.pt"
+            state.write_bytes(state.read_bytes()[:-1])
+            super().verify(step)
+
+    store = Lying(tmp_path)
+    told, verified = save_all(store, range(1, 5))
+    assert len(told) == 4 and verified == []
+    assert store.steps() == [4, 3, 2, 1], "nothing is removed while the newest is not sure"
