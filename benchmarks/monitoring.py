@@ -4,8 +4,9 @@
 
 Stragglers: one run of four ranks whose steps sleep 20 ms; in each trial of 20 steps one rank, drawn at
 random, sleeps 1.33 times as long, or nobody does. Named means: after those 20 steps that rank is marked.
-Cost: the same two-rank run in blocks of 250 steps, in turn with and without everything that
-watching does (clocks, gather, messages; a scraper that reads 64 ranks' series once a second).
+Cost: the same two-rank run in blocks of 250 steps, in turn with and without everything that watching does
+(clocks, gather, messages; a server and a scraper, both on these cores, that reads 64 ranks' series once a
+second).
 """
 
 import argparse
@@ -18,6 +19,8 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event as Flag
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +116,8 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
     os._exit(0)
 
 
-def measure_cost(rank: int, port: int, blocks: int, folder: str) -> None:
-    """Seconds per step of blocks, watched and not in turn."""
+def measure_cost(rank: int, port: int, blocks: int, folder: str, watching: Flag) -> None:
+    """Seconds per step of blocks, watched and not in turn; `watching` tells the scraper which it is."""
     world, task = open_world(rank, 2, port), SleepyTask()
     stepper, micro_batches = make_stepper(world, task, 120)
     task.seconds = 0.003
@@ -126,6 +129,8 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str) -> None:
     host_clock, bare = stepper.clock, BareClock()
     for block in range(2 * blocks):
         stepper.clock = host_clock if block % 2 else bare
+        if rank == 0:
+            (watching.set if block % 2 else watching.clear)()
         dist.barrier()
         began = time.perf_counter()
         for _ in range(BLOCK_STEPS):
@@ -155,9 +160,11 @@ class BareClock(HostClock):
         return []
 
 
-def scrape(url: str, stop: threading.Event, seconds: list[float]) -> None:
-    """Once a second, as a Prometheus with a scrape interval of 1 s would."""
+def scrape(url: str, stop: threading.Event, watching: Flag, seconds: list[float]) -> None:
+    """Once a second while it is time to watch, as a Prometheus with a scrape interval of 1 s would."""
     while not stop.wait(1.0):
+        if not watching.is_set():
+            continue
         began = time.perf_counter()
         with urllib.request.urlopen(url, timeout=10) as answer:
             answer.read()
@@ -189,13 +196,13 @@ def costs(blocks: int) -> dict[str, float]:
     metrics = Metrics()
     ranks = [stragglers.RankTimes(rank, rank // 8, *[0.01] * 8) for rank in range(64)]
     metrics.apply(stragglers.rows_for_metrics(ranks, stragglers.judge(ranks)))
-    stop, scrapes = threading.Event(), list[float]()
+    stop, scrapes, watching = threading.Event(), list[float](), get_context("spawn").Event()
     with tempfile.TemporaryDirectory() as folder:
         receiver = SampleReceiver(Path(folder) / "s", metrics.apply)
         server = MetricsServer(metrics, "127.0.0.1", 0, dict)
-        scraper = threading.Thread(target=scrape, args=(f"{server.url}/metrics", stop, scrapes))
+        scraper = threading.Thread(target=scrape, args=(f"{server.url}/metrics", stop, watching, scrapes))
         scraper.start()
-        spawn(measure_cost, (free_port(), blocks, folder), 2)  # type: ignore[no-untyped-call]
+        spawn(measure_cost, (free_port(), blocks, folder, watching), 2)  # type: ignore[no-untyped-call]
         stop.set()
         scraper.join()
         server.close()
@@ -209,6 +216,7 @@ def costs(blocks: int) -> dict[str, float]:
         "cost_of_watching": statistics.median(ratios) - 1,
         "cost_of_watching_spread": statistics.quantiles(ratios, n=4)[2]
         - statistics.quantiles(ratios, n=4)[0],
+        "scrapes": len(scrapes),
         "page_milliseconds": 1e3 * statistics.median(scrapes or [0.0]),
         "page_bytes": len(metrics.page()),
     }

@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from live_runs import LiveRun
@@ -22,6 +23,8 @@ from table import Row, render
 BETWEEN_KILLS = (0.3, 0.8)  # seconds of training before the next kill
 FLAGS = ("--checkpoint-every", 50, "--log-every", 1000, "--threads", 1, "--steps", 10_000_000, "--lr", 0.01)
 TARGETS = {2: 12.0, 4: 20.0}
+CONTROLS = 3
+CONTROL_SECONDS = 60.0
 
 
 def worker_recovery(ranks: int, trials: int, torchrun_trials: int, folder: Path) -> Row:
@@ -64,6 +67,33 @@ def _next_world(run: LiveRun, worlds: int) -> float:
     return float(run.events("training")[worlds]["time"])
 
 
+def torchrun_survives(node: int, folder: Path) -> bool:
+    """Whether two torchrun agents, with no option but the address, get over the same."""
+    place = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
+    place = (*place, "--master-port", str(20_000 + random.randrange(10_000)))
+    nodes = [_torchrun(folder, place, index) for index in (0, 1)]
+    try:
+        survivor = nodes[1 - node]
+        survivor.until(lambda: bool(survivor.events("training")), "first step")
+        time.sleep(random.uniform(*BETWEEN_KILLS))
+        worlds = len(survivor.events("training"))
+        nodes[node].close()
+        time.sleep(1.0)
+        nodes[node] = _torchrun(folder, place, node)
+        survivor.until(lambda: len(survivor.events("training")) > worlds, "next world", CONTROL_SECONDS)
+        return True
+    except RuntimeError:  # the survivor has ended, or waits for ever
+        return False
+    finally:
+        for each in nodes:
+            each.close()
+
+
+def _torchrun(run_dir: Path, place: Sequence[str], index: int) -> LiveRun:
+    launcher = ("torch.distributed.run", *place, "--node-rank", str(index), "-m", "tandem", "train")
+    return LiveRun(launcher, run_dir, *FLAGS)
+
+
 def node_recovery(node: int, trials: int, folder: Path) -> Row:
     """All of a node is killed and started again 1 s later; the survivor has no restart to spend."""
     times, port = [], 20_000 + random.randrange(20_000)
@@ -89,11 +119,13 @@ def node_recovery(node: int, trials: int, folder: Path) -> Row:
     finally:
         for each in nodes:
             each.close()
+    controls = [torchrun_survives(node, folder / f"torchrun-{node}-{trial}") for trial in range(CONTROLS)]
     name = "the node of rank 0 and the store" if node == 0 else "another node"
     return Row(
         f"{name} killed, back 1 s later",
         trials,
         f"{len(times)} of {trials} recover, median {statistics.median(times):.1f} s; no budget spent",
+        f"default torchrun: {sum(controls)} of {CONTROLS} recover",
         target="all recover",
         passed=len(times) == trials,
     )
