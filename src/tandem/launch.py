@@ -184,7 +184,9 @@ def run_this_node(
     start_fork_server([module])
     from tandem.checkpoint.state import decide_resume
     from tandem.checkpoint.store import CheckpointStore
-    from tandem.cluster.agent import AgentOptions, announce, run_node
+    from tandem.cluster.agent import run_node
+    from tandem.cluster.rendezvous import announce
+    from tandem.cluster.worlds import AgentOptions
     from tandem.observe.access import load_access
     from tandem.tasks.base import load_task
 
@@ -272,7 +274,7 @@ def with_port(placement: Placement) -> Placement:
 
 def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankFunction) -> int:
     """Train as one rank without an agent: under torchrun, srun or mpirun, or all alone."""
-    from tandem.cluster.world import Position, wait_for_master
+    from tandem.cluster.world import Position
 
     run_dir, rank = Path(str(settings.run_dir)), placement.rank or 0
     world_size = placement.world_size or 1
@@ -281,6 +283,8 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
     local_size = placement.nproc or 1
     master = (placement.master_host, placement.master_port)
     if world_size > 1 and rank != 0:
+        from tandem.cluster.rendezvous import wait_for_master
+
         wait_for_master(*master, settings.master_timeout, lambda: False)
     position = Position(
         rank=rank,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.cluster.world import Agreed
+from tandem.cluster.agreement import Agreed
 from tandem.config import Settings
 from tandem.meter import StepTimes
 from tandem.observe.journal import Journal

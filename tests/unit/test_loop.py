@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from tandem.cluster.world import Agreed, World
+from tandem.cluster.agreement import Agreed
+from tandem.cluster.world import World
 from tandem.config import Settings
 from tandem.errors import NonFiniteError
 from tandem.meter import Costs, StepTimes

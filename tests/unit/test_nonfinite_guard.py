@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.cluster.world import Agreed, World
+from tandem.cluster.agreement import Agreed
+from tandem.cluster.world import World
 from tandem.errors import NonFiniteError
 from tandem.training.nonfinite import MOST_SKIPS_IN_A_ROW, Guard, Policy, culprit
 

@@ -1,91 +1,30 @@
-"""This node's agent, on torch's elastic engine: rendezvous, ranks, restarts, and the node's exit code.
+"""This node's agent: hosts or joins the store, runs worlds until the job is over, says the node's code."""
 
-torch's engine gives the rendezvous (who is in, in which order) and the worker group. Stock agents restart
-after every failure; this one decides by the exit codes of its ranks (see `ranks.is_retried`).
-"""
-
-import contextlib
 import logging
 import os
-import sys
-import threading
-import time
-import uuid
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
 
 from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.cluster.placement import Placement
-from tandem.cluster.pulse import DUMP_SIGNAL
-from tandem.cluster.ranks import RankProcesses, is_retried, job_code
-from tandem.cluster.watchdog import Alarm, Watchdog
-from tandem.cluster.world import Position, wait_for_master
-from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST, PeerLostError
+from tandem.cluster.ranks import RankProcesses
+from tandem.cluster.rendezvous import (
+    STORE_READ_SECONDS,
+    StopRequestedError,
+    StoreLostError,
+    VerdictError,
+    hasten_rendezvous,
+    host_store,
+    join_store,
+)
+from tandem.cluster.watchdog import Watchdog
+from tandem.cluster.worlds import AgentOptions, Ledger, NodeAgent, View, spent
+from tandem.errors import KILLED, PEER_LOST, PeerLostError
 from tandem.signals import StopFlag
 
 log = logging.getLogger("tandem.agent")
-
-RUN_ID = "tandem"
-VERDICT_KEY = "tandem/verdict"
-LEFT_KEY = "tandem/left"
-MONITOR_SECONDS = 0.02
-MEMBERSHIP_SECONDS = 0.25
-LEAVE_SECONDS = 10.0
-STORE_READ_SECONDS = 60
-POLL_SECONDS = 0.05
-KEEP_ALIVE_SECONDS = 1
-KEEP_ALIVE_ATTEMPTS = 5
-LAST_CALL_SECONDS = 1
-DUMP_SECONDS = 0.5
-ENDING_SECONDS = 10.0
-STANDBY_SECONDS = 0.2
-
-
-class View(Protocol):
-    """Who is told what happens, for people to see."""
-
-    on_pulse: Callable[[Mapping[str, Any]], None]
-
-    def world_opened(self, number: int, position: Position) -> None:
-        """World `number` (from 1) is about to start; `position` is of the first rank here."""
-
-    def hung(self, alarm: Alarm) -> None:
-        """A rank was named as hanging."""
-
-
-@dataclass(frozen=True)
-class AgentOptions:
-    """What the agent is told beside its placement. Times in seconds."""
-
-    nproc: int
-    ranks_on_host: int
-    max_restarts: int
-    master_timeout: float
-    shutdown_timeout: float
-    sample_socket: str | None = None
-    start_from: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,42 +36,6 @@ class AgentReport:
     worlds_opened: int
 
 
-@dataclass
-class Ledger:
-    """Counts of this launch on this node: worlds opened, and incidents (failures of a world)."""
-
-    worlds: int = 0
-    incidents: int = 0
-
-
-class _StopRequestedError(Exception):
-    """A stop signal came while the agent waited for other nodes."""
-
-
-class _VerdictError(Exception):
-    """Another node ended the job with this code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"another node ended the job with code {code}")
-        self.code = code
-
-
-class _StoreLostError(Exception):
-    """The store on node 0 is gone."""
-
-
-class _WatchfulBackend(C10dRendezvousBackend):
-    """torch's c10d backend; each poll of a waiting node also looks at signals and at the job's verdict."""
-
-    def __init__(self, store: TCPStore, before_poll: Callable[[], None]) -> None:
-        super().__init__(store, RUN_ID)
-        self._before_poll = before_poll
-
-    def get_state(self) -> Any:
-        self._before_poll()
-        return super().get_state()
-
-
 def run_node(
     placement: Placement,
     ranks: RankProcesses,
@@ -142,8 +45,8 @@ def run_node(
 ) -> AgentReport:
     """Run this node's ranks until the job is over, going round again as the exit codes say."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    _hasten_rendezvous()
-    server = _host_store(placement) if placement.node_rank == 0 else None
+    hasten_rendezvous()
+    server = host_store(placement) if placement.node_rank == 0 else None
     watchdog = Watchdog(
         placement.node_rank,
         placement.local_name or "localhost",
@@ -178,313 +81,27 @@ def _run_connections(
     while True:
         agent: NodeAgent | None = None
         try:
-            store = server or _join_store(placement, options, stop)
+            store = server or join_store(placement, options.master_timeout, stop)
             agent = NodeAgent(placement, ranks, options, stop, store, view, watchdog, ledger)
             code, reason = agent.run_worlds()
-        except _StopRequestedError:
+        except StopRequestedError:
             code, reason = KILLED, f"{stop.name} came before training started; nothing to save"
-        except _VerdictError as verdict:
+        except VerdictError as verdict:
             code, reason = verdict.code, str(verdict)
         except RendezvousTimeoutError:
             missing = f"not all of {placement.nodes} nodes came within {options.master_timeout:.0f} s"
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
         except PeerLostError as error:
             code, reason = PEER_LOST, str(error)
-        except (_StoreLostError, RendezvousConnectionError, DistStoreError):
+        except (StoreLostError, RendezvousConnectionError, DistStoreError):
             ranks.kill()
             if not watchdog.has_trained:
                 ledger.incidents += 1
             if ledger.incidents > options.max_restarts:
-                return AgentReport(PEER_LOST, _spent(options), ledger.worlds)
+                return AgentReport(PEER_LOST, spent(options), ledger.worlds)
             log.warning("the store on node 0 is gone; going round again")
             continue
         ranks.kill()
         if agent is not None:
             agent.leave(code)
         return AgentReport(code, reason, ledger.worlds)
-
-
-def announce(placement: Placement, code: int) -> None:
-    """Node 0 ends the job before it began: tell the nodes that come within a few seconds."""
-    if placement.node_rank != 0 or placement.nodes == 1:
-        return
-    with contextlib.suppress(PeerLostError, RuntimeError):
-        store = _host_store(placement)
-        store.set(VERDICT_KEY, str(code))
-        _stay_until_all_left(store, placement.nodes, store.add(LEFT_KEY, 1))
-
-
-def _stay_until_all_left(store: TCPStore, nodes: int, left: int) -> None:
-    deadline = time.monotonic() + LEAVE_SECONDS
-    while left < nodes and time.monotonic() < deadline:
-        time.sleep(MONITOR_SECONDS)
-        left = store.add(LEFT_KEY, 0)
-
-
-def _spent(options: AgentOptions) -> str:
-    return f"the restart budget (--max-restarts {options.max_restarts}) is spent"
-
-
-def _hasten_rendezvous() -> None:
-    """Take two waits out of the engine's rendezvous that have no setting.
-
-    Between two looks at the shared state it pauses for 1 s: 50 ms are enough, one small read per node. And
-    each event that it records asks `inspect.stack` for the caller's name, with source text of every frame:
-    0.25 s a rendezvous; `sys._getframe` knows the same.
-    """
-    engine = vars(dynamic_rendezvous)
-    original = engine["_delay"]
-    if original.__module__ == __name__:
-        return
-
-    def pause(seconds: float | tuple[float, float]) -> None:
-        original(POLL_SECONDS if seconds == 1 else seconds)
-
-    engine["_delay"] = pause
-    engine["get_method_name"] = lambda depth=2: sys._getframe(depth).f_code.co_name
-
-
-def _host_store(placement: Placement) -> TCPStore:
-    """The store that all agents and ranks meet at; raises PeerLostError when its port is taken."""
-    try:
-        return TCPStore(
-            placement.master_host,
-            placement.master_port,
-            is_master=True,
-            multi_tenant=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_READ_SECONDS),
-        )
-    except (RuntimeError, ValueError) as error:
-        raise PeerLostError(
-            f"cannot serve at {placement.master_host}:{placement.master_port}: {str(error).splitlines()[0]}; "
-            "is another job on this port? choose another with --master HOST:PORT"
-        ) from error
-
-
-def _join_store(placement: Placement, options: AgentOptions, stop: StopFlag) -> TCPStore:
-    host, port = placement.master_host, placement.master_port
-    wait_for_master(host, port, options.master_timeout, lambda: bool(stop))
-    if stop:
-        raise _StopRequestedError
-    try:
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
-    except (RuntimeError, ValueError) as error:
-        raise _StoreLostError from error
-
-
-class NodeAgent(SimpleElasticAgent):
-    """One connection to the agents' store, and the worlds that this node takes part in through it."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        ranks: RankProcesses,
-        options: AgentOptions,
-        stop: StopFlag,
-        store: TCPStore,
-        view: View,
-        watchdog: Watchdog,
-        ledger: Ledger,
-    ) -> None:
-        self._placement, self._ranks, self._options, self._stop = placement, ranks, options, stop
-        self._root, self._view, self._ledger = store, view, ledger
-        self._watchdog = watchdog
-        self._joining = False
-        self._hung_node: int | None = None
-        self._waiting_since = time.monotonic()
-        self._next_word = 0.0
-        low, high = placement.elastic or (placement.nodes, placement.nodes)
-        # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
-        handler = DynamicRendezvousHandler.from_backend(
-            RUN_ID,
-            store,
-            _WatchfulBackend(store, self._before_poll),
-            low,
-            high,
-            local_addr=f"{placement.node_rank:06d}.{placement.local_name}",
-            timeout=RendezvousTimeout(
-                join=timedelta(seconds=options.master_timeout), last_call=timedelta(seconds=LAST_CALL_SECONDS)
-            ),
-            keep_alive_interval=KEEP_ALIVE_SECONDS,
-            keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
-        )
-        cast(Any, handler)._state_holder._cache_duration = POLL_SECONDS  # 1 s, the other half of its pause
-        self._handler = handler
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=options.nproc,
-            rdzv_handler=handler,
-            fn=run_node,
-            max_restarts=options.max_restarts,
-            monitor_interval=MONITOR_SECONDS,
-        )
-        super().__init__(spec)
-
-    def run_worlds(self) -> tuple[int, str]:
-        """Open worlds until one ends in a way that is not retried: (exit code, why)."""
-        while True:
-            self._waiting_since, self._next_word = time.monotonic(), 1.0
-            self._joining = True
-            self._initialize_workers(self._worker_group)
-            self._joining = False
-            self._hung_node = None
-            code = self._watch()
-            self._watchdog.close_world(self._root)
-            if code is None:
-                self._ranks.kill()
-                log.info("a node wants to join: opening the next world")
-                continue
-            if not is_retried(code):
-                self._ranks.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
-            codes = self._ranks.kill() or {0: code}
-            said = ", ".join(str(each) for each in sorted(set(codes.values())))
-            if self._stop and is_retried(code) and code != INTERRUPTED_TWICE:
-                return KILLED, f"stopped by {self._stop.name} without a checkpoint (ranks ended with {said})"
-            if self._stop or not is_retried(code):
-                return code, f"ranks ended with {said}"
-            if self._is_to_blame(code):
-                self._ledger.incidents += 1
-            if self._ledger.incidents > self._options.max_restarts:
-                return PEER_LOST, _spent(self._options)
-            log.warning("ranks ended with %s: opening world %d", said, self._ledger.worlds + 1)
-
-    def _is_to_blame(self, code: int) -> bool:
-        """Whether a failed world is an incident of this node: one that lost its peers spends no budget.
-
-        Unless it never trained: what keeps a world from beginning comes back every time.
-        """
-        if self._hung_node is not None:
-            return self._hung_node == self._placement.node_rank
-        return code != PEER_LOST or not self._watchdog.has_trained
-
-    def _watch(self) -> int | None:
-        """Watch one world: its exit code on this node, or None when nodes wait to be let in."""
-        forwarded_at: float | None = None
-        next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
-        while True:
-            time.sleep(MONITOR_SECONDS)
-            now = time.monotonic()
-            codes = self._ranks.codes()
-            ended = [code for code in codes.values() if code is not None]
-            if any(code not in (0, 143) for code in ended) or len(ended) == len(codes):
-                return job_code(ended)
-            if (alarm := self._watchdog.alarm) is not None:
-                return self._end_hang(alarm)
-            if self._stop and forwarded_at is None:
-                forwarded_at = now
-                log.info("%s: asking all ranks to save and stop", self._stop.name)
-                self._ranks.signal(self._stop.signal_number or 15)
-            if self._stop.interrupts > 1:
-                return INTERRUPTED_TWICE
-            if forwarded_at is not None and now - forwarded_at > self._options.shutdown_timeout:
-                log.warning("ranks did not stop within %.0f s: killing them", self._options.shutdown_timeout)
-                return KILLED
-            if self._watchdog.has_trained and now > next_fork:
-                next_fork = now + STANDBY_SECONDS
-                self._ranks.stand_by(self._options.nproc)
-            if now > next_look:
-                next_look = now + MEMBERSHIP_SECONDS
-                if self._nodes_waiting() and not ended and forwarded_at is None:
-                    return None
-
-    def _end_hang(self, alarm: Alarm) -> int:
-        """Say who hangs, and let the ranks write their stacks before they are killed."""
-        log.error("%s; stacks are in %s", alarm.text, "log/stacks-rank-*.txt")
-        self._view.hung(alarm)
-        self._hung_node = alarm.node
-        self._ranks.signal(DUMP_SIGNAL)
-        time.sleep(DUMP_SECONDS)
-        return PEER_LOST
-
-    def _nodes_waiting(self) -> bool:
-        try:
-            return bool(self._handler.num_nodes_waiting() > 0)
-        except _StopRequestedError:
-            return False
-        except RendezvousError as error:
-            raise _StoreLostError from error
-
-    def _before_poll(self) -> None:
-        """Called before each look at the rendezvous: signals, the job's verdict, and a word while waiting."""
-        if not self._joining or threading.current_thread() is not threading.main_thread():
-            return  # the engine's keep-alive looks, too
-        if self._stop:
-            raise _StopRequestedError
-        self._raise_verdict()
-        waited = time.monotonic() - self._waiting_since
-        if waited > self._next_word:
-            self._next_word = waited + 5.0
-            log.info(
-                "waiting: %d of %d nodes are here (%.0f of %.0f s)",
-                len(self._handler._state_holder.state.participants),
-                self._placement.nodes,
-                waited,
-                self._options.master_timeout,
-            )
-
-    def _raise_verdict(self) -> None:
-        try:
-            if self._root.check([VERDICT_KEY]):
-                raise _VerdictError(int(self._root.get(VERDICT_KEY)))
-        except RuntimeError as error:
-            raise _StoreLostError from error
-
-    def leave(self, code: int) -> None:
-        """Tell the others how the job ended; node 0 stays until they have heard it."""
-        with contextlib.suppress(RuntimeError, RendezvousError, OSError):
-            if not is_retried(code) or self._ledger.incidents > self._options.max_restarts:
-                self._root.compare_set(VERDICT_KEY, "", str(code))
-            with contextlib.suppress(RendezvousClosedError):
-                self._handler._stop_heartbeats()
-            left = self._root.add(LEFT_KEY, 1)
-            if self._placement.node_rank == 0:
-                _stay_until_all_left(self._root, self._placement.nodes, left)
-
-    # What torch's engine asks of an agent.
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Give every local rank its position and fork it."""
-        group = cast(Any, worker_group)  # torch annotates what it fills in later as None
-        store = group.store
-        if group.group_rank == 0:
-            store.set("tandem/world", uuid.uuid4().hex)
-        prefix = "world/" + store.get("tandem/world").decode()
-        self._ledger.worlds += 1
-        positions = {
-            worker.local_rank: Position(
-                rank=worker.global_rank,
-                local_rank=worker.local_rank,
-                world_size=worker.world_size,
-                local_world_size=self._options.nproc,
-                node_rank=group.group_rank,
-                nodes=group.group_world_size,
-                ranks_on_host=self._options.ranks_on_host,
-                platform=self._placement.platform,
-                node_name=self._placement.local_name or "localhost",
-                store=(self._placement.master_host, self._placement.master_port, prefix),
-                init="store",
-                restart=self._ledger.worlds - 1,
-                sample_socket=self._options.sample_socket,
-                start_from=self._options.start_from,
-            )
-            for worker in group.workers
-        }
-        self._view.world_opened(self._ledger.worlds, positions[0])
-        pids = self._ranks.start(positions)
-        everyone = range(max(self._placement.nodes, (self._placement.elastic or (0, 0))[1]))
-        by_rank = {positions[local_rank].rank: pid for local_rank, pid in pids.items()}
-        self._watchdog.open_world(prefix, by_rank, everyone)
-        for local_rank, pid in pids.items():
-            log.info("%s is process %d", positions[local_rank], pid)
-        return dict(pids)
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._ranks.kill()
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        codes = self._ranks.codes().values()
-        return RunResult(state=WorkerState.HEALTHY if None in codes else WorkerState.STOPPED)
-
-    def _shutdown(self, death_sig: Any = None, timeout: int = 30) -> None:
-        self._ranks.kill()

@@ -48,7 +48,7 @@ class EndedSave(Protocol):
 
 
 class Agreement(Protocol):
-    """The part of `world.Agreed` that is recorded."""
+    """The part of `agreement.Agreed` that is recorded."""
 
     @property
     def step(self) -> int: ...

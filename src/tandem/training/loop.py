@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from tandem.cluster.agreement import Agreed
 from tandem.cluster.pulse import Pulse
-from tandem.cluster.world import Agreed, World
+from tandem.cluster.world import World
 from tandem.config import Settings
 from tandem.observe.recorder import Recorder
 from tandem.schedule import Cadence

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tandem.cluster.world import Agreed, Telemetry, World
+from tandem.cluster.agreement import Agreed, Telemetry
+from tandem.cluster.world import World
 from tandem.errors import NonFiniteError
 
 log = logging.getLogger("tandem.run")

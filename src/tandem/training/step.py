@@ -8,9 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from tandem.cluster.agreement import Agreed, AgreedReader, Telemetry
 from tandem.cluster.pulse import Pulse
 from tandem.cluster.timing import step_clock
-from tandem.cluster.world import Agreed, AgreedReader, Telemetry, World, hidden_sync_seconds
+from tandem.cluster.world import World, hidden_sync_seconds
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of
 from tandem.errors import NonFiniteError
