@@ -4,9 +4,8 @@
 
 Stragglers: one run of four ranks whose steps sleep 20 ms; in each trial of 20 steps one rank, drawn at
 random, sleeps 1.33 times as long, or nobody does. Named means: after those 20 steps that rank is marked.
-Cost: the same two-rank run in blocks of 250 steps, in turn with and without everything that watching does
-(clocks, gather, messages; a server and a scraper, both on these cores, that reads 64 ranks' series once a
-second).
+Cost: one two-rank run in blocks of 50 steps, in turn bare, watched (clocks, gather, messages, who takes
+them) and watched while a scraper on the same cores reads 64 ranks' series once a second.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event as Flag
 from pathlib import Path
@@ -44,7 +43,8 @@ RANKS = 4
 WINDOW = 20
 SLEEP_SECONDS = 0.02
 SLOWED = 1.33
-BLOCK_STEPS = 250
+BLOCK_STEPS = 50
+MODES = ("bare", "watched", "scraped")
 
 
 class SleepyTask:
@@ -74,7 +74,7 @@ def make_stepper(world: World, task: SleepyTask, batch: int) -> tuple[Stepper, l
     pulse = Pulse(world.position, lambda message: None, None, 600.0, True, Path(tempfile.gettempdir()))
     stepper = Stepper(world, settings, task, model, optimizer, pulse)
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
-    stepper.settle_buckets(micro_batches, 0)
+    stepper.settle_buckets(micro_batches, 0, Costs())
     return stepper, micro_batches
 
 
@@ -106,7 +106,7 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
         for _ in range(WINDOW):
             times += one_step(stepper, micro_batches, step)
             step += 1
-        rows = world.gather_rows(stragglers.row_of(rank, times))
+        rows = world.gather_rows(stragglers.row_of(rank, times)).rows()
         verdict = stragglers.judge(stragglers.from_rows(rows))
         if verdict.marked:
             told["false" if slow is None else "named" if verdict.rank == slow else "wrong"] += 1
@@ -116,34 +116,35 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
     os._exit(0)
 
 
-def measure_cost(rank: int, port: int, blocks: int, folder: str, watching: Flag) -> None:
-    """Seconds per step of blocks, watched and not in turn; `watching` tells the scraper which it is."""
+def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag) -> None:
+    """Seconds per step of `blocks` blocks in each mode, in random order; `scraping` lets the scraper go."""
     world, task = open_world(rank, 2, port), SleepyTask()
     stepper, micro_batches = make_stepper(world, task, 120)
     task.seconds = 0.003
     sender = SampleSender(Path(folder) / "s")
     recorder = Recorder(rank, 240, sender.send)
     recorder.begin_run(0, 1000, 10**6, None, None, None)
-    recorder.costs(Costs(10**6, 1e9, 10**5))
-    watched, silent, step = list[float](), list[float](), 0
-    host_clock, bare = stepper.clock, BareClock()
-    for block in range(2 * blocks):
-        stepper.clock = host_clock if block % 2 else bare
+    recorder.costs(Costs(4000.0, 5e8, 2, 10**5))
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    host_clock, bare, step = stepper.clock, BareClock(), 0
+    draw = random.Random(3)  # the same on all ranks
+    for mode in (mode for _ in range(blocks) for mode in draw.sample(MODES, len(MODES))):
+        stepper.clock = bare if mode == "bare" else host_clock
         if rank == 0:
-            (watching.set if block % 2 else watching.clear)()
+            (scraping.set if mode == "scraped" else scraping.clear)()
         dist.barrier()
         began = time.perf_counter()
         for _ in range(BLOCK_STEPS):
             times = one_step(stepper, micro_batches, step)
             step += 1
-            if block % 2:
+            if mode != "bare":
                 recorder.end_step(step, times, None, 0.1)
-                if step % 50 == 0:
-                    rows = world.gather_rows(recorder.own_times())
-                    recorder.log_interval(step, stepper.read(), rows)
-        (watched if block % 2 else silent).append((time.perf_counter() - began) / BLOCK_STEPS)
+                if step % BLOCK_STEPS == 0:
+                    gathering = world.gather_rows(recorder.own_times())
+                    recorder.log_interval(step, stepper.read(), gathering)
+        seconds[mode].append((time.perf_counter() - began) / BLOCK_STEPS)
     if rank == 0:
-        (Path(folder) / "cost.json").write_text(json.dumps({"watched": watched, "silent": silent}))
+        (Path(folder) / "cost.json").write_text(json.dumps(seconds))
     dist.barrier()
     os._exit(0)
 
@@ -160,10 +161,10 @@ class BareClock(HostClock):
         return []
 
 
-def scrape(url: str, stop: threading.Event, watching: Flag, seconds: list[float]) -> None:
-    """Once a second while it is time to watch, as a Prometheus with a scrape interval of 1 s would."""
+def scrape(url: str, stop: threading.Event, scraping: Flag, seconds: list[float]) -> None:
+    """Once a second, when it is time to, as a Prometheus with a scrape interval of 1 s would."""
     while not stop.wait(1.0):
-        if not watching.is_set():
+        if not scraping.is_set():
             continue
         began = time.perf_counter()
         with urllib.request.urlopen(url, timeout=10) as answer:
@@ -196,36 +197,43 @@ def costs(blocks: int) -> dict[str, float]:
     metrics = Metrics()
     ranks = [stragglers.RankTimes(rank, rank // 8, *[0.01] * 8) for rank in range(64)]
     metrics.apply(stragglers.rows_for_metrics(ranks, stragglers.judge(ranks)))
-    stop, scrapes, watching = threading.Event(), list[float](), get_context("spawn").Event()
+    stop, scrapes, scraping = threading.Event(), list[float](), get_context("spawn").Event()
     with tempfile.TemporaryDirectory() as folder:
         receiver = SampleReceiver(Path(folder) / "s", metrics.apply)
         server = MetricsServer(metrics, "127.0.0.1", 0, dict)
-        scraper = threading.Thread(target=scrape, args=(f"{server.url}/metrics", stop, watching, scrapes))
+        scraper = threading.Thread(target=scrape, args=(f"{server.url}/metrics", stop, scraping, scrapes))
         scraper.start()
-        spawn(measure_cost, (free_port(), blocks, folder, watching), 2)  # type: ignore[no-untyped-call]
+        spawn(measure_cost, (free_port(), blocks, folder, scraping), 2)  # type: ignore[no-untyped-call]
         stop.set()
         scraper.join()
         server.close()
         receiver.close()
         times = json.loads((Path(folder) / "cost.json").read_text())
-    # Blocks follow each other, so a disturbance of the host hits a pair alike: the median over pairs.
-    ratios = [on / off for on, off in zip(times["watched"], times["silent"], strict=True)]
     return {
         "cost_blocks": blocks,
-        "step_milliseconds": 1e3 * statistics.median(times["silent"]),
-        "cost_of_watching": statistics.median(ratios) - 1,
-        "cost_of_watching_spread": statistics.quantiles(ratios, n=4)[2]
-        - statistics.quantiles(ratios, n=4)[0],
+        "step_milliseconds": 1e3 * statistics.median(times["bare"]),
+        **added("cost_of_watching", times["watched"], times["bare"]),
+        **added("cost_of_scraping", times["scraped"], times["watched"]),
         "scrapes": len(scrapes),
         "page_milliseconds": 1e3 * statistics.median(scrapes or [0.0]),
         "page_bytes": len(metrics.page()),
     }
 
 
+def added(name: str, more: Sequence[float], less: Sequence[float]) -> dict[str, float]:
+    """What `more` takes longer, as a share, and the standard error of that.
+
+    Blocks of a round follow each other, so a disturbance of the host hits them alike: the median over rounds.
+    """
+    ratios = [one / other for one, other in zip(more, less, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {name: statistics.median(ratios) - 1, f"{name}_error": 0.93 * (high - low) / len(ratios) ** 0.5}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--blocks", type=int, default=300)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = straggler_trials(options.trials) if options.trials else {}

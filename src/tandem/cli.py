@@ -146,7 +146,7 @@ def _launch_replica(arguments: Arguments, environ: Environment) -> int:
 
 
 def where(settings: "Settings") -> str:
-    """Where a person finds what the run makes."""
+    """Where a person finds what the run makes; the first log line says where its page is."""
     run_dir = Path(str(settings.run_dir))
     shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
     return "\n".join(
@@ -154,7 +154,6 @@ def where(settings: "Settings") -> str:
             f"run          {shown}",
             f"checkpoints  {shown}/checkpoints",
             f"logs         {shown}/log",
-            f"metrics      http://{settings.metrics_host}:{settings.metrics_port}/metrics",
         ]
     )
 

@@ -39,14 +39,15 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Costs:
-    """FLOPs of a step over all ranks, FLOP/s that all devices can do, gradient bytes of one rank.
+    """FLOPs of a sample, FLOP/s that one device can do, how many devices, gradient bytes of one rank.
 
     0 means: not known.
     """
 
-    flops_per_step: int
-    peak_flops: float
-    sync_bytes: int
+    flops_per_sample: float = 0.0
+    device_flops: float = 0.0
+    devices: int = 0
+    sync_bytes: int = 0
 
 
 @dataclass(frozen=True)

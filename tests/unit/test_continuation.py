@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gathered import Here
 from torch import nn
 
 from tandem.cluster.agreement import Agreed
@@ -48,19 +49,19 @@ def losses(folder: Path) -> list[object]:
 def test_an_interval_that_is_open_at_a_checkpoint_is_logged_whole(tmp_path: Path) -> None:
     calm = recorder(tmp_path / "calm")
     steps(calm, 1, 7)
-    calm.log_interval(7, READINGS, [calm.own_times()])
+    calm.log_interval(7, READINGS, Here([calm.own_times()]))
     before, after = recorder(tmp_path / "before"), recorder(tmp_path / "after")
     steps(before, 1, 5)
     after.load(before.state())
     steps(after, 6, 7)
-    after.log_interval(7, READINGS, [after.own_times()])
+    after.log_interval(7, READINGS, Here([after.own_times()]))
     assert losses(tmp_path / "after") == losses(tmp_path / "calm") == [sum((1, 2, 3, 5, 6, 7)) / 3 / 6]
 
 
 def test_an_interval_without_a_finite_loss_says_so(tmp_path: Path) -> None:
     only = recorder(tmp_path)
     steps(only, 4, 4)
-    only.log_interval(4, READINGS, [only.own_times()])
+    only.log_interval(4, READINGS, Here([only.own_times()]))
     assert losses(tmp_path) == ["NaN"]
 
 

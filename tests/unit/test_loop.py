@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from gathered import Here
 from torch import nn
 
 from tandem.cluster.agreement import Agreed
@@ -42,7 +43,7 @@ class LateStepper:
         self.pending: Agreed | None = None
 
     def settle_buckets(self, *_: Any) -> Costs:
-        return Costs(0, 0.0, 0)
+        return Costs()
 
     def read(self) -> Readings:
         return Readings(None, None, 0, 0.0, None)
@@ -78,7 +79,7 @@ def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> 
         **cadences,
     }
     made = Training(
-        world=cast(World, SimpleNamespace(is_first=True, gather_rows=lambda row: [row])),
+        world=cast(World, SimpleNamespace(is_first=True, gather_rows=lambda row: Here([row]))),
         settings=Settings(),
         model=nn.Identity(),
         stepper=cast(Any, LateStepper(bad)),

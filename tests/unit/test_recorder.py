@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gathered import Here
 
 from tandem.meter import PHASES, Costs, DeviceMemory, StepTimes
 from tandem.observe.journal import Journal
@@ -58,7 +59,7 @@ def wire() -> Wire:
 def recorder(wire: Wire, journal: Journal | None = None, begin: int = 100) -> Recorder:
     made = Recorder(0, 24, wire.send, node=0)
     made.begin_run(begin, 50, 1000, journal, None, None)
-    made.costs(Costs(1000, 1e9, 400))
+    made.costs(Costs(1000 / 24, 5e8, 2, 400))
     return made
 
 
@@ -70,7 +71,7 @@ def train(made: Recorder, steps: int, begin: int = 100) -> None:
 def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
     made = recorder(wire)
     train(made, 20)
-    made.log_interval(120, Readings(), [made.own_times(), [1.0] + [0.03] * 8])
+    made.log_interval(120, Readings(), Here([made.own_times(), [1.0] + [0.03] * 8]))
     train(made, 5, 120)
     made.close()
     assert wire.value("tandem_steps_total") == 25 and wire.value("tandem_samples_total") == 25 * 24
@@ -91,7 +92,7 @@ def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
 def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:
     made = recorder(wire, begin=0)
     train(made, 20_000, 0)
-    made.log_interval(20_000, Readings(), [made.own_times()])
+    made.log_interval(20_000, Readings(), Here([made.own_times()]))
     assert wire.value("tandem_step_duration_seconds_count") == 20_000
 
 
@@ -99,7 +100,7 @@ def test_a_straggler_is_an_event_once(wire: Wire, tmp_path: Path) -> None:
     made = recorder(wire, Journal(tmp_path))
     for at in range(100, 180, 20):
         train(made, 20, at)
-        made.log_interval(at + 20, Readings(), [made.own_times(), [1.0] + [0.03] * 8])
+        made.log_interval(at + 20, Readings(), Here([made.own_times(), [1.0] + [0.03] * 8]))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["rank"], event["node"]) for event in events] == [("straggler", 1, 1)]
     assert len([message for message in wire.messages if "event" in message]) == 1
@@ -118,7 +119,7 @@ def test_other_ranks_are_silent_but_for_their_gpu_and_their_errors(wire: Wire) -
     made.begin_run(0, 50, 1000, None, None, None)
     memory = DeviceMemory(gpu=1, allocated=5, reserved=6, peak=7, retries=2, ooms=0)
     for _ in range(2):
-        made.log_interval(0, Readings(memory=memory), [])
+        made.log_interval(0, Readings(memory=memory), Here([]))
     made.data_error("OSError")
     made.event("anything")
     assert wire.value("tandem_torch_memory_peak_bytes", gpu="1") == 7

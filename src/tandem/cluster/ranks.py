@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -180,6 +180,11 @@ class RankProcesses:
             local_rank: None if rank.process.exitcode is None else shell_code(rank.process.exitcode)
             for local_rank, rank in self._ranks.items()
         }
+
+    def pause(self, seconds: float) -> None:
+        """Sleep for `seconds`, or until one of those that run ends."""
+        running = [rank.process.sentinel for rank in self._ranks.values() if rank.process.exitcode is None]
+        connection.wait(running, seconds)
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks that still run."""

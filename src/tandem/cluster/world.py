@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -182,12 +182,16 @@ class World:
         dist.all_gather(parts, mine)
         return [int(part) for part in parts]
 
-    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
-        """Every rank's row of equal length, in rank order, in float64 (1.5 ms for 8 numbers of 4 ranks)."""
+    def gather_rows(self, row: Sequence[float]) -> "Gathering":
+        """Begin to gather every rank's row of equal length, in float64; nobody waits for it here.
+
+        On busy cores the exchange lasts 2 to 3 ms, and the next step can go on meanwhile.
+        """
         mine = torch.tensor(row, dtype=torch.float64, device=self.device)
         rows = torch.empty(self.size * len(row), dtype=torch.float64, device=self.device)
-        dist.all_gather_into_tensor(rows, mine)
-        return [[float(value) for value in part] for part in rows.view(self.size, -1).tolist()]
+        return Gathering(
+            dist.all_gather_into_tensor(rows, mine, async_op=True), mine, rows.view(self.size, -1)
+        )
 
     def gather_json(self, value: object) -> list[Any]:
         """A JSON value from every rank, in the order of ranks, on all of them; for rare and small things."""
@@ -251,6 +255,23 @@ class World:
             raise error
         if failed:
             raise PeerLostError("preparing the data failed on another node; its log says why")
+
+
+class Gathering:
+    """An exchange of rows that is under way."""
+
+    def __init__(self, work: Any, mine: Tensor, everyones: Tensor) -> None:
+        self._work, self._everyones = work, everyones
+        self._kept = mine  # until it is sent
+
+    def is_here(self) -> bool:
+        """Whether `rows` would not wait."""
+        return bool(self._work.is_completed())
+
+    def rows(self) -> list[list[float]]:
+        """The rows, in rank order; waits for them."""
+        self._work.wait()
+        return [[float(value) for value in row] for row in self._everyones.tolist()]
 
 
 def _open_store(position: Position, timeout: timedelta) -> Any:

@@ -186,7 +186,7 @@ class NodeAgent(SimpleElasticAgent):
         forwarded_at: float | None = None
         next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
         while True:
-            time.sleep(MONITOR_SECONDS)
+            self._ranks.pause(MONITOR_SECONDS)
             now = time.monotonic()
             codes = self._ranks.codes()
             ended = [code for code in codes.values() if code is not None]

@@ -56,6 +56,13 @@ class Agreement(Protocol):
     def loss(self) -> float: ...
 
 
+class Gathering(Protocol):
+    """The part of `world.Gathering` that is looked at: rows that may still be on their way."""
+
+    def is_here(self) -> bool: ...
+    def rows(self) -> list[list[float]]: ...
+
+
 class Readings(Protocol):
     """The part of `step.Readings` that is recorded."""
 
@@ -90,7 +97,8 @@ class Recorder:
         self._times: list[StepTimes] = []
         self._unsent: list[StepTimes] = []
         self._watch = stragglers.StragglerWatch()
-        self._costs = Costs(0, 0.0, 0)
+        self._gathering: Gathering | None = None
+        self._costs = Costs()
         self._memory: DeviceMemory | None = None
         self._last_beat = self._clock()
         self._steps_sent = 0
@@ -120,8 +128,13 @@ class Recorder:
     def costs(self, costs: Costs) -> None:
         """What a step costs; what is not known keeps its metrics away."""
         self._costs = costs
-        if costs.peak_flops:
-            self._send_gauges(tandem_peak_flops=costs.peak_flops)
+        if costs.device_flops:
+            self._send_gauges(tandem_peak_flops=costs.devices * costs.device_flops)
+
+    @property
+    def known_costs(self) -> Costs:
+        """What `costs` was told last, or what the loaded state says of it."""
+        return self._costs
 
     @contextmanager
     def activity(self, name: str) -> Iterator[None]:
@@ -145,6 +158,7 @@ class Recorder:
         self.step, self.rate = step, rate
         Place.step = step
         self.late(agreed)
+        self._look_at_ranks()
         if self._progress is not None:
             self._progress.advance(step)
         if self._clock() - self._last_beat >= HEARTBEAT_SECONDS:
@@ -166,12 +180,21 @@ class Recorder:
         return agreed
 
     def state(self) -> dict[str, float]:
-        """The open log interval, for a checkpoint: a resumed run then logs what a calm one logs."""
-        return {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
+        """The open log interval and the costs, for a checkpoint.
+
+        A resumed run then logs what a calm one logs, and counts no FLOPs again.
+        """
+        return {
+            "loss_sum": self._loss_sum,
+            "loss_count": self._loss_count,
+            "flops_per_sample": self._costs.flops_per_sample,
+            "device_flops": self._costs.device_flops,
+        }
 
     def load(self, state: Mapping[str, float]) -> None:
         """Go on with a log interval that was open when a checkpoint was saved."""
         self._loss_sum, self._loss_count = state.get("loss_sum", 0.0), int(state.get("loss_count", 0))
+        self._costs = Costs(state.get("flops_per_sample", 0.0), state.get("device_flops", 0.0))
 
     def own_times(self) -> list[float]:
         """This rank's row for the gather that names the slowest rank; begins a new interval of times."""
@@ -179,13 +202,16 @@ class Recorder:
         self._times = []
         return row
 
-    def log_interval(self, step: int, readings: Readings, rows: Sequence[Sequence[float]]) -> None:
-        """The log cadence is due: one line, one row, one message. `rows`: every rank's `own_times`."""
+    def log_interval(self, step: int, readings: Readings, gathering: Gathering) -> None:
+        """The log cadence is due: one line, one row, one message. `gathering`: every rank's `own_times`."""
         interval = self.meter.interval()
         self.loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
         self._loss_sum, self._loss_count = 0.0, 0
         if readings.memory is not None:
             self._send_memory(readings.memory)
+        self._look_at_ranks(wait=True)
+        self._gathering = gathering
+        self._look_at_ranks()
         if self.rank != 0:
             return
         numbers = {
@@ -210,7 +236,6 @@ class Recorder:
         self._send_optimisation(readings)
         hidden = interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
         self._send({"inc": [["tandem_gradient_sync_seconds", {"overlap": "hidden"}, hidden]]})
-        self._judge_ranks(stragglers.from_rows(rows))
         self._send_progress()
 
     def _send_memory(self, memory: DeviceMemory) -> None:
@@ -261,6 +286,14 @@ class Recorder:
         rows.append(["tandem_gradient_sync_seconds", {"overlap": "exposed"}, waited])
         rows.append(["tandem_gradient_sync_bytes", {}, len(durations) * self._costs.sync_bytes])
         self._send({"inc": rows})
+
+    def _look_at_ranks(self, wait: bool = False) -> None:
+        """Judge the rows that every rank has sent, once they are all here."""
+        if self._gathering is None or not (wait or self._gathering.is_here()):
+            return
+        rows, self._gathering = self._gathering.rows(), None
+        if self.rank == 0:
+            self._judge_ranks(stragglers.from_rows(rows))
 
     def _judge_ranks(self, ranks: list[stragglers.RankTimes]) -> None:
         if not any(each.own for each in ranks):  # an interval without a step whose times are known
@@ -348,6 +381,7 @@ class Recorder:
 
     def close(self) -> None:
         """Send what is left and let go of the displays."""
+        self._look_at_ranks(wait=True)
         self._send_progress()
         if self._progress is not None:
             self._progress.close()
@@ -382,7 +416,11 @@ class Recorder:
                 "inc": [
                     ["tandem_steps", {}, new_steps],
                     ["tandem_samples", {}, new_steps * self._batch_size],
-                    ["tandem_model_flops", {}, new_steps * self._costs.flops_per_step],
+                    [
+                        "tandem_model_flops",
+                        {},
+                        new_steps * round(self._batch_size * self._costs.flops_per_sample),
+                    ],
                 ],
             }
         )

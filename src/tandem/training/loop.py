@@ -96,7 +96,7 @@ def train(t: Training) -> bool:
             micro_batches = next(t.batches)
             t.stepper.clock.got_data()
             if t.step == first:
-                t.recorder.costs(t.stepper.settle_buckets(micro_batches, t.step))
+                t.recorder.costs(t.stepper.settle_buckets(micro_batches, t.step, t.recorder.known_costs))
             rate = t.schedule.set(t.step)
             proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
             agreed = t.stepper.take(micro_batches, t.step, proposal)
@@ -116,8 +116,8 @@ def train(t: Training) -> bool:
                 t.check_replicas(t.step)
             if "log" in due:
                 t.recorder.timed(t.stepper.clock.drain())
-                rows = t.world.gather_rows(t.recorder.own_times())
-                t.recorder.log_interval(t.step, t.stepper.read(), rows)
+                gathering = t.world.gather_rows(t.recorder.own_times())
+                t.recorder.log_interval(t.step, t.stepper.read(), gathering)
             if due:
                 t.stepper.clock.pause()
             if "eval" in due:

@@ -101,8 +101,10 @@ class Stepper:
         self.clock = step_clock(world.device)
         self._clips = torch.zeros((), device=world.device)
 
-    def settle_buckets(self, micro_batches: Sequence[Any], step: int) -> Costs:
+    def settle_buckets(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
         """Make DDP rebuild its buckets before the first real step; returns what a step costs.
+
+        FLOPs that are `known` from the state are not counted again, on no rank: a count may hold collectives.
 
         At a start and at a resume alike: DDP reduces its first step in initial buckets and later ones in
         rebuilt ones; another layout sums in another order, so a resumed run would differ in its first
@@ -110,18 +112,19 @@ class Stepper:
         Gradients are thrown away, buffers are put back; the random state is set anew by each step.
         """
         with buffers_kept(self._model):
-            flops = self._count_flops(micro_batches[0])
+            flops = known.flops_per_sample or self._flops_per_sample(micro_batches[0])
             self._accumulate(micro_batches, step, Proposal())
             self._reset_gradients()
         self._ddp.train()  # type: ignore[no-untyped-call]
-        peak = self._world.size * peak_flops(self._world.device, self._settings.precision)
+        device_flops = known.device_flops if self._world.position.restart else 0.0  # else another device's
+        device_flops = device_flops or peak_flops(self._world.device, self._settings.precision)
         self.clock.pause()
         self.clock.begin()
         sync_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
-        return Costs(flops, peak, sync_bytes)
+        return Costs(flops, device_flops, self._world.size, sync_bytes)
 
-    def _count_flops(self, batch: Any) -> int:
-        """Of a step of all ranks: the first micro-batch's, per sample, times the batch."""
+    def _flops_per_sample(self, batch: Any) -> float:
+        """The first micro-batch's, forward and backward, per sample."""
 
         def loss_of() -> Tensor:
             outcome = self._task.loss(self._model, batch)
@@ -129,7 +132,7 @@ class Stepper:
             assert isinstance(loss, Tensor)
             return loss
 
-        return flops_of_pass(loss_of, self._parameters) * self._settings.batch_size // batch_size_of(batch)
+        return flops_of_pass(loss_of, self._parameters) / batch_size_of(batch)
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Agreed | None:
         """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader).
