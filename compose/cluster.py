@@ -27,6 +27,12 @@ START_SECONDS = 300.0
 STOP_SECONDS = 120.0
 LAST_LINES_SECONDS = 3.0
 METRICS_PORT = 9469
+WATCHERS = {
+    "prometheus": ("PROMETHEUS_PORT", 9090, "/alerts"),
+    "grafana": ("GRAFANA_PORT", 3000, "/d/tandem"),
+}
+"""Service of monitoring.yaml: (the variable with its port, what that is without it, the page to open)."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run one verb; 2 with one line for what cannot be."""
@@ -54,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
         if verb == "up":
             for name in ("task", "epochs", "run", "rate", "latency", "loss", "gpus", "args", "metrics-port"):
                 each.add_argument(f"--{name}", default="")
+            each.add_argument("--monitoring", default="", help="1 starts Prometheus and Grafana beside it")
             each.add_argument("--image", default="", help="an image that is there; none: make image first")
         if verb == "down":
             each.add_argument("--volumes", default="", help="1 removes the volumes as well")
@@ -85,6 +92,8 @@ def up(options: argparse.Namespace) -> int:
     print(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{shaped}")
     print(f"metrics      http://localhost:{port}/metrics")
     print(f"checkpoints  {cluster.run_dir}/checkpoints in volume {cluster.project}_checkpoints", flush=True)
+    if options.monitoring == "1":
+        watch(cluster)
     start(cluster)
     forwarder = metrics_containers(cluster)
     codes = follow(cluster, shape)
@@ -108,6 +117,10 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
         "GPUS": options.gpus,
         "COMMAND": shlex.join(["launch", *shlex.split(options.args)]),
     }
+    if rules := os.environ.get("RULES"):
+        variables["RULES"] = str(Path(rules).resolve())
+        if not Path(rules).is_file():
+            raise ClusterError(f"RULES={rules}: there is no such file; monitoring/rules.yaml is the default")
     # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
     variables.setdefault("TANDEM_THREADS", str(max(1, (os.cpu_count() or 1) // nodes)))
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", variables["RUN"]):
@@ -142,9 +155,17 @@ def _without_make() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
 
 
+def watch(cluster: Cluster) -> None:
+    """Start Prometheus and Grafana, or let them run: they outlive the job. Raises ClusterError."""
+    cluster.compose("up", "--detach", *WATCHERS, seconds=START_SECONDS)
+    for name, (variable, port, page) in WATCHERS.items():
+        print(f"{name:<12} http://localhost:{os.environ.get(variable) or port}{page}", flush=True)
+
+
 def start(cluster: Cluster) -> None:
-    """Start every container anew, in the background."""
-    cluster.compose("up", "--detach", "--force-recreate", "--remove-orphans", seconds=START_SECONDS)
+    """Start every container of the job anew, in the background; Prometheus and Grafana stay as they are."""
+    job = ("node", "metrics")
+    cluster.compose("up", "--detach", "--force-recreate", "--remove-orphans", *job, seconds=START_SECONDS)
 
 
 def follow(cluster: Cluster, shape: Shape) -> list[int]:

@@ -8,16 +8,17 @@ NODE ?=
 FAULT ?=
 VOLUMES ?=
 METRICS_PORT ?=
+MONITORING ?=
 CLUSTER := $(PYTHON) compose/cluster.py
 # A run's name in the checkpoint volume; RUN is a directory of this host elsewhere, so only a given one counts.
 COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(RUN)))
 
 .PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale chaos
 
-compose-up: ## train on NODES containers; its code is the job's (RATE=100mbit LATENCY=20ms LOSS=1%)
+compose-up: ## train on NODES containers; its code is the job's (RATE=100mbit, MONITORING=1)
 	@$(CLUSTER) up --project $(PROJECT) --nodes '$(NODES)' --task '$(TASK)' --epochs '$(EPOCHS)' --run '$(COMPOSE_RUN)' \
 		--gpus '$(GPUS)' --rate '$(RATE)' --latency '$(LATENCY)' --loss '$(LOSS)' --args '$(ARGS)' \
-		--metrics-port '$(METRICS_PORT)' $(if $(filter undefined file,$(origin IMAGE)),,--image '$(IMAGE)')
+		--metrics-port '$(METRICS_PORT)' --monitoring '$(MONITORING)' $(if $(filter undefined file,$(origin IMAGE)),,--image '$(IMAGE)')
 
 compose-down: ## remove the containers and their network (VOLUMES=1: and the volumes)
 	@$(CLUSTER) down --project $(PROJECT) --volumes '$(VOLUMES)'

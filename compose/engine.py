@@ -128,7 +128,7 @@ class Cluster:
 
     def command(self, *arguments: str) -> list[str]:
         """`docker compose` for this project, as words after `docker`."""
-        files = ["compose.yaml", *(["gpu.yaml"] if self.gpus else [])]
+        files = ["compose.yaml", "monitoring.yaml", *(["gpu.yaml"] if self.gpus else [])]
         dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
         chosen = [word for name in files for word in ("-f", str(HERE / name))]
         colours = ["--ansi", "always" if sys.stdout.isatty() else "never"]

@@ -1,17 +1,17 @@
 # Prometheus and Grafana beside the cluster of compose/, and what is made from other files (docs/monitoring.md).
 PROMETHEUS_PORT ?= 9090
 GRAFANA_PORT ?= 3000
-MONITORING := PROMETHEUS_PORT=$(PROMETHEUS_PORT) GRAFANA_PORT=$(GRAFANA_PORT) docker compose \
+WATCHERS := PROMETHEUS_PORT=$(PROMETHEUS_PORT) GRAFANA_PORT=$(GRAFANA_PORT) docker compose \
 	--project-name $(or $(PROJECT),tandem) --file compose/compose.yaml --file compose/monitoring.yaml
 
 .PHONY: monitoring-up monitoring-down dashboard dashboard-json rules-check screenshots
 
 monitoring-up: ## Prometheus and Grafana beside the containers (RULES=short.yaml: other rules)
-	$(if $(RULES),RULES='$(abspath $(RULES))') $(MONITORING) up --detach prometheus grafana
+	$(if $(RULES),RULES='$(abspath $(RULES))') $(WATCHERS) up --detach prometheus grafana
 	@$(MAKE) --silent dashboard
 
 monitoring-down: ## remove them; what they have stored stays in their volumes
-	$(MONITORING) rm --stop --force prometheus grafana
+	$(WATCHERS) rm --stop --force prometheus grafana
 
 dashboard: ## where a person looks
 	@echo "live page   http://127.0.0.1:$(or $(METRICS_PORT),9469)/"
