@@ -114,6 +114,15 @@ def test_a_loss_that_is_no_number_is_shown_as_one(wire: Wire) -> None:
     assert math.isnan(made.loss)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_remembered_of_steps_is_bounded_without_log_lines(wire: Wire, rank: int) -> None:
+    made = Recorder(rank, 24, wire.send)
+    made.begin_run(0, 50, 10**6, None, None, None)
+    made._clock, made._last_beat = iter(range(1, 10**6)).__next__, 0.0  # a heartbeat in every step
+    train(made, 3000, 0)
+    assert len(made._times) <= 1000 and len(made._unsent) <= 1
+
+
 def test_other_ranks_are_silent_but_for_their_gpu_and_their_errors(wire: Wire) -> None:
     made = Recorder(1, 24, wire.send)
     made.begin_run(0, 50, 1000, None, None, None)

@@ -7,20 +7,24 @@ Rank 0 writes the journal, TensorBoard and the progress display, and sends its n
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tandem.log import Place
-from tandem.meter import PHASES, Costs, DeviceMemory, Meter, StepTimes
-from tandem.observe import stragglers
+from tandem.meter import Costs, DeviceMemory, Meter, StepTimes
+from tandem.observe import messages, stragglers
 from tandem.observe.journal import Journal
+from tandem.observe.messages import EndedSave, Readings
 from tandem.observe.progress import Progress
 from tandem.observe.tensorboard import EventWriter
 
 log = logging.getLogger("tandem.run")
 
 HEARTBEAT_SECONDS = 0.5
+MAX_TIMES = 1000
+"""Steps of an interval that a rank's typical step is taken from: the last ones of a longer interval."""
 STATE_OF = {
     "startup": "starting",
     "rendezvous": "rendezvous",
@@ -32,19 +36,6 @@ STATE_OF = {
 }
 
 Send = Callable[[Mapping[str, object]], object]
-
-
-class EndedSave(Protocol):
-    """The part of `writer.SaveOutcome` that is recorded."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def held_seconds(self) -> float: ...
-    @property
-    def bytes(self) -> int | None: ...
 
 
 class Agreement(Protocol):
@@ -63,21 +54,6 @@ class Gathering(Protocol):
     def rows(self) -> list[list[float]]: ...
 
 
-class Readings(Protocol):
-    """The part of `step.Readings` that is recorded."""
-
-    @property
-    def grad_norm(self) -> float | None: ...
-    @property
-    def loss_scale(self) -> float | None: ...
-    @property
-    def clips(self) -> int: ...
-    @property
-    def hidden_sync_seconds(self) -> float: ...
-    @property
-    def memory(self) -> DeviceMemory | None: ...
-
-
 class Recorder:
     """One launch of one rank. `send` takes messages for `Metrics.apply`, and heartbeats."""
 
@@ -94,7 +70,7 @@ class Recorder:
         self.rate = 0.0
         self.scores: dict[str, float] = {}
         self._scores_step = -1
-        self._times: list[StepTimes] = []
+        self._times: deque[StepTimes] = deque(maxlen=MAX_TIMES)
         self._unsent: list[StepTimes] = []
         self._watch = stragglers.StragglerWatch()
         self._gathering: Gathering | None = None
@@ -170,7 +146,8 @@ class Recorder:
         for each in times:
             self.meter.step(self._batch_size, each)
         self._times += times
-        self._unsent += times
+        if self.rank == 0:
+            self._unsent += times
 
     def late(self, agreed: Any) -> Any:
         """Take the loss of what was agreed, whenever it arrives, if it is finite; returns it."""
@@ -199,7 +176,7 @@ class Recorder:
     def own_times(self) -> list[float]:
         """This rank's row for the gather that names the slowest rank; begins a new interval of times."""
         row = stragglers.row_of(self.node, self._times)
-        self._times = []
+        self._times.clear()
         return row
 
     def log_interval(self, step: int, readings: Readings, gathering: Gathering) -> None:
@@ -208,7 +185,8 @@ class Recorder:
         self.loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
         self._loss_sum, self._loss_count = 0.0, 0
         if readings.memory is not None:
-            self._send_memory(readings.memory)
+            self._send(messages.memory(readings.memory, self._memory))
+            self._memory = readings.memory
         self._look_at_ranks(wait=True)
         self._gathering = gathering
         self._look_at_ranks()
@@ -233,59 +211,10 @@ class Recorder:
                 samples_per_second=interval.samples_per_second,
             )
         self._send({"point": {"step": step, "time": time.time(), **numbers, "phases": interval.phases}})
-        self._send_optimisation(readings)
+        self._send(messages.optimisation(self.loss, self.rate, readings))
         hidden = interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
         self._send({"inc": [["tandem_gradient_sync_seconds", {"overlap": "hidden"}, hidden]]})
         self._send_progress()
-
-    def _send_memory(self, memory: DeviceMemory) -> None:
-        """Every rank its own GPU's; node 0's agent shows those of its node."""
-        before, self._memory = self._memory or DeviceMemory(0, 0, 0, 0, 0, 0), memory
-        label = {"gpu": memory.gpu}
-        self._send(
-            {
-                "set": [
-                    ["tandem_torch_memory_allocated_bytes", label, memory.allocated],
-                    ["tandem_torch_memory_reserved_bytes", label, memory.reserved],
-                    ["tandem_torch_memory_peak_bytes", label, memory.peak],
-                ],
-                "inc": [
-                    ["tandem_torch_alloc_retries", {}, memory.retries - before.retries],
-                    ["tandem_torch_ooms", {}, memory.ooms - before.ooms],
-                ],
-            }
-        )
-
-    def _send_optimisation(self, readings: Readings) -> None:
-        gauges = [("grad_norm", readings.grad_norm), ("loss_scale", readings.loss_scale)]
-        self._send(
-            {
-                "set": [
-                    ["tandem_loss", {"split": "train"}, self.loss],
-                    ["tandem_learning_rate", {"group": "0"}, self.rate],
-                    *([f"tandem_{name}", {}, value] for name, value in gauges if value is not None),
-                ],
-                "inc": [
-                    ["tandem_grad_clips", {}, readings.clips],
-                ],
-            }
-        )
-
-    def _send_times(self) -> None:
-        """Step times, phases and waits since the last call; they belong together, so they travel together."""
-        times, self._unsent = self._unsent, []
-        durations, waited = [each.total for each in times], sum(each.wait for each in times)
-        phases = {name: sum(getattr(each, name) for each in times) for name in PHASES}
-        phases["backward"] += waited
-        for start in range(0, len(durations), 1000):  # a message holds 64 KiB
-            chunk = [round(seconds, 9) for seconds in durations[start : start + 1000]]
-            self._send({"observe": [["tandem_step_duration_seconds", {}, chunk]]})
-        rows: list[object] = [
-            ["tandem_step_phase_seconds", {"phase": name}, seconds] for name, seconds in phases.items()
-        ]
-        rows.append(["tandem_gradient_sync_seconds", {"overlap": "exposed"}, waited])
-        rows.append(["tandem_gradient_sync_bytes", {}, len(durations) * self._costs.sync_bytes])
-        self._send({"inc": rows})
 
     def _look_at_ranks(self, wait: bool = False) -> None:
         """Judge the rows that every rank has sent, once they are all here."""
@@ -348,24 +277,9 @@ class Recorder:
         """A save ended; called from the thread that wrote it."""
         if save.bytes is None:
             self.event("checkpoint_failed", step=save.step)
-            self._send({"inc": [["tandem_checkpoint_save_failures", {}, 1]]})
-            return
-        self.event("checkpoint", step=save.step, seconds=round(save.seconds, 3), bytes=save.bytes)
-        self._send(
-            {
-                "inc": [
-                    ["tandem_checkpoint_saves", {}, 1],
-                    ["tandem_checkpoint_written_bytes", {}, save.bytes],
-                    ["tandem_checkpoint_blocked_seconds", {}, save.held_seconds],
-                ],
-                "observe": [["tandem_checkpoint_save_duration_seconds", {}, save.seconds]],
-                "set": [
-                    ["tandem_checkpoint_size_bytes", {}, save.bytes],
-                    ["tandem_checkpoint_last_success_timestamp_seconds", {}, time.time()],
-                    ["tandem_checkpoint_last_success_step", {}, save.step],
-                ],
-            }
-        )
+        else:
+            self.event("checkpoint", step=save.step, seconds=round(save.seconds, 3), bytes=save.bytes)
+        self._send(messages.saved(save, time.time()))
 
     def event(self, kind: str, **fields: object) -> None:
         """One line in events.jsonl, and on the page (rank 0)."""
@@ -424,7 +338,9 @@ class Recorder:
                 ],
             }
         )
-        self._send_times()
+        times, self._unsent = self._unsent, []
+        for message in messages.times(times, self._costs.sync_bytes):
+            self._send(message)
 
     def _heartbeat(self) -> None:
         self._last_beat = self._clock()
