@@ -1,5 +1,6 @@
 """A rank's numbers as messages for `Metrics.apply`, by the names that families.py declares; pure."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -7,6 +8,15 @@ from tandem.meter import PHASES, DeviceMemory, StepTimes
 
 Message = dict[str, object]
 
+STATE_OF = {
+    "startup": "starting",
+    "rendezvous": "rendezvous",
+    "resume": "resuming",
+    "train": "training",
+    "eval": "evaluating",
+    "checkpoint": "checkpointing",
+    "drain": "draining",
+}
 TIMES_PER_MESSAGE = 1000
 """A message holds 64 KiB."""
 
@@ -37,6 +47,27 @@ class Readings(Protocol):
     def hidden_sync_seconds(self) -> float: ...
     @property
     def memory(self) -> DeviceMemory | None: ...
+
+
+def state(activity: str) -> Message:
+    """The run's state while rank 0 does this."""
+    return {"state": STATE_OF[activity]}
+
+
+def heartbeat(
+    rank: int, step: int, steps_planned: int, activity: str, loss: float, samples_per_second: float
+) -> Message:
+    """A rank lives, and is here."""
+    return {
+        "heartbeat": {
+            "rank": rank,
+            "step": step,
+            "steps_planned": steps_planned,
+            "activity": activity,
+            "loss": loss if math.isfinite(loss) else None,
+            "samples_per_second": round(samples_per_second, 1),
+        }
+    }
 
 
 def memory(now: DeviceMemory, before: DeviceMemory | None) -> Message:

@@ -25,16 +25,6 @@ log = logging.getLogger("tandem.run")
 HEARTBEAT_SECONDS = 0.5
 MAX_TIMES = 1000
 """Steps of an interval that a rank's typical step is taken from: the last ones of a longer interval."""
-STATE_OF = {
-    "startup": "starting",
-    "rendezvous": "rendezvous",
-    "resume": "resuming",
-    "train": "training",
-    "eval": "evaluating",
-    "checkpoint": "checkpointing",
-    "drain": "draining",
-}
-
 Send = Callable[[Mapping[str, object]], object]
 
 
@@ -126,7 +116,7 @@ class Recorder:
         self._activity = activity
         self._heartbeat()
         if self.rank == 0:
-            self._send({"state": STATE_OF[activity]})
+            self._send(messages.state(activity))
 
     def end_step(self, step: int, times: Sequence[StepTimes], agreed: Agreement | None, rate: float) -> None:
         """`step` steps are finished; on GPUs `times` and `agreed` are of steps before this one."""
@@ -345,14 +335,12 @@ class Recorder:
     def _heartbeat(self) -> None:
         self._last_beat = self._clock()
         self._send(
-            {
-                "heartbeat": {
-                    "rank": self.rank,
-                    "step": self.step,
-                    "steps_planned": self._steps_planned,
-                    "activity": self._activity,
-                    "loss": self.loss if math.isfinite(self.loss) else None,
-                    "samples_per_second": round(self.meter.samples_per_second, 1),
-                }
-            }
+            messages.heartbeat(
+                self.rank,
+                self.step,
+                self._steps_planned,
+                self._activity,
+                self.loss,
+                self.meter.samples_per_second,
+            )
         )
