@@ -5,7 +5,6 @@ to the end, and compares weights, optimizer and the loss of every step. Everythi
 from the outside: what is proven is what `tandem launch` does with these settings.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -16,27 +15,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tandem.checkpoint.state import deserialize
-from tandem.checkpoint.store import CheckpointStore
+from tandem.checkpoint.outcome import Outcome, difference
 from tandem.config import Settings
 from tandem.errors import FAILED, FINISHED, StoppedError, TandemError
 from tandem.launch import stop_with_parent
 from tandem.signals import StopFlag
 
 STEPS = 40
-NUMBERS = (
-    "step",
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "eval",
-)  # of a log line; times differ between any two runs
 POLL_SECONDS = 0.001
 SLOW_POLL_SECONDS = 0.05
 TRIES = 3
@@ -51,21 +39,6 @@ class Kill:
 
     step: int
     rank: int | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What is compared: the last checkpoint, by sections, and the numbers of each line of the loss log."""
-
-    weights: dict[str, Any]
-    optimizer: dict[str, Any]
-    losses: list[dict[str, Any]]
-    world_size: int
-
-    def digests(self) -> dict[str, str]:
-        """SHA-256 of each part."""
-        parts = {"weights": self.weights, "optimizer": self.optimizer, "losses": flat(self.losses)}
-        return {name: digest(part) for name, part in parts.items()}
 
 
 @dataclass
@@ -280,13 +253,7 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """What it ended with. Raises CheckpointError for a state that cannot be read."""
-        store = CheckpointStore(self._run_dir / "checkpoints")
-        state = deserialize(store.read(self._steps)[0])
-        rest = {name: state[name] for name in ("optimizer", "schedule", "scaler") if name in state}
-        lines = [json.loads(line) for line in (self._run_dir / "metrics.jsonl").read_text().splitlines()]
-        losses = [{name: line[name] for name in NUMBERS if name in line} for line in lines]
-        summary = json.loads((self._run_dir / "summary.json").read_text())
-        return Outcome(flat(state["model"]), flat(rest), losses, int(summary["world_size"]))
+        return Outcome.read(self._run_dir, self._steps)
 
     def resumed_from(self) -> list[int]:
         """The steps of the checkpoints that it resumed from, in order."""
@@ -363,54 +330,3 @@ def _rank_processes(session: int) -> dict[int, int]:
             except OSError:  # gone meanwhile
                 continue
     return {rank: pid for pid, rank in ranks.items() if parents[pid] not in ranks}
-
-
-def difference(one: Outcome, other: Outcome) -> str | None:
-    """How two runs differ: the first step with another loss, the first other tensor; None: not at all."""
-    found = []
-    nothing: dict[str, Any] = {}
-    for here, there in zip_longest(one.losses, other.losses, fillvalue=nothing):
-        if here != there:
-            step = here.get("step", there.get("step"))
-            name = next(name for name in {**here, **there} if here.get(name) != there.get(name))
-            found.append(f"{name} of step {step} is {there.get(name)} instead of {here.get(name)}")
-            break
-    for part, mine, theirs in (
-        ("weights", one.weights, other.weights),
-        ("optimizer", one.optimizer, other.optimizer),
-    ):
-        names = [*mine, *(name for name in theirs if name not in mine)]
-        differing = [n for n in names if n not in mine or n not in theirs or not _same(mine[n], theirs[n])]
-        if differing:
-            found.append(f"{len(differing)} of {len(names)} {part} differ at the end, first {differing[0]}")
-    return "; ".join(found) or None
-
-
-def _same(one: Any, other: Any) -> bool:
-    return _bytes(one) == _bytes(other)
-
-
-def digest(values: Mapping[str, Any]) -> str:
-    """SHA-256 of named values in the order of their names: tensors by type, shape and bytes."""
-    total = hashlib.sha256()
-    for name, value in sorted(values.items()):
-        total.update(f"{name}\0".encode())
-        total.update(_bytes(value))
-    return total.hexdigest()
-
-
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, torch.Tensor):
-        return repr(value).encode()
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{value.dtype}{tuple(value.shape)}".encode() + raw
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """{"a.0.b": leaf} of nested dicts and lists."""
-    if not isinstance(value, dict | list | tuple):
-        return {name: value}
-    found = {}
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        found.update(flat(inner, f"{name}.{key}" if name else str(key)))
-    return found

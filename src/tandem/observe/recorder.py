@@ -25,6 +25,7 @@ log = logging.getLogger("tandem.run")
 HEARTBEAT_SECONDS = 0.5
 MAX_TIMES = 1000
 """Steps of an interval that a rank's typical step is taken from: the last ones of a longer interval."""
+
 Send = Callable[[Mapping[str, object]], object]
 
 

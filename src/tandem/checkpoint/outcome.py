@@ -1,0 +1,99 @@
+"""What a run ended with, and how two runs differ: bit by bit, by the first step and the first tensor."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.checkpoint.state import deserialize
+from tandem.checkpoint.store import CheckpointStore
+
+NUMBERS = (
+    "step",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "eval",
+)  # of a log line; times differ between any two runs
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is compared: the last checkpoint, by sections, and the numbers of each line of the loss log."""
+
+    weights: dict[str, Any]
+    optimizer: dict[str, Any]
+    losses: list[dict[str, Any]]
+    world_size: int
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each part."""
+        parts = {"weights": self.weights, "optimizer": self.optimizer, "losses": flat(self.losses)}
+        return {name: digest(part) for name, part in parts.items()}
+
+    @classmethod
+    def read(cls, run_dir: Path, step: int) -> "Outcome":
+        """That of a run which ended at `step`. Raises CheckpointError for a state that cannot be read."""
+        store = CheckpointStore(run_dir / "checkpoints")
+        state = deserialize(store.read(step)[0])
+        rest = {name: state[name] for name in ("optimizer", "schedule", "scaler") if name in state}
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        losses = [{name: line[name] for name in NUMBERS if name in line} for line in lines]
+        summary = json.loads((run_dir / "summary.json").read_text())
+        return cls(flat(state["model"]), flat(rest), losses, int(summary["world_size"]))
+
+
+def difference(one: Outcome, other: Outcome) -> str | None:
+    """How two runs differ: the first step with another loss, the first other tensor; None: not at all."""
+    found = []
+    nothing: dict[str, Any] = {}
+    for here, there in zip_longest(one.losses, other.losses, fillvalue=nothing):
+        if here != there:
+            step = here.get("step", there.get("step"))
+            name = next(name for name in {**here, **there} if here.get(name) != there.get(name))
+            found.append(f"{name} of step {step} is {there.get(name)} instead of {here.get(name)}")
+            break
+    for part, mine, theirs in (
+        ("weights", one.weights, other.weights),
+        ("optimizer", one.optimizer, other.optimizer),
+    ):
+        names = [*mine, *(name for name in theirs if name not in mine)]
+        differing = [n for n in names if n not in mine or n not in theirs or not _same(mine[n], theirs[n])]
+        if differing:
+            found.append(f"{len(differing)} of {len(names)} {part} differ at the end, first {differing[0]}")
+    return "; ".join(found) or None
+
+
+def _same(one: Any, other: Any) -> bool:
+    return _bytes(one) == _bytes(other)
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of named values in the order of their names: tensors by type, shape and bytes."""
+    total = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        total.update(f"{name}\0".encode())
+        total.update(_bytes(value))
+    return total.hexdigest()
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, torch.Tensor):
+        return repr(value).encode()
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype}{tuple(value.shape)}".encode() + raw
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """{"a.0.b": leaf} of nested dicts and lists."""
+    if not isinstance(value, dict | list | tuple):
+        return {name: value}
+    found = {}
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        found.update(flat(inner, f"{name}.{key}" if name else str(key)))
+    return found
