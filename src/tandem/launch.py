@@ -7,12 +7,10 @@ processes of their own (`simulate`), each with an address of its own, as a clust
 import contextlib
 import ctypes
 import logging
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +31,7 @@ from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
 from tandem.log import setup
 from tandem.observe.journal import write_json_atomic
 from tandem.observe.node import NodeView
+from tandem.scratch import scratch
 from tandem.signals import StopFlag
 
 log = logging.getLogger("tandem.launch")
@@ -217,9 +216,10 @@ def run_this_node(
         setup(
             run_dir / "log" / f"node-{placement.node_rank}.log", None, 0, True, settings.log_format == "json"
         )
-    scratch = Path(tempfile.mkdtemp(prefix="tandem-"))
-    view = NodeView(settings, placement, state_dir, scratch, run_dir, access, stop)
-    try:
+    with (
+        scratch() as folder,
+        contextlib.closing(NodeView(settings, placement, state_dir, folder, run_dir, access, stop)) as view,
+    ):
         options = AgentOptions(
             nproc=nproc,
             ranks_on_host=nproc * (placement.nodes if placement.nodes_share_host else 1),
@@ -244,9 +244,6 @@ def run_this_node(
         view.ended(report.code, report.reason, report.worlds_opened)
         view.linger(settings.metrics_linger, lambda: bool(stop))
         return report.code
-    finally:
-        view.close()
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def complete_line(step: int, run_dir: Path) -> str:
@@ -305,13 +302,11 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
 
     access = load_access(settings)
     prepare_run_dir(run_dir, settings)
-    scratch = Path(tempfile.mkdtemp(prefix="tandem-"))
-    view = NodeView(settings, placement, None, scratch, run_dir, access)
-    try:
+    with (
+        scratch() as folder,
+        contextlib.closing(NodeView(settings, placement, None, folder, run_dir, access)) as view,
+    ):
         code = rank_function(settings.to_dict(), replace(position, sample_socket=str(view.socket_path)))
         view.ended(code, f"the rank ended with code {code}", 1)
         view.linger(settings.metrics_linger, lambda: False)
         return code
-    finally:
-        view.close()
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "tandem"
 # of one row may import each other as long as there is no circle. A new entry is a design decision.
 LAYERS: list[list[str]] = [
     ["errors", "schedule meter"],
-    ["config", "log signals"],
+    ["config", "log signals scratch"],
     [
         "cluster.environment",
         "cluster.kubernetes cluster.slurm",
