@@ -2,9 +2,9 @@
 
     python benchmarks/chaos_trials.py [--faults 300] [--every 5]
 
-Two ranks train; each fault is drawn from FAULTS. Goodput is what an undisturbed run of the same steps needs
-from its first to its last step, as a share of what this one needs. In the end the weights are those of the
-undisturbed run, and every sample was seen once per epoch.
+Two ranks train; each fault is drawn from FAULTS. Goodput is what the same steps need undisturbed, by the pace
+of a stretch before and one after, as a share of what this run needs. In the end the weights are those of an
+undisturbed run of all steps, and every sample was seen once per epoch.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from live_runs import LiveRun
 from table import Row, render
 
+PACE_SHARE = 0.05  # of the steps under fire: how long each stretch for the pace is
 FLAGS = (
     "--checkpoint-every",
     "2s",
@@ -76,11 +77,11 @@ FAULTS: list[Callable[[LiveRun, random.Random], None]] = [
 
 
 def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
-    """Steps for `faults` faults at one per `every` seconds, first undisturbed, then not."""
+    """Steps for `faults` faults at one per `every` seconds, between two undisturbed stretches."""
     chance = random.Random(seed)
-    pace, calm_steps = _pace(folder), 1500
-    steps = max(calm_steps, int(faults * every / pace))
-    calm = _finish(folder / "calm", steps)
+    stretch = max(500, int(PACE_SHARE * faults * every / _pace(folder / "first", 300)))
+    before = _pace(folder / "before", stretch)
+    steps = max(1500, int(faults * every / before))
     counts: Counter[str] = Counter()
     with LiveRun(("tandem", "launch", "--nproc", "2"), folder / "fire", *FLAGS, "--steps", steps) as run:
         run.until(lambda: bool(run.events("training")), "first step")
@@ -97,13 +98,14 @@ def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
             except (ProcessLookupError, IndexError):
                 continue  # between two worlds
             counts[fault.__name__] += 1
-        code = run.wait(60 + 3 * steps * pace)
+        code = run.wait(60 + 3 * steps * before)
         ended = max(float(event["time"]) for event in run.events("finished"))
         summary = run.summary()
-    calm_summary, calm_seconds = calm
+    calm_seconds = steps * (before + _pace(folder / "after", stretch)) / 2
+    reference = _finish(folder / "reference", steps, "--task.delay", 0)[0]  # the same numbers, sooner
     goodput = calm_seconds / (ended - began)
-    equal = code == 0 and summary["weights_sha256"] == calm_summary["weights_sha256"]
-    once = summary["samples_seen"] == calm_summary["samples_seen"] == steps * 240
+    equal = code == 0 and summary["weights_sha256"] == reference["weights_sha256"]
+    once = summary["samples_seen"] == reference["samples_seen"] == steps * 240
     what = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     return Row(
         f"chaos: a fault every {every:g} s",
@@ -116,15 +118,15 @@ def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
     )
 
 
-def _pace(folder: Path) -> float:
-    """Seconds per step of the undisturbed run."""
-    summary, seconds = _finish(folder / "pace", 1000)
-    return seconds / float(summary["global_step"])
+def _pace(run_dir: Path, steps: int) -> float:
+    """Seconds per step of an undisturbed run."""
+    return _finish(run_dir, steps)[1] / steps
 
 
-def _finish(run_dir: Path, steps: int) -> tuple[dict[str, object], float]:
+def _finish(run_dir: Path, steps: int, *flags: object) -> tuple[dict[str, object], float]:
     """The summary of an undisturbed run, and the seconds from its first step to its end."""
-    with LiveRun(("tandem", "launch", "--nproc", "2"), run_dir, *FLAGS, "--steps", steps) as run:
+    flags = (*FLAGS, "--steps", steps, *flags)
+    with LiveRun(("tandem", "launch", "--nproc", "2"), run_dir, *flags) as run:
         if run.wait(7200) != 0:
             sys.exit(run.output.read_text(errors="replace")[-2000:])
         began, ended = run.events("training")[0]["time"], run.events("finished")[0]["time"]
