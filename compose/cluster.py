@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from engine import ROOT, Cluster, ClusterError, check_engine, docker, free_bytes_of_engine
+from engine import ROOT, Cluster, ClusterError, check_engine, docker, free_bytes_of_engine, is_watched
 from network import Shape, check_shape, shape_node
 from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
 from tandem.cluster.ranks import job_code
@@ -75,7 +76,8 @@ def up(options: argparse.Namespace) -> int:
     shape = Shape(options.rate, options.latency, options.loss)
     shape.check()
     port = checked_port(options.metrics_port or str(METRICS_PORT))
-    cluster = Cluster(options.project, variables_of(options, nodes, port), options.gpus == "1")
+    watched = options.monitoring == "1" or is_watched(options.project)
+    cluster = Cluster(options.project, variables_of(options, nodes, port), options.gpus == "1", watched)
     unfinished = [node for node in cluster.nodes() if node.is_unfinished]
     if unfinished:
         raise ClusterError(
@@ -261,7 +263,7 @@ def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
 
 def down(options: argparse.Namespace) -> int:
     """Remove containers and network; the volumes stay unless asked for."""
-    cluster = Cluster(options.project, {})
+    cluster = Cluster(options.project, {}, watched=True)
     everything = ["--volumes"] if options.volumes == "1" else []
     cluster.compose("down", "--remove-orphans", *everything, seconds=STOP_SECONDS)
     kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
@@ -305,7 +307,7 @@ def scale(options: argparse.Namespace) -> int:
     nodes, before = checked_nodes(options.nodes), len(found.nodes())
     stop(found)
     remove_metrics(found)
-    cluster = Cluster(found.project, {**found.variables, "NODES": str(nodes)}, found.gpus)
+    cluster = replace(found, variables={**found.variables, "NODES": str(nodes)})
     start(cluster)
     print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")
     return 0

@@ -102,11 +102,16 @@ def check_engine() -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One Compose project, and the variables that compose.yaml is filled in with."""
+    """One Compose project, and the variables that compose.yaml is filled in with.
+
+    `watched`: Prometheus and Grafana are part of it (monitoring.yaml); Compose makes the volumes of every
+    file it is given, and takes what stands in none of them for a left-over.
+    """
 
     project: str
     variables: Mapping[str, str]
     gpus: bool = False
+    watched: bool = False
 
     @property
     def image(self) -> str:
@@ -124,11 +129,12 @@ class Cluster:
         if not kept or not kept[0]:
             raise ClusterError(f"there is no cluster {project} here; start one: make compose-up NODES=2")
         variables = json.loads(kept[0])
-        return cls(project, variables, variables.get("GPUS") == "1")
+        return cls(project, variables, variables.get("GPUS") == "1", is_watched(project))
 
     def command(self, *arguments: str) -> list[str]:
         """`docker compose` for this project, as words after `docker`."""
-        files = ["compose.yaml", "monitoring.yaml", *(["gpu.yaml"] if self.gpus else [])]
+        more = {"monitoring.yaml": self.watched, "gpu.yaml": self.gpus}
+        files = ["compose.yaml", *(name for name, wanted in more.items() if wanted)]
         dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
         chosen = [word for name in files for word in ("-f", str(HERE / name))]
         colours = ["--ansi", "always" if sys.stdout.isatty() else "never"]
@@ -200,6 +206,13 @@ class Cluster:
     def inside(self, node: Node, program: str, *arguments: str, check: bool = True) -> str:
         """Run Python source in the node's container, as the user that trains."""
         return docker("exec", "-i", node.identity, "python3", "-", *arguments, text=program, check=check)
+
+
+def is_watched(project: str) -> bool:
+    """Whether Prometheus or Grafana of this project is there."""
+    mine = ("--filter", f"label=com.docker.compose.project={project}", "--format")
+    services = docker("ps", "-a", *mine, '{{.Label "com.docker.compose.service"}}').split()
+    return bool({"prometheus", "grafana"} & set(services))
 
 
 def _node(described: Mapping[str, object]) -> Node:

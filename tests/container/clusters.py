@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,4 +107,4 @@ class TestedCluster:
 
     def remove(self) -> None:
         """Everything, volumes too."""
-        self.engine().compose("down", "--volumes", "--remove-orphans")
+        replace(self.engine(), watched=True).compose("down", "--volumes", "--remove-orphans")
