@@ -141,27 +141,26 @@ def test_a_bad_host_falls_back_to_loopback() -> None:
         server.close()
 
 
+FOR_EVER = 10**6  # the limit of the test is far below that
+
+
 def test_linger_is_over_at_once_if_never_scraped(server: MetricsServer) -> None:
     server.metrics.apply({"state": "failed"})
-    began = time.monotonic()
-    server.linger(5)
-    assert time.monotonic() - began < 1
+    looks: list[int] = []
+    server.linger(FOR_EVER, lambda: bool(looks.append(1)))
+    assert not looks
 
 
 def test_linger_waits_for_a_scrape_of_the_final_state(server: MetricsServer) -> None:
     ask(server, "/metrics")
     assert wait_for(lambda: server.scraped)
     server.metrics.apply({"state": "succeeded"})
-    began = time.monotonic()
-    server.linger(0.2)
-    assert 0.2 <= time.monotonic() - began < 2
-    began = time.monotonic()
-    server.linger(10, lambda: time.monotonic() - began > 0.2)
-    assert time.monotonic() - began < 2
+    looks: list[int] = []
+    server.linger(0.3, lambda: bool(looks.append(1)))
+    assert looks, "it waited"
+    server.linger(FOR_EVER, lambda: len(looks) > 3 or bool(looks.append(1)))
     threading.Timer(0.2, ask, (server, "/metrics")).start()
-    began = time.monotonic()
-    server.linger(10)
-    assert time.monotonic() - began < 5
+    server.linger(FOR_EVER)
 
 
 def test_the_last_page_is_written(tmp_path: Path) -> None:
@@ -211,7 +210,5 @@ def test_the_sender_never_raises_or_waits(tmp_path: Path) -> None:
         nobody_reads.bind(str(path))
         sender = SampleSender(path)
         assert not sender.send({"a": "x" * 70_000})
-        began = time.monotonic()
         assert not all([sender.send({"a": "x" * 1000}) for _ in range(2000)])
-        assert time.monotonic() - began < 5
     assert sender.dropped > 0
