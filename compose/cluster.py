@@ -125,6 +125,8 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
             raise ClusterError(f"RULES={rules}: there is no such file; monitoring/rules.yaml is the default")
     # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
     variables.setdefault("TANDEM_THREADS", str(max(1, (os.cpu_count() or 1) // nodes)))
+    if sys.stdout.isatty():  # where a person follows the logs; the nodes themselves see no terminal
+        variables.setdefault("TANDEM_LOG_FORMAT", "text")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", variables["RUN"]):
         raise ClusterError(f"RUN={variables['RUN']} is not a name; give letters, digits, dots and dashes")
     if options.epochs:
