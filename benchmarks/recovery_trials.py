@@ -68,7 +68,10 @@ def _next_world(run: LiveRun, worlds: int) -> float:
 
 
 def torchrun_survives(node: int, folder: Path) -> bool:
-    """Whether two torchrun agents, with no option but the address, get over the same."""
+    """Whether two torchrun agents, with no option but the address, get over the same.
+
+    Raises RuntimeError when they do not even begin.
+    """
     place = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
     place = (*place, "--master-port", str(20_000 + random.randrange(10_000)))
     nodes = [_torchrun(folder, place, index) for index in (0, 1)]
@@ -80,10 +83,11 @@ def torchrun_survives(node: int, folder: Path) -> bool:
         nodes[node].close()
         time.sleep(1.0)
         nodes[node] = _torchrun(folder, place, node)
-        survivor.until(lambda: len(survivor.events("training")) > worlds, "next world", CONTROL_SECONDS)
+        try:
+            survivor.until(lambda: len(survivor.events("training")) > worlds, "next world", CONTROL_SECONDS)
+        except RuntimeError:  # the survivor has ended, or waits for ever
+            return False
         return True
-    except RuntimeError:  # the survivor has ended, or waits for ever
-        return False
     finally:
         for each in nodes:
             each.close()
