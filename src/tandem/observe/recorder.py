@@ -156,13 +156,13 @@ class Recorder:
             "loss_sum": self._loss_sum,
             "loss_count": self._loss_count,
             "flops_per_sample": self._costs.flops_per_sample,
-            "device_flops": self._costs.device_flops,
+            "devices": self._costs.devices,
         }
 
     def load(self, state: Mapping[str, float]) -> None:
         """Go on with a log interval that was open when a checkpoint was saved."""
         self._loss_sum, self._loss_count = state.get("loss_sum", 0.0), int(state.get("loss_count", 0))
-        self._costs = Costs(state.get("flops_per_sample", 0.0), state.get("device_flops", 0.0))
+        self._costs = Costs(state.get("flops_per_sample", 0.0), devices=int(state.get("devices", 0)))
 
     def own_times(self) -> list[float]:
         """This rank's row for the gather that names the slowest rank; begins a new interval of times."""

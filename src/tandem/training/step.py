@@ -105,6 +105,7 @@ class Stepper:
         """Make DDP rebuild its buckets before the first real step; returns what a step costs.
 
         FLOPs that are `known` from the state are not counted again, on no rank: a count may hold collectives.
+        Nor is the device measured again by a rank whose agent has heard of as many devices.
 
         At a start and at a resume alike: DDP reduces its first step in initial buckets and later ones in
         rebuilt ones; another layout sums in another order, so a resumed run would differ in its first
@@ -116,8 +117,8 @@ class Stepper:
             self._accumulate(micro_batches, step, Proposal())
             self._reset_gradients()
         self._ddp.train()  # type: ignore[no-untyped-call]
-        device_flops = known.device_flops if self._world.position.restart else 0.0  # else another device's
-        device_flops = device_flops or peak_flops(self._world.device, self._settings.precision)
+        is_told = self._world.position.restart > 0 and known.devices == self._world.size
+        device_flops = 0.0 if is_told else peak_flops(self._world.device, self._settings.precision)
         self.clock.pause()
         self.clock.begin()
         sync_bytes = sum(p.numel() * p.element_size() for p in self._parameters)

@@ -1,0 +1,32 @@
+"""The table at the end of a run: what a person wants to know, in words."""
+
+from pathlib import Path
+from typing import Any
+
+from tandem.training.summary import ending_table
+
+SUMMARY: dict[str, Any] = {
+    "world_size": 2, "nodes": 2, "epoch": 2, "global_step": 1500, "samples_seen": 360_000, "loss": 0.02,
+    "eval": {"accuracy": 0.995, "loss": 0.0235}, "samples_per_second": 21132.4, "wall_seconds": 20.0,
+    "restarts": 1, "resumed_from_step": 1250, "last_checkpoint_step": 1500,
+}  # fmt: skip
+
+
+def test_a_run_that_was_resumed_and_restarted() -> None:
+    assert ending_table(SUMMARY, 16.0, {"forward": 4.0, "backward": 12.0}, Path("runs/digits")) == {
+        "steps": "1,500, epoch 2; resumed from step 1,250",
+        "samples": "360,000 in all, 21,132 a second",
+        "loss": "0.0200",
+        "accuracy": "0.9950 (evaluation)",
+        "time": "20.0 s, 16.0 s of it in steps",
+        "a step": "forward 25%, backward 75%",
+        "ranks": "2 on 2 nodes, restarts: 1",
+        "checkpoint": "step 1,500 in runs/digits/checkpoints",
+    }
+
+
+def test_a_run_that_did_nothing() -> None:
+    nothing = SUMMARY | {"eval": {}, "resumed_from_step": None, "last_checkpoint_step": None}
+    table = ending_table(nothing, 0.0, {"forward": 0.0}, Path("runs/digits"))
+    assert (table["a step"], table["checkpoint"]) == ("none taken", "none saved")
+    assert table["steps"] == "1,500, epoch 2" and "accuracy" not in table
