@@ -132,7 +132,7 @@ def _snapshot_steps(
     torch.set_num_threads(1)
     state = state_of(megabytes)
     length = STEP_COPIES * copy_seconds(flatten(state)[1])
-    snapshots = Snapshots(regions, rank)
+    snapshots = Snapshots(regions, rank, None)
     snapshots.take(1, state, own=())
     snapshots.take(2, state, own=())
     taken: dict[bool, list[float]] = {False: [], True: []}

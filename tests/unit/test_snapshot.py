@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.checkpoint.flatten import flatten, unflatten
-from tandem.checkpoint.snapshot import Layout, Snapshots, newest_snapshot
+from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_snapshot
 from tandem.cluster.memory import NodeMemory
 
 FORMS = st.lists(
@@ -74,14 +74,14 @@ def test_parts_cover_every_element_once(
 def test_the_newest_whole_snapshot_comes_back(ranks: int) -> None:
     regions = [NodeMemory() for _ in range(ranks)]
     assert newest_snapshot(regions) is None
-    each = [Snapshots(regions, rank) for rank in range(ranks)]
+    each = [Snapshots(regions, rank, None) for rank in range(ranks)]
     for step in range(1, 6):
         for rank in each:
             rank.take(step, state_at(step), own={1})
-    step, state = newest_snapshot(regions) or (0, {})
+    step, state, _ = newest_snapshot(regions) or (0, {}, 0)
     assert step == 5 and same(state, state_at(5))
     each[0].take(6, state_at(6), own={1})  # the others were killed before they wrote theirs
-    step, state = newest_snapshot(regions) or (0, {})
+    step, state, _ = newest_snapshot(regions) or (0, {}, 0)
     assert (
         (step, same(state, state_at(6))) == (6, True)
         if ranks == 1
@@ -91,21 +91,74 @@ def test_the_newest_whole_snapshot_comes_back(ranks: int) -> None:
 
 def test_a_restarted_rank_spares_the_newer_slot() -> None:
     regions = [NodeMemory()]
-    before = Snapshots(regions, 0)
+    before = Snapshots(regions, 0, None)
     for step in (1, 2, 3):
         before.take(step, state_at(step), own=())
-    again = Snapshots(regions, 0)
+    newest = newest_snapshot(regions)
+    assert newest is not None
+    again = Snapshots(regions, 0, newest.slot)
     again._lay_out([("float32", (7, 5)), ("float32", (3,)), ("float32", (7, 5)), ("float32", ())], (), 100)
-    assert again._slot == before._slot
+    assert (newest_snapshot(regions) or (0,))[0] == 3, "until the next one is whole"
     again.take(4, state_at(4), own=())
     assert (newest_snapshot(regions) or (0,))[0] == 4
 
 
+def tear(region: NodeMemory, slot: int) -> None:
+    """The rank of this region was killed while it wrote that slot."""
+    memory = region.map(region.size())
+    SLOT.pack_into(memory, slot * SLOT.size, SLOT.unpack_from(memory, slot * SLOT.size)[0], 0)
+
+
+@pytest.mark.parametrize("torn", [0, 1])
+@pytest.mark.parametrize("steps", [4, 5])
+def test_ranks_killed_in_the_middle_write_into_the_same_slot_again(torn: int, steps: int) -> None:
+    """One had finished a step that the other had not: without a word they would never meet again."""
+    regions = [NodeMemory(), NodeMemory()]
+    ranks = [Snapshots(regions, rank, None) for rank in (0, 1)]
+    for step in range(1, steps + 1):
+        for each in ranks:
+            each.take(step, state_at(step), own={1})
+    tear(regions[torn], ranks[torn]._slot)
+    for _ in range(3):
+        newest = newest_snapshot(regions)
+        assert newest is not None and newest.step == steps - 1
+        ranks = [Snapshots(regions, rank, newest.slot) for rank in (0, 1)]
+        for each in ranks:
+            each.take(steps, state_at(steps), own={1})
+        after = newest_snapshot(regions)
+        assert after is not None and after.step == steps and same(after.state, state_at(steps))
+        tear(regions[torn], ranks[torn]._slot)
+
+
+def test_marks_of_a_world_that_nobody_goes_on_from_do_not_meet_new_ones() -> None:
+    regions = [NodeMemory(), NodeMemory()]
+    old = [Snapshots(regions, rank, None) for rank in (0, 1)]
+    for step in (7, 8):
+        old[0].take(step, state_at(step), own={1})
+    assert newest_snapshot(regions) is None, "rank 1 was killed before its first one"
+    new = [Snapshots(regions, rank, None) for rank in (0, 1)]  # they go on from a checkpoint of step 6
+    new[0].take(6, state_at(6), own={1})
+    for step in (6, 7):
+        new[1].take(step, state_at(step), own={1})
+    assert (newest_snapshot(regions) or (0,))[0] == 6
+
+
+def test_a_skeleton_that_outgrows_its_place_changes_no_slot() -> None:
+    regions = [NodeMemory(), NodeMemory()]
+    ranks = [Snapshots(regions, rank, None) for rank in (0, 1)]
+    for step in range(1, 6):
+        state = state_at(step)
+        state["words"] = "x" * (1000 if step >= 3 else 1)  # rank 0 alone has it in its region
+        for each in ranks:
+            each.take(step, state, own={1})
+        assert (newest_snapshot(regions) or (0,))[0] == step
+
+
 def test_another_model_begins_anew() -> None:
     regions = [NodeMemory()]
-    Snapshots(regions, 0).take(9, state_at(9), own=())
-    Snapshots(regions, 0).take(1, {"model": {"w": torch.ones(2)}}, own=())
-    step, state = newest_snapshot(regions) or (0, {})
+    Snapshots(regions, 0, None).take(9, state_at(9), own=())
+    Snapshots(regions, 0, None).take(1, {"model": {"w": torch.ones(2)}}, own=())
+    step, state, _ = newest_snapshot(regions) or (0, {}, 0)
     assert step == 1 and torch.equal(state["model"]["w"], torch.ones(2))
 
 
@@ -114,8 +167,8 @@ def test_own_tensors_are_rank_zeros() -> None:
     for rank in (0, 1):
         state = state_at(3)
         state["model"]["mean"] += rank  # each rank has running statistics of its own
-        Snapshots(regions, rank).take(3, state, own={1})
-    _, state = newest_snapshot(regions) or (0, {})
+        Snapshots(regions, rank, None).take(3, state, own={1})
+    _, state, _ = newest_snapshot(regions) or (0, {}, 0)
     assert torch.equal(state["model"]["mean"], torch.full((3,), 30.0))
 
 
@@ -136,7 +189,7 @@ def test_a_kill_in_the_middle_costs_one_step_at_most(trial: int) -> None:
     big = torch.zeros(300_000)
 
     def work() -> None:
-        snapshots = Snapshots(regions, 0)
+        snapshots = Snapshots(regions, 0, None)
         for step in range(1, 100_000):
             big.fill_(step)
             snapshots.take(step, {"model": {"w": big}, "step": step}, own=())
@@ -154,14 +207,14 @@ def test_a_kill_in_the_middle_costs_one_step_at_most(trial: int) -> None:
             done += len(more)
     except BlockingIOError:
         pass
-    step, state = newest_snapshot(regions) or (0, {})
+    step, state, _ = newest_snapshot(regions) or (0, {}, 0)
     assert step in (done, done + 1) and state["step"] == step
     assert bool((state["model"]["w"] == step).all())
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
     with pytest.raises(ValueError, match="marshal"):
-        Snapshots([NodeMemory()], 0).take(1, {"model": {"w": torch.ones(1)}, "what": object()}, own=())
+        Snapshots([NodeMemory()], 0, None).take(1, {"model": {"w": torch.ones(1)}, "what": object()}, own=())
 
 
 def test_flatten_and_back() -> None:

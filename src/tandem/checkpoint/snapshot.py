@@ -10,7 +10,9 @@ its part into a region of its own, in turn into one of two slots:
     then           slot 1: the same
 
 A rank marks a slot as being written, writes, and marks it with the step. The ranks step together: when one
-of them writes step n + 1, all have written step n, so one slot is whole at any moment.
+of them writes step n + 1, all have written step n, so one slot is whole at any moment. That holds as long as
+all of them write into the same slot, so ranks that are started again are told which one to keep; the marks of
+a killed rank do not say it, because its last one may be torn.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ import mmap
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,16 +98,21 @@ def _form(tensor: Tensor) -> TensorForm:
 
 
 class Snapshots:
-    """One rank's part of the node's snapshots; `take` after a step, on all ranks of the first node."""
+    """One rank's part of the node's snapshots; `take` after a step, on all ranks of the first node.
 
-    def __init__(self, regions: Sequence[NodeMemory], local_rank: int) -> None:
+    `kept`: the slot that the ranks' state came from, which is written last; None when it came from elsewhere,
+    and nothing that the regions hold is worth keeping. It has to be the same on all ranks.
+    """
+
+    def __init__(self, regions: Sequence[NodeMemory], local_rank: int, kept: int | None) -> None:
         self._region, self._rank, self._ranks = regions[local_rank], local_rank, len(regions)
         self._layout: Layout | None = None
         self._memory: mmap.mmap | None = None
         self._part: list[tuple[int, int, int, int]] = []
         self._targets: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._capacity = self._slot_bytes = 0
-        self._slot = 0
+        self._slot = 1 if kept is None else kept  # the one that was written last
+        self._is_kept = kept is not None
 
     def take(self, step: int, state: Mapping[str, Any], own: Collection[int]) -> None:
         """Copy this rank's part of `state` as of `step` (1 and up).
@@ -128,6 +135,7 @@ class Snapshots:
         sources = [tensors[index].reshape(-1)[first : first + count] for index, first, count, _ in self._part]
         torch._foreach_copy_(self._targets[self._slot], sources)
         SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step)
+        self._is_kept = True
 
     def _lay_out(self, forms: Sequence[TensorForm], own: Collection[int], text_bytes: int) -> None:
         """Give both slots their places; a restarted rank takes over those of its forerunner."""
@@ -140,6 +148,9 @@ class Snapshots:
         else:
             memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
             GEOMETRY.pack_into(memory, GEOMETRY_AT, data, slot_bytes)
+        for slot in (0, 1):  # a mark of another world must not meet those of this one
+            if slot != self._slot or not self._is_kept:
+                SLOT.pack_into(memory, slot * SLOT.size, 0, 0)
         self._layout, self._part, self._memory = layout, layout.part(self._rank), memory
         self._capacity, self._slot_bytes = data - LENGTH.size, slot_bytes
         raw = torch.frombuffer(memory, dtype=torch.uint8)
@@ -151,8 +162,6 @@ class Snapshots:
             for slot in (0, 1)
         )
         self._targets = first, second
-        steps = [SLOT.unpack_from(memory, slot * SLOT.size)[1] for slot in (0, 1)]
-        self._slot = 0 if steps[0] > steps[1] else 1  # the next one is written over the older
 
 
 def _slot_start(slot: int, slot_bytes: int) -> int:
@@ -173,8 +182,16 @@ def _typed(raw: Tensor, offset: int, dtype: str, count: int) -> Tensor:
     return raw[offset : offset + count * kind.itemsize].view(kind)
 
 
-def newest_snapshot(regions: Sequence[NodeMemory]) -> tuple[int, dict[str, Any]] | None:
-    """(step, state) of the newest snapshot that all of the node's ranks have finished; None without one.
+class Snapshot(NamedTuple):
+    """A state as of `step`, and the slot it lies in."""
+
+    step: int
+    state: dict[str, Any]
+    slot: int
+
+
+def newest_snapshot(regions: Sequence[NodeMemory]) -> Snapshot | None:
+    """The newest snapshot that all of the node's ranks have finished; None without one.
 
     The tensors are copies: the regions may be written again. To be called while no rank writes.
     """
@@ -200,4 +217,4 @@ def newest_snapshot(regions: Sequence[NodeMemory]) -> tuple[int, dict[str, Any]]
         for index, first, count, offset in layout.part(rank):
             source = _typed(raw, starts[rank] + places[rank][0] + offset, forms[index][0], count)
             tensors[index].reshape(-1)[first : first + count].copy_(source)
-    return step, unflatten(skeleton, tensors)
+    return Snapshot(step, unflatten(skeleton, tensors), slot)

@@ -25,11 +25,15 @@ COMPLETE = -1
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where this world begins: the state to load (None: fresh) and its step, equal on all ranks."""
+    """Where this world begins: the state to load (None: fresh) and its step, equal on all ranks.
+
+    `slot`: of the snapshot that the state came from; None when it came from elsewhere.
+    """
 
     step: int
     state: dict[str, Any] | None
     changes: list[str]
+    slot: int | None = None
 
 
 def begin(
@@ -40,13 +44,13 @@ def begin(
     recorder: Recorder,
 ) -> Beginning:
     """Rank 0 finds the newest state, see `_newest`; all get it by broadcast."""
-    step, payload, state = 0, b"", None
+    step, payload, state, slot = 0, b"", None, None
     if world.is_first and decision is not None and decision.kind == "complete":
         log.info("the run is complete at step %d; raise --epochs or --steps to go on", decision.step)
         step = COMPLETE
     elif world.is_first:
-        step, state, payload = _newest(world, store, position, decision, recorder)
-    step = int(world.broadcast_json(step))
+        step, state, payload, slot = _newest(world, store, position, decision, recorder)
+    step, slot = world.broadcast_json([step, slot])
     if step <= 0:
         return Beginning(step, None, [])
     began = time.monotonic()
@@ -59,7 +63,7 @@ def begin(
             "set": [["tandem_checkpoint_last_load_duration_seconds", {}, time.monotonic() - began]],
         }
     )
-    return Beginning(step, state, decision.changes if decision is not None else [])
+    return Beginning(step, state, decision.changes if decision is not None else [], slot)
 
 
 def _newest(
@@ -68,22 +72,22 @@ def _newest(
     position: Position,
     decision: ResumeDecision | None,
     recorder: Recorder,
-) -> tuple[int, dict[str, Any] | None, bytes]:
-    """(step, state, or its bytes) of where to go on: the snapshot in the node's memory unless a checkpoint
-    is newer; then the newest valid checkpoint; then the one the agent chose; (0, None, b"") for none."""
+) -> tuple[int, dict[str, Any] | None, bytes, int | None]:
+    """(step, state, or its bytes, slot of a snapshot) of where to go on: the snapshot in the node's memory
+    unless a checkpoint is newer; then the newest valid checkpoint; then the one the agent chose; step 0."""
     snapshot = newest_snapshot(position.memories)
-    if snapshot is not None and snapshot[0] >= max(store.steps(), default=0):
-        log.info("going on from step %d, kept in the node's memory", snapshot[0])
-        return *snapshot, b""
+    if snapshot is not None and snapshot.step >= max(store.steps(), default=0):
+        log.info("going on from step %d, kept in the node's memory", snapshot.step)
+        return snapshot.step, snapshot.state, b"", snapshot.slot
     found = store.newest_valid(lambda bad, problem: _quarantined(recorder, bad, problem))
     if found is not None:
-        return found[0], None, found[1]
+        return found[0], None, found[1], None
     if decision is not None and decision.directory is not None:
-        return decision.step, None, CheckpointStore(decision.directory).read(decision.step)[0]
+        return decision.step, None, CheckpointStore(decision.directory).read(decision.step)[0], None
     if position.start_from is not None:
         directory, step = position.start_from
-        return step, None, CheckpointStore(Path(directory)).read(step)[0]
-    return 0, None, b""
+        return step, None, CheckpointStore(Path(directory)).read(step)[0], None
+    return 0, None, b"", None
 
 
 def _quarantined(recorder: Recorder, step: int, problem: str) -> None:

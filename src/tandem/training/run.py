@@ -180,6 +180,7 @@ def _run(
         },
         lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores_at(step)),
         rank_zeros(model),
+        beginning.slot,
     )
     batches = TrainBatches(order, world.rank, world.size, settings.micro_batch_size, beginning.step, planned)
     training = Training(

@@ -21,7 +21,8 @@ class Saver:
     """Saves when it is told; leaving its `with` block waits for what is still being written.
 
     `state()` gives the run's state with "model" first, `info(step)` what the manifest says of it, and
-    `own` the tensors (by order of appearance) of which only rank 0 has the values that count.
+    `own` the tensors (by order of appearance) of which only rank 0 has the values that count. `kept_slot`
+    is that of the snapshot this world began with.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Saver:
         state: Callable[[], Mapping[str, Any]],
         info: Callable[[int], Mapping[str, Any]],
         own: frozenset[int],
+        kept_slot: int | None,
     ) -> None:
         self._is_first, self._writer, self._state, self._info, self._own = (
             world.is_first,
@@ -41,7 +43,9 @@ class Saver:
         )
         position = world.position
         on_first_node = position.node_rank == 0 and bool(position.memories)
-        self._snapshots = Snapshots(position.memories, position.local_rank) if on_first_node else None
+        self._snapshots = (
+            Snapshots(position.memories, position.local_rank, kept_slot) if on_first_node else None
+        )
 
     def save(self, step: int) -> None:
         """Rank 0 begins to save, see `CheckpointWriter.save`; nothing on the others."""
