@@ -118,16 +118,16 @@ def test_ranks_killed_in_the_middle_write_into_the_same_slot_again(torn: int, st
     for step in range(1, steps + 1):
         for each in ranks:
             each.take(step, state_at(step), own={1})
-    tear(regions[torn], ranks[torn]._slot)
-    for _ in range(3):
-        newest = newest_snapshot(regions)
-        assert newest is not None and newest.step == steps - 1
-        ranks = [Snapshots(regions, rank, newest.slot) for rank in (0, 1)]
-        for each in ranks:
-            each.take(steps, state_at(steps), own={1})
-        after = newest_snapshot(regions)
-        assert after is not None and after.step == steps and same(after.state, state_at(steps))
+    for killed_at in (steps, steps + 4):
         tear(regions[torn], ranks[torn]._slot)
+        newest = newest_snapshot(regions)
+        assert newest is not None and newest.step == killed_at - 1
+        ranks = [Snapshots(regions, rank, newest.slot) for rank in (0, 1)]
+        for step in range(killed_at, killed_at + 5):
+            for each in ranks:
+                each.take(step, state_at(step), own={1})
+            after = newest_snapshot(regions)
+            assert after is not None and after.step == step and same(after.state, state_at(step))
 
 
 def test_marks_of_a_world_that_nobody_goes_on_from_do_not_meet_new_ones() -> None:
