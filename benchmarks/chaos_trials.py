@@ -4,7 +4,7 @@
 
 Two ranks train; each fault is drawn from FAULTS. Goodput is what the same steps need undisturbed, by the pace
 of a stretch before and one after, as a share of what this run needs. In the end the weights are those of an
-undisturbed run of all steps, and every sample was seen once per epoch.
+undisturbed run of all steps, bit for bit, which a sample left out or seen twice would have changed.
 """
 
 import argparse
@@ -105,7 +105,6 @@ def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
     reference = _finish(folder / "reference", steps, "--task.delay", 0)[0]  # the same numbers, sooner
     goodput = calm_seconds / (ended - began)
     equal = code == 0 and summary["weights_sha256"] == reference["weights_sha256"]
-    once = summary["samples_seen"] == reference["samples_seen"] == steps * 240
     what = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     return Row(
         f"chaos: a fault every {every:g} s",
@@ -114,7 +113,7 @@ def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
         f"{summary['restarts']} worlds opened again ({what})",
         f"undisturbed {calm_seconds:.0f} s for {steps} steps",
         target="goodput at least 95%, weights equal",
-        passed=equal and once and goodput >= 0.95,
+        passed=equal and goodput >= 0.95,
     )
 
 

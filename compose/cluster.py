@@ -18,7 +18,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine import ROOT, Cluster, ClusterError, check_engine, docker, free_bytes_of_engine, is_watched
+from engine import (
+    ROOT,
+    WATCHERS,
+    Cluster,
+    ClusterError,
+    check_engine,
+    docker,
+    free_bytes_of_engine,
+    is_watched,
+)
 from network import Shape, check_shape, shape_node
 from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
 from tandem.cluster.ranks import job_code
@@ -28,11 +37,6 @@ START_SECONDS = 300.0
 STOP_SECONDS = 120.0
 LAST_LINES_SECONDS = 3.0
 METRICS_PORT = 9469
-WATCHERS = {
-    "prometheus": ("PROMETHEUS_PORT", 9090, "/alerts"),
-    "grafana": ("GRAFANA_PORT", 3000, "/d/tandem"),
-}
-"""Service of monitoring.yaml: (the variable with its port, what that is without it, the page to open)."""
 
 
 def main(arguments: Sequence[str]) -> int:

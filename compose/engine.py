@@ -22,6 +22,11 @@ sys.path.insert(0, str(ROOT / "src"))  # the rules of exit codes are tandem's ow
 OLDEST_COMPOSE = (2, 20)  # `deploy.replicas` from a variable, nested defaults
 UNFINISHED = ("created", "running", "restarting", "paused")
 CALL_SECONDS = 120.0
+WATCHERS = {
+    "prometheus": ("PROMETHEUS_PORT", 9090, "/alerts"),
+    "grafana": ("GRAFANA_PORT", 3000, "/d/tandem"),
+}
+"""Service of monitoring.yaml: (the variable with its port, what that is without it, the page to open)."""
 
 
 class ClusterError(Exception):
@@ -212,7 +217,7 @@ def is_watched(project: str) -> bool:
     """Whether Prometheus or Grafana of this project is there."""
     mine = ("--filter", f"label=com.docker.compose.project={project}", "--format")
     services = docker("ps", "-a", *mine, '{{.Label "com.docker.compose.service"}}').split()
-    return bool({"prometheus", "grafana"} & set(services))
+    return not WATCHERS.keys().isdisjoint(services)
 
 
 def _node(described: Mapping[str, object]) -> Node:

@@ -4,11 +4,10 @@ The rules have seconds in place of minutes (monitoring/shorten.py). Prometheus i
 of the test's own; Grafana's place is taken by a program that serves the files that are mounted for it.
 """
 
-import importlib.util
 import json
 import shutil
-import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -87,21 +86,9 @@ def stand_ins(
 
 @pytest.fixture
 def rules(tmp_path: Path) -> str:
-    spec = importlib.util.spec_from_file_location("shorten", ROOT / "monitoring" / "shorten.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     path = tmp_path / "rules.yaml"
-    path.write_text(module.shortened((ROOT / "monitoring" / "rules.yaml").read_text()))
+    path.write_bytes(subprocess.check_output([sys.executable, ROOT / "monitoring" / "shorten.py"]))
     return str(path)
-
-
-def free_ports(count: int) -> list[str]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 class Watched:
@@ -137,11 +124,15 @@ class Watched:
 
 
 def test_alerts_fire_in_the_cluster_and_resolve(
-    cluster: TestedCluster, tmp_path: Path, stand_ins: dict[str, str], rules: str
+    cluster: TestedCluster,
+    tmp_path: Path,
+    stand_ins: dict[str, str],
+    rules: str,
+    module_ports: list[int],
 ) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "knobs.py").write_text(TASK)
-    prometheus, grafana = free_ports(2)
+    prometheus, grafana = map(str, module_ports[:2])
     variables = {**stand_ins, "RULES": rules, "PROMETHEUS_PORT": prometheus, "GRAFANA_PORT": grafana}
     flags = ("--nodes", "2", "--task", f"{tmp_path}/knobs.py:Knobs", "--run", "watched")
     process = cluster.start(*flags, "--monitoring", "1", "--args", ENDLESS, **variables)
