@@ -28,15 +28,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from tandem.cluster.timing import HostClock
-from tandem.cluster.world import Position, World
 from tandem.config import Settings
-from tandem.meter import Costs
-from tandem.observe import stragglers
-from tandem.observe.metrics import Metrics
-from tandem.observe.recorder import Recorder
-from tandem.observe.samples import SampleReceiver, SampleSender
-from tandem.observe.server import MetricsServer
+from tandem.distributed.group import Position, ProcessGroup
+from tandem.report.server import MetricsServer
+from tandem.telemetry import stragglers
+from tandem.telemetry.meter import Costs
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.recorder import Recorder
+from tandem.telemetry.samples import SampleReceiver, SampleSender
+from tandem.telemetry.timing import HostClock
 from tandem.training.step import Proposal, Stepper
 
 RANKS = 4
@@ -64,8 +64,8 @@ class SleepyTask:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def make_stepper(world: World, task: SleepyTask, batch: int) -> tuple[Stepper, list[Any]]:
-    from tandem.cluster.pulse import Pulse
+def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Stepper, list[Any]]:
+    from tandem.telemetry.heartbeat import Pulse
 
     torch.manual_seed(0)
     model = task.build_model()
@@ -85,11 +85,11 @@ def one_step(stepper: Stepper, micro_batches: list[Any], step: int) -> Any:
     return stepper.clock.end()
 
 
-def open_world(rank: int, ranks: int, port: int) -> World:
+def open_world(rank: int, ranks: int, port: int) -> ProcessGroup:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     position = Position(rank=rank, world_size=ranks, init="master", master=("127.0.0.1", port))
-    return World.open(position, torch.device("cpu"), 300.0)
+    return ProcessGroup.open(position, torch.device("cpu"), 300.0)
 
 
 def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:

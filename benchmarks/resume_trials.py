@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.checkpoint.outcome import Outcome
 from tandem.signals import StopFlag
-from tandem.verify_resume import STEPS, EndedFirstError, Kill, Runner, Trial
+from tandem.verify.outcome import Outcome
+from tandem.verify.resume import STEPS, EndedFirstError, Kill, Runner, Trial
 
 HERE = Path(__file__).parent
 COMMON = ("--task", f"{HERE / 'hard_task.py'}:Hard", "--batch-size", "24", "--lr", "0.05")

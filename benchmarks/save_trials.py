@@ -26,11 +26,11 @@ from torch.distributed.checkpoint import async_save
 
 from table import Row, render
 from tandem.checkpoint.flatten import flatten
+from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
-from tandem.cluster.memory import NodeMemory
 
 STEP_COPIES = 20
 SNAPSHOT_LIMITS = {1: 0.06, 2: 0.035}

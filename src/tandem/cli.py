@@ -18,8 +18,8 @@ from tandem.errors import FINISHED, MISCONFIGURED, ConfigError, TandemError
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from tandem.cluster.placement import Placement
     from tandem.config import Settings
+    from tandem.platforms.placement import Placement
 
 log = logging.getLogger("tandem.cli")
 
@@ -81,11 +81,11 @@ def run(verb: str, arguments: Arguments, environ: Environment) -> int:
 
 
 def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tuple[Settings, Placement]":
-    from tandem.cluster.placement import detect
-    from tandem.cluster.replica import with_index
     from tandem.config import load
-    from tandem.launch import resolve_run_dir
+    from tandem.launch.node import resolve_run_dir
     from tandem.log import setup, wants_json
+    from tandem.platforms.placement import detect
+    from tandem.platforms.replica import with_index
 
     settings = load(arguments, environ).settings
     # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
@@ -116,7 +116,7 @@ def _launch(arguments: Arguments, environ: Environment) -> int:
     settings, placement = _settings_and_placement(arguments, environ)
     if placement.rank is not None:
         return _train(settings, placement)
-    from tandem.launch import run_this_node, simulate, with_port
+    from tandem.launch.node import run_this_node, simulate, with_port
 
     if placement.platform == "none":
         if settings.log_format == "text":
@@ -130,7 +130,7 @@ def _launch(arguments: Arguments, environ: Environment) -> int:
 
 def _launch_replica(arguments: Arguments, environ: Environment) -> int:
     """`launch` in a container of Compose, which would start it again also where that cannot help."""
-    from tandem.cluster.replica import note_end, stay_down_code
+    from tandem.platforms.replica import note_end, stay_down_code
 
     run_dir, container = Path(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
     code = stay_down_code(run_dir, container)
@@ -170,8 +170,8 @@ def train(arguments: Arguments, environ: Environment) -> int:
 
 
 def _train(settings: "Settings", placement: "Placement") -> int:
-    from tandem.cluster.ranks import resolve
-    from tandem.launch import run_lone_rank
+    from tandem.launch.node import run_lone_rank
+    from tandem.launch.workers import resolve
 
     return run_lone_rank(settings, placement, resolve(RANK_FUNCTION))
 
@@ -235,8 +235,8 @@ def _checkpoint_arguments(arguments: Arguments) -> "Namespace":
 
 def verify_resume(arguments: Arguments, environ: Environment) -> int:
     """The proof, on this machine, that a killed run of this task resumes to the same bits."""
-    from tandem.cluster.placement import detect
     from tandem.config import load
+    from tandem.platforms.placement import detect
     from tandem.signals import StopFlag
 
     rest = [
@@ -254,14 +254,14 @@ def verify_resume(arguments: Arguments, environ: Environment) -> int:
     if platform != "none":
         raise ConfigError(f"verify-resume starts its own ranks, and this is a rank or node of {platform}")
     stop = StopFlag().install()
-    from tandem.verify_resume import verify
+    from tandem.verify.resume import verify
 
     return verify(settings, rest, environ, int(trials), stop, lambda line: print(line, flush=True))
 
 
 def report(arguments: Arguments, environ: Environment) -> int:
     """One HTML file: RUN_DIR/report.html, or where --output says."""
-    from tandem.observe.report import write_report
+    from tandem.report.report import write_report
 
     rest, output = list(arguments), None
     if "--output" in rest:
@@ -302,7 +302,7 @@ def config(arguments: Arguments, environ: Environment) -> int:
 def doctor(arguments: Arguments, environ: Environment) -> int:
     """Versions and what this place offers; always 0 once the settings are valid."""
     from tandem.config import load
-    from tandem.doctor import report
+    from tandem.verify.doctor import report
 
     print(report(load(arguments, environ).settings, environ))
     return FINISHED
@@ -310,7 +310,7 @@ def doctor(arguments: Arguments, environ: Environment) -> int:
 
 def health(arguments: Arguments, environ: Environment) -> int:
     """Standard library only: the verdict on the heartbeat file."""
-    from tandem.observe.health import main as health_main
+    from tandem.telemetry.health import main as health_main
 
     if arguments:
         print("tandem: health takes no arguments", file=sys.stderr)

@@ -8,7 +8,7 @@ import pytest
 
 from tandem import config
 from tandem.cli import HELP, VERBS
-from tandem.observe import families
+from tandem.telemetry import families
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.placement import Placement, detect
+from tandem.platforms.placement import Placement, detect
 from tandem_k8s.contract import operator_environment, plan, resolve
 from tandem_k8s.documents import ROOT, Document, find, load, read
 from tandem_k8s.render import render

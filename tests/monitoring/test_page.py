@@ -13,10 +13,10 @@ import pytest
 from browser import DESKTOP, PHONE, Browser
 
 from prometheus import ROOT, TASK, until
-from tandem.observe.history import History
-from tandem.observe.metrics import Metrics
-from tandem.observe.report import write_report
-from tandem.observe.server import MetricsServer
+from tandem.report.history import History
+from tandem.report.report import write_report
+from tandem.report.server import MetricsServer
+from tandem.telemetry.metrics import Metrics
 
 pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from prometheus import DASHBOARD, RULES, TASK, Prometheus, fetch, pid_of_rank, until
-from tandem.meter import ACTIVITIES, PHASES
-from tandem.observe.families import FAMILIES, wire_names
+from tandem.telemetry.families import FAMILIES, wire_names
+from tandem.telemetry.meter import ACTIVITIES, PHASES
 
 pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 STEPS = 400

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tandem.cluster.world import Position, World
 from tandem.data.datasets import TensorRows
+from tandem.distributed.group import Position, ProcessGroup
 from tandem.training.evaluate import evaluate
 
 pytestmark = pytest.mark.multi
@@ -79,7 +79,7 @@ def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size:
         init="master" if size > 1 else "alone",
         master=("127.0.0.1", port),
     )
-    world = World.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    world = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
     model = trained_model()
     if rank:  # a rank's own statistics must not show: evaluation takes rank 0's
         batch_norm = model[1]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Here:
-    """What `World.gather_rows` gives, without a world."""
+    """What `ProcessGroup.gather_rows` gives, without a world."""
 
     found: list[list[float]]
 

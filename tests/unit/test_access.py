@@ -12,9 +12,9 @@ import pytest
 
 from tandem.config import Settings
 from tandem.errors import ConfigError
-from tandem.observe.access import Access, load_access
-from tandem.observe.metrics import Metrics
-from tandem.observe.server import MetricsServer
+from tandem.report.access import Access, load_access
+from tandem.report.server import MetricsServer
+from tandem.telemetry.metrics import Metrics
 
 TOKEN = "s3cret-ü"
 

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config import Settings
 from tandem.errors import ConfigError
-from tandem.observe.recorder import Recorder
+from tandem.telemetry.recorder import Recorder
 from tandem.training.summary import evaluations_are_saved, warn_of_missing_score
 
 

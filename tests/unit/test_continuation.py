@@ -8,11 +8,11 @@ import torch
 from gathered import Here
 from torch import nn
 
-from tandem.cluster.agreement import Agreed
 from tandem.config import Settings
-from tandem.meter import StepTimes
-from tandem.observe.journal import Journal
-from tandem.observe.recorder import Recorder
+from tandem.distributed.consensus import Agreed
+from tandem.telemetry.journal import Journal
+from tandem.telemetry.meter import StepTimes
+from tandem.telemetry.recorder import Recorder
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import load_state
 from tandem.training.step import Readings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem import doctor
+from tandem.verify import doctor
 
 MEMINFO = "MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n"
 

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.observe.gpu import Gpus
-from tandem.observe.metrics import Metrics
+from tandem.telemetry.gpu import Gpus
+from tandem.telemetry.metrics import Metrics
 
 
 class NVMLError(Exception):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.observe import health
+from tandem.telemetry import health
 
 NOW = 1000.0
 GOOD = {"time": NOW - 1, "state": "training", "step": 5, "last_progress": NOW - 10, "limit_seconds": 60.0,
@@ -45,7 +45,7 @@ def test_what_is_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_it_imports_little() -> None:
     heavy = "{'torch', 'prometheus_client', 'logging'}"
-    code = f"import sys, tandem.observe.health; print(len({heavy} & set(sys.modules)))"
+    code = f"import sys, tandem.telemetry.health; print(len({heavy} & set(sys.modules)))"
     source = os.path.join(os.path.dirname(health.__file__), "..", "..")
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=20,
                           env={"PYTHONPATH": source})  # fmt: skip

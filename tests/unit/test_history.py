@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tandem.observe.history import FULL_POINTS, MAX_EVENTS, MAX_POINTS, History
-from tandem.observe.journal import Journal
+from tandem.report.history import FULL_POINTS, MAX_EVENTS, MAX_POINTS, History
+from tandem.telemetry.journal import Journal
 
 
 def steps(history: History) -> list[int]:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.observe.journal import Journal, write_json_atomic
+from tandem.telemetry.journal import Journal, write_json_atomic
 
 
 def lines(path: Path) -> list[dict[str, object]]:

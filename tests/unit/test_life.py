@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.observe import life
-from tandem.observe.metrics import Metrics
 from tandem.signals import StopFlag
+from tandem.telemetry import life
+from tandem.telemetry.metrics import Metrics
 
 
 def test_all_time_since_the_process_began_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ import pytest
 from gathered import Here
 from torch import nn
 
-from tandem.cluster.agreement import Agreed
-from tandem.cluster.world import World
 from tandem.config import Settings
+from tandem.distributed.consensus import Agreed
+from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
-from tandem.meter import Costs, StepTimes
-from tandem.observe.recorder import Recorder
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
+from tandem.telemetry.meter import Costs, StepTimes
+from tandem.telemetry.recorder import Recorder
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.nonfinite import Policy
 from tandem.training.step import Proposal, Readings
@@ -79,7 +79,7 @@ def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> 
         **cadences,
     }
     made = Training(
-        world=cast(World, SimpleNamespace(is_first=True, gather_rows=lambda row: Here([row]))),
+        world=cast(ProcessGroup, SimpleNamespace(is_first=True, gather_rows=lambda row: Here([row]))),
         settings=Settings(),
         model=nn.Identity(),
         stepper=cast(Any, LateStepper(bad)),

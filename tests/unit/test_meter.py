@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.meter import ACTIVITIES, PHASES, Activities, Meter, StepTimes
+from tandem.telemetry.meter import ACTIVITIES, PHASES, Activities, Meter, StepTimes
 
 SECONDS = st.floats(0, 10)
 

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from tandem.observe.families import FAMILIES, markdown_table, wire_names
-from tandem.observe.metrics import MAX_SERIES, Metrics
+from tandem.telemetry.families import FAMILIES, markdown_table, wire_names
+from tandem.telemetry.metrics import MAX_SERIES, Metrics
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:

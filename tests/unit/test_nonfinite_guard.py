@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.cluster.agreement import Agreed
-from tandem.cluster.world import World
+from tandem.distributed.consensus import Agreed
+from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
 from tandem.training.nonfinite import MOST_SKIPS_IN_A_ROW, Guard, Policy, culprit
 
@@ -155,7 +155,7 @@ def test_the_first_tensor_is_named() -> None:
 
     def named(x: Tensor, wrap: Any = lambda x: x) -> str:
         return culprit(
-            cast(World, Alone()), model, [wrap(torch.ones(1, 2)), wrap(x)], lambda _: model(x).sum()
+            cast(ProcessGroup, Alone()), model, [wrap(torch.ones(1, 2)), wrap(x)], lambda _: model(x).sum()
         )
 
     assert named(torch.tensor([[1.0, NAN]])) == "the batch (micro-batch 1) on rank 0"

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.placement import Placement, detect
-from tandem.cluster.slurm import expand_nodelist, expand_tasks
 from tandem.errors import ConfigError
+from tandem.platforms.placement import Placement, detect
+from tandem.platforms.slurm import expand_nodelist, expand_tasks
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.observe.progress import Progress
-from tandem.observe.tensorboard import EventWriter
+from tandem.telemetry.progress import Progress
+from tandem.telemetry.tensorboard import EventWriter
 
 
 class Terminal(io.StringIO):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from gathered import Here
 
-from tandem.meter import PHASES, Costs, DeviceMemory, StepTimes
-from tandem.observe.journal import Journal
-from tandem.observe.metrics import Metrics
-from tandem.observe.recorder import Recorder
-from tandem.observe.samples import MAX_MESSAGE_BYTES
+from tandem.telemetry.journal import Journal
+from tandem.telemetry.meter import PHASES, Costs, DeviceMemory, StepTimes
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.recorder import Recorder
+from tandem.telemetry.samples import MAX_MESSAGE_BYTES
 
 STEP = StepTimes(0.001, 0.002, 0.003, 0.004, 0.005, 0.0, wait=0.006)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster import replica
-from tandem.cluster.placement import detect
 from tandem.errors import ConfigError
+from tandem.platforms import replica
+from tandem.platforms.placement import detect
 
 PROJECT = {"TANDEM_COMPOSE_PROJECT": "demo", "TANDEM_COMPOSE_NODES": "12"}
 

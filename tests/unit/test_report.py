@@ -7,9 +7,9 @@ import pytest
 
 from tandem.cli import run
 from tandem.errors import ConfigError
-from tandem.observe.journal import Journal
-from tandem.observe.pages import live_page, report_page
-from tandem.observe.report import read_run
+from tandem.report.pages import live_page, report_page
+from tandem.report.report import read_run
+from tandem.telemetry.journal import Journal
 
 
 @pytest.fixture

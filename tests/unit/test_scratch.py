@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.scratch import scratch
+from tandem.launch.scratch import scratch
 
 HOLD = """
-from tandem.scratch import scratch
+from tandem.launch.scratch import scratch
 
 with scratch() as folder:
     print(folder, flush=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.observe.metrics import Metrics
-from tandem.observe.samples import SampleReceiver, SampleSender
-from tandem.observe.server import MetricsServer
+from tandem.report.server import MetricsServer
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.samples import SampleReceiver, SampleSender
 
 STATUS: dict[str, object] = {"healthy": True, "state": "training", "loss": float("nan")}
 

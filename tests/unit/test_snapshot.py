@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_snapshot
-from tandem.cluster.memory import NodeMemory
 
 FORMS = st.lists(
     st.tuples(

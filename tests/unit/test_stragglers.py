@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from tandem.meter import StepTimes
-from tandem.observe.metrics import Metrics
-from tandem.observe.stragglers import (
+from tandem.telemetry.meter import StepTimes
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.stragglers import (
     MAX_RANK_SERIES,
     ROW_LENGTH,
     StragglerWatch,

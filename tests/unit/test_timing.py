@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.cluster import timing
-from tandem.cluster.timing import RING_STEPS, DeviceClock, HostClock
+from tandem.telemetry import timing
+from tandem.telemetry.timing import RING_STEPS, DeviceClock, HostClock
 
 
 class Work(torch.autograd.Function):

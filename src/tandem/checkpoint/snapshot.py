@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, unflatten
-from tandem.cluster.memory import NodeMemory
+from tandem.checkpoint.memory import NodeMemory
 
 SLOT = struct.Struct("<Qq")  # fingerprint, step
 GEOMETRY = struct.Struct("<qq")  # offset of the tensors in a slot, bytes of a slot

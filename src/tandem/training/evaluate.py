@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.cluster.world import World
 from tandem.data.loader import batch_size_of, evaluation_batches
+from tandem.distributed.group import ProcessGroup
 from tandem.tasks.base import Task
 
 
 def evaluate(
-    world: World, task: Task, model: nn.Module, dataset: Any, batch_size: int, workers: int = 0
+    world: ProcessGroup, task: Task, model: nn.Module, dataset: Any, batch_size: int, workers: int = 0
 ) -> dict[str, float]:
     """Means over the whole `dataset`, by score name, equal on all ranks; `loss` is always there.
 
@@ -55,7 +55,7 @@ def _scores(task: Task, model: nn.Module, batch: Any) -> dict[str, tuple[Any, An
     return {"loss": (float(loss) * count, count), **metrics}
 
 
-def _all_names(world: World, mine: list[str]) -> list[str]:
+def _all_names(world: ProcessGroup, mine: list[str]) -> list[str]:
     """Score names from rank 0, which always has a share unless the dataset is empty."""
     names = world.broadcast_json(mine)
     return [str(name) for name in names]

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from tandem.cluster.agreement import Agreed
-from tandem.cluster.pulse import Pulse
-from tandem.cluster.world import World
 from tandem.config import Settings
-from tandem.observe.recorder import Recorder
+from tandem.distributed.consensus import Agreed
+from tandem.distributed.group import ProcessGroup
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
+from tandem.telemetry.heartbeat import Pulse
+from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
 from tandem.training.saving import Saver
@@ -65,7 +65,7 @@ class Timetable:
 class Training:
     """A run, put together by `run.py`: `step` is the number of finished steps."""
 
-    world: World
+    world: ProcessGroup
     settings: Settings
     model: nn.Module
     stepper: Stepper

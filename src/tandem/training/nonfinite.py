@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tandem.cluster.agreement import Agreed, Telemetry
-from tandem.cluster.world import World
+from tandem.distributed.consensus import Agreed, Telemetry
+from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
 
 log = logging.getLogger("tandem.run")
@@ -151,7 +151,7 @@ class Policy:
 
 
 def culprit(
-    world: World, model: nn.Module, micro_batches: Sequence[Any], forward: Callable[[int], Tensor]
+    world: ProcessGroup, model: nn.Module, micro_batches: Sequence[Any], forward: Callable[[int], Tensor]
 ) -> str:
     """In words, the first tensor that is not finite in the step just taken; the same on all ranks.
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tandem.cluster.world import World
+from tandem.distributed.group import ProcessGroup
 from tandem.errors import ReplicaMismatchError
 
 BLOCK = 1024
@@ -25,7 +25,7 @@ class Reports(Protocol):
     def message(self, message: Mapping[str, object]) -> None: ...
 
 
-def check_replicas(world: World, model: nn.Module, recorder: Reports, step: int) -> None:
+def check_replicas(world: ProcessGroup, model: nn.Module, recorder: Reports, step: int) -> None:
     """Compare all ranks' weights after `step` finished steps; nothing to do in a world of one.
 
     Raises ReplicaMismatchError, on all ranks, naming each rank that differs and its first tensor. Right is

@@ -13,9 +13,9 @@ from torch import nn
 from tandem.checkpoint.snapshot import newest_snapshot
 from tandem.checkpoint.state import ResumeDecision, deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
-from tandem.cluster.world import Position, World
+from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import ConfigError
-from tandem.observe.recorder import Recorder
+from tandem.telemetry.recorder import Recorder
 from tandem.training.optim import Schedule
 
 log = logging.getLogger("tandem.run")
@@ -37,7 +37,7 @@ class Beginning:
 
 
 def begin(
-    world: World,
+    world: ProcessGroup,
     store: CheckpointStore,
     position: Position,
     decision: ResumeDecision | None,
@@ -67,7 +67,7 @@ def begin(
 
 
 def _newest(
-    world: World,
+    world: ProcessGroup,
     store: CheckpointStore,
     position: Position,
     decision: ResumeDecision | None,
@@ -124,7 +124,7 @@ def load_state(
     schedule.load(state["schedule"])
 
 
-def load_weights(world: World, path: Path, model: nn.Module) -> None:
+def load_weights(world: ProcessGroup, path: Path, model: nn.Module) -> None:
     """`--init-from`: load the keys whose names and shapes match, and say which did not."""
     raw: bytes | None = None
     if world.is_first:

@@ -16,18 +16,18 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import ResumeDecision, decide_resume
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
-from tandem.cluster.pulse import Pulse, dump_stacks_on_request
-from tandem.cluster.world import Position, World, choose_device, first_line, is_peer_loss
 from tandem.config import Settings
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.distributed.group import Position, ProcessGroup, choose_device, first_line, is_peer_loss
 from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, ConfigError, StoppedError, TandemError
 from tandem.log import redirect_output, setup
-from tandem.observe.life import count_log_messages
-from tandem.observe.recorder import Recorder, Send
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
 from tandem.tasks.base import Task, load_task, task_class
+from tandem.telemetry.heartbeat import Pulse, dump_stacks_on_request
+from tandem.telemetry.life import count_log_messages
+from tandem.telemetry.recorder import Recorder, Send
 from tandem.training.evaluate import evaluate
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.nonfinite import Policy
@@ -88,7 +88,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
 def warm_up(settings_dict: dict[str, object]) -> None:
     """What a process that may become a rank does in advance: import the task and what ranks talk with."""
     task_class(Settings.from_dict(settings_dict).task)
-    from tandem.observe import samples  # noqa: F401
+    from tandem.telemetry import samples  # noqa: F401
 
 
 def _set_up_log(settings: Settings, position: Position, run_dir: Path) -> None:
@@ -108,7 +108,7 @@ def _set_up_log(settings: Settings, position: Position, run_dir: Path) -> None:
 def _sender(position: Position) -> Send:
     if position.sample_socket is None:
         return lambda message: None
-    from tandem.observe.samples import SampleSender
+    from tandem.telemetry.samples import SampleSender
 
     return SampleSender(Path(position.sample_socket)).send
 
@@ -130,7 +130,7 @@ def _run(
     store = CheckpointStore(run_dir / "checkpoints")
     decision = decide_here(settings, position, store)
     with recorder.activity("rendezvous"):
-        world = World.open(position, device, settings.first_step_timeout)
+        world = ProcessGroup.open(position, device, settings.first_step_timeout)
         world.check_same_settings({k: v for k, v in settings.to_dict().items() if k not in PER_NODE})
     task = load_task(settings.task, settings.task_fields, settings.data_dir, settings.download)
     prepare: Callable[[], None] = getattr(task, "prepare", lambda: None)
@@ -248,12 +248,12 @@ def decide_here(settings: Settings, position: Position, store: CheckpointStore) 
     return decide_resume(settings, store)
 
 
-def evaluation_batch_size(settings: Settings, world: World) -> int:
+def evaluation_batch_size(settings: Settings, world: ProcessGroup) -> int:
     """Samples per rank and evaluation pass: at least 256, independent of how training is cut."""
     return max(256, settings.batch_size // world.size)
 
 
-def _check_division(settings: Settings, world: World, fresh: bool) -> None:
+def _check_division(settings: Settings, world: ProcessGroup, fresh: bool) -> None:
     if fresh and settings.batch_size % world.size:
         below = settings.batch_size - settings.batch_size % world.size
         raise ConfigError(
@@ -294,7 +294,7 @@ def _steps(
         yield micro_batches
 
 
-def _leave(world: World, recorder: Recorder, code: int) -> int:
+def _leave(world: ProcessGroup, recorder: Recorder, code: int) -> int:
     recorder.close()
     world.close()
     return code

@@ -10,8 +10,8 @@ from torch import nn
 from tandem.checkpoint.flatten import flatten
 from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.writer import CheckpointWriter
-from tandem.cluster.world import World
 from tandem.config import Settings
+from tandem.distributed.group import ProcessGroup
 from tandem.schedule import Cadence
 
 log = logging.getLogger("tandem.saving")
@@ -27,7 +27,7 @@ class Saver:
 
     def __init__(
         self,
-        world: World,
+        world: ProcessGroup,
         writer: CheckpointWriter,
         state: Callable[[], Mapping[str, Any]],
         info: Callable[[int], Mapping[str, Any]],
@@ -96,7 +96,7 @@ def rank_zeros(model: nn.Module) -> frozenset[int]:
     return frozenset(own)
 
 
-def snapshot_cadence(settings: Settings, world: World) -> Cadence:
+def snapshot_cadence(settings: Settings, world: ProcessGroup) -> Cadence:
     """`--snapshot-every auto`: every step where that is a copy within memory, every 5 s from a GPU."""
     text = settings.snapshot_every
     if text == "auto":

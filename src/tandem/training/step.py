@@ -8,15 +8,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from tandem.cluster.agreement import Agreed, AgreedReader, Telemetry
-from tandem.cluster.pulse import Pulse
-from tandem.cluster.timing import step_clock
-from tandem.cluster.world import World, hidden_sync_seconds
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of
+from tandem.distributed.consensus import Agreed, AgreedReader, Telemetry
+from tandem.distributed.group import ProcessGroup, hidden_sync_seconds
 from tandem.errors import NonFiniteError
-from tandem.meter import Costs, DeviceMemory
 from tandem.tasks.base import Task
+from tandem.telemetry.heartbeat import Pulse
+from tandem.telemetry.meter import Costs, DeviceMemory
+from tandem.telemetry.timing import step_clock
 from tandem.training.flops import buffers_kept, flops_of_pass, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.seeding import seed_micro_step
@@ -77,7 +77,7 @@ class Stepper:
 
     def __init__(
         self,
-        world: World,
+        world: ProcessGroup,
         settings: Settings,
         task: Task,
         model: nn.Module,

@@ -12,15 +12,15 @@ from torch import nn
 
 from tandem import __version__
 from tandem.checkpoint.state import weights_sha256
-from tandem.cluster.world import Position, World
 from tandem.config import Settings
 from tandem.data.sampler import GlobalOrder
+from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import FINISHED
-from tandem.observe.journal import Journal, write_json_atomic
-from tandem.observe.progress import Progress
-from tandem.observe.recorder import Recorder
-from tandem.observe.tensorboard import EventWriter
 from tandem.schedule import Cadence
+from tandem.telemetry.journal import Journal, write_json_atomic
+from tandem.telemetry.progress import Progress
+from tandem.telemetry.recorder import Recorder
+from tandem.telemetry.tensorboard import EventWriter
 from tandem.training.resume import Beginning
 
 log = logging.getLogger("tandem.run")
@@ -67,7 +67,7 @@ def identity(
 
 def manifest_info(
     settings: Settings,
-    world: World,
+    world: ProcessGroup,
     order: GlobalOrder,
     planned: int,
     step: int,
@@ -177,7 +177,7 @@ def warn_of_missing_score(settings: Settings, step: int, scores: Mapping[str, fl
 
 def open_displays(
     settings: Settings,
-    world: World,
+    world: ProcessGroup,
     run_dir: Path,
     recorder: Recorder,
     order: GlobalOrder,

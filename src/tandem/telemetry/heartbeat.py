@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from tandem.cluster.world import Position, flight_record
+from tandem.distributed.group import Position, flight_record
 
 log = logging.getLogger("tandem.pulse")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.cluster.world import World
+from tandem.distributed.group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Telemetry(nn.Module):
 class AgreedReader:
     """Reads the carrier's gradient: at once on CPUs, one step later on GPUs (no host synchronisation)."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessGroup) -> None:
         self._world = world
         self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 

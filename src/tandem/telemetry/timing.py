@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tandem.meter import StepTimes
+from tandem.telemetry.meter import StepTimes
 
 RING_STEPS = 4
 """Steps that a GPU may be behind the host before the host waits for the oldest one's events."""

@@ -16,9 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.cluster.memory import NodeMemory
-from tandem.cluster.placement import Placement
-from tandem.cluster.ranks import (
+from tandem.checkpoint.memory import NodeMemory
+from tandem.config import Settings
+from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
+from tandem.launch.scratch import scratch
+from tandem.launch.view import NodeView
+from tandem.launch.workers import (
     RankFunction,
     RankProcesses,
     job_code,
@@ -26,13 +29,10 @@ from tandem.cluster.ranks import (
     start_fork_server,
     use_loopback,
 )
-from tandem.config import Settings
-from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
 from tandem.log import setup
-from tandem.observe.journal import write_json_atomic
-from tandem.observe.node import NodeView
-from tandem.scratch import scratch
+from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
+from tandem.telemetry.journal import write_json_atomic
 
 log = logging.getLogger("tandem.launch")
 
@@ -183,10 +183,10 @@ def run_this_node(
     start_fork_server([module])
     from tandem.checkpoint.state import decide_resume
     from tandem.checkpoint.store import CheckpointStore
-    from tandem.cluster.agent import run_node
-    from tandem.cluster.rendezvous import announce
-    from tandem.cluster.worlds import AgentOptions
-    from tandem.observe.access import load_access
+    from tandem.launch.agent import run_node
+    from tandem.launch.generations import AgentOptions
+    from tandem.launch.rendezvous import announce
+    from tandem.report.access import load_access
     from tandem.tasks.base import load_task
 
     run_dir, is_first = Path(str(settings.run_dir)), placement.node_rank == 0
@@ -271,7 +271,7 @@ def with_port(placement: Placement) -> Placement:
 
 def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankFunction) -> int:
     """Train as one rank without an agent: under torchrun, srun or mpirun, or all alone."""
-    from tandem.cluster.world import Position
+    from tandem.distributed.group import Position
 
     run_dir, rank = Path(str(settings.run_dir)), placement.rank or 0
     world_size = placement.world_size or 1
@@ -280,7 +280,7 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
     local_size = placement.nproc or 1
     master = (placement.master_host, placement.master_port)
     if world_size > 1 and rank != 0:
-        from tandem.cluster.rendezvous import wait_for_master
+        from tandem.launch.rendezvous import wait_for_master
 
         wait_for_master(*master, settings.master_timeout, lambda: False)
     position = Position(
@@ -298,7 +298,7 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
     )
     if rank != 0:
         return rank_function(settings.to_dict(), position)
-    from tandem.observe.access import load_access
+    from tandem.report.access import load_access
 
     access = load_access(settings)
     prepare_run_dir(run_dir, settings)

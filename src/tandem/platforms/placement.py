@@ -7,7 +7,8 @@ world of one. Pure: nothing is resolved, opened or imported here.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tandem.cluster.environment import (
+from tandem.errors import ConfigError
+from tandem.platforms.environment import (
     COLUMNS,
     DEFAULT_PORT,
     LOOPBACK,
@@ -21,9 +22,8 @@ from tandem.cluster.environment import (
     split_address,
     value_range,
 )
-from tandem.cluster.kubernetes import indexed_job, jobset, kubeflow
-from tandem.cluster.slurm import in_step, slurm
-from tandem.errors import ConfigError
+from tandem.platforms.kubernetes import indexed_job, jobset, kubeflow
+from tandem.platforms.slurm import in_step, slurm
 
 __all__ = ["Placement", "detect"]
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.cluster.pulse import SHORTEST_HANG_SECONDS
+from tandem.telemetry.heartbeat import SHORTEST_HANG_SECONDS
 
 log = logging.getLogger("tandem.watchdog")
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from tandem.cluster.memory import NodeMemory
+from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import FAILED, FINISHED, KILLED, MISCONFIGURED, PEER_LOST, STOPPED
 
 PR_SET_NAME = 15
@@ -82,7 +82,7 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
     Importing torch here is what makes a restart fast: 0.1 to 0.3 s instead of 4 (see docs/architecture.md).
     """
-    multiprocessing.set_forkserver_preload(["tandem.cluster.warm", *preload])
+    multiprocessing.set_forkserver_preload(["tandem.launch.warm", *preload])
     forkserver.ensure_running()
 
 

@@ -21,8 +21,8 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder, generate_latest
 
-from tandem.observe.families import FAMILIES, FINAL_STATES, STATES, Family
-from tandem.observe.journal import write_bytes_atomic
+from tandem.telemetry.families import FAMILIES, FINAL_STATES, STATES, Family
+from tandem.telemetry.journal import write_bytes_atomic
 
 AnyMetric = Counter | Gauge | Histogram | Info | Enum
 

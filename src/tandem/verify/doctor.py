@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tandem import __version__
-from tandem.cluster.placement import detect
-from tandem.cluster.replica import with_index
 from tandem.config import Settings
 from tandem.errors import TandemError
+from tandem.platforms.placement import detect
+from tandem.platforms.replica import with_index
 
 GIB = 2**30
 DRIVER_FILE = Path("/proc/driver/nvidia/version")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import median, median_low
 
-from tandem.meter import PHASES, StepTimes
+from tandem.telemetry.meter import PHASES, StepTimes
 
 MARK_RATIO = 1.2
 """A rank is marked when its quick steps take this many times the median rank's; see `judge`."""

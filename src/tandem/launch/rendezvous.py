@@ -16,9 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from tandem.cluster.placement import Placement
-from tandem.cluster.world import first_line
+from tandem.distributed.group import first_line
 from tandem.errors import PeerLostError
+from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 
 log = logging.getLogger("tandem.agent")

@@ -2,7 +2,8 @@
 
 import re
 
-from tandem.cluster.environment import (
+from tandem.errors import ConfigError
+from tandem.platforms.environment import (
     DEFAULT_PORT,
     LOOPBACK,
     Facts,
@@ -12,7 +13,6 @@ from tandem.cluster.environment import (
     value_range,
     whole,
 )
-from tandem.errors import ConfigError
 
 
 def kubeflow(facts: Facts) -> Placement:

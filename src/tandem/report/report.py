@@ -8,10 +8,10 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.errors import ConfigError
-from tandem.meter import ACTIVITIES, PHASES
-from tandem.observe.history import History
-from tandem.observe.journal import write_bytes_atomic
-from tandem.observe.pages import report_page
+from tandem.report.history import History
+from tandem.report.pages import report_page
+from tandem.telemetry.journal import write_bytes_atomic
+from tandem.telemetry.meter import ACTIVITIES, PHASES
 
 NOT_COMPARED = ("run_dir", "run_name", "resume", "metrics_port", "node_rank", "master")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.meter import ACTIVITIES, PHASES
+from tandem.telemetry.meter import ACTIVITIES, PHASES
 
 Kind = Literal["counter", "gauge", "histogram", "info", "state set"]
 

@@ -8,9 +8,9 @@ from datetime import timedelta
 from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from tandem.cluster.placement import Placement
-from tandem.cluster.ranks import RankProcesses
-from tandem.cluster.rendezvous import (
+from tandem.errors import KILLED, PEER_LOST, PeerLostError
+from tandem.launch.generations import AgentOptions, Ledger, NodeAgent, View, spent
+from tandem.launch.rendezvous import (
     STORE_READ_SECONDS,
     StopRequestedError,
     StoreLostError,
@@ -19,9 +19,9 @@ from tandem.cluster.rendezvous import (
     host_store,
     join_store,
 )
-from tandem.cluster.watchdog import Watchdog
-from tandem.cluster.worlds import AgentOptions, Ledger, NodeAgent, View, spent
-from tandem.errors import KILLED, PEER_LOST, PeerLostError
+from tandem.launch.watchdog import Watchdog
+from tandem.launch.workers import RankProcesses
+from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 
 log = logging.getLogger("tandem.agent")

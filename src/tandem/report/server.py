@@ -11,10 +11,10 @@ from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
-from tandem.observe.access import OPEN_PATHS, Access
-from tandem.observe.journal import to_json
-from tandem.observe.metrics import Metrics
-from tandem.observe.pages import live_page
+from tandem.report.access import OPEN_PATHS, Access
+from tandem.report.pages import live_page
+from tandem.telemetry.journal import to_json
+from tandem.telemetry.metrics import Metrics
 
 logger = logging.getLogger("tandem")
 

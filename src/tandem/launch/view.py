@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.placement import Placement
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED
-from tandem.observe import life
-from tandem.observe.access import Access
-from tandem.observe.gpu import Gpus
-from tandem.observe.health import write_health
-from tandem.observe.history import History
-from tandem.observe.journal import Journal, write_json_atomic
-from tandem.observe.metrics import Metrics
-from tandem.observe.samples import SampleReceiver
-from tandem.observe.server import MetricsServer
+from tandem.platforms.placement import Placement
+from tandem.report.access import Access
+from tandem.report.history import History
+from tandem.report.server import MetricsServer
 from tandem.signals import StopFlag
+from tandem.telemetry import life
+from tandem.telemetry.gpu import Gpus
+from tandem.telemetry.health import write_health
+from tandem.telemetry.journal import Journal, write_json_atomic
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.samples import SampleReceiver
 
 log = logging.getLogger("tandem.node")
 

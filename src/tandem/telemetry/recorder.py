@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tandem.log import Place
-from tandem.meter import Costs, DeviceMemory, Meter, StepTimes
-from tandem.observe import messages, stragglers
-from tandem.observe.journal import Journal
-from tandem.observe.messages import EndedSave, Readings
-from tandem.observe.progress import Progress
-from tandem.observe.tensorboard import EventWriter
+from tandem.telemetry import messages, stragglers
+from tandem.telemetry.journal import Journal
+from tandem.telemetry.messages import EndedSave, Readings
+from tandem.telemetry.meter import Costs, DeviceMemory, Meter, StepTimes
+from tandem.telemetry.progress import Progress
+from tandem.telemetry.tensorboard import EventWriter
 
 log = logging.getLogger("tandem.run")
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from tandem.meter import PHASES, DeviceMemory, StepTimes
+from tandem.telemetry.meter import PHASES, DeviceMemory, StepTimes
 
 Message = dict[str, object]
 

@@ -28,10 +28,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from tandem.cluster.placement import Placement
-from tandem.cluster.pulse import DUMP_SIGNAL
-from tandem.cluster.ranks import RankProcesses, is_retried, job_code
-from tandem.cluster.rendezvous import (
+from tandem.distributed.group import Position
+from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
+from tandem.launch.rendezvous import (
     LEFT_KEY,
     POLL_SECONDS,
     RUN_ID,
@@ -42,10 +41,11 @@ from tandem.cluster.rendezvous import (
     WatchfulBackend,
     stay_until_all_left,
 )
-from tandem.cluster.watchdog import Alarm, Watchdog
-from tandem.cluster.world import Position
-from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
+from tandem.launch.watchdog import Alarm, Watchdog
+from tandem.launch.workers import RankProcesses, is_retried, job_code
+from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
+from tandem.telemetry.heartbeat import DUMP_SIGNAL
 
 log = logging.getLogger("tandem.agent")
 

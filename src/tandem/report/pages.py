@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tandem.observe.journal import to_json
+from tandem.telemetry.journal import to_json
 
 FOLDER = Path(__file__).parent / "page"
 

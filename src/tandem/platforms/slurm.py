@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tandem.cluster.environment import Facts, Placement, alone, said, whole
 from tandem.errors import ConfigError
+from tandem.platforms.environment import Facts, Placement, alone, said, whole
 
 
 def in_step(environ: Mapping[str, str]) -> bool:

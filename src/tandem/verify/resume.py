@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.checkpoint.outcome import Outcome, difference
 from tandem.config import Settings
 from tandem.errors import FAILED, FINISHED, StoppedError, TandemError
-from tandem.launch import stop_with_parent
+from tandem.launch.node import stop_with_parent
 from tandem.signals import StopFlag
+from tandem.verify.outcome import Outcome, difference
 
 STEPS = 40
 POLL_SECONDS = 0.001

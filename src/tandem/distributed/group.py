@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from tandem.cluster.memory import NodeMemory
+from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import ConfigError, PeerLostError
 
 log = logging.getLogger("tandem.world")
@@ -99,8 +99,8 @@ def is_peer_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in text for mark in PEER_LOSS_MARKS)
 
 
-class World:
-    """An open process group, from `World.open` to `close`."""
+class ProcessGroup:
+    """An open process group, from `ProcessGroup.open` to `close`."""
 
     def __init__(self, position: Position, device: torch.device) -> None:
         self.position = position
@@ -114,7 +114,7 @@ class World:
         return self.rank == 0
 
     @classmethod
-    def open(cls, position: Position, device: torch.device, timeout_seconds: float) -> "World":
+    def open(cls, position: Position, device: torch.device, timeout_seconds: float) -> "ProcessGroup":
         """Join the group; every rank of the job calls this. Raises PeerLostError.
 
         `timeout_seconds` bounds every collective; the first step may compile. Hangs are the watchdog's.

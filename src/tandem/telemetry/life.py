@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tandem.meter import Activities
+from tandem.telemetry.meter import Activities
 
 ACTIVITY_OF = {
     "starting": "startup",
