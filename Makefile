@@ -19,7 +19,7 @@ ARGS ?=
 UNIT_LIMIT := 600
 TEST_LIMIT := 3600
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
-	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export
+	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export --extra s3
 
 .PHONY: help setup train test check lock clean
 
