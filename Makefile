@@ -56,10 +56,11 @@ test: setup ## every test this machine can run; skips are listed
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -q -rs tests
 
 check: setup ## lint, types, layers and unit tests
-	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring
+	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring examples
+	$(BIN)/ruff format --check src
 	$(BIN)/mypy
-	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit/test_layers.py
-	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit --ignore tests/unit/test_layers.py
+	$(BIN)/lint-imports --no-logo --no-cache
+	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit
 
 lock: ## pin the newest releases that fit pyproject.toml, with hashes
 	@test -x $(BIN)/uv || $(MAKE) --silent setup
