@@ -4,9 +4,10 @@ import signal
 import time
 from types import FrameType
 
+from tandem.timeouts import REPEAT_WINDOW_SECONDS
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 IGNORED_BY_FORK_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-REPEAT_WINDOW_SECONDS = 2.0
 
 
 class StopFlag:

@@ -49,7 +49,7 @@ def test_names_of_an_address() -> None:
 
 
 def test_a_lost_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(replica, "RESOLVER_SECONDS", 0.1)
     with resolver(pointer("demo-node-2.demo_default", False), silent=1) as address:
         assert replica.names_of("10.0.0.9", address) == ["demo-node-2.demo_default"]
 

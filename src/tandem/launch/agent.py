@@ -11,7 +11,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError
 from tandem.launch.generations import AgentOptions, Ledger, NodeAgent, View, spent
 from tandem.launch.rendezvous import (
-    STORE_READ_SECONDS,
     StopRequestedError,
     StoreLostError,
     VerdictError,
@@ -23,6 +22,7 @@ from tandem.launch.watchdog import Watchdog
 from tandem.launch.workers import RankProcesses
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
+from tandem.timeouts import STORE_READ_SECONDS
 
 log = logging.getLogger("tandem.agent")
 

@@ -32,7 +32,6 @@ from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
 from tandem.launch.rendezvous import (
     LEFT_KEY,
-    POLL_SECONDS,
     RUN_ID,
     VERDICT_KEY,
     StopRequestedError,
@@ -46,17 +45,20 @@ from tandem.launch.workers import RankProcesses, is_retried, job_code
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.telemetry.heartbeat import DUMP_SIGNAL
+from tandem.timeouts import (
+    ENDING_SECONDS,
+    KEEP_ALIVE_ATTEMPTS,
+    KEEP_ALIVE_SECONDS,
+    LAST_CALL_SECONDS,
+    MEMBERSHIP_SECONDS,
+    MONITOR_SECONDS,
+    RENDEZVOUS_POLL_SECONDS,
+    STACKS_SECONDS,
+    STANDBY_SECONDS,
+    WAITING_WORD_SECONDS,
+)
 
 log = logging.getLogger("tandem.agent")
-
-MONITOR_SECONDS = 0.02
-MEMBERSHIP_SECONDS = 0.25
-KEEP_ALIVE_SECONDS = 1
-KEEP_ALIVE_ATTEMPTS = 5
-LAST_CALL_SECONDS = 1
-DUMP_SECONDS = 0.5
-ENDING_SECONDS = 10.0
-STANDBY_SECONDS = 0.2
 
 
 class View(Protocol):
@@ -132,7 +134,8 @@ class NodeAgent(SimpleElasticAgent):
             keep_alive_interval=KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
         )
-        cast(Any, handler)._state_holder._cache_duration = POLL_SECONDS  # 1 s, the other half of its pause
+        # 1 s in torch, the other half of its pause
+        cast(Any, handler)._state_holder._cache_duration = RENDEZVOUS_POLL_SECONDS
         self._handler = handler
         spec = WorkerSpec(
             role="default",
@@ -217,7 +220,7 @@ class NodeAgent(SimpleElasticAgent):
         self._view.hung(alarm)
         self._hung_node = alarm.node
         self._ranks.signal(DUMP_SIGNAL)
-        time.sleep(DUMP_SECONDS)
+        time.sleep(STACKS_SECONDS)
         return PEER_LOST
 
     def _nodes_waiting(self) -> bool:
@@ -237,7 +240,7 @@ class NodeAgent(SimpleElasticAgent):
         self._raise_verdict()
         waited = time.monotonic() - self._waiting_since
         if waited > self._next_word:
-            self._next_word = waited + 5.0
+            self._next_word = waited + WAITING_WORD_SECONDS
             log.info(
                 "waiting: %d of %d nodes are here (%.0f of %.0f s)",
                 len(self._handler._state_holder.state.participants),

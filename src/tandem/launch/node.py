@@ -33,11 +33,11 @@ from tandem.log import setup
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.telemetry.journal import write_json_atomic
+from tandem.timeouts import SUPERVISE_SECONDS
 
 log = logging.getLogger("tandem.launch")
 
 PR_SET_PDEATHSIG = 1
-SUPERVISE_SECONDS = 0.1
 
 
 def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Settings:

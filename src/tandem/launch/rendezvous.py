@@ -20,16 +20,21 @@ from tandem.distributed.group import first_line
 from tandem.errors import PeerLostError
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
+from tandem.timeouts import (
+    LEAVE_SECONDS,
+    LEFT_POLL_SECONDS,
+    MASTER_ANSWER_SECONDS,
+    MASTER_RETRY_SECONDS,
+    RENDEZVOUS_POLL_SECONDS,
+    STORE_READ_SECONDS,
+    WAITING_WORD_SECONDS,
+)
 
 log = logging.getLogger("tandem.agent")
 
 RUN_ID = "tandem"
 VERDICT_KEY = "tandem/verdict"
 LEFT_KEY = "tandem/left"
-LEAVE_SECONDS = 10.0
-STORE_READ_SECONDS = 60
-POLL_SECONDS = 0.05
-LEFT_POLL_SECONDS = 0.02
 
 
 class StopRequestedError(Exception):
@@ -73,7 +78,7 @@ def hasten_rendezvous() -> None:
         return
 
     def pause(seconds: float | tuple[float, float]) -> None:
-        original(POLL_SECONDS if seconds == 1 else seconds)
+        original(RENDEZVOUS_POLL_SECONDS if seconds == 1 else seconds)
 
     engine["_delay"] = pause
     engine["get_method_name"] = lambda depth=2: sys._getframe(depth).f_code.co_name
@@ -108,9 +113,7 @@ def join_store(placement: Placement, timeout_seconds: float, stop: StopFlag) -> 
         raise StoreLostError from error
 
 
-def wait_for_master(
-    host: str, port: int, timeout_seconds: float, should_stop: Callable[[], bool], every_seconds: float = 5.0
-) -> None:
+def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: Callable[[], bool]) -> None:
     """Wait until the master's name resolves and its port answers, saying every few seconds for what.
 
     The name is resolved at every try: a pod made anew has a new address. Returns early when
@@ -120,7 +123,7 @@ def wait_for_master(
     next_word = started + 1.0
     while not should_stop():
         try:
-            socket.create_connection((host, port), timeout=2.0).close()
+            socket.create_connection((host, port), timeout=MASTER_ANSWER_SECONDS).close()
             return
         except OSError as error:
             problem = error.strerror or first_line(error)
@@ -134,8 +137,8 @@ def wait_for_master(
             log.info(
                 "waiting for master %s:%d: %s (%.0f of %.0f s)", host, port, problem, waited, timeout_seconds
             )
-            next_word += every_seconds
-        time.sleep(0.1)
+            next_word += WAITING_WORD_SECONDS
+        time.sleep(MASTER_RETRY_SECONDS)
 
 
 def announce(placement: Placement, code: int) -> None:

@@ -21,13 +21,9 @@ from tandem.telemetry.health import write_health
 from tandem.telemetry.journal import Journal, write_json_atomic
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.samples import SampleReceiver
+from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, SLACK_SECONDS, VOLUME_SECONDS
 
 log = logging.getLogger("tandem.node")
-
-TICK_SECONDS = 1.0
-GPU_SECONDS = 5.0
-VOLUME_SECONDS = 15.0
-SLACK_SECONDS = 60.0
 
 
 class NodeView:
@@ -246,7 +242,7 @@ class NodeView:
         }.get(self._state, settings.first_step_timeout)
 
     def _tick(self) -> None:
-        while not self._closing.wait(TICK_SECONDS):
+        while not self._closing.wait(NODE_TICK_SECONDS):
             self._bring_up_to_date()
             if self._state_dir is not None:
                 self._write_health(self._state_dir)

@@ -22,11 +22,10 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.telemetry.heartbeat import SHORTEST_HANG_SECONDS
+from tandem.timeouts import SHORTEST_HANG_SECONDS, STORE_RETRY_SECONDS, WATCHDOG_TICK_SECONDS
 
 log = logging.getLogger("tandem.watchdog")
 
-TICK_SECONDS = 0.2
 STOPPED, ENDED = ("T", "t"), ("Z", "X", "x")
 PHASE_ORDER = ("data", "forward", "backward", "optimizer", "between")
 
@@ -212,9 +211,9 @@ class Watchdog:
 
     def _judge(self) -> None:
         last = time.monotonic()
-        while not self._closing.wait(TICK_SECONDS):
+        while not self._closing.wait(WATCHDOG_TICK_SECONDS):
             now = time.monotonic()
-            if now - last > 5 * TICK_SECONDS:
+            if now - last > 5 * WATCHDOG_TICK_SECONDS:
                 self._forgive(now - last)
             last = now
             with self._lock:
@@ -241,7 +240,7 @@ class Watchdog:
     def _exchange(self) -> None:
         store: TCPStore | None = None
         known = False  # before the first world there may be no store
-        while not self._closing.wait(TICK_SECONDS):
+        while not self._closing.wait(WATCHDOG_TICK_SECONDS):
             with self._lock:
                 world, others = self._world, list(self._other_nodes)
                 beats = [asdict(beat) for beat in self._local_beats(time.monotonic())]
@@ -258,7 +257,7 @@ class Watchdog:
             except Exception as error:  # whatever a store that goes away raises; the judge counts the time
                 log.debug("the store does not answer the watchdog: %s", error)
                 store = None
-                self._closing.wait(1.0)
+                self._closing.wait(STORE_RETRY_SECONDS)
 
     def _read_others(self, store: TCPStore, world: str, others: Sequence[int], alarm: Alarm | None) -> None:
         for node in others:

@@ -21,6 +21,7 @@ from typing import Any
 
 from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import FAILED, FINISHED, KILLED, MISCONFIGURED, PEER_LOST, STOPPED
+from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
 
 PR_SET_NAME = 15
 
@@ -205,7 +206,7 @@ class RankProcesses:
         for rank in self._ranks.values():
             if rank.process.exitcode is None:
                 rank.process.kill()
-        self.wait(10.0)
+        self.wait(KILLED_SECONDS)
         codes = {
             local_rank: code if code is not None else KILLED for local_rank, code in self.codes().items()
         }
@@ -218,5 +219,5 @@ class RankProcesses:
         """There is no next world: those on standby leave."""
         for rank in self._standby:
             rank.lifeline.close()
-            rank.process.join(1.0)
+            rank.process.join(DISMISSED_SECONDS)
         self._standby = []

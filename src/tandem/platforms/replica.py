@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.errors import ConfigError
+from tandem.timeouts import RESOLVER_SECONDS, STAY_DOWN_SECONDS
 
 RESOLVER = ("127.0.0.11", 53)
-TIMEOUT_SECONDS = 2.0
 ATTEMPTS = 5
-STAY_DOWN_SECONDS = 60.0
 _PTR, _INTERNET, _POINTER = 12, 1, 0xC0
 
 
@@ -52,7 +51,7 @@ def names_of(address: str, resolver: tuple[str, int] = RESOLVER) -> list[str]:
         number = secrets.randbelow(2**16)
         query = struct.pack(">6H", number, 0x0100, 1, 0, 0, 0) + question
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
-            channel.settimeout(TIMEOUT_SECONDS)
+            channel.settimeout(RESOLVER_SECONDS)
             try:
                 channel.sendto(query, resolver)
                 answer = channel.recv(4096)

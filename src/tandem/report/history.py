@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tandem.timeouts import LIST_SECONDS
+
 MAX_POINTS = 1000
 FULL_POINTS = 200
 """The newest points that are never thinned out."""
 MAX_EVENTS = 100
 TAIL_BYTES = 4 * 2**20
-LIST_SECONDS = 2.0
 CHECKPOINT_NAME = re.compile(r"step-(\d{9,})")
 
 

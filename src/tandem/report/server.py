@@ -15,12 +15,12 @@ from tandem.report.access import OPEN_PATHS, Access
 from tandem.report.pages import live_page
 from tandem.telemetry.journal import to_json
 from tandem.telemetry.metrics import Metrics
+from tandem.timeouts import REQUEST_SECONDS
 
 logger = logging.getLogger("tandem")
 
 MAX_CONNECTIONS = 32
 MAX_HEAD_BYTES = 16 * 1024
-REQUEST_SECONDS = 5.0
 PATHS = ("/", "/metrics", "/healthz", "/readyz", "/api/run", "/api/history")
 
 

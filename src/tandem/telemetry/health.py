@@ -5,7 +5,8 @@ import os
 import time
 from collections.abc import Mapping
 
-STALE_SECONDS = 15.0
+from tandem.timeouts import STALE_SECONDS
+
 FILE_NAME = "health.json"
 
 

@@ -16,15 +16,13 @@ from pathlib import Path
 from types import FrameType
 
 from tandem.distributed.group import Position, flight_record
+from tandem.timeouts import BEAT_SECONDS, SHORTEST_HANG_SECONDS, STARTING_HANG_SECONDS
 
 log = logging.getLogger("tandem.pulse")
 
-BEAT_SECONDS = 0.25
 BUSY_SHARE = 0.5  # of a core, over the last second
 RECENT_STEPS = 50
 STEPS_PER_HANG = 5
-SHORTEST_HANG_SECONDS = 10.0
-STARTING_SECONDS = 60.0
 DUMP_SIGNAL = signal.SIGUSR1
 
 Send = Callable[[Mapping[str, object]], object]
@@ -90,7 +88,7 @@ class Pulse:
         if self._hang_timeout is not None:
             return self._hang_timeout
         if not self._has_trained():  # imports and compilation may starve whoever speaks
-            return STARTING_SECONDS
+            return STARTING_HANG_SECONDS
         return max(SHORTEST_HANG_SECONDS, STEPS_PER_HANG * max(self._durations, default=0.0))
 
     def _limit(self) -> float:

@@ -19,10 +19,10 @@ from tandem.telemetry.messages import EndedSave, Readings
 from tandem.telemetry.meter import Costs, DeviceMemory, Meter, StepTimes
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.tensorboard import EventWriter
+from tandem.timeouts import HEARTBEAT_SECONDS
 
 log = logging.getLogger("tandem.run")
 
-HEARTBEAT_SECONDS = 0.5
 MAX_TIMES = 1000
 """Steps of an interval that a rank's typical step is taken from: the last ones of a longer interval."""
 

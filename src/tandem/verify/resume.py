@@ -22,11 +22,10 @@ from tandem.config import Settings
 from tandem.errors import FAILED, FINISHED, StoppedError, TandemError
 from tandem.launch.node import stop_with_parent
 from tandem.signals import StopFlag
+from tandem.timeouts import END_POLL_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome, difference
 
 STEPS = 40
-POLL_SECONDS = 0.001
-SLOW_POLL_SECONDS = 0.05
 TRIES = 3
 SEE = "see `What to keep to` in docs/bring-your-own-model.md"
 
@@ -228,7 +227,7 @@ class _Run:
         process = self._started()
         while self._logged_step() < kill.step or len(self._events("training")) <= self._worlds:
             self._look(process, stop)
-            time.sleep(POLL_SECONDS)
+            time.sleep(STEP_POLL_SECONDS)
         self._worlds += 1
         if kill.rank is None:
             self._kill_all()
@@ -248,7 +247,7 @@ class _Run:
         while process.poll() is None:
             if stop:
                 raise StoppedError(f"stopped by {stop.name}; nothing is decided")
-            time.sleep(SLOW_POLL_SECONDS)
+            time.sleep(END_POLL_SECONDS)
         self._fail_unless_finished(process)
 
     def outcome(self) -> Outcome:

@@ -1,0 +1,94 @@
+"""How long tandem waits and how often it looks, in seconds: every such number that is no setting.
+
+A reader who wonders why something takes as long as it does, or who tunes one of these, sees here what each
+is measured against. What a user may change (--hang-timeout, --master-timeout, ...) is a setting instead.
+"""
+
+# Signs of life: rank -> agent -> node 0 (telemetry/heartbeat.py, telemetry/recorder.py, launch/watchdog.py)
+
+BEAT_SECONDS = 0.25
+"""A rank says where it is. Forty times within the shortest hang, at no cost that shows in a step."""
+HEARTBEAT_SECONDS = 0.5
+"""A rank's message with loss and throughput, after a step: what a person can still read on the page."""
+WATCHDOG_TICK_SECONDS = 0.2
+"""The watchdog looks, and talks to the store. Less than a beat, so that none waits for the next look."""
+STORE_RETRY_SECONDS = 1.0
+"""The watchdog's pause after the store did not answer: it is being restarted, or is gone."""
+SHORTEST_HANG_SECONDS = 10.0
+"""No phase is called hung before, however short its steps: a busy disk takes seconds."""
+STARTING_HANG_SECONDS = 60.0
+"""The same until a rank has trained: imports and compilation may starve the thread that speaks."""
+STACKS_SECONDS = 0.5
+"""Between asking hung ranks for their stacks and killing them: faulthandler needs milliseconds."""
+
+# The agent and its worker processes (launch/generations.py, workers.py, node.py; signals.py)
+
+MONITOR_SECONDS = 0.02
+"""The agent looks at its ranks. A rank's end wakes it earlier; signals and alarms wait for this."""
+MEMBERSHIP_SECONDS = 0.25
+"""The agent looks whether nodes wait to be let in: one read of the store."""
+STANDBY_SECONDS = 0.2
+"""Between two forks of standby processes, 30 ms each: a training generation keeps its cores."""
+ENDING_SECONDS = 10.0
+"""The other ranks' time after one has ended for good: rank 0 may be saving, and has to say what is wrong."""
+KILLED_SECONDS = 10.0
+"""Until a rank killed by SIGKILL is gone; longer only in an uninterruptible wait for a volume."""
+DISMISSED_SECONDS = 1.0
+"""Until a standby process whose pipe was closed is gone."""
+SUPERVISE_SECONDS = 0.1
+"""The launcher of simulated nodes looks at them."""
+REPEAT_WINDOW_SECONDS = 2.0
+"""Stop signals within it count as one: a scheduler signals the whole tree, and the agent forwards."""
+
+# Where nodes meet (launch/rendezvous.py, launch/generations.py)
+
+STORE_READ_SECONDS = 60
+"""A read of the agents' store; TCP alone would hold a read from an unreachable node for 15 minutes."""
+RENDEZVOUS_POLL_SECONDS = 0.05
+"""Between two looks at who is there, instead of torch's 1 s: one small read per node."""
+KEEP_ALIVE_SECONDS = 1
+"""A node in the rendezvous says that it lives; after KEEP_ALIVE_ATTEMPTS misses it is out."""
+KEEP_ALIVE_ATTEMPTS = 5
+LAST_CALL_SECONDS = 1
+"""An elastic rendezvous waits for more nodes, once the least number is there."""
+MASTER_ANSWER_SECONDS = 2.0
+"""One attempt to connect to the master; names are resolved anew at each."""
+MASTER_RETRY_SECONDS = 0.1
+"""Between two such attempts."""
+WAITING_WORD_SECONDS = 5.0
+"""Between two lines that say what is waited for."""
+LEAVE_SECONDS = 10.0
+"""Node 0 keeps the store for the others to hear the verdict; kubernetes' grace period counts on it."""
+LEFT_POLL_SECONDS = 0.02
+"""Node 0 looks meanwhile whether all have left."""
+
+# The page and the probes (launch/view.py, report/, telemetry/health.py)
+
+NODE_TICK_SECONDS = 1.0
+"""A node's agent writes health.json and brings counters of time up to date."""
+STALE_SECONDS = 15.0
+"""`tandem health` calls a health.json older than this a dead agent: 15 ticks, on a busy host."""
+SLACK_SECONDS = 60.0
+"""Beyond the limit of a state until the run is unhealthy: the watchdog acts first, a probe kills the node."""
+GPU_SECONDS = 5.0
+"""NVML is asked; a driver call may take tens of milliseconds."""
+VOLUME_SECONDS = 15.0
+"""The same where there is no GPU and only the volume's free space is asked."""
+LIST_SECONDS = 2.0
+"""The page's list of checkpoints is as old as this at most: a listing of a network volume is not free."""
+REQUEST_SECONDS = 5.0
+"""A client's time to send its request and to take the answer: slow ones must not hold the 32 connections."""
+
+# Replicas of Compose (platforms/replica.py)
+
+RESOLVER_SECONDS = 2.0
+"""Docker's resolver answers in milliseconds, and is asked again after this."""
+STAY_DOWN_SECONDS = 60.0
+"""A container started again within it, after an end that no retry mends, leaves at once."""
+
+# The proof of resumes (verify/resume.py)
+
+STEP_POLL_SECONDS = 0.001
+"""Looks for the step to kill at: a step of the smallest task takes 3 ms."""
+END_POLL_SECONDS = 0.05
+"""Looks whether a run has ended."""
