@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes monitoring/dashboard.json, the Grafana dashboard: `make dashboard-json` after a change here.
+"""Writes k8s/components/monitoring/dashboard.json, the Grafana dashboard: `make dashboard-json` after a change here.
 
 Every panel is one line below. Panels of a row share its width; summary panels look at the whole time range,
 so that they still show a run that has ended.
@@ -264,5 +264,5 @@ def every_panel(panels: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    path = Path(__file__).with_name("dashboard.json")
+    path = Path(__file__).parents[1] / "k8s" / "components" / "monitoring" / "dashboard.json"
     path.write_text(json.dumps(dashboard(), indent=1) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ dashboard: ## where a person looks
 	@echo "Prometheus  http://127.0.0.1:$(PROMETHEUS_PORT)/alerts"
 	@echo "Grafana     http://127.0.0.1:$(GRAFANA_PORT)/d/tandem"
 
-dashboard-json: ## make monitoring/dashboard.json from dashboard.py
+dashboard-json: ## make k8s/components/monitoring/dashboard.json from dashboard.py
 	$(PYTHON) monitoring/dashboard.py
 
 rules-check: ## promtool on the rules and their tests

@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "monitoring" / "rules.yaml"
-DASHBOARD = ROOT / "monitoring" / "dashboard.json"
+DASHBOARD = ROOT / "k8s" / "components" / "monitoring" / "dashboard.json"
 
 TASK = """
 import time
