@@ -90,7 +90,7 @@ def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tupl
     settings = load(arguments, environ).settings
     # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
     log_format = "json" if wants_json(settings.log_format) else "text"
-    settings = settings.model_copy(update={"log_format": log_format})
+    settings = settings.replace(log_format=log_format)
     placement = detect(
         with_index(environ),
         socket.gethostname(),

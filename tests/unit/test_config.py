@@ -33,7 +33,7 @@ def test_defaults_are_valid() -> None:
     assert set(loaded.sources) == set(FIELDS)
     assert set(loaded.sources.values()) == {"default"}
     for name in FIELDS:  # defaults are not validated by construction, so hand them in
-        Settings.from_dict({name: getattr(loaded.settings, name)})
+        Settings.from_dict({name: loaded.settings.value(name)})
 
 
 def test_precedence_and_sources(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: f
     model = nn.Linear(2, 1)
 
     def optimizer_and_schedule(decay: float) -> tuple[torch.optim.Optimizer, Schedule]:
-        settings = Settings(weight_decay=decay)
+        settings = Settings().replace(weight_decay=decay)
         optimizer = build_optimizer(settings, task, model)  # type: ignore[arg-type]
         return optimizer, Schedule(settings, task, optimizer, 10, 10)  # type: ignore[arg-type]
 

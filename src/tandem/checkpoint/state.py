@@ -101,11 +101,14 @@ def _first_line(error: BaseException) -> str:
 class ResumeSettings(Protocol):
     """The part of config.Settings that the decision reads."""
 
-    resume: str
-    epochs: int
-    steps: int | None
-    batch_size: int
-
+    @property
+    def resume(self) -> str: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def batch_size(self) -> int: ...
     def to_dict(self) -> dict[str, object]: ...
     def fingerprint_fields(self) -> dict[str, object]: ...
 

@@ -52,9 +52,7 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
         name = settings.task.rpartition(":")[2] if ":" in settings.task else settings.task
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         run_dir = Path("runs") / f"{name.replace('/', '-')}-{stamp}"
-    return settings.model_copy(
-        update={"run_dir": run_dir.absolute(), "data_dir": settings.data_dir.absolute()}
-    )
+    return settings.replace(run_dir=run_dir.absolute(), data_dir=settings.data_dir.absolute())
 
 
 def prepare_run_dir(run_dir: Path, settings: Settings) -> None:

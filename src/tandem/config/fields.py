@@ -1,0 +1,170 @@
+"""What one setting is: its type, its valid values in words, its meaning, and who must agree on it."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from tandem.schedule import CADENCE_VALID, Cadence
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic_core import CoreSchema
+
+
+@dataclasses.dataclass(frozen=True)
+class Valid:
+    """What a value may be: in words, for errors, help and docs, and as a test of the converted value."""
+
+    words: str
+    holds: Callable[[Any], bool] = lambda value: True
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        def check(value: Any) -> Any:
+            if not self.holds(value):
+                raise ValueError(self.words)
+            return value
+
+        return no_info_after_validator_function(check, handler(source))
+
+
+def _is_cadence(text: str, not_in: str = "") -> bool:
+    try:
+        return Cadence.parse(text).unit != not_in
+    except ValueError:
+        return False
+
+
+def _is_address(text: str) -> bool:
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", text, re.ASCII)
+    return found is not None and 1 <= int(found[2]) <= 65535
+
+
+def _is_pair(text: str, is_valid: Callable[[int, int], bool]) -> bool:
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    return found is not None and is_valid(int(found[1]), int(found[2]))
+
+
+def _matches(pattern: str) -> Callable[[str], bool]:
+    return lambda text: re.fullmatch(pattern, text) is not None
+
+
+Auto = Literal["auto"]
+Count = Annotated[int, Valid("a whole number of at least 1", lambda n: n >= 1)]
+Natural = Annotated[int, Valid("a whole number of at least 0", lambda n: n >= 0)]
+Seed = Annotated[int, Valid("a whole number from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
+Port = Annotated[int, Valid("a port from 0 (any free one) to 65535", lambda n: 0 <= n <= 65535)]
+Positive = Annotated[float, Valid("a number above 0", lambda x: x > 0)]
+NonNegative = Annotated[float, Valid("a number of at least 0", lambda x: x >= 0)]
+BelowOne = Annotated[float, Valid("a number from 0 to below 1", lambda x: 0 <= x < 1)]
+CadenceText = Annotated[str, Valid(CADENCE_VALID, _is_cadence)]
+WarmupText = Annotated[
+    str, Valid("steps, epochs or percent such as 0, 200, 1epoch, 5%", lambda s: _is_cadence(s, "seconds"))
+]
+Address = Annotated[str, Valid("HOST:PORT", _is_address)]
+NodeRange = Annotated[
+    str, Valid("MIN:MAX nodes, such as 1:4", lambda s: _is_pair(s, lambda low, high: 1 <= low <= high))
+]
+StepWindow = Annotated[
+    str, Valid("START:STEPS, such as 10:5", lambda s: _is_pair(s, lambda _start, steps: steps >= 1))
+]
+BestText = Annotated[
+    str, Valid("METRIC, METRIC:min or METRIC:max, such as accuracy", _matches(r"[^\s:]+(:(min|max))?"))
+]
+RunName = Annotated[
+    str,
+    Valid(
+        "up to 63 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+        _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
+    ),
+]
+ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]")]
+
+
+def setting(default: Any, description: str, *, fixed: bool = False, per_node: bool = False) -> Any:
+    """One field of a slice.
+
+    fixed: it decides the bits, so a resumed run must have the same. per_node: nodes of one run may differ.
+    """
+    metadata = {"description": description, "fixed": fixed, "per_node": per_node}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field of a slice as flags, variables, files and docs know it."""
+
+    name: str
+    slice: str
+    annotation: Any
+    default: object
+    description: str
+    fixed: bool
+    per_node: bool
+
+    @property
+    def flag(self) -> str:
+        """`--batch-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """`TANDEM_BATCH_SIZE`."""
+        return "TANDEM_" + self.name.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag needs no value, and has a `--no-` twin."""
+        return self.annotation is bool
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether the text `none` unsets it."""
+        return NoneType in get_args(self.annotation)
+
+    @property
+    def valid(self) -> str:
+        """What a value may be, in words."""
+        return _words(self.annotation)
+
+    def convert(self, value: object) -> Any:
+        """The typed value of a text, or of what JSON holds. Raises ValueError for what is not valid."""
+        if value == "none" and self.may_be_none:
+            return None
+        return _adapter(self.annotation).validate_python(value)
+
+
+def settings_of(slice_name: str, model: type) -> list[Setting]:
+    """The settings of one slice, in the order they are declared."""
+    found = []
+    for each in dataclasses.fields(model):
+        default = {} if each.default is dataclasses.MISSING else each.default
+        found.append(Setting(each.name, slice_name, each.type, default, **each.metadata))
+    return found
+
+
+@lru_cache
+def _adapter(annotation: Any) -> "TypeAdapter[Any]":
+    # Imported here: pydantic alone takes longer than a help page may.
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
+
+
+def _words(annotation: Any) -> str:
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return next((item.words for item in arguments if isinstance(item, Valid)), _words(arguments[0]))
+    if get_origin(annotation) is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(arguments)
+    if get_origin(annotation) in (Union, UnionType):
+        return ", or ".join(_words(argument) for argument in arguments)
+    names: dict[object, str] = {bool: "true or false", Path: "a path", str: "text", NoneType: "none"}
+    return names.get(annotation, "a table of text")

@@ -1,0 +1,137 @@
+"""All settings together: flat for sources and files, in slices for the components built from them."""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tandem.config.fields import Setting, settings_of
+from tandem.config.slices import (
+    CheckpointConfig,
+    ComputeConfig,
+    DataConfig,
+    EvaluationConfig,
+    LaunchConfig,
+    MetricsConfig,
+    OptimisationConfig,
+    ReliabilityConfig,
+    RunConfig,
+    TelemetryConfig,
+)
+from tandem.errors import ConfigError
+
+SEE = "See `tandem config --explain`"
+
+if TYPE_CHECKING:  # until every reader takes its slice: flat names, with their types
+
+    class _Flat(
+        RunConfig,
+        DataConfig,
+        OptimisationConfig,
+        ComputeConfig,
+        LaunchConfig,
+        ReliabilityConfig,
+        CheckpointConfig,
+        EvaluationConfig,
+        TelemetryConfig,
+        MetricsConfig,
+    ): ...
+
+else:
+
+    class _Flat:
+        def __getattr__(self, name: str) -> Any:
+            if name not in SETTINGS:
+                raise AttributeError(name)
+            return getattr(getattr(self, SETTINGS[name].slice), name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(_Flat):
+    """The resolved settings of a run. Immutable; reads nothing by itself, `load` hands the values in."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    optimisation: OptimisationConfig = OptimisationConfig()
+    compute: ComputeConfig = ComputeConfig()
+    launch: LaunchConfig = LaunchConfig()
+    reliability: ReliabilityConfig = ReliabilityConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    def to_dict(self) -> dict[str, object]:
+        """Flat plain values that JSON can hold; `from_dict` is its inverse."""
+        values = {name: self.value(name) for name in SETTINGS}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, tolerant: bool = False) -> "Settings":
+        """Settings from flat values, as `to_dict` gives them; what is not named has its default.
+
+        tolerant: a file that another version wrote may name settings that this one does not know.
+        Raises ConfigError, one line, for a name or a value that is not valid.
+        """
+        if tolerant:
+            values = {name: value for name, value in values.items() if name in SETTINGS}
+        return cls().replace(**{name: converted(name, name, value) for name, value in values.items()})
+
+    def replace(self, **changes: Any) -> "Settings":
+        """A copy with other values by flat name; they are taken as they are."""
+        by_slice: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            by_slice.setdefault(SETTINGS[name].slice, {})[name] = value
+        slices = {name: dataclasses.replace(getattr(self, name), **new) for name, new in by_slice.items()}
+        return dataclasses.replace(self, **slices)
+
+    def value(self, name: str) -> Any:
+        """The value of one setting by its flat name."""
+        return getattr(getattr(self, SETTINGS[name].slice), name)
+
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that differ when any setting differs."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def fingerprint_fields(self) -> dict[str, object]:
+        """What must be the same when a run is resumed, because it decides the bits."""
+        return {name: self.value(name) for name, setting in SETTINGS.items() if setting.fixed}
+
+    def common_fields(self) -> dict[str, object]:
+        """What must be the same on all nodes of a run."""
+        return {name: value for name, value in self.to_dict().items() if not SETTINGS[name].per_node}
+
+
+SLICES: dict[str, type] = {each.name: each.type for each in dataclasses.fields(Settings)}  # type: ignore[misc]
+SETTINGS: dict[str, Setting] = {
+    each.name: each for name, model in SLICES.items() for each in settings_of(name, model)
+}
+
+
+def converted(name: str, label: str, value: object) -> Any:
+    """The typed value of one setting; `label` says in the error where it was given. Raises ConfigError."""
+    setting = SETTINGS.get(name)
+    if setting is None:
+        raise unknown("setting", name, SETTINGS)
+    try:
+        return setting.convert(value)
+    except ValueError:
+        bad_value(label, value, setting.valid)
+
+
+def bad_value(label: str, got: object, valid: str) -> NoReturn:
+    """One line with what was got, what is valid, and where to look."""
+    shown = repr(got) if len(repr(got)) <= 80 else repr(got)[:77] + "..."
+    raise ConfigError(f"{label} got {shown}, valid is {valid}. {SEE}") from None
+
+
+def unknown(kind: str, name: str, known: Iterable[str], label: str | None = None) -> ConfigError:
+    """The error for a name nobody knows, with the nearest known one; prefixes would make all of them near."""
+    plain = {other.lower().removeprefix("tandem_").lstrip("-"): other for other in known}
+    nearest = difflib.get_close_matches(name.lower().removeprefix("tandem_").lstrip("-"), plain, n=1)
+    hint = f"; did you mean {plain[nearest[0]]}?" if nearest else "."
+    return ConfigError(f"unknown {kind} {label or name}{hint} {SEE}")

@@ -1,0 +1,166 @@
+"""The settings, one slice per concern: what a component is built from.
+
+A new setting is one line here: flag, TANDEM_ variable, TOML key, help, docs and Compose follow from it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tandem.config.fields import (
+    Address,
+    Auto,
+    BelowOne,
+    BestText,
+    CadenceText,
+    Count,
+    Natural,
+    NodeRange,
+    NonNegative,
+    Port,
+    Positive,
+    ResumeText,
+    RunName,
+    Seed,
+    StepWindow,
+    WarmupText,
+    setting,
+)
+from tandem.schedule import LrScaling, LrSchedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run: what is trained, how long, and where its files go"""
+
+    task: str = setting("digits", "a built-in task, FILE.py:Class or package.module:Class", fixed=True)
+    task_fields: dict[str, str] = setting({}, "the task's own settings: --task.NAME VALUE", fixed=True)
+    run_dir: Path | None = setting(
+        None, "all that a run writes; none: runs/TASK-TIME on a laptop", per_node=True
+    )
+    run_name: RunName | None = setting(None, "the run's name in metrics and reports")
+    epochs: Count = setting(4, "passes over the training set")
+    steps: Count | None = setting(None, "optimizer steps to train; overrides epochs")
+    seed: Seed = setting(0, "decides initial weights, order, augmentation and dropout", fixed=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data: where it is, and how it is cut into batches"""
+
+    data_dir: Path = setting(Path("data"), "where data sets are looked for and cached", per_node=True)
+    download: bool = setting(False, "let a task download its data set")
+    batch_size: Count = setting(240, "global batch: samples per optimizer step over all ranks", fixed=True)
+    micro_batch_size: Count | None = setting(None, "samples per rank and pass; none: all at once")
+    workers: Natural = setting(0, "loader processes per rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimisationConfig:
+    """Optimisation: the optimizer and its learning rate"""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = setting("sgd", "optimizer", fixed=True)
+    lr: NonNegative = setting(0.1, "peak learning rate, before lr_scaling")
+    momentum: BelowOne = setting(0.9, "momentum of sgd")
+    weight_decay: NonNegative = setting(1e-4, "weight decay")
+    schedule: LrSchedule = setting("cosine", "learning rate after the warm-up")
+    lr_scaling: LrScaling = setting("none", "how lr grows with batch_size / lr_base_batch_size")
+    lr_base_batch_size: Count = setting(240, "the global batch that lr was found with")
+    warmup: WarmupText = setting("0", "length of the linear warm-up")
+    clip_norm: Positive | None = setting(None, "largest gradient norm; none: no clipping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """Compute: devices, precision, and how the model is distributed"""
+
+    strategy: Literal["ddp"] = setting("ddp", "how the model is distributed", fixed=True)
+    sync_batchnorm: bool = setting(False, "batch norm over the global batch", fixed=True)
+    precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
+    compile: bool = setting(False, "compile the model with torch.compile")
+    threads: Auto | Count = setting(
+        "auto", "CPU threads per rank; auto: its share of the cores", per_node=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Launch: the nodes, and when they are restarted"""
+
+    nodes: Count | None = setting(None, "number of nodes; none: what the platform says")
+    node_rank: Natural | None = setting(None, "index of this node, by hand", per_node=True)
+    master: Address | None = setting(None, "address of node 0, by hand", per_node=True)
+    nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
+    elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
+    master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")
+    shutdown_timeout: Positive = setting(25.0, "seconds ranks get to save and end after a signal")
+    max_restarts: Natural = setting(5, "incidents that are restarted on this node before giving up")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityConfig:
+    """Reliability: hangs, numbers that are not finite, ranks that differ"""
+
+    first_step_timeout: Positive = setting(
+        1800.0, "seconds that the start, the first step, an evaluation or a save may take"
+    )
+    hang_timeout: Auto | Positive = setting(
+        "auto", "seconds until a step is a hang; auto: five of the longest recent steps, at least 10"
+    )
+    on_nonfinite: Literal["skip", "stop", "raise"] = setting(
+        "stop", "at a loss or gradients that are not finite"
+    )
+    replica_check_every: CadenceText = setting("1epoch", "how often to compare the ranks' weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints: when to save, what to keep, where to go on from"""
+
+    checkpoint_every: CadenceText = setting("1epoch", "how often to save; the end is always saved")
+    checkpoint_keep: Count = setting(3, "newest checkpoints to keep")
+    keep_best: BestText | None = setting(None, "keep the best one by this score, too")
+    keep_every: Count | None = setting(None, "keep one for every so many steps, too")
+    snapshot_every: Auto | CadenceText = setting(
+        "auto", "copies in the node's memory; auto: each step on CPUs, every 5s on GPUs"
+    )
+    checkpoint_failures_allowed: Natural = setting(3, "failed saves in a row before the run fails")
+    resume: ResumeText = setting("auto", "whether to go on from a checkpoint, and from which", per_node=True)
+    init_from: Path | None = setting(None, "weights to start from: matching keys are loaded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluation"""
+
+    eval_every: CadenceText = setting("1epoch", "how often to evaluate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """Logs and displays"""
+
+    log_every: CadenceText = setting("50", "how often to log, and to write a line of metrics.jsonl")
+    log_format: Literal["auto", "text", "json"] = setting(
+        "auto", "json lines or text; auto: text on a terminal", per_node=True
+    )
+    progress: Literal["auto", "on", "off"] = setting("auto", "progress bar; auto: on a terminal")
+    tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")
+    profile: StepWindow | None = setting(None, "steps to record with torch.profiler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Metrics page: where it listens, and who may read it"""
+
+    metrics_host: str = setting("127.0.0.1", "address that /metrics listens on", per_node=True)
+    metrics_port: Port = setting(
+        9469, "port of /metrics; a busy one is replaced by a free one", per_node=True
+    )
+    metrics_cert: Path | None = setting(None, "certificate (PEM) to serve the metrics by TLS", per_node=True)
+    metrics_key: Path | None = setting(None, "its key (PEM), if it is in a file of its own", per_node=True)
+    metrics_token_file: Path | None = setting(
+        None, "file with a bearer token that readers need", per_node=True
+    )
+    metrics_linger: NonNegative = setting(15.0, "seconds to wait for the last scrape, if any")

@@ -1,0 +1,166 @@
+"""Where values come from: flags > environment TANDEM_* > .env > --config FILE (TOML) > defaults.
+
+All sources hand in text (`Given`), the strongest wins, and only the winners are converted. A name nobody
+knows is an error with the nearest match, so that a typo cannot silently train with a default.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dotenv import dotenv_values
+
+from tandem.config.settings import SEE, SETTINGS, Settings, bad_value, converted, unknown
+from tandem.errors import ConfigError
+
+PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
+# Read elsewhere, but ours: not typos of a setting.
+OTHER_VARIABLES = [
+    PREFIX + name
+    for name in "CONFIG STATE_DIR REQUIRE TRIALS SCREENSHOTS".split()
+    + "COMPOSE_PROJECT COMPOSE_NODES COMPOSE_INDEX".split()
+]
+# A Kubernetes Service called tandem-* puts such variables into every pod of its namespace.
+_SERVICE_LINK = re.compile(
+    r"\w+_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)\w*=|PORT=\w+://).*"
+)
+CONFIG_VALID, TASK_VALID = "a TOML file", "text, a number, true or false"
+BY_NAME = {name: setting for name, setting in SETTINGS.items() if name != "task_fields"}
+FIELDS = tuple(BY_NAME)
+FLAGS = {setting.flag: name for name, setting in BY_NAME.items()}
+SWITCHES = {setting.flag for setting in BY_NAME.values() if setting.is_switch}
+NEGATED = {"--no-" + flag[2:]: FLAGS[flag] for flag in SWITCHES}
+VARIABLES = {setting.variable: name for name, setting in BY_NAME.items()}
+
+
+class Given(NamedTuple):
+    """One value as somebody wrote it. Keys of a layer are setting names, `task.NAME`, and `config`."""
+
+    text: str
+    source: str  # for `explain`: "environment TANDEM_LR"
+    name: str  # for errors: "TANDEM_LR"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings, and where each is from: "flag --lr", "default"; a task's own are under `task.NAME`."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str], dotenv: Path | None = Path(".env")) -> Loaded:
+    """Resolve the flags after the verb, the environment and the files into settings.
+
+    Raises ConfigError, one line, for an unknown name (with the nearest match), a bad value or a bad file.
+    """
+    given = _from_dotenv(dotenv) | _from_environment(environ) | _from_flags(argv)
+    config = given.pop("config", None)
+    if config is not None:
+        given = _from_toml(config) | given
+    values = {key: _typed(key, value) for key, value in given.items() if not key.startswith("task.")}
+    fields = {
+        key.removeprefix("task."): value.text for key, value in given.items() if key.startswith("task.")
+    }
+    settings = Settings().replace(**values, task_fields=fields)
+    sources = dict.fromkeys(FIELDS, "default") | {key: value.source for key, value in given.items()}
+    return Loaded(settings, sources)
+
+
+def _typed(key: str, given: Given) -> object:
+    if not given.text.strip():
+        bad_value(given.name, given.text, SETTINGS[key].valid)
+    return converted(key, given.name, given.text)
+
+
+def _valid_for(key: str) -> str:
+    if key in SETTINGS:
+        return SETTINGS[key].valid
+    return CONFIG_VALID if key == "config" else TASK_VALID
+
+
+def _from_flags(argv: Sequence[str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    rest = list(argv)
+    while rest:
+        flag, equals, text = rest.pop(0).partition("=")
+        if not flag.startswith("-"):
+            raise ConfigError(f"unexpected argument {flag!r}; settings are flags such as --epochs 4. {SEE}")
+        if flag in NEGATED:
+            if equals:
+                raise ConfigError(f"{flag} got {text!r}, but takes no value. {SEE}")
+            given[NEGATED[flag]] = Given("false", f"flag {flag}", flag)
+            continue
+        key = "config" if flag == "--config" else FLAGS.get(flag) or _task_key(flag, "--task.")
+        if key is None:
+            raise unknown("flag", flag, [*FLAGS, *NEGATED, "--config"])
+        if not equals:
+            has_value = bool(rest) and not rest[0].startswith("--")
+            if not has_value and flag not in SWITCHES:
+                raise ConfigError(f"{flag} needs a value: {_valid_for(key)}. {SEE}")
+            text = rest.pop(0) if has_value else "true"
+        given[key] = Given(text, f"flag {flag}", flag)
+    return given
+
+
+def _task_key(name: str, prefix: str) -> str | None:
+    """`--task.image-size` and `TANDEM_TASK__IMAGE_SIZE` both set the field image_size."""
+    field = name.removeprefix(prefix).replace("-", "_")
+    return f"task.{field}" if name.startswith(prefix) and field.isidentifier() else None
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    ours = {name: text for name, text in environ.items() if not _SERVICE_LINK.match(f"{name}={text}")}
+    return _from_variables(ours, lambda name: (f"environment {name}", name))
+
+
+def _from_dotenv(path: Path | None) -> dict[str, Given]:
+    try:
+        if path is None or not path.is_file():
+            return {}
+        variables = dotenv_values(path, interpolate=False)  # interpolating would read os.environ
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; make it readable, or move it") from error
+    return _from_variables(variables, lambda name: (path.name, f"{name} in {path.name}"))
+
+
+def _from_variables(
+    variables: Mapping[str, str | None], describe: Callable[[str], tuple[str, str]]
+) -> dict[str, Given]:
+    """An empty variable counts as not set: Compose's `${TANDEM_STEPS:-}` leaves such ones behind."""
+    given: dict[str, Given] = {}
+    for name in sorted(variables):
+        if not name.startswith(PREFIX):
+            continue
+        source, label = describe(name)
+        key = "config" if name == PREFIX + "CONFIG" else VARIABLES.get(name) or _task_key(name, TASK_PREFIX)
+        if key is None and name not in OTHER_VARIABLES:
+            raise unknown("variable", name, [*VARIABLES, *OTHER_VARIABLES], label)
+        text = variables[name]
+        if key is not None and text:
+            given[key.lower()] = Given(text, source, label)
+    return given
+
+
+def _from_toml(config: Given) -> dict[str, Given]:
+    try:
+        table = tomllib.loads(Path(config.text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config.name} got {config.text!r}, valid is a TOML file: {error}") from error
+    task_fields = table.pop("task_fields", {})
+    if not isinstance(task_fields, dict):
+        raise ConfigError(f"task_fields in {config.text} got {task_fields!r}, valid is a table. {SEE}")
+    for key in table:
+        if key not in FIELDS:
+            raise unknown("key", key, [*FIELDS, "task_fields"], f"{key} in {config.text}")
+    given: dict[str, Given] = {}
+    for key, value in (table | {f"task.{name}": value for name, value in task_fields.items()}).items():
+        label = f"{key} in {config.text}"
+        if not isinstance(value, str | bool | int | float):
+            bad_value(label, value, _valid_for(key))
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        given[key] = Given(text, f"config {config.text}", label)
+    return given
