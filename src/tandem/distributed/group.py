@@ -31,17 +31,6 @@ _BUFFER_ARGUMENT = (
     else "broadcast_buffers"
 )
 BROADCAST_CHUNK_BYTES = 64 * 2**20
-PEER_LOSS_MARKS = (
-    "gloo",
-    "nccl",
-    "connection closed by peer",
-    "connection reset",
-    "connection was reset",
-    "broken pipe",
-    "timed out",
-    "socket",
-    "store",
-)
 
 
 @dataclass(frozen=True)
@@ -86,17 +75,6 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise ConfigError(f"local rank {local_rank} has no GPU: torch sees {count}; use --nproc {count}")
     return torch.device("cuda", local_rank)
-
-
-def is_peer_loss(error: BaseException) -> bool:
-    """Whether torch's error says that another rank, or the store, is gone.
-
-    gloo raises bare RuntimeErrors, so their text has to tell (seen with torch 2.11 to 2.15).
-    """
-    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(mark in text for mark in PEER_LOSS_MARKS)
 
 
 class ProcessGroup:

@@ -19,7 +19,8 @@ from tandem.checkpoint.writer import CheckpointWriter
 from tandem.config import Settings
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
-from tandem.distributed.group import Position, ProcessGroup, choose_device, first_line, is_peer_loss
+from tandem.distributed.group import Position, ProcessGroup, choose_device, first_line
+from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, ConfigError, StoppedError, TandemError
 from tandem.log import redirect_output, setup
 from tandem.schedule import Cadence
@@ -78,7 +79,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
         log.error("%s", error)
         return error.exit_code
     except Exception as error:
-        if is_peer_loss(error):
+        if is_peer_loss(error, position.world_size):
             log.error("lost the other ranks: %s", first_line(error))
             return PEER_LOST
         log.error("the task failed: %s\n%s", first_line(error), traceback.format_exc().rstrip())
