@@ -1,8 +1,8 @@
-"""Is another rank gone? Read from torch's typed errors and from gloo's and NCCL's own messages, nothing else.
+"""Is another rank gone? Read from torch's typed errors and from gloo's and NCCL's own messages alone.
 
-gloo, and NCCL before torch 2.2, throw bare RuntimeErrors: only their text tells them from an error of the task.
-Both libraries begin it in ways of their own, so each pattern holds at the beginning; a word such as "store" or
-"timed out" further on says nothing. tests/multi/test_peer_loss.py provokes the real errors of the torch at hand.
+gloo, and NCCL before torch 2.2, throw bare RuntimeErrors: only their text tells them from a task's error.
+Both libraries begin it in ways of their own, so each pattern holds at the beginning; a word such as "store"
+or "timed out" further on says nothing. tests/multi/test_peer_loss.py provokes real ones of this torch.
 """
 
 import re
@@ -10,8 +10,8 @@ import re
 import torch.distributed as dist
 
 LOST_PEER_MESSAGES = {
-    # gloo says where it threw: "[/__w/pytorch/.../gloo/transport/tcp/pair.cc:561] Connection closed by peer",
-    # "[.../unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete". torch 2.11 to 2.15.
+    # gloo says where it threw: "[/__w/.../gloo/transport/tcp/pair.cc:561] Connection closed by peer",
+    # "[.../unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation". torch 2.11 to 2.15.
     "gloo": re.compile(r"\[\S*/gloo/\S+\.(cc|h):\d+\] "),
     # "Gloo connectFullMesh failed with [.../pair.cc:161] ..." while a group opens. torch 2.11 to 2.15.
     "gloo opens": re.compile(r"Gloo connectFullMesh failed with "),
