@@ -10,20 +10,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem import __version__
-from tandem.errors import FINISHED, MISCONFIGURED, ConfigError, TandemError
+from tandem.errors import FINISHED, ConfigError, TandemError
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from tandem.config import Settings
+    from tandem.config import Parser, Settings
     from tandem.platforms.placement import Placement
 
 log = logging.getLogger("tandem.cli")
 
-Arguments = Sequence[str]
 Environment = Mapping[str, str]
 
 # Named, not imported: the agent's fork server has to start before anything imports torch.
@@ -31,19 +30,23 @@ RANK_FUNCTION = "tandem.training.run:run_rank"
 
 HELP = """tandem: multi-node PyTorch training that survives, and tells you what it is doing.
 
-  tandem launch [--nodes N] [settings]   train: finds the platform, starts this node's ranks, restarts them
-  tandem train [settings]                train as the rank that the environment says (torchrun, or alone)
-  tandem checkpoints ls|verify|prune DIR look after the checkpoints of a run
-  tandem report DIR [--compare DIR...]   one HTML file of a finished run, or of several side by side
-  tandem verify-resume [--trials N] [settings]   kill a run of this task, resume it, compare every bit
-  tandem config [--explain] [settings]   every setting, its value and where it comes from
-  tandem doctor [settings]               versions, memory, GPUs, the place in the cluster
-  tandem health                          is the run making progress? (for probes)
+{verbs}
   tandem --version
 
-Settings are flags (--epochs 3), variables (TANDEM_EPOCHS=3), lines of .env or keys of a --config FILE.toml,
-in this order of precedence; `tandem config --explain` lists them all. Start here: tandem launch --nodes 2
+`tandem VERB --help` lists what a verb takes. Settings are flags (--epochs 3), variables (TANDEM_EPOCHS=3),
+lines of .env or keys of a --config FILE.toml, in this order of precedence.
+Start here: tandem launch --nodes 2
 """
+
+
+class Verb(NamedTuple):
+    """What a verb runs, its line in the help, and what it takes besides settings."""
+
+    run: "Callable[[Namespace, Environment], int]"
+    usage: str
+    summary: str
+    add_options: "Callable[[Parser], None] | None" = None
+    takes_settings: bool = True
 
 
 def main() -> None:
@@ -63,10 +66,10 @@ def main() -> None:
     sys.exit(code)
 
 
-def run(verb: str, arguments: Arguments, environ: Environment) -> int:
+def run(verb: str, words: Sequence[str], environ: Environment) -> int:
     """Call the verb; raises TandemError with one line for the user."""
-    if verb in ("-h", "--help", "help") or "--help" in arguments or "-h" in arguments:
-        print(HELP, end="")
+    if verb in ("-h", "--help", "help"):
+        print(HELP.format(verbs="\n".join(_line(name) for name in VERBS)), end="")
         return FINISHED
     if verb in ("--version", "version"):
         print(f"tandem {__version__}")
@@ -77,17 +80,43 @@ def run(verb: str, arguments: Arguments, environ: Environment) -> int:
         near = get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean `tandem {near[0]}`?" if near else "see `tandem --help`"
         raise ConfigError(f"unknown verb {verb!r}; valid are {', '.join(VERBS)}; {hint}")
-    return VERBS[verb](arguments, environ)
+    if "-h" in words or "--help" in words:
+        print(parser_of(verb).help(), end="")
+        return FINISHED
+    if verb == "health" and not words:  # asked every few seconds, by probes: it builds no parser
+        return health(None, environ)
+    return VERBS[verb].run(parser_of(verb).read(words), environ)
 
 
-def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tuple[Settings, Placement]":
-    from tandem.config import load
+def parser_of(verb: str) -> "Parser":
+    """The parser of one verb, which also makes its help."""
+    from tandem.config import Parser
+
+    _, usage, summary, add_options, takes_settings = VERBS[verb]
+    parser = Parser(verb, usage, summary, takes_settings)
+    if add_options is not None:
+        add_options(parser)
+    return parser
+
+
+def _line(verb: str) -> str:
+    command = f"tandem {verb} {VERBS[verb].usage}"
+    return f"  {command:<46} {VERBS[verb].summary}"
+
+
+def _settings(options: "Namespace", environ: Environment) -> "Settings":
+    from tandem.config import resolve
+
+    return resolve(options.given, environ, Path(".env")).settings
+
+
+def _settings_and_placement(options: "Namespace", environ: Environment) -> "tuple[Settings, Placement]":
     from tandem.launch.node import resolve_run_dir
     from tandem.log import setup, wants_json
     from tandem.platforms.placement import detect
     from tandem.platforms.replica import with_index
 
-    settings = load(arguments, environ).settings
+    settings = _settings(options, environ)
     # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
     log_format = "json" if wants_json(settings.log_format) else "text"
     settings = settings.replace(log_format=log_format)
@@ -104,16 +133,17 @@ def _settings_and_placement(arguments: Arguments, environ: Environment) -> "tupl
     return resolve_run_dir(settings, placement, time.time()), placement
 
 
-def launch(arguments: Arguments, environ: Environment) -> int:
+def launch(options: "Namespace", environ: Environment) -> int:
     """Node level: this node's agent, or all nodes of a laptop."""
-    return (_launch_replica if environ.get("TANDEM_COMPOSE_PROJECT") else _launch)(arguments, environ)
+    return (_launch_replica if environ.get("TANDEM_COMPOSE_PROJECT") else _launch)(options, environ)
 
 
-def _launch(arguments: Arguments, environ: Environment) -> int:
+def _launch(options: "Namespace", environ: Environment) -> int:
+    from tandem.config import as_flags
     from tandem.signals import StopFlag
 
     stop = StopFlag().install()
-    settings, placement = _settings_and_placement(arguments, environ)
+    settings, placement = _settings_and_placement(options, environ)
     if placement.rank is not None:
         return _train(settings, placement)
     from tandem.launch.node import run_this_node, simulate, with_port
@@ -122,13 +152,13 @@ def _launch(arguments: Arguments, environ: Environment) -> int:
         if settings.log_format == "text":
             print(where(settings), file=sys.stderr)
         if placement.nodes > 1:
-            return simulate(settings, placement, arguments, environ, stop)
+            return simulate(settings, placement, as_flags(options.given), environ, stop)
         placement = with_port(placement)
     state = environ.get("TANDEM_STATE_DIR")
     return run_this_node(settings, placement, RANK_FUNCTION, Path(state) if state else None, stop)
 
 
-def _launch_replica(arguments: Arguments, environ: Environment) -> int:
+def _launch_replica(options: "Namespace", environ: Environment) -> int:
     """`launch` in a container of Compose, which would start it again also where that cannot help."""
     from tandem.platforms.replica import note_end, stay_down_code
 
@@ -137,7 +167,7 @@ def _launch_replica(arguments: Arguments, environ: Environment) -> int:
     if code is not None:
         return code
     try:
-        code = _launch(arguments, environ)
+        code = _launch(options, environ)
     except TandemError as error:
         note_end(run_dir, container, error.exit_code)
         raise
@@ -158,9 +188,9 @@ def where(settings: "Settings") -> str:
     )
 
 
-def train(arguments: Arguments, environ: Environment) -> int:
+def train(options: "Namespace", environ: Environment) -> int:
     """Rank level: what the environment says, or alone."""
-    settings, placement = _settings_and_placement(arguments, environ)
+    settings, placement = _settings_and_placement(options, environ)
     if placement.rank is None and placement.nodes > 1:
         raise ConfigError(
             f"`tandem train` is one rank, and no environment says which of {placement.nodes} nodes' it is; "
@@ -176,155 +206,141 @@ def _train(settings: "Settings", placement: "Placement") -> int:
     return run_lone_rank(settings, placement, resolve(RANK_FUNCTION))
 
 
-def checkpoints(arguments: Arguments, environ: Environment) -> int:
+def checkpoints(options: "Namespace", environ: Environment) -> int:
     """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
     from tandem.checkpoint.listing import list_checkpoints, rule_of, table
+    from tandem.checkpoint.retention import Best
     from tandem.checkpoint.store import CheckpointStore
 
-    asked = _checkpoint_arguments(arguments)
-    directory: Path = asked.directory
+    directory: Path = options.run_dir
     directory = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give the run directory")
     store = CheckpointStore(directory)
-    rule = rule_of(store, asked.keep, asked.keep_best, asked.keep_every)
-    if asked.action == "prune":
+    best = Best.parse(options.keep_best) if options.keep_best else None
+    rule = rule_of(store, options.keep, best, options.keep_every)
+    if options.action == "prune":
         sizes = {step: store.size_bytes(step) for step in store.prune(rule, dry_run=True)}
-        for step in store.prune(rule, asked.dry_run):
-            print(
-                f"{'would remove' if asked.dry_run else 'removed'} step {step}, {sizes.get(step, 0):,} bytes"
-            )
+        done = "would remove" if options.dry_run else "removed"
+        for step in store.prune(rule, options.dry_run):
+            print(f"{done} step {step}, {sizes.get(step, 0):,} bytes")
         print(table(list_checkpoints(directory, rule=rule), directory))
         return FINISHED
-    rows = list_checkpoints(directory, verify=asked.action == "verify", rule=rule)
+    rows = list_checkpoints(directory, verify=options.action == "verify", rule=rule)
     print(table(rows, directory))
     return 1 if any(row.verified is False for row in rows) else FINISHED
 
 
-def _checkpoint_arguments(arguments: Arguments) -> "Namespace":
-    from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+def _checkpoints_options(parser: "Parser") -> None:
+    from tandem.config import BestText, Count
 
-    from tandem.checkpoint.retention import Best
-
-    usage = "tandem checkpoints ls|verify|prune RUN_DIR [--keep N] [--keep-best METRIC] [--keep-every N]"
-
-    class Parser(ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"{message}; say what to do and where: {usage} [--dry-run]")
-
-    def count(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-            raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-        return int(text)
-
-    def best(text: str) -> Best:
-        try:
-            return Best.parse(text)
-        except ValueError as error:
-            raise ArgumentTypeError(str(error)) from None
-
-    parser = Parser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
-    parser.add_argument("action", choices=("ls", "verify", "prune"))
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--keep", type=count)
-    parser.add_argument("--keep-best", type=best)
-    parser.add_argument("--keep-every", type=count)
-    parser.add_argument("--dry-run", action="store_true")
-    return parser.parse_intermixed_args(list(arguments))
+    parser.add_argument("action", choices=("ls", "verify", "prune"), help="list, check every byte, remove")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    parser.option("--keep", Count, "newest checkpoints to keep; else as the run was told")
+    parser.option("--keep-best", BestText, "keep the best one by this score, too")
+    parser.option("--keep-every", Count, "keep one for every so many steps, too")
+    parser.option("--dry-run", bool, "only say what prune would remove")
 
 
-def verify_resume(arguments: Arguments, environ: Environment) -> int:
+def verify_resume(options: "Namespace", environ: Environment) -> int:
     """The proof, on this machine, that a killed run of this task resumes to the same bits."""
-    from tandem.config import load
+    from tandem.config import Count, as_flags, checked
     from tandem.platforms.placement import detect
     from tandem.signals import StopFlag
 
-    rest = [
-        part for word in arguments for part in (word.split("=") if word.startswith("--trials=") else [word])
-    ]
-    trials = environ.get("TANDEM_TRIALS") or "3"
-    if "--trials" in rest:
-        at = rest.index("--trials")
-        trials = rest[at + 1] if at + 1 < len(rest) else ""
-        del rest[at : at + 2]
-    if not trials.isdecimal() or int(trials) < 1:
-        raise ConfigError(f"--trials got {trials!r}, valid is a number of at least 1")
-    settings = load(rest, environ).settings
+    trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
+    settings = _settings(options, environ)
     platform = detect(environ, socket.gethostname()).platform
     if platform != "none":
         raise ConfigError(f"verify-resume starts its own ranks, and this is a rank or node of {platform}")
     stop = StopFlag().install()
     from tandem.verify.resume import verify
 
-    return verify(settings, rest, environ, int(trials), stop, lambda line: print(line, flush=True))
+    flags = as_flags(options.given)
+    return verify(settings, flags, environ, trials, stop, lambda line: print(line, flush=True))
 
 
-def report(arguments: Arguments, environ: Environment) -> int:
+def _verify_resume_options(parser: "Parser") -> None:
+    from tandem.config import Count
+
+    parser.option("--trials", Count, "runs to kill; default 3, TANDEM_TRIALS")
+
+
+def report(options: "Namespace", environ: Environment) -> int:
     """One HTML file: RUN_DIR/report.html, or where --output says."""
     from tandem.report.report import write_report
 
-    rest, output = list(arguments), None
-    if "--output" in rest:
-        at = rest.index("--output")
-        output = Path(rest[at + 1]) if at + 1 < len(rest) else None
-        del rest[at : at + 2]
-    compared = "--compare" in rest
-    run_dirs = [Path(argument) for argument in rest if argument != "--compare"]
-    unknown = [str(path) for path in run_dirs if str(path).startswith("-")]
-    if not run_dirs or unknown or compared != (len(run_dirs) > 1):
-        raise ConfigError(
-            "say which run: tandem report RUN_DIR [--compare RUN_DIR...] [--output FILE]"
-            + (f"; {unknown[0]} is no option" if unknown else "")
-        )
-    output = output or run_dirs[0] / "report.html"
+    run_dirs = [options.run_dir, *options.compare]
+    output = options.output or options.run_dir / "report.html"
     write_report(run_dirs, output)
     print(output)
     return FINISHED
 
 
-def config(arguments: Arguments, environ: Environment) -> int:
-    """Every value, and with --explain where it came from."""
-    from tandem.config import explain, load, markdown_table
+def _report_options(parser: "Parser") -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="other runs")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="instead of RUN_DIR/report.html")
 
-    rest = [argument for argument in arguments if argument not in ("--explain", "--markdown")]
-    if "--markdown" in arguments:
-        print(markdown_table(), end="")
+
+def config(options: "Namespace", environ: Environment) -> int:
+    """Every value, and with --explain where it came from."""
+    from tandem.config import as_toml, explain, markdown, resolve
+
+    if options.markdown:
+        print(markdown(), end="")
         return FINISHED
-    loaded = load(rest, environ)
-    if "--explain" in arguments:
-        print(explain(loaded))
-    else:
-        for name, value in loaded.settings.to_dict().items():
-            print(f"{name} = {value!r}")
+    loaded = resolve(options.given, environ, Path(".env"))
+    print(explain(loaded) if options.explain else as_toml(loaded.settings).rstrip())
     return FINISHED
 
 
-def doctor(arguments: Arguments, environ: Environment) -> int:
+def _config_options(parser: "Parser") -> None:
+    parser.option("--explain", bool, "where every value comes from, instead of a file that --config reads")
+    parser.option("--markdown", bool, "the tables of docs/configuration.md")
+
+
+def doctor(options: "Namespace", environ: Environment) -> int:
     """Versions and what this place offers; always 0 once the settings are valid."""
-    from tandem.config import load
     from tandem.verify.doctor import report
 
-    print(report(load(arguments, environ).settings, environ))
+    print(report(_settings(options, environ), environ))
     return FINISHED
 
 
-def health(arguments: Arguments, environ: Environment) -> int:
+def health(_: "Namespace | None", environ: Environment) -> int:
     """Standard library only: the verdict on the heartbeat file."""
     from tandem.telemetry.health import main as health_main
 
-    if arguments:
-        print("tandem: health takes no arguments", file=sys.stderr)
-        return MISCONFIGURED
     return health_main(environ)
 
 
-VERBS: dict[str, Callable[[Arguments, Environment], int]] = {
-    "launch": launch,
-    "train": train,
-    "checkpoints": checkpoints,
-    "report": report,
-    "verify-resume": verify_resume,
-    "config": config,
-    "doctor": doctor,
-    "health": health,
+VERBS: dict[str, Verb] = {
+    "launch": Verb(launch, "[settings]", "train: find the platform, start this node's ranks, restart them"),
+    "train": Verb(train, "[settings]", "train as the rank that the environment says (torchrun, or alone)"),
+    "checkpoints": Verb(
+        checkpoints,
+        "ls|verify|prune RUN_DIR",
+        "look after the checkpoints of a run",
+        _checkpoints_options,
+        takes_settings=False,
+    ),
+    "report": Verb(
+        report,
+        "RUN_DIR [--compare RUN_DIR...]",
+        "one HTML file of a finished run, or of several side by side",
+        _report_options,
+        takes_settings=False,
+    ),
+    "verify-resume": Verb(
+        verify_resume,
+        "[--trials N] [settings]",
+        "kill a run of this task, resume it, compare every bit",
+        _verify_resume_options,
+    ),
+    "config": Verb(
+        config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
+    ),
+    "doctor": Verb(doctor, "[settings]", "versions, memory, GPUs, the place in the cluster"),
+    "health": Verb(health, "", "is the run making progress? (for probes)", None, False),
 }

@@ -10,6 +10,7 @@ import pytest
 import tandem
 from tandem import cli
 from tandem.checkpoint.store import CheckpointStore
+from tandem.config import SETTINGS, SLICES
 from tandem.errors import ConfigError
 
 SOURCE = str(Path(tandem.__file__).parents[1])
@@ -40,12 +41,49 @@ def watched(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], [], ["launch", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
 def test_help_needs_no_torch(arguments: list[str], tmp_path: Path) -> None:
     done = watched(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "IMPORTED []\n"
     assert all(f"tandem {verb}" in done.stdout for verb in cli.VERBS)
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_lists_what_it_takes(verb: str, tmp_path: Path) -> None:
+    done = watched(tmp_path, verb, "--help")
+    assert (done.returncode, done.stderr) == (0, "IMPORTED []\n")
+    assert done.stdout.startswith(f"usage: tandem {verb}")
+    if cli.VERBS[verb].takes_settings:
+        words = " ".join(done.stdout.split())
+        for setting in SETTINGS.values():
+            assert f"{setting.flag} " in words and f"; {setting.variable}]" in words
+            assert setting.description in words and setting.valid in words
+        assert all(f"\n{model.__doc__}:\n" in done.stdout for model in SLICES.values())
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["config", "--explian"], "unknown flag --explian; did you mean --explain?"),
+        (["checkpoints", "prune", ".", "--dry"], "unknown flag --dry; did you mean --dry-run?"),
+        (["report", ".", "--ouput", "x"], "unknown flag --ouput; did you mean --output?"),
+        (["report"], "the following arguments are required: RUN_DIR. See `tandem report --help`"),
+        (["verify-resume", "--trials", "0"], "--trials got '0', valid is a whole number of at least 1"),
+        (["verify-resume", "--trials"], "--trials needs a value: a whole number of at least 1"),
+        (["doctor", "--epoch", "1"], "unknown flag --epoch; did you mean --epochs?"),
+        (["health", "--fast"], "unknown flag --fast. See `tandem health --help`"),
+    ],
+)
+def test_every_verb_suggests_the_nearest(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cli.run(arguments[0], arguments[1:], {})
+    assert str(caught.value).startswith(said)
+
+
+def test_trials_come_from_the_environment_too() -> None:
+    with pytest.raises(ConfigError, match="^TANDEM_TRIALS got 'x', valid is a whole number"):
+        cli.run("verify-resume", [], {"TANDEM_TRIALS": "x"})
 
 
 def test_version_needs_no_torch(tmp_path: Path) -> None:
@@ -59,11 +97,6 @@ def test_health_needs_no_torch_and_is_unhealthy_where_nothing_runs(tmp_path: Pat
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1] == "IMPORTED []"
     assert "Traceback" not in done.stderr
-
-
-def test_health_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run("health", ["--fast"], {}) == 2
-    assert "no arguments" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config import FIELDS, FLAGS, Settings, explain, load, markdown_table
+from tandem.config import FIELDS, SETTINGS, Settings, as_toml, explain, load, markdown
 from tandem.errors import ConfigError
+
+FLAGS = [SETTINGS[name].flag for name in FIELDS]
 
 
 def settings_of(*argv: str, **environ: str) -> Settings:
@@ -167,7 +169,7 @@ def test_flags_that_cannot_be(argv: list[str], expected: str) -> None:
 )
 def test_bad_values_name_flag_value_and_what_is_valid(flag: str, text: str, valid: str) -> None:
     assert message_of(flag, text).startswith(f"{flag} got {text!r}, valid is {valid}")
-    variable = "TANDEM_" + FLAGS[flag].upper()
+    variable = "TANDEM_" + flag.removeprefix("--").replace("-", "_").upper()
     if text:
         assert message_of(environ={variable: text}).startswith(f"{variable} got {text!r}, valid is {valid}")
 
@@ -262,12 +264,34 @@ def test_explain_and_table_have_every_setting() -> None:
     explained = explain(load(["--lr", "0.3", "--task.depth=4"], {}, None)).splitlines()
     assert [line.split()[0] for line in explained] == [*FIELDS, "task.depth"]
     assert any(line.split() == ["lr", "0.3", "flag", "--lr"] for line in explained)
-    rows = markdown_table().splitlines()
+    rows = [row for row in markdown().splitlines() if row.startswith("| `")]
     assert all(row.count("|") == 6 for row in rows)
-    assert [row.split("`")[1] for row in rows[2:-2]] == list(FLAGS)
+    assert [row.split("`")[1] for row in rows] == [*(each.flag for each in SETTINGS.values()), "--config"]
     assert all(row.split("|")[5].strip() for row in rows)
 
 
-def test_settings_need_no_torch() -> None:
-    code = "import sys, tandem.config; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["--lr", "1e-5", "--steps", "7", "--compile", "--threads", "3", "--keep-best", "loss:min"],
+        ["--run-dir", 'a "quoted" \\ path\x7f\N{GRINNING FACE}', "--task.depth", "4", "--task.name", "a\nb"],
+    ],
+)
+def test_config_prints_a_file_that_config_reads(argv: list[str], tmp_path: Path) -> None:
+    settings = settings_of(*argv)
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml(settings), encoding="utf-8")
+    assert settings_of("--config", str(file)) == settings
+
+
+def test_a_file_of_another_version_may_name_unknown_settings() -> None:
+    values = {"lr": 0.3, "not_yet_invented": [1]}
+    assert Settings.from_dict(values, tolerant=True) == settings_of("--lr", "0.3")
+    with pytest.raises(ConfigError, match="unknown setting not_yet_invented"):
+        Settings.from_dict(values)
+
+
+def test_settings_need_neither_torch_nor_pydantic_until_a_value_is_given() -> None:
+    code = "import sys, tandem.config; sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

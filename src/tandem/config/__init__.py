@@ -16,8 +16,10 @@ A component is built from its own slice of the settings (`slices`), which `Setti
 Field names are the flat ones (`settings.checkpoint.checkpoint_every`). A new setting is one line in `slices`.
 """
 
-from tandem.config.settings import SETTINGS, Settings
-from tandem.config.show import explain, markdown_table
+from tandem.config.arguments import Parser, as_flags, load
+from tandem.config.fields import BestText, Count
+from tandem.config.settings import SETTINGS, SLICES, Settings, checked
+from tandem.config.show import as_toml, explain, markdown
 from tandem.config.slices import (
     CheckpointConfig,
     ComputeConfig,
@@ -30,28 +32,35 @@ from tandem.config.slices import (
     RunConfig,
     TelemetryConfig,
 )
-from tandem.config.sources import FIELDS, FLAGS, NEGATED, OTHER_VARIABLES, VARIABLES, Loaded, load
+from tandem.config.sources import FIELDS, OTHER_VARIABLES, VARIABLES, Given, Loaded, resolve
 
 __all__ = [
     "FIELDS",
-    "FLAGS",
-    "NEGATED",
     "OTHER_VARIABLES",
     "SETTINGS",
+    "SLICES",
     "VARIABLES",
+    "BestText",
     "CheckpointConfig",
     "ComputeConfig",
+    "Count",
     "DataConfig",
     "EvaluationConfig",
     "LaunchConfig",
+    "Given",
     "Loaded",
     "MetricsConfig",
     "OptimisationConfig",
+    "Parser",
     "ReliabilityConfig",
     "RunConfig",
     "Settings",
     "TelemetryConfig",
+    "as_flags",
+    "as_toml",
+    "checked",
     "explain",
     "load",
-    "markdown_table",
+    "markdown",
+    "resolve",
 ]

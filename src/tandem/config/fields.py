@@ -110,14 +110,19 @@ class Setting:
     per_node: bool
 
     @property
+    def is_table(self) -> bool:
+        """The task's own settings: one entry for each flag `--task.NAME`."""
+        return bool(self.annotation == dict[str, str])
+
+    @property
     def flag(self) -> str:
         """`--batch-size`."""
-        return "--" + self.name.replace("_", "-")
+        return "--task.NAME" if self.is_table else "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
         """`TANDEM_BATCH_SIZE`."""
-        return "TANDEM_" + self.name.upper()
+        return "TANDEM_" + ("TASK__NAME" if self.is_table else self.name.upper())
 
     @property
     def is_switch(self) -> bool:
@@ -125,20 +130,9 @@ class Setting:
         return self.annotation is bool
 
     @property
-    def may_be_none(self) -> bool:
-        """Whether the text `none` unsets it."""
-        return NoneType in get_args(self.annotation)
-
-    @property
     def valid(self) -> str:
         """What a value may be, in words."""
-        return _words(self.annotation)
-
-    def convert(self, value: object) -> Any:
-        """The typed value of a text, or of what JSON holds. Raises ValueError for what is not valid."""
-        if value == "none" and self.may_be_none:
-            return None
-        return _adapter(self.annotation).validate_python(value)
+        return words_of(self.annotation)
 
 
 def settings_of(slice_name: str, model: type) -> list[Setting]:
@@ -158,13 +152,28 @@ def _adapter(annotation: Any) -> "TypeAdapter[Any]":
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
 
 
-def _words(annotation: Any) -> str:
+def convert(annotation: Any, value: object) -> Any:
+    """The typed value of a text, or of what JSON holds; "none" unsets what may be None. Raises ValueError."""
+    if value == "none" and NoneType in get_args(annotation):
+        return None
+    return _adapter(annotation).validate_python(value)
+
+
+def words_of(annotation: Any) -> str:
+    """What a value may be, in words."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
-        return next((item.words for item in arguments if isinstance(item, Valid)), _words(arguments[0]))
+        return next((item.words for item in arguments if isinstance(item, Valid)), words_of(arguments[0]))
     if get_origin(annotation) is Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(arguments)
     if get_origin(annotation) in (Union, UnionType):
-        return ", or ".join(_words(argument) for argument in arguments)
+        return ", or ".join(words_of(argument) for argument in arguments)
     names: dict[object, str] = {bool: "true or false", Path: "a path", str: "text", NoneType: "none"}
-    return names.get(annotation, "a table of text")
+    return names.get(annotation, "text, a number, true or false")
+
+
+def plain(value: object) -> str:
+    """A value as a person writes it."""
+    if value == {}:
+        return ""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,14 +1,13 @@
 """All settings together: flat for sources and files, in slices for the components built from them."""
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tandem.config.fields import Setting, settings_of
+from tandem.config.fields import Setting, convert, settings_of, words_of
 from tandem.config.slices import (
     CheckpointConfig,
     ComputeConfig,
@@ -78,7 +77,11 @@ class Settings(_Flat):
         """
         if tolerant:
             values = {name: value for name, value in values.items() if name in SETTINGS}
-        return cls().replace(**{name: converted(name, name, value) for name, value in values.items()})
+        for name in values:
+            if name not in SETTINGS:
+                raise unknown("setting", name, SETTINGS)
+        typed = {name: checked(SETTINGS[name].annotation, name, value) for name, value in values.items()}
+        return cls().replace(**typed)
 
     def replace(self, **changes: Any) -> "Settings":
         """A copy with other values by flat name; they are taken as they are."""
@@ -112,15 +115,12 @@ SETTINGS: dict[str, Setting] = {
 }
 
 
-def converted(name: str, label: str, value: object) -> Any:
-    """The typed value of one setting; `label` says in the error where it was given. Raises ConfigError."""
-    setting = SETTINGS.get(name)
-    if setting is None:
-        raise unknown("setting", name, SETTINGS)
+def checked(annotation: Any, label: str, value: object) -> Any:
+    """The typed value; `label` says in the error where it was given. Raises ConfigError, one line."""
     try:
-        return setting.convert(value)
+        return convert(annotation, value)
     except ValueError:
-        bad_value(label, value, setting.valid)
+        bad_value(label, value, words_of(annotation))
 
 
 def bad_value(label: str, got: object, valid: str) -> NoReturn:
@@ -129,9 +129,13 @@ def bad_value(label: str, got: object, valid: str) -> NoReturn:
     raise ConfigError(f"{label} got {shown}, valid is {valid}. {SEE}") from None
 
 
-def unknown(kind: str, name: str, known: Iterable[str], label: str | None = None) -> ConfigError:
+def unknown(
+    kind: str, name: str, known: Iterable[str], label: str | None = None, see: str = SEE
+) -> ConfigError:
     """The error for a name nobody knows, with the nearest known one; prefixes would make all of them near."""
+    from difflib import get_close_matches
+
     plain = {other.lower().removeprefix("tandem_").lstrip("-"): other for other in known}
-    nearest = difflib.get_close_matches(name.lower().removeprefix("tandem_").lstrip("-"), plain, n=1)
+    nearest = get_close_matches(name.lower().removeprefix("tandem_").lstrip("-"), plain, n=1)
     hint = f"; did you mean {plain[nearest[0]]}?" if nearest else "."
-    return ConfigError(f"unknown {kind} {label or name}{hint} {SEE}")
+    return ConfigError(f"unknown {kind} {label or name}{hint} {see}")

@@ -1,29 +1,57 @@
-"""Settings for people: the table of `config --explain` and that of the docs."""
+"""Settings for people: `config`, `config --explain`, and the tables of the docs."""
 
-from tandem.config.sources import BY_NAME, FIELDS, Loaded
+import json
+import re
 
+from tandem.config.fields import plain
+from tandem.config.settings import SETTINGS, SLICES, Settings
+from tandem.config.sources import FIELDS, Loaded
 
-def _shown(value: object) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+TABLE_HEAD = ("| flag | variable | default | valid | meaning |", "|---|---|---|---|---|")
 
 
 def explain(loaded: Loaded) -> str:
     """A table for people: name, value and source of every setting."""
     settings = loaded.settings
-    rows = [(name, _shown(settings.value(name)), loaded.sources[name]) for name in FIELDS]
+    rows = [(name, plain(settings.value(name)), loaded.sources[name]) for name in FIELDS]
     for name, text in settings.run.task_fields.items():
         rows.append((f"task.{name}", text, loaded.sources[f"task.{name}"]))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
 
 
-def markdown_table() -> str:
-    """The table of docs/configuration.md: every flag, its variable, default, valid values and meaning."""
-    lines = ["| flag | variable | default | valid | meaning |", "|---|---|---|---|---|"]
-    for setting in BY_NAME.values():
-        flag = setting.flag
-        cells = [f"`{flag}`", f"`{setting.variable}`", f"`{_shown(setting.default)}`", setting.valid]
-        lines.append(f"| {' | '.join(cells)} | {setting.description} |")
-    lines.append("| `--task.NAME` | `TANDEM_TASK__NAME` | | text | the task's own settings |")
-    lines.append("| `--config` | `TANDEM_CONFIG` | | a TOML file | `name = value` lines, `[task_fields]` |")
+def as_toml(settings: Settings) -> str:
+    """A file that `--config` reads: every setting, by slice, and the task's own."""
+    lines = []
+    for slice_name, model in SLICES.items():
+        lines.append(f"# {model.__doc__}")
+        for name in FIELDS:
+            if SETTINGS[name].slice == slice_name:
+                lines.append(f"{name} = {_toml(settings.value(name))}")
+        lines.append("")
+    lines.append("[task_fields]")
+    for name, text in settings.run.task_fields.items():
+        lines.append(f"{name if re.fullmatch('[A-Za-z0-9_-]+', name) else _toml(name)} = {_toml(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool | int | float):
+        return plain(value)
+    return json.dumps(plain(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def markdown() -> str:
+    """The tables of docs/configuration.md: every flag, its variable, default, valid values and meaning."""
+    lines = []
+    for slice_name, model in SLICES.items():
+        lines += [f"## {model.__doc__}", *TABLE_HEAD]
+        for setting in SETTINGS.values():
+            if setting.slice == slice_name:
+                named = [setting.flag, setting.variable, plain(setting.default)]
+                shown = [f"`{name}`" if name else "" for name in named]
+                lines.append(f"| {' | '.join([*shown, setting.valid, setting.description])} |")
+        lines.append("")
+    lines += ["## A file of settings", *TABLE_HEAD]
+    lines.append("| `--config` | `TANDEM_CONFIG` |  | a TOML file | `name = value` lines, `[task_fields]` |")
     return "\n".join(lines) + "\n"

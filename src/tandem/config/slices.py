@@ -31,7 +31,7 @@ from tandem.schedule import LrScaling, LrSchedule
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The run: what is trained, how long, and where its files go"""
+    """The run and its task"""
 
     task: str = setting("digits", "a built-in task, FILE.py:Class or package.module:Class", fixed=True)
     task_fields: dict[str, str] = setting({}, "the task's own settings: --task.NAME VALUE", fixed=True)
@@ -46,7 +46,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Data: where it is, and how it is cut into batches"""
+    """Data and batches"""
 
     data_dir: Path = setting(Path("data"), "where data sets are looked for and cached", per_node=True)
     download: bool = setting(False, "let a task download its data set")
@@ -57,7 +57,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimisationConfig:
-    """Optimisation: the optimizer and its learning rate"""
+    """Optimisation"""
 
     optimizer: Literal["sgd", "adam", "adamw"] = setting("sgd", "optimizer", fixed=True)
     lr: NonNegative = setting(0.1, "peak learning rate, before lr_scaling")
@@ -72,7 +72,7 @@ class OptimisationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """Compute: devices, precision, and how the model is distributed"""
+    """Devices, precision and distribution"""
 
     strategy: Literal["ddp"] = setting("ddp", "how the model is distributed", fixed=True)
     sync_batchnorm: bool = setting(False, "batch norm over the global batch", fixed=True)
@@ -86,7 +86,7 @@ class ComputeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """Launch: the nodes, and when they are restarted"""
+    """Nodes and restarts"""
 
     nodes: Count | None = setting(None, "number of nodes; none: what the platform says")
     node_rank: Natural | None = setting(None, "index of this node, by hand", per_node=True)
@@ -100,7 +100,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityConfig:
-    """Reliability: hangs, numbers that are not finite, ranks that differ"""
+    """Hangs, numbers that are not finite, ranks that differ"""
 
     first_step_timeout: Positive = setting(
         1800.0, "seconds that the start, the first step, an evaluation or a save may take"
@@ -116,7 +116,7 @@ class ReliabilityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints: when to save, what to keep, where to go on from"""
+    """Checkpoints and resuming"""
 
     checkpoint_every: CadenceText = setting("1epoch", "how often to save; the end is always saved")
     checkpoint_keep: Count = setting(3, "newest checkpoints to keep")
@@ -152,7 +152,7 @@ class TelemetryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Metrics page: where it listens, and who may read it"""
+    """The metrics page"""
 
     metrics_host: str = setting("127.0.0.1", "address that /metrics listens on", per_node=True)
     metrics_port: Port = setting(

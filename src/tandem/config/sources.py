@@ -5,15 +5,12 @@ knows is an error with the nearest match, so that a typo cannot silently train w
 """
 
 import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dotenv import dotenv_values
-
-from tandem.config.settings import SEE, SETTINGS, Settings, bad_value, converted, unknown
+from tandem.config.settings import SEE, SETTINGS, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
 PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
@@ -27,13 +24,9 @@ OTHER_VARIABLES = [
 _SERVICE_LINK = re.compile(
     r"\w+_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)\w*=|PORT=\w+://).*"
 )
-CONFIG_VALID, TASK_VALID = "a TOML file", "text, a number, true or false"
-BY_NAME = {name: setting for name, setting in SETTINGS.items() if name != "task_fields"}
-FIELDS = tuple(BY_NAME)
-FLAGS = {setting.flag: name for name, setting in BY_NAME.items()}
-SWITCHES = {setting.flag for setting in BY_NAME.values() if setting.is_switch}
-NEGATED = {"--no-" + flag[2:]: FLAGS[flag] for flag in SWITCHES}
-VARIABLES = {setting.variable: name for name, setting in BY_NAME.items()}
+TASK_VALID = SETTINGS["task_fields"].valid
+FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
+VARIABLES = {SETTINGS[name].variable: name for name in FIELDS}
 
 
 class Given(NamedTuple):
@@ -52,12 +45,12 @@ class Loaded:
     sources: dict[str, str]
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str], dotenv: Path | None = Path(".env")) -> Loaded:
-    """Resolve the flags after the verb, the environment and the files into settings.
+def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path | None) -> Loaded:
+    """The settings that flags, environment and files make together.
 
     Raises ConfigError, one line, for an unknown name (with the nearest match), a bad value or a bad file.
     """
-    given = _from_dotenv(dotenv) | _from_environment(environ) | _from_flags(argv)
+    given = {**_from_dotenv(dotenv), **_from_environment(environ), **flags}
     config = given.pop("config", None)
     if config is not None:
         given = _from_toml(config) | given
@@ -73,40 +66,10 @@ def load(argv: Sequence[str], environ: Mapping[str, str], dotenv: Path | None = 
 def _typed(key: str, given: Given) -> object:
     if not given.text.strip():
         bad_value(given.name, given.text, SETTINGS[key].valid)
-    return converted(key, given.name, given.text)
+    return checked(SETTINGS[key].annotation, given.name, given.text)
 
 
-def _valid_for(key: str) -> str:
-    if key in SETTINGS:
-        return SETTINGS[key].valid
-    return CONFIG_VALID if key == "config" else TASK_VALID
-
-
-def _from_flags(argv: Sequence[str]) -> dict[str, Given]:
-    given: dict[str, Given] = {}
-    rest = list(argv)
-    while rest:
-        flag, equals, text = rest.pop(0).partition("=")
-        if not flag.startswith("-"):
-            raise ConfigError(f"unexpected argument {flag!r}; settings are flags such as --epochs 4. {SEE}")
-        if flag in NEGATED:
-            if equals:
-                raise ConfigError(f"{flag} got {text!r}, but takes no value. {SEE}")
-            given[NEGATED[flag]] = Given("false", f"flag {flag}", flag)
-            continue
-        key = "config" if flag == "--config" else FLAGS.get(flag) or _task_key(flag, "--task.")
-        if key is None:
-            raise unknown("flag", flag, [*FLAGS, *NEGATED, "--config"])
-        if not equals:
-            has_value = bool(rest) and not rest[0].startswith("--")
-            if not has_value and flag not in SWITCHES:
-                raise ConfigError(f"{flag} needs a value: {_valid_for(key)}. {SEE}")
-            text = rest.pop(0) if has_value else "true"
-        given[key] = Given(text, f"flag {flag}", flag)
-    return given
-
-
-def _task_key(name: str, prefix: str) -> str | None:
+def task_key(name: str, prefix: str) -> str | None:
     """`--task.image-size` and `TANDEM_TASK__IMAGE_SIZE` both set the field image_size."""
     field = name.removeprefix(prefix).replace("-", "_")
     return f"task.{field}" if name.startswith(prefix) and field.isidentifier() else None
@@ -118,6 +81,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def _from_dotenv(path: Path | None) -> dict[str, Given]:
+    from dotenv import dotenv_values
+
     try:
         if path is None or not path.is_file():
             return {}
@@ -136,7 +101,7 @@ def _from_variables(
         if not name.startswith(PREFIX):
             continue
         source, label = describe(name)
-        key = "config" if name == PREFIX + "CONFIG" else VARIABLES.get(name) or _task_key(name, TASK_PREFIX)
+        key = "config" if name == PREFIX + "CONFIG" else VARIABLES.get(name) or task_key(name, TASK_PREFIX)
         if key is None and name not in OTHER_VARIABLES:
             raise unknown("variable", name, [*VARIABLES, *OTHER_VARIABLES], label)
         text = variables[name]
@@ -146,6 +111,8 @@ def _from_variables(
 
 
 def _from_toml(config: Given) -> dict[str, Given]:
+    import tomllib
+
     try:
         table = tomllib.loads(Path(config.text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -160,7 +127,7 @@ def _from_toml(config: Given) -> dict[str, Given]:
     for key, value in (table | {f"task.{name}": value for name, value in task_fields.items()}).items():
         label = f"{key} in {config.text}"
         if not isinstance(value, str | bool | int | float):
-            bad_value(label, value, _valid_for(key))
+            bad_value(label, value, SETTINGS[key].valid if key in SETTINGS else TASK_VALID)
         text = str(value).lower() if isinstance(value, bool) else str(value)
         given[key] = Given(text, f"config {config.text}", label)
     return given

@@ -1,0 +1,150 @@
+"""The command line: one parser a verb, made from the settings that it takes and from options of its own.
+
+argparse, not pydantic-settings: that takes 0.3 s to import, knows no nearest name, and reads the environment.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tandem.config.fields import Setting, convert, plain, words_of
+from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
+from tandem.config.sources import PREFIX, TASK_VALID, Given, Loaded, resolve, task_key
+from tandem.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """The arguments of one verb. Errors are ConfigErrors of one line, which name the nearest known flag."""
+
+    def __init__(self, verb: str, usage: str, summary: str, takes_settings: bool = True) -> None:
+        super().__init__(
+            prog=f"tandem {verb}",
+            usage=f"tandem {verb} {usage}" if takes_settings else None,
+            description=summary,
+            formatter_class=_Lines,
+            allow_abbrev=False,
+            add_help=False,
+            exit_on_error=False,
+        )
+        self._takes_settings = takes_settings
+        self._see = SEE if takes_settings else f"See `tandem {verb} --help`"
+        self._valid: dict[str, str] = {}
+
+    def option(self, flag: str, annotation: Any, help_text: str, default: object = None) -> None:
+        """An option of the verb's own, checked as a setting is; of type bool it is a switch."""
+        if annotation is bool:
+            self.add_argument(flag, action="store_true", help=_escaped(help_text))
+            return
+        self._valid[flag] = words_of(annotation)
+        text = f"{help_text}\n[{'' if default is None else f'default {default}; '}{words_of(annotation)}]"
+        read = _reader(annotation)
+        self.add_argument(flag, type=read, default=default, metavar="VALUE", help=_escaped(text))
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """What the words say; settings are in `given`, as text. Raises ConfigError."""
+        if self._takes_settings:
+            self._add_settings()
+            for flag in sorted({word.partition("=")[0] for word in words}):
+                key = task_key(flag, "--task.")
+                if key is not None and flag not in self._option_string_actions:
+                    self._keep(flag, key, TASK_VALID)
+        try:
+            found, rest = self.parse_known_args(list(words))
+        except argparse.ArgumentError as error:
+            raise self._mistake(str(error.argument_name), error.message) from None
+        if rest and rest[0].startswith("-"):
+            raise unknown("flag", rest[0].partition("=")[0], self._option_string_actions, see=self._see)
+        if rest:
+            hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""
+            raise ConfigError(f"unexpected argument {rest[0]!r}{hint}. {self._see}")
+        return found
+
+    def help(self) -> str:
+        """The help of the verb with every setting that it takes."""
+        if self._takes_settings:
+            self._add_settings()
+        return self.format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse finds missing. Raises ConfigError."""
+        raise ConfigError(f"{message}. {self._see}")
+
+    def _add_settings(self) -> None:
+        self.set_defaults(given={})
+        for slice_name, model in SLICES.items():
+            group = self.add_argument_group(str(model.__doc__))
+            for setting in SETTINGS.values():
+                if setting.slice == slice_name:
+                    self._add_setting(setting, group)
+        file_help = f"`name = value` lines, [task_fields]\n[a TOML file; {PREFIX}CONFIG]"
+        self._keep("--config", "config", "a TOML file", self.add_argument_group("File"), help=file_help)
+
+    def _add_setting(self, setting: Setting, group: Any) -> None:
+        default = plain(setting.default)
+        facts = [f"default {default}"] if default else []
+        text = f"{setting.description}\n[{'; '.join([*facts, setting.valid, setting.variable])}]"
+        switch = {"nargs": "?", "const": "true"} if setting.is_switch else {}
+        key = "task.NAME" if setting.is_table else setting.name
+        self._keep(setting.flag, key, setting.valid, group, help=_escaped(text), **switch)
+        if setting.is_switch:
+            self._keep("--no-" + setting.flag[2:], key, "", group, nargs=0, const="false")
+
+    def _keep(self, flag: str, key: str, valid: str, group: Any = None, **more: Any) -> None:
+        self._valid[flag] = valid
+        more = {"metavar": "VALUE", "help": argparse.SUPPRESS} | more
+        (group or self).add_argument(flag, action=_Keep, dest=key, default=argparse.SUPPRESS, **more)
+
+    def _mistake(self, flag: str, message: str) -> ConfigError:
+        if message.startswith("expected one argument"):
+            return ConfigError(f"{flag} needs a value: {self._valid.get(flag, 'text')}. {self._see}")
+        if message.startswith("ignored explicit argument "):
+            text = message.removeprefix("ignored explicit argument ")
+            return ConfigError(f"{flag} got {text}, but takes no value. {self._see}")
+        return ConfigError(f"{flag} {message}. {self._see}")
+
+
+class _Keep(argparse.Action):
+    """Keeps what was typed, and under which name, instead of converting it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        flag = str(option_string)
+        text = str(self.const if self.nargs == 0 else values)
+        namespace.given[self.dest] = Given(text, f"flag {flag}", flag)
+
+
+class _Lines(argparse.HelpFormatter):
+    """Help whose text may have lines of its own."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=110)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [part for line in text.splitlines() for part in super(_Lines, self)._split_lines(line, width)]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _reader(annotation: Any) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return convert(annotation, text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, valid is {words_of(annotation)}") from None
+
+    return read
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str], dotenv: Path | None = Path(".env")) -> Loaded:
+    """Settings from the flags after a verb that has no options of its own, and from all other sources.
+
+    Raises ConfigError, one line, for an unknown name (with the nearest match), a bad value or a bad file.
+    """
+    return resolve(Parser("launch", "", "").read(argv).given, environ, dotenv)
+
+
+def as_flags(given: Mapping[str, Given]) -> list[str]:
+    """What was typed, as arguments for another process of ours."""
+    return [f"--{key.replace('_', '-')}={value.text}" for key, value in given.items()]
