@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.memory import NodeMemory
+from tandem.torch_private import copy_all
 
 SLOT = struct.Struct("<Qq")  # fingerprint, step
 GEOMETRY = struct.Struct("<qq")  # offset of the tensors in a slot, bytes of a slot
@@ -133,7 +134,7 @@ class Snapshots:
         LENGTH.pack_into(memory, start, len(text))
         memory[start + LENGTH.size : start + LENGTH.size + len(text)] = text
         sources = [tensors[index].reshape(-1)[first : first + count] for index, first, count, _ in self._part]
-        torch._foreach_copy_(self._targets[self._slot], sources)
+        copy_all(self._targets[self._slot], sources)
         SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step)
         self._is_kept = True
 

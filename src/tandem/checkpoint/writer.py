@@ -18,6 +18,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import check_loadable
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
+from tandem.torch_private import copy_all
 
 log = logging.getLogger("tandem.checkpoint")
 
@@ -53,7 +54,7 @@ class Buffers:
         if [_form(home) for home in self._homes] != [_form(source) for source in sources]:
             self._homes = [_home(source) for source in sources]
         if sources:
-            torch._foreach_copy_(self._homes, sources, non_blocking=True)
+            copy_all(self._homes, sources, non_blocking=True)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
         homes = dict(zip(distinct, self._homes, strict=True))

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import ConfigError, PeerLostError
+from tandem.torch_private import is_batchnorm
 
 log = logging.getLogger("tandem.world")
 
@@ -267,36 +268,11 @@ def _open_store(position: Position, timeout: timedelta) -> Any:
 
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
     """Whether any buffer belongs to something else than a BatchNorm layer."""
-    batchnorm = nn.modules.batchnorm._NormBase
     return any(
-        True
-        for child in module.modules()
-        if not isinstance(child, batchnorm)
-        for _ in child.buffers(recurse=False)
+        True for child in module.modules() if not is_batchnorm(child) for _ in child.buffers(recurse=False)
     )
-
-
-def flight_record() -> bytes:
-    """torch's flight recorder as JSON: the last collectives of this rank. Empty where torch has none."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None or not dist.is_initialized():
-        return b""
-    record: bytes = dump(backend=dist.get_backend())
-    return record
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for a one-line message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def hidden_sync_seconds(model: DistributedDataParallel) -> float:
-    """Seconds of the gradient all-reduce behind backward's own work, in the last step that DDP sampled.
-
-    From DDP's own counters, which are private: 0.0 where this torch has none.
-    """
-    try:
-        numbers = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        return max(0, int(numbers.get("backward_compute_comm_overlap_time", 0))) / 1e9
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return 0.0

@@ -14,7 +14,6 @@ from tandem.launch.rendezvous import (
     StopRequestedError,
     StoreLostError,
     VerdictError,
-    hasten_rendezvous,
     host_store,
     join_store,
 )
@@ -22,7 +21,8 @@ from tandem.launch.watchdog import Watchdog
 from tandem.launch.workers import RankProcesses
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
-from tandem.timeouts import STORE_READ_SECONDS
+from tandem.timeouts import RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
+from tandem.torch_private import hasten_rendezvous
 
 log = logging.getLogger("tandem.agent")
 
@@ -45,7 +45,7 @@ def run_node(
 ) -> AgentReport:
     """Run this node's ranks until the job is over, going round again as the exit codes say."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    hasten_rendezvous()
+    hasten_rendezvous(RENDEZVOUS_POLL_SECONDS)
     server = host_store(placement) if placement.node_rank == 0 else None
     watchdog = Watchdog(
         placement.node_rank,

@@ -57,6 +57,7 @@ from tandem.timeouts import (
     STANDBY_SECONDS,
     WAITING_WORD_SECONDS,
 )
+from tandem.torch_private import hasten_handler, nodes_here, stop_keep_alive
 
 log = logging.getLogger("tandem.agent")
 
@@ -134,8 +135,7 @@ class NodeAgent(SimpleElasticAgent):
             keep_alive_interval=KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
         )
-        # 1 s in torch, the other half of its pause
-        cast(Any, handler)._state_holder._cache_duration = RENDEZVOUS_POLL_SECONDS
+        hasten_handler(handler, RENDEZVOUS_POLL_SECONDS)
         self._handler = handler
         spec = WorkerSpec(
             role="default",
@@ -242,8 +242,8 @@ class NodeAgent(SimpleElasticAgent):
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
             log.info(
-                "waiting: %d of %d nodes are here (%.0f of %.0f s)",
-                len(self._handler._state_holder.state.participants),
+                "waiting: %s of %d nodes are here (%.0f of %.0f s)",
+                "some" if (here := nodes_here(self._handler)) is None else here,
                 self._placement.nodes,
                 waited,
                 self._options.master_timeout,
@@ -262,7 +262,7 @@ class NodeAgent(SimpleElasticAgent):
             if not is_retried(code) or self._ledger.incidents > self._options.max_restarts:
                 self._root.compare_set(VERDICT_KEY, "", str(code))
             with contextlib.suppress(RendezvousClosedError):
-                self._handler._stop_heartbeats()
+                stop_keep_alive(self._handler)
             left = self._root.add(LEFT_KEY, 1)
             if self._placement.node_rank == 0:
                 stay_until_all_left(self._root, self._placement.nodes, left)

@@ -6,14 +6,12 @@ Each wait here looks at signals and at whether another node has ended the job.
 import contextlib
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from tandem.distributed.group import first_line
@@ -25,7 +23,6 @@ from tandem.timeouts import (
     LEFT_POLL_SECONDS,
     MASTER_ANSWER_SECONDS,
     MASTER_RETRY_SECONDS,
-    RENDEZVOUS_POLL_SECONDS,
     STORE_READ_SECONDS,
     WAITING_WORD_SECONDS,
 )
@@ -63,25 +60,6 @@ class WatchfulBackend(C10dRendezvousBackend):
     def get_state(self) -> Any:
         self._before_poll()
         return super().get_state()
-
-
-def hasten_rendezvous() -> None:
-    """Take two waits out of the engine's rendezvous that have no setting.
-
-    Between two looks at the shared state it pauses for 1 s: 50 ms are enough, one small read per node. And
-    each event that it records asks `inspect.stack` for the caller's name, with source text of every frame:
-    0.25 s a rendezvous; `sys._getframe` knows the same.
-    """
-    engine = vars(dynamic_rendezvous)
-    original = engine["_delay"]
-    if original.__module__ == __name__:
-        return
-
-    def pause(seconds: float | tuple[float, float]) -> None:
-        original(RENDEZVOUS_POLL_SECONDS if seconds == 1 else seconds)
-
-    engine["_delay"] = pause
-    engine["get_method_name"] = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def host_store(placement: Placement) -> TCPStore:

@@ -6,12 +6,14 @@ Importing this module is its whole purpose, so it works at import time, and only
 """
 
 import torch
-import torch._dynamo  # imported lazily by DDP's constructor: 900 modules
 import torch.distributed
 import torch.nn.parallel
 import torch.optim  # noqa: F401
 
 from tandem.signals import ignore_stop_signals
+from tandem.torch_private import import_what_ddp_imports
+
+import_what_ddp_imports()
 
 # A scheduler signals the whole process tree. Were the fork server to die of it, the agent would lose
 # its ranks' exit codes while they still save; each rank installs its own handlers first thing.

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from tandem.distributed.group import Position, flight_record
+from tandem.distributed.group import Position
 from tandem.timeouts import BEAT_SECONDS, SHORTEST_HANG_SECONDS, STARTING_HANG_SECONDS
+from tandem.torch_private import flight_record
 
 log = logging.getLogger("tandem.pulse")
 

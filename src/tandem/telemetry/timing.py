@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.telemetry.meter import StepTimes
+from tandem.torch_private import after_gradients
 
 RING_STEPS = 4
 """Steps that a GPU may be behind the host before the host waits for the oldest one's events."""
@@ -48,19 +49,6 @@ class StepClock(Protocol):
 def step_clock(device: torch.device) -> "StepClock":
     """The clock that fits the device."""
     return DeviceClock() if device.type == "cuda" else HostClock()
-
-
-def after_gradients(loss: Tensor, call: Any) -> None:
-    """Have `call()` run in the backward of `loss` when all gradients are computed, before DDP waits.
-
-    DDP waits for its buckets in a callback at the end of backward, queued when the last of them is ready.
-    Callbacks run in the order of queueing, and this one is queued before the first gradient.
-    """
-
-    def at_start(gradient: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-
-    loss.register_hook(at_start)  # type: ignore[no-untyped-call]
 
 
 class HostClock:
@@ -146,7 +134,7 @@ class DeviceClock:
         after_gradients(loss, lambda: self._mark("backward"))
 
     def backward_done(self) -> None:
-        self._mark("wait")
+        self._mark("wait" if self._marks[-1][0] == "backward" else "backward")
 
     def end(self) -> list[StepTimes]:
         self._mark("optimizer")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tandem.distributed.consensus import Agreed, Telemetry
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
+from tandem.torch_private import can_skip_on_device, has_overflowed, note_nonfinite
 
 log = logging.getLogger("tandem.run")
 
@@ -56,8 +57,7 @@ class Guard:
         """After the all-reduce: a scalar on the device, above 0 if the loss or a gradient is not finite."""
         found = (carried[Telemetry.LOSS_NOT_FINITE] > 0).float()
         for gradients in self._gradients_by_type():
-            # Multiplies by 1 and notes infinities and NaN in one pass; the check of GradScaler.
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
+            note_nonfinite(gradients, found, self._one)
         return found
 
     def update(self, found: Tensor, clip: Callable[[], None]) -> None:
@@ -90,8 +90,10 @@ class Guard:
     def _gradients_by_type(self) -> Iterator[list[Tensor]]:
         groups: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters:
-            if (gradient := parameter.grad) is not None:
-                values = gradient._values() if gradient.is_sparse else gradient
+            if parameter.grad is not None:
+                if parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.coalesce()
+                values = parameter.grad.values() if parameter.grad.is_sparse else parameter.grad
                 values = torch.view_as_real(values) if values.is_complex() else values
                 groups.setdefault(values.dtype, []).append(values)
         yield from groups.values()
@@ -104,11 +106,10 @@ class Guard:
     def _overflowed(self) -> bool:
         """Whether unscaling found what is not finite. Before there is a state it must not be left to a fused
         optimizer: told to leave its first step out, SGD keeps a momentum that was never written."""
-        found = self._scaler._found_inf_per_device(self._optimizer)
-        return any(bool(value) for value in found.values())
+        return has_overflowed(self._scaler, self._optimizer)
 
     def _can_be_told(self) -> bool:
-        return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False) and self._optimizer.state)
+        return can_skip_on_device(self._optimizer) and bool(self._optimizer.state)
 
 
 class Counts(Protocol):

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of
 from tandem.distributed.consensus import Agreed, AgreedReader, Telemetry
-from tandem.distributed.group import ProcessGroup, hidden_sync_seconds
+from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import Task
 from tandem.telemetry.heartbeat import Pulse
 from tandem.telemetry.meter import Costs, DeviceMemory
 from tandem.telemetry.timing import step_clock
+from tandem.torch_private import hidden_sync_seconds
 from tandem.training.flops import buffers_kept, flops_of_pass, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.seeding import seed_micro_step

@@ -1,0 +1,175 @@
+"""What tandem uses of torch that torch does not promise: here and nowhere else, each with a way without it.
+
+Each was looked at in torch 2.11 and 2.15; `_dump_fr_trace_json` takes no `backend` in 2.11.
+
+| name | without it |
+|---|---|
+| `batchnorm._NormBase` | the public BatchNorm classes |
+| `Variable._execution_engine` | the wait for other ranks counts as backward: no straggler is named |
+| `_amp_foreach_non_finite_check_and_unscale_` | one `isfinite` for each gradient, slower |
+| `GradScaler._found_inf_per_device` | the gradients are looked at once more |
+| `Optimizer._step_supports_amp_scaling` | the host reads in each step whether to take it |
+| `_foreach_copy_` | one copy for each tensor, slower |
+| `DistributedDataParallel._get_ddp_logging_data` | no figure for hidden communication |
+| `_dump_fr_trace_json` | the report of a hang has no list of collectives |
+| `dynamic_rendezvous._delay`, `_state_holder._cache_duration` | a rendezvous takes up to 1 s longer |
+| `dynamic_rendezvous.get_method_name` | a rendezvous takes 0.25 s longer |
+| `_state_holder.state.participants` | who is waited for is not counted |
+| `DynamicRendezvousHandler._stop_heartbeats` | the engine may complain of a lost store at the end |
+| `torch._dynamo` | the first ranks start a few seconds later |
+
+Not here: the methods that torch's SimpleElasticAgent documents for its subclasses (launch/generations.py).
+tests/unit/test_torch_private.py takes them away one by one; pyproject.toml bounds torch at the newest known.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PUBLIC_BATCHNORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+def is_batchnorm(module: nn.Module) -> bool:
+    """Whether the module keeps running statistics as BatchNorm does."""
+    return isinstance(module, getattr(nn.modules.batchnorm, "_NormBase", _PUBLIC_BATCHNORMS))
+
+
+def after_gradients(loss: Tensor, call: Callable[[], None]) -> None:
+    """Have `call()` run in the backward of `loss` when all gradients are computed, before DDP waits.
+
+    DDP waits for its buckets in a callback at the end of backward, queued when the last of them is ready.
+    Callbacks run in the order of queueing, and this one is queued before the first gradient.
+    """
+
+    def at_start(gradient: Tensor) -> None:
+        with contextlib.suppress(AttributeError):
+            torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    loss.register_hook(at_start)  # type: ignore[no-untyped-call]
+
+
+def note_nonfinite(tensors: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
+    """Set the scalar `found` to 1 if any value is not finite; all on one device and of one type.
+
+    `one` is a scalar 1 there: the kernel multiplies by it, which GradScaler needs and this does not.
+    """
+    kernel = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+    if kernel is not None:
+        kernel(tensors, found, one)
+        return
+    for tensor in tensors:
+        found.copy_(torch.maximum(found, (~torch.isfinite(tensor).all()).to(found.dtype)))
+
+
+def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `scaler.unscale_(optimizer)`, just called, met what is not finite. Waits for the device."""
+    if hasattr(scaler, "_found_inf_per_device"):
+        return any(bool(value) for value in scaler._found_inf_per_device(optimizer).values())
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    values = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
+    return not all(bool(torch.isfinite(each).all()) for each in values)
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step leaves itself out when its `found_inf` is above 0, without the host's knowing."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """Copy each source into its target."""
+    copy = getattr(torch, "_foreach_copy_", None)
+    if copy is not None:
+        copy(targets, sources, non_blocking=non_blocking)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
+
+
+def hidden_sync_seconds(model: nn.Module) -> float:
+    """Seconds of the gradient all-reduce behind backward's own work, in the last step that DDP sampled.
+
+    From DDP's own counters; 0.0 where there are none.
+    """
+    try:
+        numbers = model._get_ddp_logging_data()  # type: ignore[operator]
+        return float(max(0, int(numbers.get("backward_compute_comm_overlap_time", 0)))) / 1e9
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return 0.0
+
+
+def flight_record() -> bytes:
+    """torch's flight recorder as JSON: the last collectives of this rank. Empty where there is none.
+
+    Never raises: the thread that asks is the one that says where this rank is.
+    """
+    with contextlib.suppress(Exception):
+        import torch.distributed as dist
+        from torch._C import _distributed_c10d
+
+        if dist.is_initialized():
+            try:
+                return bytes(_distributed_c10d._dump_fr_trace_json(backend=dist.get_backend()))
+            except TypeError:  # until 2.11 there was one recorder
+                return bytes(_distributed_c10d._dump_fr_trace_json())
+    return b""
+
+
+def hasten_rendezvous(poll_seconds: float) -> None:
+    """Take two waits out of the engine's rendezvous that have no setting.
+
+    Between two looks at the shared state it pauses for 1 s: 50 ms are enough, one small read per node. And
+    each event that it records asks `inspect.stack` for the caller's name, with source text of every frame:
+    0.25 s a rendezvous; `sys._getframe` knows the same.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    engine = vars(dynamic_rendezvous)
+    original = engine.get("_delay")
+    if original is not None and original.__module__ != __name__:
+
+        def pause(seconds: float | tuple[float, float]) -> None:
+            original(poll_seconds if seconds == 1 else seconds)
+
+        engine["_delay"] = pause
+    if "get_method_name" in engine:
+        engine["get_method_name"] = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+
+def hasten_handler(handler: Any, poll_seconds: float) -> None:
+    """The other half of that pause: how long the handler takes what it last read for the present state."""
+    holder = getattr(handler, "_state_holder", None)
+    if holder is not None and hasattr(holder, "_cache_duration"):
+        holder._cache_duration = poll_seconds
+
+
+def nodes_here(handler: Any) -> int | None:
+    """How many nodes have come to the rendezvous; None where the handler does not say."""
+    with contextlib.suppress(AttributeError, TypeError):
+        return len(handler._state_holder.state.participants)
+    return None
+
+
+def stop_keep_alive(handler: Any) -> None:
+    """The handler says no more that this node lives. Raises RendezvousError."""
+    stop = getattr(handler, "_stop_heartbeats", None)
+    if stop is not None:
+        stop()
+
+
+def import_what_ddp_imports() -> None:
+    """Import now what DDP's constructor imports when it is called: 900 modules."""
+    with contextlib.suppress(ImportError):
+        import torch._dynamo  # noqa: F401

@@ -1,0 +1,163 @@
+"""What torch does not promise: each does its work, and so does its way without torch's private name."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.nn.modules import batchnorm
+from torch.nn.parallel import DistributedDataParallel
+
+from tandem import torch_private
+
+
+@pytest.fixture(params=["with torch's own", "without it"])
+def without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`without(owner, name)` takes the name away in half of the cases."""
+
+    def take(owner: Any, name: str) -> None:
+        assert hasattr(owner, name), f"{owner} has no {name} in torch {torch.__version__}: see the table"
+        if request.param == "without it":
+            monkeypatch.delattr(owner, name)
+
+    return take
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Any:
+    """A process group of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_batchnorms_are_known(without: Any) -> None:
+    without(batchnorm, "_NormBase")
+    known = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.InstanceNorm1d(2)]
+    assert all(torch_private.is_batchnorm(module) for module in known)
+    assert not torch_private.is_batchnorm(nn.LayerNorm(2))
+
+
+def test_the_end_of_the_gradients_comes_before_the_end_of_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order = []
+    weight = nn.Parameter(torch.ones(3))
+    for _ in range(2):
+        loss = (weight * 2).sum()
+        torch_private.after_gradients(loss, lambda: order.append(weight.grad is not None))
+        loss.backward()
+        engine = SimpleNamespace(run_backward=torch.autograd.Variable._execution_engine.run_backward)
+        monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)  # then it never comes
+    assert order == [True] and weight.grad is not None
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1.0, 0.0), (float("nan"), 1.0), (float("-inf"), 1.0)])
+def test_values_that_are_not_finite_are_noted(without: Any, value: float, expected: float) -> None:
+    without(torch, "_amp_foreach_non_finite_check_and_unscale_")
+    tensors, found = [torch.ones(3), torch.tensor([1.0, value])], torch.zeros(())
+    torch_private.note_nonfinite(tensors, found, torch.ones(()))
+    assert found.item() == expected and tensors[0].tolist() == [1.0, 1.0, 1.0]
+    found.fill_(1.0)  # what was found before stays found
+    torch_private.note_nonfinite([torch.ones(2)], found, torch.ones(()))
+    assert found.item() == 1.0
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf")])
+def test_an_overflow_is_seen(without: Any, value: float) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    without(type(scaler), "_found_inf_per_device")
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale((weight * value).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch_private.has_overflowed(scaler, optimizer) is (value != 1.0)
+
+
+def test_which_optimizers_skip_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, fused=True)
+    assert torch_private.can_skip_on_device(fused)
+    assert not torch_private.can_skip_on_device(torch.optim.Rprop([nn.Parameter(torch.ones(1))]))
+    monkeypatch.delattr(fused, "_step_supports_amp_scaling")
+    assert not torch_private.can_skip_on_device(fused)
+
+
+def test_tensors_are_copied(without: Any) -> None:
+    without(torch, "_foreach_copy_")
+    targets = [torch.zeros(2), torch.zeros(1, dtype=torch.int64)]
+    torch_private.copy_all(targets, [torch.tensor([1.0, 2.0]), torch.tensor([3])], non_blocking=True)
+    assert [target.tolist() for target in targets] == [[1.0, 2.0], [3]]
+
+
+def test_ddps_counters_or_zero(without: Any, group: Any) -> None:
+    without(DistributedDataParallel, "_get_ddp_logging_data")
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch_private.hidden_sync_seconds(model) >= 0.0
+    assert torch_private.hidden_sync_seconds(nn.Linear(1, 1)) == 0.0
+
+
+def test_the_flight_record_is_json_or_empty(without: Any, group: Any) -> None:
+    recorder = torch._C._distributed_c10d
+    without(recorder, "_dump_fr_trace_json")
+    dist.all_reduce(torch.ones(1))
+    record = torch_private.flight_record()
+    assert json.loads(record)["version"] if hasattr(recorder, "_dump_fr_trace_json") else record == b""
+
+
+def test_a_flight_recorder_that_takes_no_backend(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.11, where the question ended the thread that sends the heartbeat."""
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: b"{}")
+    assert torch_private.flight_record() == b"{}"
+
+    def broken(**_: object) -> bytes:
+        raise RuntimeError("no recorder")
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", broken)
+    assert torch_private.flight_record() == b""
+
+
+def test_the_rendezvous_is_hastened_once(without: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[object] = []
+
+    def original(seconds: object) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", original)
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: "x")
+    without(dynamic_rendezvous, "get_method_name")
+    torch_private.hasten_rendezvous(0.05)
+    torch_private.hasten_rendezvous(0.07)
+    dynamic_rendezvous._delay(1)
+    dynamic_rendezvous._delay((0.1, 0.2))
+    assert slept == [0.05, (0.1, 0.2)]
+    if hasattr(dynamic_rendezvous, "get_method_name"):
+        assert dynamic_rendezvous.get_method_name(1) == "test_the_rendezvous_is_hastened_once"
+    monkeypatch.delattr(dynamic_rendezvous, "_delay")
+    torch_private.hasten_rendezvous(0.05)
+    assert not hasattr(dynamic_rendezvous, "_delay")
+
+
+def test_a_handler_says_what_it_knows() -> None:
+    stopped: list[bool] = []
+    holder = SimpleNamespace(_cache_duration=1, state=SimpleNamespace(participants={"a": 0, "b": 1}))
+    handler = SimpleNamespace(_state_holder=holder, _stop_heartbeats=lambda: stopped.append(True))
+    torch_private.hasten_handler(handler, 0.05)
+    torch_private.stop_keep_alive(handler)
+    assert (holder._cache_duration, torch_private.nodes_here(handler), stopped) == (0.05, 2, [True])
+    for less in (SimpleNamespace(), SimpleNamespace(_state_holder=SimpleNamespace())):
+        torch_private.hasten_handler(less, 0.05)
+        torch_private.stop_keep_alive(less)
+        assert torch_private.nodes_here(less) is None and not hasattr(less, "_cache_duration")
+
+
+def test_the_real_handler_has_all_of_it() -> None:
+    handler = dynamic_rendezvous.DynamicRendezvousHandler
+    assert {"_state_holder"} <= set(handler.__annotations__) and hasattr(handler, "_stop_heartbeats")
+    assert "_cache_duration" in dynamic_rendezvous._BackendRendezvousStateHolder.__annotations__
+    torch_private.import_what_ddp_imports()
