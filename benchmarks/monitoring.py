@@ -32,11 +32,11 @@ from tandem.config import Settings
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.report.server import MetricsServer
 from tandem.telemetry import stragglers
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.samples import SampleReceiver, SampleSender
-from tandem.telemetry.timing import HostClock
 from tandem.training.step import Proposal, Stepper
 
 RANKS = 4
@@ -65,24 +65,20 @@ class SleepyTask:
 
 
 def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Stepper, list[Any]]:
-    from tandem.telemetry.heartbeat import Pulse
-
     torch.manual_seed(0)
     model = task.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = Settings.from_dict({"batch_size": batch * world.size})
-    pulse = Pulse(world.position, lambda message: None, None, 600.0, True, Path(tempfile.gettempdir()))
-    stepper = Stepper(world, settings, task, model, optimizer, pulse)
+    stepper = Stepper(world, settings, task, model, optimizer, Clock())
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
     stepper.settle_buckets(micro_batches, 0, Costs())
     return stepper, micro_batches
 
 
-def one_step(stepper: Stepper, micro_batches: list[Any], step: int) -> Any:
-    stepper.clock.begin()
-    stepper.clock.got_data()
+def one_step(stepper: Stepper, micro_batches: list[Any], step: int) -> None:
+    stepper.clock.begin_step()
+    stepper.clock.enter("transfer")
     stepper.take(micro_batches, step, Proposal())
-    return stepper.clock.end()
 
 
 def open_world(rank: int, ranks: int, port: int) -> ProcessGroup:
@@ -104,7 +100,8 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
         task.seconds = SLEEP_SECONDS * (SLOWED if rank == slow else 1)
         times: list[Any] = []
         for _ in range(WINDOW):
-            times += one_step(stepper, micro_batches, step)
+            one_step(stepper, micro_batches, step)
+            times += stepper.clock.end_step()
             step += 1
         rows = world.gather_rows(stragglers.row_of(rank, times)).rows()
         verdict = stragglers.judge(stragglers.from_rows(rows))
@@ -122,7 +119,7 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag)
     stepper, micro_batches = make_stepper(world, task, 120)
     task.seconds = 0.003
     sender = SampleSender(Path(folder) / "s")
-    recorder = Recorder(rank, 240, sender.send)
+    recorder = Recorder(rank, 240, sender.send, stepper.clock)
     recorder.begin_run(0, 1000, 10**6, None, None, None)
     recorder.costs(Costs(4000.0, 5e8, 2, 10**5))
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -135,10 +132,10 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag)
         dist.barrier()
         began = time.perf_counter()
         for _ in range(BLOCK_STEPS):
-            times = one_step(stepper, micro_batches, step)
+            one_step(stepper, micro_batches, step)
             step += 1
             if mode != "bare":
-                recorder.end_step(step, times, None, 0.1)
+                recorder.end_step(None, 0.1)
                 if step % BLOCK_STEPS == 0:
                     gathering = world.gather_rows(recorder.own_times())
                     recorder.log_interval(step, stepper.read(), gathering)
@@ -149,16 +146,12 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag)
     os._exit(0)
 
 
-class BareClock(HostClock):
+class BareClock(Clock):
     """Looks at no clock and hangs nothing into backward."""
 
-    def begin(self) -> None: ...
-    def got_data(self) -> None: ...
-    def transferred(self) -> None: ...
-    def forward_done(self, loss: torch.Tensor) -> None: ...
-    def backward_done(self) -> None: ...
-    def end(self) -> list[Any]:
-        return []
+    def begin_step(self) -> None: ...
+    def enter(self, phase: str) -> None: ...
+    def enter_backward(self, loss: torch.Tensor) -> None: ...
 
 
 def scrape(url: str, stop: threading.Event, scraping: Flag, seconds: list[float]) -> None:

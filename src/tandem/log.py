@@ -69,12 +69,6 @@ def _file_handler(path: Path) -> logging.Handler:
         raise ConfigError(f"cannot write the log {path}: {reason}; give a --run-dir you can write") from error
 
 
-class Place:
-    """Where this process is in its run, for the lines that it logs; set by the recorder."""
-
-    step: int | None = None
-
-
 class TextFormatter(logging.Formatter):
     """`14:02:07 rank 0 | message` in local time; anything but INFO names its level.
 
@@ -108,7 +102,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "rank": self._rank,
             "node": self._node,
-            "step": getattr(record, "step", Place.step),
+            "step": getattr(record, "step", None),
             "message": record.getMessage(),
         }
         if record.exc_info:

@@ -8,7 +8,7 @@ is measured against. What a user may change (--hang-timeout, --master-timeout, .
 
 BEAT_SECONDS = 0.25
 """A rank says where it is. Forty times within the shortest hang, at no cost that shows in a step."""
-HEARTBEAT_SECONDS = 0.5
+PROGRESS_SECONDS = 0.5
 """A rank's message with loss and throughput, after a step: what a person can still read on the page."""
 WATCHDOG_TICK_SECONDS = 0.2
 """The watchdog looks, and talks to the store. Less than a beat, so that none waits for the next look."""

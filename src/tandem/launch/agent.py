@@ -58,7 +58,7 @@ def run_node(
             timeout=timedelta(seconds=STORE_READ_SECONDS),
         ),
     )
-    view.on_pulse = watchdog.hear
+    view.on_heartbeat = watchdog.hear
     watchdog.start()
     try:
         return _run_connections(placement, ranks, options, stop, view, watchdog, server)

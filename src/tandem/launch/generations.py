@@ -65,7 +65,7 @@ log = logging.getLogger("tandem.agent")
 class View(Protocol):
     """Who is told what happens, for people to see."""
 
-    on_pulse: Callable[[Mapping[str, Any]], None]
+    on_heartbeat: Callable[[Mapping[str, Any]], None]
 
     def world_opened(self, number: int, position: Position) -> None:
         """World `number` (from 1) is about to start; `position` is of the first rank here."""

@@ -16,6 +16,7 @@ from tandem.report.history import History
 from tandem.report.server import MetricsServer
 from tandem.signals import StopFlag
 from tandem.telemetry import life
+from tandem.telemetry.families import FINAL_STATES
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.health import write_health
 from tandem.telemetry.journal import Journal, write_json_atomic
@@ -42,7 +43,9 @@ class NodeView:
         self._settings, self._placement, self._run_dir = settings, placement, run_dir
         self._began = time.monotonic()
         self._beats: dict[int, dict[str, Any]] = {}
-        self.on_pulse: Callable[[Mapping[str, Any]], None] = lambda pulse: None
+        self._plan: dict[str, Any] = {}
+        self._done: dict[str, Any] = {}
+        self.on_heartbeat: Callable[[Mapping[str, Any]], None] = lambda beat: None
         self._restart_reason = "crash"
         self._state, self._last_progress = "starting", time.time()
         self._state_dir, self._stop = state_dir, stop
@@ -152,8 +155,8 @@ class NodeView:
         """The run as `/api/run` and the live page show it. Times are Unix seconds, durations seconds."""
         quiet = time.time() - self._last_progress
         beat = self._beats.get(0, {})
-        step, planned = int(beat.get("step", 0)), beat.get("steps_planned")
-        rate = float(beat.get("samples_per_second") or 0.0)
+        step, planned = int(beat.get("step", 0)), self._plan.get("steps_planned")
+        rate = float(self._done.get("samples_per_second") or 0.0)
         left = (planned - step) * self._settings.batch_size / rate if planned and rate > 0 else None
         return {
             "state": self.metrics.state,
@@ -164,7 +167,7 @@ class NodeView:
             "nodes": self._nodes,
             "step": step,
             "steps_planned": planned,
-            "loss": beat.get("loss"),
+            "loss": self._done.get("loss"),
             "samples_per_second": rate,
             "seconds_left": left,
             "seconds_since_progress": round(quiet, 1),
@@ -175,29 +178,30 @@ class NodeView:
         }
 
     def _receive(self, message: Mapping[str, Any]) -> None:
-        if "pulse" in message:
-            self.on_pulse(message["pulse"])
+        if "heartbeat" in message:
+            self._beat(message["heartbeat"])
             return
-        beat = message.get("heartbeat")
-        if beat is not None:
-            self._beat(beat)
-            return
+        self._plan = message.get("begin", self._plan)
+        self._done = message.get("done", self._done)
         if self._history is not None:
             self._history.take(message)
             self._count_steps(message)
-        state = message.get("state")
-        if isinstance(state, str):
-            with self._clock_lock:
-                self._clock.enter(state)
         self.metrics.apply(message)
 
     def _beat(self, beat: Mapping[str, Any]) -> None:
-        rank, step = int(beat["rank"]), int(beat["step"])
+        rank, step, activity = int(beat["rank"]), int(beat["step"]), str(beat["activity"])
         before = self._beats.get(rank, {})
-        if step != before.get("step") or beat["activity"] != before.get("activity"):
-            self._last_progress = time.time()
         self._beats[rank] = dict(beat)
-        self._state = str(beat["activity"])
+        self.on_heartbeat(beat)
+        if step != before.get("step") or activity != before.get("activity"):
+            self._last_progress = time.time()
+        if activity == before.get("activity") or self._state in FINAL_STATES:
+            return
+        self._state = activity
+        if rank == 0:
+            with self._clock_lock:
+                self._clock.enter(life.STATE_OF[activity])
+            self.metrics.apply({"state": life.STATE_OF[activity]})
 
     def _count_steps(self, message: Mapping[str, Any]) -> None:
         """Steps done again, and those that rank 0 had no time to report before it was killed."""
@@ -205,7 +209,7 @@ class NodeView:
         if "begin" in message:
             steps, again = self._replays.begin(int(message["begin"]["step"]))
         elif "done" in message:
-            again = self._replays.advance(int(message["done"]))
+            again = self._replays.advance(int(message["done"]["step"]))
         counts = {"steps": steps, "samples": steps * self._settings.batch_size, "steps_replayed": again}
         self.metrics.apply(
             {"inc": [[f"tandem_{name}", {}, count] for name, count in counts.items() if count]}
@@ -277,9 +281,9 @@ class NodeView:
             "epoch": None,
             "global_step": step,
             "samples_seen": step * self._settings.batch_size,
-            "loss": beat.get("loss"),
+            "loss": self._done.get("loss"),
             "eval": {},
-            "samples_per_second": beat.get("samples_per_second"),
+            "samples_per_second": self._done.get("samples_per_second"),
             "wall_seconds": round(time.monotonic() - self._began, 3),
             "weights_sha256": None,
             "restarts": max(0, worlds - 1),

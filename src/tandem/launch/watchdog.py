@@ -1,6 +1,6 @@
 """Hangs, by name: which rank, on which node, in which phase of which step, and since when.
 
-Ranks tell their agent where they are (`pulse.py`); agents tell node 0 through the store; node 0's agent
+Ranks tell their agent where they are (`heartbeat.py`); agents tell node 0 through the store; node 0's agent
 judges. None of this is in the path of a collective, and each part that may block has a thread of its own:
 
     exchange    talks with the store: publishes this node's ranks (node 0: reads the others'), and the alarm
@@ -22,12 +22,12 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.telemetry.clock import STEP_PHASES
 from tandem.timeouts import SHORTEST_HANG_SECONDS, STORE_RETRY_SECONDS, WATCHDOG_TICK_SECONDS
 
 log = logging.getLogger("tandem.watchdog")
 
 STOPPED, ENDED = ("T", "t"), ("Z", "X", "x")
-PHASE_ORDER = ("data", "forward", "backward", "optimizer", "between")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def judge(beats: Sequence[Beat]) -> Alarm | None:
 
 
 def _order(phase: str) -> int:
-    return PHASE_ORDER.index(phase) if phase in PHASE_ORDER else len(PHASE_ORDER)
+    return STEP_PHASES.index(phase) if phase in STEP_PHASES else len(STEP_PHASES)
 
 
 def _alarm(beat: Beat, seconds: float, what: str) -> Alarm:
@@ -106,7 +106,7 @@ def _alarm(beat: Beat, seconds: float, what: str) -> Alarm:
 
 @dataclass
 class _Heard:
-    """The last pulse of a rank, or the last words of a node, and when they came (monotonic seconds)."""
+    """The last heartbeat of a rank, or the last words of a node, and when they came (monotonic seconds)."""
 
     words: dict[str, Any]
     at: float
@@ -120,7 +120,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._world = ""
         self._pids: dict[int, int] = {}
-        self._pulses: dict[int, _Heard] = {}
+        self._heartbeats: dict[int, _Heard] = {}
         self._nodes: dict[int, _Heard] = {}
         self._other_nodes: list[int] = []
         self._last_exchange: float | None = None  # None: not reached since it was last given up
@@ -148,7 +148,7 @@ class Watchdog:
         """Watch the ranks {rank: pid} of a world from now on."""
         with self._lock:
             self._world, self._pids, self._alarm = world, dict(pids), None
-            self._pulses, self._nodes, self.has_trained = {}, {}, False
+            self._heartbeats, self._nodes, self.has_trained = {}, {}, False
             self._other_nodes = [node for node in nodes if node != self._node]
 
     def close_world(self, store: TCPStore) -> None:
@@ -160,16 +160,16 @@ class Watchdog:
         with self._lock:
             self._world, self._alarm = "", None
 
-    def hear(self, pulse: Mapping[str, Any]) -> None:
+    def hear(self, beat: Mapping[str, Any]) -> None:
         """A rank of this node said where it is."""
         with self._lock:
-            if int(pulse["rank"]) in self._pids:
-                self._pulses[int(pulse["rank"])] = _Heard(dict(pulse), time.monotonic())
-                self.has_trained = self.has_trained or bool(pulse["trained"])
+            if int(beat["rank"]) in self._pids:
+                self._heartbeats[int(beat["rank"])] = _Heard(dict(beat), time.monotonic())
+                self.has_trained = self.has_trained or bool(beat["trained"])
 
     def _local_beats(self, now: float) -> list[Beat]:
         beats = []
-        for rank, heard in self._pulses.items():
+        for rank, heard in self._heartbeats.items():
             words, silent = heard.words, now - heard.at
             state = _process_state(self._pids.get(rank, 0)) if silent > 1.0 else "R"
             if state in ENDED:  # the agent looks after those
@@ -234,7 +234,7 @@ class Watchdog:
         with self._lock:
             if self._last_exchange is not None:
                 self._last_exchange += seconds
-            for heard in (*self._pulses.values(), *self._nodes.values()):
+            for heard in (*self._heartbeats.values(), *self._nodes.values()):
                 heard.at += seconds
 
     def _exchange(self) -> None:

@@ -1,7 +1,7 @@
 """What a rank says of itself four times a second, from a thread beside the training.
 
-Where it is (step, phase), since when, and whether it waits for others there. The training thread only
-writes three fields when it enters a phase; nothing here touches a collective or a GPU.
+Where it is (step, activity, phase), since when, and whether it waits for others there: read from the
+clock that the training thread tells. Nothing here touches a collective or a GPU.
 """
 
 import faulthandler
@@ -10,27 +10,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from tandem.distributed.group import Position
+from tandem.telemetry.clock import STEP_PHASES, Clock
 from tandem.timeouts import BEAT_SECONDS, SHORTEST_HANG_SECONDS, STARTING_HANG_SECONDS
 from tandem.torch_private import flight_record
 
-log = logging.getLogger("tandem.pulse")
+log = logging.getLogger("tandem.heartbeat")
 
 BUSY_SHARE = 0.5  # of a core, over the last second
-RECENT_STEPS = 50
 STEPS_PER_HANG = 5
 DUMP_SIGNAL = signal.SIGUSR1
 
 Send = Callable[[Mapping[str, object]], object]
 
 
-class Pulse:
-    """One rank's sign of life. `hang_timeout` in seconds; None: five of the longest steps, at least 10.
+class Heartbeats:
+    """One rank's signs of life. `hang_timeout` in seconds; None: five of the longest steps, at least 10.
 
     `patience` is the limit in seconds of what may take long: start, first step, evaluation, saves.
     A rank that is stuck for a hang's time writes torch's flight recorder to `directory`.
@@ -38,48 +37,23 @@ class Pulse:
 
     def __init__(
         self,
-        position: Position,
+        rank: int,
+        clock: Clock,
         send: Send,
         hang_timeout: float | None,
         patience: float,
         on_cpu: bool,
         directory: Path,
     ) -> None:
-        self._position, self._send, self._directory = position, send, directory
+        self._rank, self._clock, self._send = rank, clock, send
         self._hang_timeout, self._patience, self._on_cpu = hang_timeout, patience, on_cpu
-        self._phase, self._step, self._since, self._marks = "startup", 0, time.monotonic(), 0
-        self._first_step: int | None = None
-        self._step_began = self._since
-        self._durations: list[float] = []
+        self._path = directory / f"flight-rank-{rank}.json"
         self._trainer = threading.main_thread().ident or 0
         self._cpu: list[tuple[float, float]] = []
+        self._one_at_a_time = threading.Lock()
         self._closing = threading.Event()
-        threading.Thread(target=self._beat, name="tandem-pulse", daemon=True).start()
-
-    def enter(self, phase: str) -> None:
-        """The training thread begins something else."""
-        self._phase, self._since = phase, time.monotonic()
-        self._marks += 1
-
-    def begin_step(self, step: int) -> None:
-        """`step` steps are finished and the next one begins with its data."""
-        now = time.monotonic()
-        if self._first_step is None:
-            self._first_step = step
-        else:
-            self._durations = [*self._durations[1 - RECENT_STEPS :], now - self._step_began]
-        self._step, self._step_began = step, now
-        self.enter("data")
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Something between two steps; what it takes is no part of a step."""
-        self.enter(phase)
-        try:
-            yield
-        finally:
-            self.enter("between")
-            self._step_began = self._since
+        clock.on_activity = self.send
+        threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
 
     def close(self) -> None:
         self._closing.set()
@@ -88,40 +62,41 @@ class Pulse:
         """How long a training phase may take, and how long a rank may say nothing."""
         if self._hang_timeout is not None:
             return self._hang_timeout
-        if not self._has_trained():  # imports and compilation may starve whoever speaks
+        if not self._clock.has_trained:  # imports and compilation may starve whoever speaks
             return STARTING_HANG_SECONDS
-        return max(SHORTEST_HANG_SECONDS, STEPS_PER_HANG * max(self._durations, default=0.0))
+        return max(SHORTEST_HANG_SECONDS, STEPS_PER_HANG * self._clock.longest_step)
 
-    def _limit(self) -> float:
-        training = self._phase in ("data", "forward", "backward", "optimizer", "between")
-        return self.hang_seconds() if training and self._has_trained() else self._patience
-
-    def _has_trained(self) -> bool:
-        return self._first_step is not None and self._step > self._first_step
+    def send(self) -> None:
+        """Say where the rank is now; in this order, whichever thread says it."""
+        with self._one_at_a_time:
+            clock, quiet = self._clock, time.monotonic() - self._clock.since
+            trains = clock.current in STEP_PHASES and clock.has_trained
+            self._send(
+                {
+                    "heartbeat": {
+                        "rank": self._rank,
+                        "step": clock.step,
+                        "activity": clock.activity,
+                        "phase": clock.current,
+                        "quiet": round(quiet, 3),
+                        "limit": self.hang_seconds() if trains else self._patience,
+                        "hang": self.hang_seconds(),
+                        "trained": clock.has_trained,
+                        "waiting": quiet > 2 * BEAT_SECONDS and self._waits(),
+                    }
+                }
+            )
 
     def _beat(self) -> None:
         recorded = -1
         while not self._closing.wait(BEAT_SECONDS):
             self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
-            quiet = time.monotonic() - self._since
-            pulse: dict[str, object] = {
-                "rank": self._position.rank,
-                "step": self._step,
-                "phase": self._phase,
-                "quiet": round(quiet, 3),
-                "limit": self._limit(),
-                "hang": self.hang_seconds(),
-                "trained": self._has_trained(),
-                "waiting": quiet > 2 * BEAT_SECONDS and self._waits(),
-            }
-            self._send({"pulse": pulse})
-            if quiet > self.hang_seconds() and recorded != self._marks:
-                recorded = self._marks
-                self._write_flight_record()
-
-    def _write_flight_record(self) -> None:
-        with suppress(OSError):
-            (self._directory / f"flight-rank-{self._position.rank}.json").write_bytes(flight_record())
+            self.send()
+            stuck = time.monotonic() - self._clock.since > self.hang_seconds()
+            if stuck and recorded != self._clock.entered:
+                recorded = self._clock.entered
+                with suppress(OSError):
+                    self._path.write_bytes(flight_record())
 
     def _waits(self) -> bool:
         """Whether the training thread stands in a collective: known from its stack, or an idle backward."""
@@ -129,8 +104,8 @@ class Pulse:
         if _in_distributed(frame):
             return True
         if not self._on_cpu:  # kernels are awaited where their results are
-            return self._phase in ("backward", "optimizer")
-        return self._phase == "backward" and not self._busy()
+            return self._clock.current in ("backward", "optimizer")
+        return self._clock.current == "backward" and not self._busy()
 
     def _busy(self) -> bool:
         (then, cpu_then), (now, cpu_now) = self._cpu[0], self._cpu[-1]

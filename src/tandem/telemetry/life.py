@@ -9,17 +9,19 @@ from pathlib import Path
 
 from tandem.telemetry.meter import Activities
 
-ACTIVITY_OF = {
-    "starting": "startup",
+STATE_OF = {
+    "startup": "starting",
     "rendezvous": "rendezvous",
-    "resuming": "resume",
-    "training": "train",
-    "evaluating": "eval",
-    "checkpointing": "checkpoint",
-    "draining": "drain",
-    "succeeded": "drain",
-    "failed": "drain",
+    "resume": "resuming",
+    "train": "training",
+    "eval": "evaluating",
+    "checkpoint": "checkpointing",
+    "drain": "draining",
 }
+"""The run's state while rank 0 is in an activity."""
+ACTIVITY_OF = {state: activity for activity, state in STATE_OF.items()} | dict.fromkeys(
+    ("succeeded", "failed"), "drain"
+)
 
 
 class Clock:

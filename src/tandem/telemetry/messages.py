@@ -1,6 +1,5 @@
 """A rank's numbers as messages for `Metrics.apply`, by the names that families.py declares; pure."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -8,15 +7,6 @@ from tandem.telemetry.meter import PHASES, DeviceMemory, StepTimes
 
 Message = dict[str, object]
 
-STATE_OF = {
-    "startup": "starting",
-    "rendezvous": "rendezvous",
-    "resume": "resuming",
-    "train": "training",
-    "eval": "evaluating",
-    "checkpoint": "checkpointing",
-    "drain": "draining",
-}
 TIMES_PER_MESSAGE = 1000
 """A message holds 64 KiB."""
 
@@ -47,6 +37,9 @@ class Readings(Protocol):
     def hidden_sync_seconds(self) -> float: ...
     @property
     def memory(self) -> DeviceMemory | None: ...
+
+
+def memory(self) -> DeviceMemory | None: ...
 
 
 def state(activity: str) -> Message:

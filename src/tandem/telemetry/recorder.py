@@ -1,4 +1,4 @@
-"""What a rank tells the world about its run: heartbeats from every rank, everything else from rank 0.
+"""What a rank tells the world about its run, apart from its heartbeats: nearly all of it from rank 0.
 
 Rank 0 writes the journal, TensorBoard and the progress display, and sends its numbers to the node's agent
 (or to the server in its own process), which owns the metrics. No call here waits for the GPU.
@@ -8,18 +8,17 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tandem.log import Place
 from tandem.telemetry import messages, stragglers
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import EndedSave, Readings
 from tandem.telemetry.meter import Costs, DeviceMemory, Meter, StepTimes
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.tensorboard import EventWriter
-from tandem.timeouts import HEARTBEAT_SECONDS
+from tandem.timeouts import PROGRESS_SECONDS
 
 log = logging.getLogger("tandem.run")
 
@@ -46,16 +45,16 @@ class Gathering(Protocol):
 
 
 class Recorder:
-    """One launch of one rank. `send` takes messages for `Metrics.apply`, and heartbeats."""
+    """One launch of one rank. `send` takes messages for `Metrics.apply`; `clock` says where it is."""
 
-    def __init__(self, rank: int, batch_size: int, send: Send, node: int = 0) -> None:
+    def __init__(self, rank: int, batch_size: int, send: Send, clock: Clock, node: int = 0) -> None:
+        self.clock = clock
         self.rank, self.node, self._batch_size, self._send = rank, node, batch_size, send
         self.meter = Meter()
-        self._clock = time.monotonic
         self._journal: Journal | None = None
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
-        self._steps_per_epoch, self._steps_planned, self.step = 1, 1, 0
+        self._steps_per_epoch, self._steps_planned = 1, 1
         self._loss_sum, self._loss_count = 0.0, 0
         self.loss = math.nan
         self.rate = 0.0
@@ -67,9 +66,7 @@ class Recorder:
         self._gathering: Gathering | None = None
         self._costs = Costs()
         self._memory: DeviceMemory | None = None
-        self._last_beat = self._clock()
-        self._steps_sent = 0
-        self._activity = "startup"
+        self._steps_sent, self._sent_at = 0, 0.0
 
     def begin_run(
         self,
@@ -81,11 +78,12 @@ class Recorder:
         tensorboard: EventWriter | None,
     ) -> None:
         """The plan is known; rank 0 hands in where it writes to, the other ranks None."""
-        self.step, self._steps_per_epoch, self._steps_planned = step, steps_per_epoch, steps_planned
+        self._steps_per_epoch, self._steps_planned = steps_per_epoch, steps_planned
         self._journal, self._progress, self._tensorboard = journal, progress, tensorboard
-        self._steps_sent = Place.step = step
-        if self.rank == 0:
-            self._send({"begin": {"step": step, "steps_per_epoch": steps_per_epoch}})
+        self.clock.resume(step)
+        self._steps_sent = step
+        plan = {"step": step, "steps_per_epoch": steps_per_epoch, "steps_planned": steps_planned}
+        self.message({"begin": plan})
         self._send_gauges(
             tandem_steps_planned=steps_planned,
             tandem_epochs_planned=steps_planned / steps_per_epoch,
@@ -103,33 +101,20 @@ class Recorder:
         """What `costs` was told last, or what the loaded state says of it."""
         return self._costs
 
-    @contextmanager
-    def activity(self, name: str) -> Iterator[None]:
-        """Show the state that goes with what happens inside; the node's agent keeps the time."""
-        before = self._activity
-        self._enter(name)
-        try:
-            yield
-        finally:
-            self._enter(before)
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.clock.step
 
-    def _enter(self, activity: str) -> None:
-        self._activity = activity
-        self._heartbeat()
-        if self.rank == 0:
-            self._send(messages.state(activity))
-
-    def end_step(self, step: int, times: Sequence[StepTimes], agreed: Agreement | None, rate: float) -> None:
-        """`step` steps are finished; on GPUs `times` and `agreed` are of steps before this one."""
-        self.timed(times)
-        self.step, self.rate = step, rate
-        Place.step = step
+    def end_step(self, agreed: Agreement | None, rate: float) -> None:
+        """One more step is finished; on GPUs its times and what was agreed in it come in later."""
+        self.timed(self.clock.end_step())
+        self.rate = rate
         self.late(agreed)
         self._look_at_ranks()
         if self._progress is not None:
-            self._progress.advance(step)
-        if self._clock() - self._last_beat >= HEARTBEAT_SECONDS:
-            self._heartbeat()
+            self._progress.advance(self.step)
+        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
             self._send_progress()
 
     def timed(self, times: Sequence[StepTimes]) -> None:
@@ -166,6 +151,7 @@ class Recorder:
 
     def own_times(self) -> list[float]:
         """This rank's row for the gather that names the slowest rank; begins a new interval of times."""
+        self.timed(self.clock.drain())
         row = stragglers.row_of(self.node, self._times)
         self._times.clear()
         return row
@@ -307,7 +293,9 @@ class Recorder:
     def _send_progress(self) -> None:
         if self.rank != 0:
             return
+        self._sent_at = time.monotonic()
         new_steps, self._steps_sent = self.step - self._steps_sent, self.step
+        loss, rate = self.loss if math.isfinite(self.loss) else None, self.meter.samples_per_second
         rows: list[object] = [[name, {}, value] for name, value in self._position().items()]
         if new_steps:
             rows.append(["tandem_last_step_timestamp_seconds", {}, time.time()])
@@ -316,7 +304,7 @@ class Recorder:
                 rows.append(["tandem_estimated_completion_timestamp_seconds", {}, time.time() + left])
         self._send(
             {
-                "done": self.step,
+                "done": {"step": self.step, "loss": loss, "samples_per_second": round(rate, 1)},
                 "set": rows,
                 "inc": [
                     ["tandem_steps", {}, new_steps],
@@ -332,16 +320,3 @@ class Recorder:
         times, self._unsent = self._unsent, []
         for message in messages.times(times, self._costs.sync_bytes):
             self._send(message)
-
-    def _heartbeat(self) -> None:
-        self._last_beat = self._clock()
-        self._send(
-            messages.heartbeat(
-                self.rank,
-                self.step,
-                self._steps_planned,
-                self._activity,
-                self.loss,
-                self.meter.samples_per_second,
-            )
-        )

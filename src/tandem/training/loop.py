@@ -12,7 +12,7 @@ from tandem.distributed.consensus import Agreed
 from tandem.distributed.group import ProcessGroup
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
-from tandem.telemetry.heartbeat import Pulse
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
@@ -72,7 +72,7 @@ class Training:
     schedule: Schedule
     timetable: Timetable
     recorder: Recorder
-    pulse: Pulse
+    clock: Clock
     nonfinite: Policy
     stop: StopFlag
     batches: Iterator[Sequence[Any]]
@@ -89,45 +89,43 @@ def train(t: Training) -> bool:
     task pass through.
     """
     planned, first = t.timetable.steps_planned, t.step
-    with t.recorder.activity("train"):
-        while t.step < planned:
-            t.stepper.clock.begin()
-            t.pulse.begin_step(t.step)
-            micro_batches = next(t.batches)
-            t.stepper.clock.got_data()
-            if t.step == first:
-                t.recorder.costs(t.stepper.settle_buckets(micro_batches, t.step, t.recorder.known_costs))
-            rate = t.schedule.set(t.step)
-            proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
-            agreed = t.stepper.take(micro_batches, t.step, proposal)
-            t.schedule.advance()
-            t.step += 1
-            if t.step == first + 1:
-                t.recorder.event("training", step=t.step)
-            t.recorder.end_step(t.step, t.stepper.clock.end(), agreed, rate)
-            t.nonfinite.consider(agreed)
-            due = t.timetable.due(t.step, agreed)
-            if due & {"log", "save", "snapshot"}:
-                last = t.recorder.late(t.stepper.drain())
-                t.nonfinite.consider(last)
-                due |= t.timetable.due(t.step, last)
-                agreed = last or agreed
-            if "check" in due:
-                t.check_replicas(t.step)
-            if "log" in due:
-                t.recorder.timed(t.stepper.clock.drain())
-                gathering = t.world.gather_rows(t.recorder.own_times())
-                t.recorder.log_interval(t.step, t.stepper.read(), gathering)
-            if due:
-                t.stepper.clock.pause()
-            if "eval" in due:
-                with t.recorder.activity("eval"), t.pulse.during("eval"):
-                    t.recorder.evaluated(t.step, t.evaluate())
-            if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
-                t.saver.snapshot(t.step)
-            if "save" in due:
-                with t.recorder.activity("checkpoint"), t.pulse.during("checkpoint"):
-                    t.saver.save(t.step)
-            if agreed is not None and agreed.stop and t.step < planned:
-                return False
+    t.clock.begin("train")
+    while t.step < planned:
+        t.clock.begin_step()
+        micro_batches = next(t.batches)
+        t.clock.enter("transfer")
+        if t.step == first:
+            t.recorder.costs(t.stepper.settle_buckets(micro_batches, t.step, t.recorder.known_costs))
+        rate = t.schedule.set(t.step)
+        proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
+        agreed = t.stepper.take(micro_batches, t.step, proposal)
+        t.schedule.advance()
+        t.step += 1
+        if t.step == first + 1:
+            t.recorder.event("training", step=t.step)
+        t.recorder.end_step(agreed, rate)
+        t.nonfinite.consider(agreed)
+        due = t.timetable.due(t.step, agreed)
+        if due & {"log", "save", "snapshot"}:
+            last = t.recorder.late(t.stepper.drain())
+            t.nonfinite.consider(last)
+            due |= t.timetable.due(t.step, last)
+            agreed = last or agreed
+        if due:
+            t.clock.pause()
+        if "check" in due:
+            t.check_replicas(t.step)
+        if "log" in due:
+            gathering = t.world.gather_rows(t.recorder.own_times())
+            t.recorder.log_interval(t.step, t.stepper.read(), gathering)
+        if "eval" in due:
+            with t.clock.phase("eval"):
+                t.recorder.evaluated(t.step, t.evaluate())
+        if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
+            t.saver.snapshot(t.step)
+        if "save" in due:
+            with t.clock.phase("checkpoint"):
+                t.saver.save(t.step)
+        if agreed is not None and agreed.stop and t.step < planned:
+            return False
     return True

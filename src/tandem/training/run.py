@@ -26,7 +26,8 @@ from tandem.log import redirect_output, setup
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
 from tandem.tasks.base import Task, load_task, task_class
-from tandem.telemetry.heartbeat import Pulse, dump_stacks_on_request
+from tandem.telemetry.clock import Clock
+from tandem.telemetry.heartbeat import Heartbeats, dump_stacks_on_request
 from tandem.telemetry.life import count_log_messages
 from tandem.telemetry.recorder import Recorder, Send
 from tandem.training.evaluate import evaluate
@@ -117,20 +118,24 @@ def _sender(position: Position) -> Send:
 def _run(
     settings: Settings, position: Position, run_dir: Path, stop: StopFlag, send: Send, started: float
 ) -> int:
-    recorder = Recorder(position.rank, settings.batch_size, send, position.node_rank)
     threads = set_threads(settings, position)
     device = choose_device(settings.device, position.local_rank)
-    pulse = Pulse(
-        position,
+    clock = Clock(device)
+    for handler in logging.getLogger("tandem").handlers:
+        handler.addFilter(clock.stamp)
+    Heartbeats(
+        position.rank,
+        clock,
         send,
         None if settings.hang_timeout == "auto" else float(settings.hang_timeout),
         settings.first_step_timeout,
         device.type == "cpu",
         run_dir / "log",
     )
+    recorder = Recorder(position.rank, settings.batch_size, send, clock, position.node_rank)
     store = CheckpointStore(run_dir / "checkpoints")
     decision = decide_here(settings, position, store)
-    with recorder.activity("rendezvous"):
+    with clock.phase("rendezvous"):
         world = ProcessGroup.open(position, device, settings.first_step_timeout)
         world.check_same_settings({k: v for k, v in settings.to_dict().items() if k not in PER_NODE})
     task = load_task(settings.task, settings.task_fields, settings.data_dir, settings.download)
@@ -145,7 +150,7 @@ def _run(
         model = world.synchronise_batchnorm(model)
     optimizer = build_optimizer(settings, task, model)
     schedule = Schedule(settings, task, optimizer, order.steps_per_epoch, planned)
-    with recorder.activity("resume"):
+    with clock.phase("resume"):
         beginning = begin(world, store, position, decision, recorder)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
@@ -159,7 +164,7 @@ def _run(
             load_weights(world, settings.init_from, model)
         if beginning.state is not None and hasattr(task, "after_resume"):
             task.after_resume(model)
-    stepper = Stepper(world, settings, task, model, optimizer, pulse)
+    stepper = Stepper(world, settings, task, model, optimizer, clock)
     if beginning.state is not None and "scaler" in beginning.state:
         stepper.scaler.load_state_dict(beginning.state["scaler"])
 
@@ -202,7 +207,7 @@ def _run(
             planned,
         ),
         recorder=recorder,
-        pulse=pulse,
+        clock=clock,
         nonfinite=Policy(settings.on_nonfinite, settings.precision, recorder),
         stop=stop,
         batches=profiled(
@@ -223,7 +228,7 @@ def _run(
     )
     with saver:
         finished = train(training)
-        pulse.enter("end")
+        clock.begin("drain")
     if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
     code = FINISHED if finished else STOPPED

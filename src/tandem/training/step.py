@@ -14,9 +14,8 @@ from tandem.distributed.consensus import Agreed, AgreedReader, Telemetry
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import Task
-from tandem.telemetry.heartbeat import Pulse
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory
-from tandem.telemetry.timing import step_clock
 from tandem.torch_private import hidden_sync_seconds
 from tandem.training.flops import buffers_kept, flops_of_pass, peak_flops
 from tandem.training.nonfinite import Guard, culprit
@@ -83,9 +82,9 @@ class Stepper:
         task: Task,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        pulse: Pulse,
+        clock: Clock,
     ) -> None:
-        self._pulse = pulse
+        self.clock = clock
         self._world, self._settings, self._task, self._optimizer = world, settings, task, optimizer
         trained = torch.compile(model) if settings.compile else model
         assert isinstance(trained, nn.Module)
@@ -99,7 +98,6 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
         self._guard = Guard(settings.on_nonfinite, model, optimizer, self.scaler, world.device)
         self.grad_norm: Tensor | None = None
-        self.clock = step_clock(world.device)
         self._clips = torch.zeros((), device=world.device)
 
     def settle_buckets(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
@@ -121,7 +119,7 @@ class Stepper:
         is_told = self._world.position.restart > 0 and known.devices == self._world.size
         device_flops = 0.0 if is_told else peak_flops(self._world.device, self._settings.precision)
         self.clock.pause()
-        self.clock.begin()
+        self.clock.begin_step()
         sync_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         return Costs(flops, device_flops, self._world.size, sync_bytes)
 
@@ -143,7 +141,7 @@ class Stepper:
         """
         self._guard.begin_step()
         self._accumulate(micro_batches, step, proposal)
-        self._pulse.enter("optimizer")
+        self.clock.enter("optimizer")
         assert self._carrier.grad is not None
         left_out = self._guard.look(self._carrier.grad)
         agreed = self._reader.read(step, self._carrier.grad, left_out)
@@ -174,20 +172,18 @@ class Stepper:
         so_far = torch.zeros((), device=self._world.device)
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
-            self._pulse.enter("forward")
+            self.clock.enter("transfer")
             weight = batch_size_of(batch) * self._world.size / self._settings.batch_size
             values = torch.tensor(
                 [float(proposal.stop), float(micro_step == last), 0.0, float(proposal.decisions)]
             )
             values = values.to(self._world.device, non_blocking=True)
-            self.clock.transferred()
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
+            self.clock.enter("forward")
             with self._world.without_sync(self._ddp, skip=micro_step != last):
                 scaled, loss, _metrics = self._ddp(values, batch, weight, scale, so_far)
-                self.clock.forward_done(scaled)
-                self._pulse.enter("backward")
+                self.clock.enter_backward(scaled)
                 scaled.backward()
-            self.clock.backward_done()
             so_far = so_far + loss.detach()
 
     def _clip(self) -> None:
