@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.log import Place, setup, wants_json
+from tandem.log import setup, wants_json
+from tandem.telemetry.clock import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +84,11 @@ def test_a_file_that_cannot_be_opened_is_a_config_error(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_line_says_the_step_that_the_process_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_says_the_step_that_the_process_is_at(tmp_path: Path) -> None:
     logger = setup(tmp_path / "log", 0, 0, to_terminal=False, json_lines=True)
-    monkeypatch.setattr(Place, "step", 12)
+    clock = Clock()
+    logger.handlers[0].addFilter(clock.stamp)
+    clock.resume(12)
     logger.warning("one")
     logger.warning("two", extra={"rank": 5})
     first, second = map(json.loads, (tmp_path / "log").read_text().splitlines())

@@ -1,7 +1,6 @@
 """The loop with what the ranks agreed on arriving one step late, as it does on GPUs."""
 
 from collections.abc import Set
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, StepTimes
 from tandem.telemetry.recorder import Recorder
 from tandem.training.loop import Timetable, Training, train
@@ -22,24 +22,19 @@ from tandem.training.nonfinite import Policy
 from tandem.training.step import Proposal, Readings
 
 
-class StandingClock:
+class StandingClock(Clock):
     """Every step takes the same time, and is known at once."""
 
-    def begin(self) -> None: ...
-    def got_data(self) -> None: ...
-    def pause(self) -> None: ...
-    def end(self) -> list[StepTimes]:
+    def end_step(self) -> list[StepTimes]:
+        super().end_step()
         return [StepTimes(0.001, 0.0, 0.001, 0.001, 0.001, 0.0, wait=0.0)]
-
-    def drain(self) -> list[StepTimes]:
-        return []
 
 
 class LateStepper:
     """Tells of a step when the next one is taken, or when it is drained; `bad` steps are left out."""
 
     def __init__(self, bad: Set[int]) -> None:
-        self.bad, self.clock = bad, StandingClock()
+        self.bad = bad
         self.pending: Agreed | None = None
 
     def settle_buckets(self, *_: Any) -> Costs:
@@ -68,7 +63,8 @@ def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> 
             stop.signal_number = 15 if step == stop_at else stop.signal_number
             yield []
 
-    recorder = Recorder(0, 1, lambda message: None)
+    clock = StandingClock()
+    recorder = Recorder(0, 1, lambda message: None, clock)
     recorder.begin_run(0, 10, 20, None, None, None)
     every = {
         "log": "never",
@@ -86,7 +82,7 @@ def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> 
         schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),
         timetable=Timetable({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
         recorder=recorder,
-        pulse=cast(Any, SimpleNamespace(begin_step=lambda step: None, during=lambda phase: nullcontext())),
+        clock=clock,
         nonfinite=Policy("stop", "fp32", recorder),
         stop=stop,
         batches=batches(),

@@ -39,30 +39,6 @@ class Readings(Protocol):
     def memory(self) -> DeviceMemory | None: ...
 
 
-def memory(self) -> DeviceMemory | None: ...
-
-
-def state(activity: str) -> Message:
-    """The run's state while rank 0 does this."""
-    return {"state": STATE_OF[activity]}
-
-
-def heartbeat(
-    rank: int, step: int, steps_planned: int, activity: str, loss: float, samples_per_second: float
-) -> Message:
-    """A rank lives, and is here."""
-    return {
-        "heartbeat": {
-            "rank": rank,
-            "step": step,
-            "steps_planned": steps_planned,
-            "activity": activity,
-            "loss": loss if math.isfinite(loss) else None,
-            "samples_per_second": round(samples_per_second, 1),
-        }
-    }
-
-
 def memory(now: DeviceMemory, before: DeviceMemory | None) -> Message:
     """What one GPU holds; every rank sends its own, and node 0's agent shows those of its node."""
     label, earlier = {"gpu": now.gpu}, before or DeviceMemory(0, 0, 0, 0, 0, 0)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.telemetry import timing
-from tandem.telemetry.timing import RING_STEPS, DeviceClock, HostClock
+from tandem.telemetry import clock as clock_module
+from tandem.telemetry.clock import RING_STEPS, Clock
 
 
 class Work(torch.autograd.Function):
@@ -26,18 +26,18 @@ class Work(torch.autograd.Function):
 
 
 def test_the_wait_after_the_gradients_is_not_backwards_own_work() -> None:
-    clock = HostClock()
+    clock = Clock()
     x = torch.ones(3, requires_grad=True)
-    clock.begin()
+    clock.begin_step()
     time.sleep(0.01)
-    clock.got_data()
     for _ in range(2):  # two micro-batches
-        clock.transferred()
+        clock.enter("transfer")
+        clock.enter("forward")
         loss = Work.apply(x).sum()
-        clock.forward_done(loss)
+        clock.enter_backward(loss)
         loss.backward()
-        clock.backward_done()
-    (times,) = clock.end()
+    clock.enter("optimizer")
+    (times,) = clock.end_step()
     assert clock.drain() == []
     assert 0.1 <= times.wait < times.total
     assert 0.04 <= times.backward and times.backward + times.wait >= 0.14
@@ -71,22 +71,22 @@ class FakeEvent:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(timing, "after_gradients", lambda loss, call: call())
+    monkeypatch.setattr(clock_module, "after_gradients", lambda loss, call: call())
     FakeEvent.now = FakeEvent.passed = 0
     yield
 
 
-def step(clock: DeviceClock) -> list[Any]:
-    clock.begin()
-    clock.got_data()
-    clock.transferred()
-    clock.forward_done(torch.zeros(()))
-    clock.backward_done()
-    return clock.end()
+def step(clock: Clock) -> list[Any]:
+    clock.begin_step()
+    clock.enter("transfer")
+    clock.enter("forward")
+    clock.enter_backward(torch.zeros(()))
+    clock.enter("optimizer")
+    return clock.end_step()
 
 
 def test_the_host_never_waits_for_a_device_that_is_a_few_steps_behind(device: None) -> None:
-    clock = DeviceClock()
+    clock = Clock(torch.device("cuda"))
     assert [step(clock) for _ in range(RING_STEPS)] == [[]] * RING_STEPS
     assert FakeEvent.passed == 0
     (oldest,) = step(clock)  # further behind than the ring is long: now it does
@@ -96,7 +96,7 @@ def test_the_host_never_waits_for_a_device_that_is_a_few_steps_behind(device: No
 
 
 def test_times_come_in_as_the_device_gets_on(device: None) -> None:
-    clock = DeviceClock()
+    clock = Clock(torch.device("cuda"))
     step(clock)
     step(clock)
     FakeEvent.passed = FakeEvent.now
@@ -104,7 +104,7 @@ def test_times_come_in_as_the_device_gets_on(device: None) -> None:
 
 
 def test_what_is_between_two_steps_belongs_to_none(device: None) -> None:
-    clock = DeviceClock()
+    clock = Clock(torch.device("cuda"))
     step(clock)
     FakeEvent.now += 100  # straight on: the device stood idle for data
     step(clock)
@@ -112,3 +112,32 @@ def test_what_is_between_two_steps_belongs_to_none(device: None) -> None:
     FakeEvent.now += 100  # an evaluation
     step(clock)
     assert [times.data for times in clock.drain()] == [1.0, 101.0, 1.0]
+
+
+def test_readers_see_what_was_told_once() -> None:
+    clock, heard = Clock(), list[str]()
+    clock.on_activity = lambda: heard.append(clock.activity)
+    clock.resume(40)
+    clock.begin("train")
+    assert not clock.has_trained and clock.current == "between"
+    clock.begin_step()
+    clock.enter("transfer")
+    before = clock.entered
+    clock.enter("transfer")  # the loop and the step both say so
+    assert (clock.current, clock.entered) == ("transfer", before)
+    clock.end_step()
+    assert clock.has_trained and clock.step == 41
+    with clock.phase("eval"):
+        assert (clock.activity, clock.current) == ("eval", "eval")
+    assert (clock.activity, clock.current) == ("train", "between")
+    assert heard == ["train", "eval", "train"]
+
+
+def test_what_is_between_two_steps_makes_no_step_longer() -> None:
+    clock = Clock()
+    for _ in range(2):
+        clock.begin_step()
+        clock.end_step()
+        with clock.phase("eval"):
+            time.sleep(0.2)
+    assert clock.longest_step < 0.2
