@@ -59,9 +59,11 @@ def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
     assert (event["rank"], event["node"]) == (rank, rank)
     assert event["step"] >= 20 and event["phase"] in (
         "data",
+        "transfer",
         "forward",
         "backward",
         "optimizer",
+        "between",
         "checkpoint",
     )
     assert f"rank {rank} on node {rank}" in output
