@@ -8,11 +8,15 @@ from typing import NamedTuple
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from tandem.data.datasets import TensorImages, TensorRows, random_crop_flip
-from tandem.data.loader import answers_in_batches, evaluation_batches, seeded, to_device, train_batches
+from tandem.data.fetch import answers_in_batches
+from tandem.data.loader import evaluation_batches, to_device, train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.data.seeds import derive_seed, kept_generators
 
 CPU = torch.device("cpu")
 
@@ -56,7 +60,7 @@ def test_no_global_generator_is_moved() -> None:
 
 def test_generators_are_put_back_after_an_error() -> None:
     before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), seeded(1):
+    with pytest.raises(ZeroDivisionError), kept_generators():
         torch.rand(3)
         raise ZeroDivisionError
     assert torch.equal(before, torch.get_rng_state())
@@ -167,3 +171,163 @@ def test_a_dataset_that_answers_in_batches_draws_the_same_after_a_resume() -> No
         return torch.cat(list(train_batches(dataset, sampler, seed=5, device=CPU))).tolist()
 
     assert rows(0)[30:] == rows(3)
+
+
+class Listing(Dataset[torch.Tensor]):
+    """Lists samples, as torch's convention has it; draws from the generators that `draws` names.
+
+    `sometimes`: only samples of an index that this number divides draw. `asked`: for how many, each time.
+    """
+
+    def __init__(self, draws: frozenset[str], sometimes: int = 1, batched: bool = True) -> None:
+        self.draws, self.sometimes, self.asked = draws, sometimes, []
+        if batched:
+            self.__getitems__ = self._listed
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked.append(1)
+        return self._sample(int(index))
+
+    def _listed(self, indices) -> list[torch.Tensor]:
+        self.asked.append(len(indices))
+        return [self._sample(index) for index in indices]
+
+    def _sample(self, index: int) -> torch.Tensor:
+        numbers = [float(index), 0.0, 0.0, 0.0]
+        if index % self.sometimes == 0:
+            numbers[1] = torch.rand(()).item() if "torch" in self.draws else 0.0
+            numbers[2] = random.gauss() if "random" in self.draws else 0.0
+            numbers[3] = numpy.random.randn() if "numpy" in self.draws else 0.0
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+def seeded_sample(dataset: Dataset[torch.Tensor], seed: int, epoch: int, index: int) -> list[float]:
+    """The definition: all three generators seeded for this sample alone."""
+    derived = derive_seed(seed, epoch, index)
+    torch.manual_seed(derived)
+    random.seed(derived)
+    numpy.random.seed(derived & 0xFFFFFFFF)
+    return dataset[index].tolist()
+
+
+generators = st.frozensets(st.sampled_from(["torch", "random", "numpy"]))
+
+
+@given(
+    generators, st.integers(1, 9), st.booleans(), st.integers(1, 5), st.none() | st.integers(1, 9), st.data()
+)
+@settings(deadline=None, max_examples=60)
+def test_a_sample_is_a_function_of_seed_epoch_and_index(
+    draws: frozenset[str],
+    sometimes: int,
+    batched: bool,
+    world_size: int,
+    micro: int | None,
+    data: st.DataObject,
+) -> None:
+    start = data.draw(st.integers(0, 5))
+    seed = data.draw(st.integers(0, 2**63 - 1))
+    dataset = Listing(draws, sometimes, batched)
+    got = run(dataset, world_size, micro, start, 6, seed)
+    order = GlobalOrder(23, 10, seed)
+    keys = [(step // 2, index) for step in range(start, 6) for index in order.batch(step)[1].tolist()]
+    assert got == sorted(seeded_sample(Listing(draws, sometimes), seed, *key) for key in keys)
+
+
+@pytest.mark.parametrize("draws", [frozenset(), frozenset({"random"}), frozenset({"torch", "numpy"})])
+def test_workers_give_the_samples_of_one_process(draws: frozenset[str]) -> None:
+    expected = run(Listing(draws, 7))
+    assert run(Listing(draws, 7), workers=2) == expected == run(Listing(draws, 7, batched=False), workers=2)
+
+
+def test_samples_of_version_0_1_are_drawn_again() -> None:
+    """A resume across versions augments in the same way: change these numbers knowingly."""
+    sampler = TrainBatches(GlobalOrder(23, 10, 5), 1, 2, 3, 3, 5)
+    collate = lambda samples: torch.cat([torch.stack(samples), masked(samples)], dim=1)  # noqa: E731
+    last = list(train_batches(Noisy(), sampler, seed=5, collate=collate, device=CPU))[-1][-1].tolist()
+    samples, batch = (
+        [0.5192123651504517, 0.8748191915893313, 0.9434344236476565],
+        [0.8758097290992737, 0.8646682832219572, 0.33935863440728287],
+    )
+    assert last == torch.tensor([2.0, *samples, 2.0, *batch]).tolist()
+
+
+def test_a_listing_dataset_is_asked_in_one_piece_until_it_draws() -> None:
+    quiet, drawing = Listing(frozenset()), Listing(frozenset({"numpy"}))
+    run(quiet)
+    assert quiet.asked == [1, 10, 10, 10, 10], "the first is the question whether it gives finished batches"
+    run(drawing)
+    assert drawing.asked == [1, 10, *[1] * 40]
+
+
+def test_generators_are_saved_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = []
+    getstate = random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: saves.append(1) or getstate())
+    run(Noisy())
+    assert len(saves) == 4
+
+
+class Own(TensorDataset):
+    def __getitem__(self, index):
+        return tuple(tensor[index] + 100 for tensor in self.tensors)
+
+
+def indexed_sets(draw_tensors) -> st.SearchStrategy[Dataset]:
+    """TensorDatasets of 12 rows, subsets and stacks of them, and classes that only look like these."""
+    plain = draw_tensors.map(lambda tensors: TensorDataset(*tensors))
+    own = draw_tensors.map(lambda tensors: Own(*tensors))
+    subsets = lambda inner: st.builds(  # noqa: E731
+        Subset, inner, st.lists(st.integers(0, 11), min_size=12, max_size=12)
+    )
+    stacks = lambda inner: st.lists(inner, min_size=1, max_size=3).flatmap(  # noqa: E731
+        lambda parts: st.sampled_from(
+            [StackDataset(*parts), StackDataset(**{f"part{i}": part for i, part in enumerate(parts)})]
+        )
+    )
+    return st.recursive(plain | own, lambda inner: subsets(inner) | stacks(inner), max_leaves=4)
+
+
+shapes = st.sampled_from([(12,), (12, 3), (12, 2, 2)])
+kinds = st.sampled_from([torch.float32, torch.int64, torch.bool, torch.complex64])
+tensors = st.builds(
+    lambda shape, kind: torch.arange(48).flip(0)[: torch.Size(shape).numel()].view(shape).to(kind),
+    shapes,
+    kinds,
+)
+
+
+@given(indexed_sets(st.lists(tensors, min_size=1, max_size=3)), st.integers(0, 3))
+@settings(deadline=None)
+def test_rows_asked_in_one_piece_are_what_default_collate_makes(dataset: Dataset, seed: int) -> None:
+    order = GlobalOrder(12, 5, seed)
+    [batch] = train_batches(dataset, TrainBatches(order, 0, 1, None, 1, 2), seed=seed, device=CPU)
+    expected = default_collate([dataset[index] for index in order.batch(1)[1].tolist()])
+    torch.testing.assert_close(batch, expected, rtol=0, atol=0)
+    [batch, *_] = evaluation_batches(dataset, 1, 2, 4, device=CPU)
+    torch.testing.assert_close(batch, default_collate([dataset[i] for i in (1, 3, 5, 7)]), rtol=0, atol=0)
+
+
+def test_a_tensor_dataset_is_never_asked_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_):
+        raise AssertionError("asked for one sample")
+
+    monkeypatch.setattr(TensorDataset, "__getitem__", refuse)
+    rows = TensorDataset(torch.arange(30.0).view(30, 1), torch.arange(30))
+    for dataset in (rows, Subset(rows, range(3, 28)), Subset(Subset(rows, range(29)), range(28))):
+        for workers in (0, 2):
+            sampler = TrainBatches(GlobalOrder(len(dataset), 20, 0), 0, 1, None, 0, 2)
+            batches = list(train_batches(dataset, sampler, seed=0, workers=workers, device=CPU))
+            assert [len(batch[0]) for batch in batches] == [20, 20]
+        assert sum(len(batch[1]) for batch in evaluation_batches(dataset, 0, 1, 7, device=CPU)) == len(
+            dataset
+        )
+
+
+def test_a_collate_function_gets_the_rows_of_a_tensor_dataset() -> None:
+    rows = TensorDataset(torch.arange(30.0).view(30, 1), torch.arange(30))
+    batches = evaluation_batches(rows, 0, 1, 20, collate=lambda samples: {"n": len(samples)}, device=CPU)
+    assert [batch["n"] for batch in batches] == [20, 10]

@@ -13,8 +13,8 @@ from torch.utils.data import Sampler
 from tandem.data.seeds import derive_seed
 from tandem.errors import ConfigError
 
-SampleKey = tuple[int, int]
-"""(epoch, index): what a sample's augmentation is seeded with, next to the run's seed."""
+BatchKey = tuple[int, list[int]]
+"""(epoch, indices): with the run's seed, all that decides what a batch holds."""
 
 
 class GlobalOrder:
@@ -56,7 +56,7 @@ def share(batch: Tensor, rank: int, world_size: int) -> Tensor:
     return batch[rank::world_size]
 
 
-class TrainBatches(Sampler[list[SampleKey]]):
+class TrainBatches(Sampler[BatchKey]):
     """This rank's micro-batches of the steps `start_step` (included) to `stop_step` (left out), in order.
 
     Every rank makes the same number of micro-batches a step, none of them empty, so that collectives inside
@@ -102,15 +102,14 @@ class TrainBatches(Sampler[list[SampleKey]]):
         return [size + (i < rest) for i in range(self._micro_steps)]
 
     def micro_batches(self) -> Iterator[tuple[int, Tensor]]:
-        """(epoch, int64 indices) of each micro-batch, for datasets that take many indices at once."""
+        """(epoch, int64 indices) of each micro-batch."""
         for step in range(self.start_step, self.stop_step):
             epoch, batch = self.order.batch(step)
             for part in share(batch, self.rank, self.world_size).tensor_split(self._micro_steps):
                 yield epoch, part
 
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        for epoch, indices in self.micro_batches():
-            yield [(epoch, index) for index in indices.tolist()]
+    def __iter__(self) -> Iterator[BatchKey]:
+        return ((epoch, indices.tolist()) for epoch, indices in self.micro_batches())
 
     def __len__(self) -> int:
         return max(0, self.stop_step - self.start_step) * self._micro_steps
