@@ -15,13 +15,16 @@ RUN ?= runs/$(TASK)
 EPOCHS ?=
 ARGS ?=
 
-# Whole-suite limits: one test may hang for its own limit (pyproject.toml), the suite never for longer.
-UNIT_LIMIT := 600
-TEST_LIMIT := 3600
+# Seconds. A test has a limit of its own (pyproject.toml); these end a suite between two tests, with its summary
+# and exit code 1, and a suite that cannot even do that is killed two minutes later.
+UNIT_LIMIT := 300
+TEST_LIMIT := 900
+ALL_LIMIT := 2400
+PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs --session-timeout=$(1)
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export --extra s3
 
-.PHONY: help setup train test check lock clean
+.PHONY: help setup train check test test-all lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,15 +55,18 @@ train: setup ## train on NODES simulated nodes of this machine, resumable in RUN
 		|| { echo "make: NODES=$(NODES) is not a number of nodes; valid is 1, 2, 3...: make train NODES=2" >&2; exit 2; }
 	$(BIN)/tandem launch --nodes $(NODES) --task $(TASK) --run-dir $(RUN) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
 
-test: setup ## every test this machine can run; skips are listed
-	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -q -rs tests
-
 check: setup ## lint, types, layers and unit tests
 	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring examples
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
-	timeout --kill-after=30 $(UNIT_LIMIT) $(BIN)/python -m pytest -q -rs tests/unit
+	$(call PYTEST,$(UNIT_LIMIT)) tests/unit
+
+test: setup ## every part once, in minutes; what this machine lacks is skipped with a line
+	$(call PYTEST,$(TEST_LIMIT)) -m 'not slow' tests
+
+test-all: test ## and the long trials
+	$(call PYTEST,$(ALL_LIMIT)) -m slow tests
 
 lock: ## pin the newest releases that fit pyproject.toml, with hashes
 	@test -x $(BIN)/uv || $(MAKE) --silent setup
@@ -69,7 +75,7 @@ lock: ## pin the newest releases that fit pyproject.toml, with hashes
 	$(LOCK) --extra dev --upgrade --constraint requirements.lock --output-file requirements-dev.lock
 
 clean: ## remove the environment and caches; runs/ and data/ stay
-	rm -rf $(VENV) build src/tandem.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build src/tandem.egg-info .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
 	find src tests benchmarks compose docker k8s monitoring -name __pycache__ -type d -prune -exec rm -rf {} +
 
 include docker/image.mk

@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.container)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def image(require: Callable[..., None]) -> str:
     """The image under test; skipped (or failed, by TANDEM_REQUIRE=docker) where there is none."""
     require("docker", not missing(), missing())

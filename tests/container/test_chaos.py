@@ -1,46 +1,94 @@
-"""Every fault of the table: its documented outcome, and the weights of an undisturbed run at the end."""
+"""Every fault of the table, one after the other in one cluster: each has its documented outcome, and the run
+that went through them all ends with the weights of an undisturbed one.
+"""
 
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from clusters import IMAGE, ROOT
 
 import chaos
+from engine import Cluster
 from faults import FAULTS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.faults]
 
+STEPS = "--steps 1000 --checkpoint-every 10 --eval-every 1000 --checkpoint-failures-allowed 20"
+COMMAND = f"launch {STEPS} --max-restarts 20 --threads 1 --hang-timeout 10 --metrics-linger 0"
+SAME_RANKS = {"pause", "slow-node", "disk-full"}  # all others open a new world
+# The digits with a pause in every step for as long as a fault is still to come.
+TASK = """
+import time
+from pathlib import Path
+
+from tandem.tasks.digits import Digits
+
+
+class WhileBroken(Digits):
+    def loss(self, model, batch):
+        if model.training and Path(__file__).with_name("slowly").exists():
+            time.sleep(0.15)
+        return super().loss(model, batch)
+"""
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """One project for the calm run and the broken one, so that the digits are drawn once."""
+
+    project: str
+    tasks: Path
+
+    def cluster(self, run: str) -> Cluster:
+        own = {**chaos.OWN_RUN, "TASKS": str(self.tasks), "TANDEM_TASK": "/tasks/task.py:WhileBroken"}
+        return Cluster(self.project, {**own, "COMMAND": COMMAND, "IMAGE": IMAGE, "RUN": run})
+
 
 @pytest.fixture(scope="module")
-def project() -> Iterator[str]:
-    """One project for all rows, so that the digits are drawn once."""
-    name = f"tandem-test-{uuid.uuid4().hex[:8]}"
-    yield name
-    chaos.own_cluster(name, IMAGE, "x").compose("down", "--volumes", "--remove-orphans")
+def scenes(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenes]:
+    tasks = tmp_path_factory.mktemp("tasks")
+    tasks.chmod(0o755)
+    (tasks / "task.py").write_text(TASK)
+    own = Scenes(f"tandem-test-{uuid.uuid4().hex[:8]}", tasks)
+    yield own
+    own.cluster("end").compose("down", "--volumes", "--remove-orphans")
+    shutil.rmtree(tasks)
 
 
 @pytest.fixture(scope="module")
-def calm(project: str) -> str:
+def calm(scenes: Scenes) -> str:
     """The weights of an undisturbed run."""
-    cluster = chaos.own_cluster(project, IMAGE, "calm")
+    cluster = scenes.cluster("calm")
     chaos.start(cluster)
     return chaos.finish(cluster)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_its_outcome_and_costs_no_bit(
-    image: str, project: str, name: str, request: pytest.FixtureRequest
-) -> None:
-    expected = request.getfixturevalue("calm")  # only once it is known that there is an engine
-    cluster = chaos.own_cluster(project, IMAGE, name)
+@pytest.fixture(scope="module")
+def broken(scenes: Scenes, calm: str) -> Cluster:
+    """The cluster that goes through all faults."""
+    (scenes.tasks / "slowly").touch()
+    cluster = scenes.cluster("broken")
     chaos.start(cluster)
-    row = chaos.break_it(cluster, name, 2)
+    return cluster
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_its_outcome(broken: Cluster, name: str) -> None:
+    before = len(broken.events())
+    row = chaos.break_it(broken, name, 2)
     assert str(row).startswith(f"{name}: ") and "\n" not in str(row)
-    same_ranks = {"pause", "slow-node", "disk-full"}
-    assert (not any(event["kind"] == "resumed" for event in cluster.events())) == (name in same_ranks)
-    assert chaos.finish(cluster) == expected
+    since = {event["kind"] for event in broken.events()[before:]}
+    assert ("resumed" not in since) == (name in SAME_RANKS)
+
+
+def test_all_of_them_cost_no_bit(scenes: Scenes, calm: str, broken: Cluster) -> None:
+    (scenes.tasks / "slowly").unlink()
+    assert chaos.finish(broken) == calm
 
 
 @pytest.mark.parametrize(("words", "line"), [

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -246,7 +247,8 @@ def make(*arguments: str, **environ: str) -> tuple[int, str]:
     return ended.returncode, ended.stderr
 
 
-def test_an_engine_that_does_not_run() -> None:
+def test_an_engine_that_does_not_run(require: Callable[..., None]) -> None:
+    require("docker")
     code, errors = make("compose-up", DOCKER_HOST="unix:///nowhere/docker.sock")
     assert code == 2  # make's own code for any failure; the program's is in the line after
     assert errors.startswith(

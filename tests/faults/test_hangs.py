@@ -49,7 +49,7 @@ def named(runs: Runs, run: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
-    undisturbed = runs.finish("launch", "calm", "--nodes", 2, *FLAGS, delay=SLOW)
+    undisturbed = runs.undisturbed(*FLAGS)
     process = runs.start("launch", "stopped", "--nodes", 2, *FLAGS, delay=SLOW)
     runs.wait_for_step("stopped", 40)
     os.kill(rank_processes(process.pid)[f"tandem-rank-{rank}"], signal.SIGSTOP)
@@ -67,7 +67,7 @@ def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
         "checkpoint",
     )
     assert f"rank {rank} on node {rank}" in output
-    assert runs.summary("stopped")["weights_sha256"] == undisturbed["weights_sha256"]
+    assert runs.summary("stopped")["weights_sha256"] == undisturbed
     other = runs.folder / "stopped" / "log"
     assert "Thread" in (other / f"stacks-rank-{1 - rank}.txt").read_text()
     assert "all_reduce" in (other / f"flight-rank-{1 - rank}.json").read_text()
@@ -152,7 +152,7 @@ def link(require: Callable[..., None]) -> Iterator[Link]:
 
 
 def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Runs, link: Link) -> None:
-    undisturbed = runs.finish("launch", "calm", "--nodes", 2, *FLAGS, delay=SLOW)
+    undisturbed = runs.undisturbed(*FLAGS)
     runs.environment["GLOO_SOCKET_IFNAME"] = "cable"
     place = ("--nodes", 2, "--master", "10.77.0.1:29500")
     nodes = [
@@ -173,4 +173,4 @@ def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Run
         assert code == 0, output
     event = named(runs, "cable")
     assert (event["rank"], event["node"]) == (1, 1)
-    assert runs.summary("cable")["weights_sha256"] == undisturbed["weights_sha256"]
+    assert runs.summary("cable")["weights_sha256"] == undisturbed

@@ -38,13 +38,13 @@ class Cluster:
 
 @pytest.mark.parametrize("node", [1, 0], ids=["another node", "the store's node"])
 def test_a_node_comes_back_and_the_survivor_spends_no_budget(runs: Runs, free_port: int, node: int) -> None:
-    undisturbed = runs.finish("launch", "calm", "--nodes", 2, "--steps", 150, delay=SLOW)
+    undisturbed = runs.undisturbed("--steps", 150)
     cluster = Cluster(runs, free_port, "lost", "--steps", 150)
     runs.wait_for_step("lost", 30)
     cluster.kill(node)
     time.sleep(1)
     cluster.nodes[node] = cluster.start(node)
-    assert cluster.finish()["weights_sha256"] == undisturbed["weights_sha256"]
+    assert cluster.finish()["weights_sha256"] == undisturbed
 
 
 def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, free_port: int) -> None:

@@ -28,7 +28,7 @@ def test_every_launcher_ends_with_the_same_weights(runs: Runs, nodes: int) -> No
 
 
 def test_a_killed_rank_costs_one_restart_and_no_bit(runs: Runs) -> None:
-    undisturbed = runs.finish("launch", "calm", "--nodes", 2, *EVERY, delay=SLOW)
+    undisturbed = runs.undisturbed(*EVERY)
     process = runs.start("launch", "killed", "--nodes", 2, *EVERY, delay=SLOW)
     runs.wait_for_step("killed", 40)
     os.kill(rank_processes(process.pid)["tandem-rank-1"], signal.SIGKILL)
@@ -37,13 +37,13 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(runs: Runs) -> None:
     summary = runs.summary("killed")
     assert summary["restarts"] == 1
     assert summary["resumed_from_step"] >= 40
-    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
+    assert summary["weights_sha256"] == undisturbed
     assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("target", ["launcher", "every process"])
 def test_a_stop_signal_saves_once_and_the_next_start_goes_on(runs: Runs, target: str) -> None:
-    undisturbed = runs.finish("launch", "calm", "--nodes", 2, *EVERY, delay=SLOW)
+    undisturbed = runs.undisturbed(*EVERY)
     process = runs.start("launch", "stopped", "--nodes", 2, *EVERY, delay=SLOW)
     runs.wait_for_step("stopped", 20)
     if target == "launcher":
@@ -59,7 +59,7 @@ def test_a_stop_signal_saves_once_and_the_next_start_goes_on(runs: Runs, target:
     assert steps == sorted(set(steps)), "each step is saved once"
     resumed = runs.finish("launch", "stopped", "--nodes", 2, *EVERY, delay=SLOW)
     assert resumed["resumed_from_step"] == stopped["global_step"]
-    assert resumed["weights_sha256"] == undisturbed["weights_sha256"]
+    assert resumed["weights_sha256"] == undisturbed
 
 
 def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs) -> None:

@@ -1,5 +1,7 @@
 """Every pod template under `podman kube play`, with its security context and probes as written."""
 
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,19 +19,17 @@ ONE_NODE = {"jobset": {"NODES": "1"}, "indexed-job": {"NNODES": "1"}}
 
 
 @pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+def podman(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Iterator[Podman]:
+    """A podman in which a pod can start, with the stand-in image under the names that the manifests use."""
+    require("podman", shutil.which("podman") is not None and os.geteuid() == 0, "no podman, or not root")
     own = Podman(tmp_path_factory.mktemp("podman"))
-    yield own
-    own.reset()
-
-
-@pytest.fixture(scope="module")
-def working(podman: Podman) -> tuple[bool, str]:
-    """Asked once; then the stand-in image is made under the names that the manifests use."""
-    works = podman.works()
-    for tag in ("cuda", "cpu") if works[0] else ():
-        podman.build(f"tandem:{tag}")
-    return works
+    try:
+        require("podman", *own.works())
+        for tag in ("cuda", "cpu"):
+            own.build(f"tandem:{tag}")
+        yield own
+    finally:
+        own.reset()
 
 
 def one_node(documents: list[Document]) -> list[Document]:
@@ -49,10 +49,7 @@ def one_node(documents: list[Document]) -> list[Document]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_pod_runs_as_restricted_and_its_probes_answer(
-    podman: Podman, working: tuple[bool, str], name: str, tmp_path: Path, require: Callable[..., None]
-) -> None:
-    require("podman", *working)
+def test_a_pod_runs_as_restricted_and_its_probes_answer(podman: Podman, name: str, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(TASK)
     tmp_path.chmod(0o755)
     variables = {**SMALL, "TANDEM_STEPS": "100000", "TANDEM_TASK__DELAY": "0.01", **ONE_NODE.get(name, {})}
