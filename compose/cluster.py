@@ -27,6 +27,7 @@ from engine import (
     docker,
     free_bytes_of_engine,
     is_watched,
+    variables_in_dotenv,
 )
 from network import Shape, check_shape, shape_node
 from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
@@ -112,7 +113,8 @@ def up(options: argparse.Namespace) -> int:
 def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str, str]:
     """What compose.yaml reads, from the options and the caller's own TANDEM_* variables."""
     given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
-    task = options.task or given.get("TANDEM_TASK", "digits")
+    in_dotenv = variables_in_dotenv()
+    task = options.task or {**in_dotenv, **given}.get("TANDEM_TASK", "digits")
     variables = {
         **given,
         "NODES": str(nodes),
@@ -128,9 +130,11 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
         if not Path(rules).is_file():
             raise ClusterError(f"RULES={rules}: there is no such file; monitoring/rules.yaml is the default")
     # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
-    variables.setdefault("TANDEM_THREADS", str(max(1, (os.cpu_count() or 1) // nodes)))
-    if sys.stdout.isatty():  # where a person follows the logs; the nodes themselves see no terminal
-        variables.setdefault("TANDEM_LOG_FORMAT", "text")
+    if "TANDEM_THREADS" not in {**in_dotenv, **given}:
+        variables["TANDEM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nodes))
+    # Where a person follows the logs; the nodes themselves see no terminal.
+    if sys.stdout.isatty() and "TANDEM_LOG_FORMAT" not in {**in_dotenv, **given}:
+        variables["TANDEM_LOG_FORMAT"] = "text"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", variables["RUN"]):
         raise ClusterError(f"RUN={variables['RUN']} is not a name; give letters, digits, dots and dashes")
     if options.epochs:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 VARIABLES = "tandem.variables"  # the label that keeps them, for scale and chaos
 sys.path.insert(0, str(ROOT / "src"))  # the rules of exit codes are tandem's own; nothing is installed here
-OLDEST_COMPOSE = (2, 20)  # `deploy.replicas` from a variable, nested defaults
+OLDEST_COMPOSE = (2, 24)  # an `env_file` that need not be there
 UNFINISHED = ("created", "running", "restarting", "paused")
 CALL_SECONDS = 120.0
 WATCHERS = {
@@ -150,17 +151,26 @@ class Cluster:
         own = {"COMPOSE_PROJECT_NAME": self.project, "VARIABLES": json.dumps(self.variables)}
         return {**os.environ, **self.variables, **own}
 
-    def compose(self, *arguments: str, seconds: float = CALL_SECONDS) -> None:
-        """Run `docker compose`; ClusterError with the line that tells most."""
-        ended = subprocess.run(
-            ["docker", *self.command(*arguments)],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env=self.environment(),
-        )
+    def settings(self) -> list[str]:
+        """The names of the settings that were given, in the environment or in .env."""
+        known = {*self.environment(), *variables_in_dotenv()}
+        return sorted(name for name in known if name.startswith("TANDEM_"))
+
+    def compose(self, *arguments: str, seconds: float = CALL_SECONDS) -> str:
+        """Output of `docker compose`. Raises ClusterError with the line that tells most."""
+        with tempfile.NamedTemporaryFile("w", prefix="tandem-", suffix=".env") as names:
+            names.writelines(f"{name}\n" for name in self.settings())  # Compose looks up the values itself
+            names.flush()
+            ended = subprocess.run(
+                ["docker", *self.command(*arguments)],
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                env={**self.environment(), "SETTINGS": names.name},
+            )
         if ended.returncode:
             raise ClusterError(f"docker compose {arguments[0]} failed: {telling(ended)}")
+        return ended.stdout
 
     def nodes(self) -> list[Node]:
         """The replicas there are, in order of their index."""
@@ -211,6 +221,16 @@ class Cluster:
     def inside(self, node: Node, program: str, *arguments: str, check: bool = True) -> str:
         """Run Python source in the node's container, as the user that trains."""
         return docker("exec", "-i", node.identity, "python3", "-", *arguments, text=program, check=check)
+
+
+def variables_in_dotenv() -> dict[str, str]:
+    """The TANDEM_ variables in .env of the repository's root, and about what they say."""
+    try:
+        text = (ROOT / ".env").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    found = re.findall(r"^[ \t]*(?:export[ \t]+)?(TANDEM_\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE)
+    return {name: value.strip("\"'") for name, value in found if value}
 
 
 def is_watched(project: str) -> bool:

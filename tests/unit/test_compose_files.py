@@ -1,9 +1,12 @@
 """What image and cluster are described by, without an engine: locks, variables, commands, help."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -11,25 +14,68 @@ from urllib.request import urlopen
 
 import pytest
 
-from tandem.config import VARIABLES
-
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "compose"), str(ROOT / "docker")]
 
 from cpu_lock import cpu_lock  # noqa: E402
 
-from engine import ClusterError  # noqa: E402
+import cluster  # noqa: E402
+import engine  # noqa: E402
 from network import Shape  # noqa: E402
 
 # The cluster decides these itself: places, ports, folders, and the grace period that Compose has to exceed.
-DECIDED = "DATA_DIR RUN_DIR NODES NODE_RANK MASTER METRICS_HOST METRICS_PORT SHUTDOWN_TIMEOUT".split()
+DECIDED = {
+    **{"TANDEM_COMPOSE_PROJECT": "tandem", "TANDEM_COMPOSE_NODES": "2", "TANDEM_STATE_DIR": "/run/tandem"},
+    **{"TANDEM_DATA_DIR": "/data", "TANDEM_RUN_DIR": "/checkpoints/digits", "TANDEM_METRICS_HOST": "0.0.0.0"},
+}
+NOT_HANDED_ON = "NODES NODE_RANK MASTER METRICS_PORT SHUTDOWN_TIMEOUT".split()
 
 
-def test_every_setting_reaches_the_containers() -> None:
-    text = (ROOT / "compose" / "compose.yaml").read_text(encoding="utf-8")
-    wanted = [name for name in VARIABLES if name.removeprefix("TANDEM_") not in DECIDED]
-    assert [name for name in wanted if f"      {name}: ${{{name}:-}}\n" not in text] == []
-    assert "TANDEM_SHUTDOWN_TIMEOUT" not in text and "stop_grace_period: 40s" in text
+@pytest.fixture
+def given_to_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """The TANDEM_ variables and others of a node by Compose's own account, for a text of .env and a shell."""
+    if subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode:
+        pytest.skip("no docker compose here")
+    for name in [name for name in os.environ if name.startswith("TANDEM_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "compose").mkdir()
+    shutil.copy(ROOT / "compose" / "compose.yaml", tmp_path / "compose")
+    monkeypatch.setattr(engine, "ROOT", tmp_path)
+    monkeypatch.setattr(engine, "HERE", tmp_path / "compose")
+
+    def given(dotenv: str, shell: dict[str, str], **options: str) -> dict[str, str]:
+        (tmp_path / ".env").write_text(dotenv)
+        for name, value in shell.items():
+            monkeypatch.setenv(name, value)
+        words = ["up", "--nodes", "2", *(f"--{name}={value}" for name, value in options.items())]
+        variables = cluster.variables_of(cluster.parser().parse_args(words), 2, 9469)
+        said = json.loads(engine.Cluster("tandem", variables).compose("config", "--format", "json"))
+        found = said["services"]["node"]["environment"]
+        return {name: value.replace("$$", "$") for name, value in found.items() if value}
+
+    return given
+
+
+def test_what_somebody_gave_reaches_the_containers_and_nothing_else(given_to_a_node: Any) -> None:
+    dotenv = "TANDEM_EPOCHS=3\nTANDEM_LR=0.5\nPASSWORD=x\nexport TANDEM_THREADS = '4'\n#TANDEM_SEED=1\n"
+    shell = {"TANDEM_LR": "0.1", "TANDEM_TASK__NAME": "it's $HOME \"x\"", "OTHER": "x"}
+    shell |= {f"TANDEM_{name}": "7" for name in NOT_HANDED_ON} | {"TANDEM_RUN_DIR": "runs/here"}
+    assert given_to_a_node(dotenv, shell) == {
+        **DECIDED,
+        "TANDEM_EPOCHS": "3",
+        "TANDEM_LR": "0.1",
+        "TANDEM_TASK": "digits",
+        "TANDEM_TASK__NAME": "it's $HOME \"x\"",
+        "TANDEM_THREADS": "4",
+    }
+    assert "stop_grace_period: 40s" in (ROOT / "compose" / "compose.yaml").read_text(encoding="utf-8")
+
+
+def test_the_task_of_dotenv_is_trained_unless_another_is_asked_for(given_to_a_node: Any) -> None:
+    asked = given_to_a_node("TANDEM_TASK='mnist'\n", {}, epochs="2")
+    assert (asked["TANDEM_TASK"], asked["TANDEM_EPOCHS"]) == ("mnist", "2")
+    assert asked["TANDEM_RUN_DIR"] == "/checkpoints/mnist"
+    assert given_to_a_node("TANDEM_TASK=mnist\n", {}, task="digits")["TANDEM_TASK"] == "digits"
 
 
 def test_the_cpu_lock_is_the_other_without_cuda() -> None:
@@ -61,7 +107,7 @@ def test_what_tc_is_told(shape: Shape, commands: list[str]) -> None:
     (Shape("", "", "1;ls"), "LOSS=1;ls is not valid; give for example LOSS=1%"),
 ])  # fmt: skip
 def test_what_tc_would_not_take(shape: Shape, line: str) -> None:
-    with pytest.raises(ClusterError) as error:
+    with pytest.raises(engine.ClusterError) as error:
         shape.check()
     assert str(error.value) == line
 
