@@ -197,7 +197,7 @@ def test_a_reader_beside_a_slow_writer_always_finds_one(tmp_path: Path) -> None:
     def look() -> None:
         reader = CheckpointStore(store.directory)
         while not stop.is_set():
-            newest = reader.newest_step(lambda step, problem: wrong.append(problem), quarantine=False)
+            newest = reader.newest(reader.verify, lambda step, problem: wrong.append(problem), False)
             if newest is None:
                 wrong.append("none")
 

@@ -419,3 +419,14 @@ def test_move_aside_loses_nothing(store: CheckpointStore) -> None:
     rest = store.move_aside()
     assert rest is not None and rest != newer and rest.name.startswith("checkpoints-before-")
     assert CheckpointStore(rest).steps() == [2, 1] and store.steps() == []
+
+
+def test_a_step_whose_manifest_is_gone_is_named(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        store.save(step, STATE, INFO)
+    (store.path(2) / "manifest.json").unlink()
+    for verify in (False, True):
+        rows = list_checkpoints(store.directory, verify)
+        assert [(row.step, row.verified) for row in rows] == [(2, False), (1, True if verify else None)]
+        assert "step 2: its manifest is gone" in table(rows, store.directory)
+    assert store.newest_valid(no_corruption) == (1, STATE, INFO)

@@ -34,8 +34,12 @@ def list_checkpoints(
     store = CheckpointStore(directory)
     now = time.time() if now is None else now
     why = store.why_kept(rule or rule_of(store))
-    rows = (_row(store, step, verify, now, tuple(why.get(step, ()))) for step in store.steps())
-    return [row for row in rows if row is not None]
+    rows = [_row(store, step, verify, now, tuple(why.get(step, ()))) for step in store.steps()]
+    gone = [
+        CheckpointRow(step, store.path(step), 0, 0.0, False, "its manifest is gone", kept=("not counted",))
+        for step in store.without_manifest()
+    ]
+    return sorted([row for row in [*rows, *gone] if row is not None], key=lambda row: -row.step)
 
 
 def _row(

@@ -74,10 +74,16 @@ class CheckpointStore:
         with translated(f"cannot list the checkpoints in {self.directory}"):
             return unstale(self._list)
 
-    def _list(self) -> list[int]:
+    def without_manifest(self) -> list[int]:
+        """Steps whose manifest is gone, newest first: damage, as a directory gets its name with all in it."""
+        with translated(f"cannot list the checkpoints in {self.directory}"):
+            return unstale(lambda: self._list(committed=False))
+
+    def _list(self, committed: bool = True) -> list[int]:
         names = os.listdir(self.directory) if self.directory.is_dir() else []
         steps = {int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match}
-        return sorted((step for step in steps if (self.path(step) / MANIFEST).exists()), reverse=True)
+        found = (step for step in steps if (self.path(step) / MANIFEST).exists() == committed)
+        return sorted(found, reverse=True)
 
     def is_there(self, step: int) -> bool:
         with translated(f"cannot look at {self.path(step)}"):
@@ -262,20 +268,19 @@ class CheckpointStore:
         return state, manifest["info"]
 
     def newest_valid(self, on_corrupt: OnCorrupt) -> tuple[int, bytes, dict[str, Any]] | None:
-        """(step, state, info) of the newest checkpoint whose hashes hold; damaged ones are quarantined.
-
-        `on_corrupt(step, problem)` is called for each. An unreadable volume raises CheckpointError: to go
-        on from an older checkpoint because of a passing error would throw training away.
-        """
-        found = self._newest(self.read, on_corrupt, quarantine=True)
+        """(step, state, info) of the newest checkpoint whose hashes hold; damaged ones are quarantined."""
+        found = self.newest(self.read, on_corrupt)
         return None if found is None else (found[0], *found[1])
 
-    def newest_step(self, on_corrupt: OnCorrupt, quarantine: bool = True) -> int | None:
-        """As `newest_valid`, but the bytes are read through without being held in memory."""
-        found = self._newest(self.verify, on_corrupt, quarantine)
-        return None if found is None else found[0]
+    def newest(
+        self, read: Callable[[int], T], on_corrupt: OnCorrupt, quarantine: bool = True
+    ) -> tuple[int, T] | None:
+        """(step, what `read` makes of it) of the newest that `read` does not call a CorruptCheckpointError.
 
-    def _newest(self, read: Callable[[int], T], tell: OnCorrupt, quarantine: bool) -> tuple[int, T] | None:
+        `on_corrupt(step, problem)` is called for each that is passed over. An unreadable volume raises
+        CheckpointError: to go on from an older checkpoint because of a passing error would throw training
+        away.
+        """
         if quarantine:
             with translated(f"cannot mend {self.directory}"):
                 unstale(self._restore_replaced)
@@ -285,8 +290,8 @@ class CheckpointStore:
             except CorruptCheckpointError as error:
                 problem = str(error)
             if not self.is_there(step):  # pruned by a writer, which has a newer one: look anew
-                return self._newest(read, tell, quarantine)
-            tell(step, problem + (self._set_aside(step) if quarantine else ""))
+                return self.newest(read, on_corrupt, quarantine)
+            on_corrupt(step, problem + (self._set_aside(step) if quarantine else ""))
         return None
 
     def _set_aside(self, step: int) -> str:

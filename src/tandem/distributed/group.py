@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import ConfigError, PeerLostError
 from tandem.torch_private import is_batchnorm
@@ -40,7 +41,7 @@ class Position:
 
     `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
     found: "env" (torchrun's variables), "alone" (a world of one) or "master" (rank 0 hosts a store).
-    `start_from` is a checkpoint (directory, step) of another run to begin with, chosen by the agent.
+    `resume` is where the run begins, decided once before any rank starts; it counts on rank 0.
     `memories` outlive the node's ranks, one region for each of them; none without an agent.
     """
 
@@ -58,7 +59,7 @@ class Position:
     master: tuple[str, int] | None = None
     restart: int = 0
     sample_socket: str | None = None
-    start_from: tuple[str, int] | None = None
+    resume: ResumeDecision = ResumeDecision("fresh")
     memories: tuple[NodeMemory, ...] = ()
 
     def __str__(self) -> str:

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
 from tandem.launch.rendezvous import (
@@ -84,7 +85,7 @@ class AgentOptions:
     master_timeout: float
     shutdown_timeout: float
     sample_socket: str | None = None
-    start_from: tuple[str, int] | None = None
+    resume: ResumeDecision = ResumeDecision("fresh")
 
 
 @dataclass
@@ -292,7 +293,7 @@ class NodeAgent(SimpleElasticAgent):
                 init="store",
                 restart=self._ledger.worlds - 1,
                 sample_socket=self._options.sample_socket,
-                start_from=self._options.start_from,
+                resume=self._options.resume,
             )
             for worker in group.workers
         }

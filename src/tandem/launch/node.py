@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
 from tandem.launch.scratch import scratch
@@ -179,8 +181,6 @@ def run_this_node(
     record_collectives()
     module = rank_function.partition(":")[0]
     start_fork_server([module])
-    from tandem.checkpoint.state import decide_resume
-    from tandem.checkpoint.store import CheckpointStore
     from tandem.launch.agent import run_node
     from tandem.launch.generations import AgentOptions
     from tandem.launch.rendezvous import announce
@@ -189,21 +189,14 @@ def run_this_node(
 
     run_dir, is_first = Path(str(settings.run_dir)), placement.node_rank == 0
     nproc = placement.nproc or _ranks_for_gpus(settings)
-    start_from, access = None, None
+    decision, access = ResumeDecision("fresh"), None
     try:
         if is_first:
             access = load_access(settings)
-            decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
+            decision = decide(settings, run_dir)
             if decision.kind == "complete":
-                log.info("%s", complete_line(decision.step, run_dir))
                 announce(placement, FINISHED)
                 return FINISHED
-            if decision.directory is not None:
-                start_from = (str(decision.directory), decision.step)
-            for change in decision.changes:
-                log.info("changed since the checkpoint: %s", change)
-            if decision.moved_to is not None:
-                log.info("earlier checkpoints were moved to %s", decision.moved_to)
             prepare_run_dir(run_dir, settings)
         load_task(settings.task, settings.task_fields, settings.data_dir, settings.download)
     except TandemError as error:
@@ -225,7 +218,7 @@ def run_this_node(
             master_timeout=settings.master_timeout,
             shutdown_timeout=settings.shutdown_timeout,
             sample_socket=str(view.socket_path),
-            start_from=start_from,
+            resume=decision,
         )
         log.info("%s", placement)
         memories = [NodeMemory() for _ in range(nproc)]
@@ -244,9 +237,21 @@ def run_this_node(
         return report.code
 
 
-def complete_line(step: int, run_dir: Path) -> str:
-    """What is said when there is nothing left to train."""
-    return f"the run in {run_dir} is complete at step {step}; give more --epochs or --steps to go on"
+def decide(settings: Settings, run_dir: Path) -> ResumeDecision:
+    """Where the run begins, decided once on node 0 before any rank starts, and said in a line each."""
+    decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
+    if decision.kind == "complete":
+        log.info(
+            "the run in %s is complete at step %d; give more --epochs or --steps to go on",
+            run_dir,
+            decision.step,
+        )
+        return decision
+    for change in decision.changes:
+        log.info("changed since the checkpoint: %s", change)
+    if decision.moved_to is not None:
+        log.info("earlier checkpoints were moved to %s", decision.moved_to)
+    return decision
 
 
 def _ranks_for_gpus(settings: Settings) -> int:
@@ -299,6 +304,7 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
     from tandem.report.access import load_access
 
     access = load_access(settings)
+    position = replace(position, resume=decide(settings, run_dir))
     prepare_run_dir(run_dir, settings)
     with (
         scratch() as folder,

@@ -5,16 +5,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tandem.checkpoint.decision import ResumeDecision, nothing_valid, say_damaged
 from tandem.checkpoint.snapshot import newest_snapshot
-from tandem.checkpoint.state import ResumeDecision, deserialize, serialize
+from tandem.checkpoint.state import deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, CorruptCheckpointError
 from tandem.telemetry.recorder import Recorder
 from tandem.training.optim import Schedule
 
@@ -32,30 +33,22 @@ class Beginning:
 
     step: int
     state: dict[str, Any] | None
-    changes: list[str]
     slot: int | None = None
 
 
-def begin(
-    world: ProcessGroup,
-    store: CheckpointStore,
-    position: Position,
-    decision: ResumeDecision | None,
-    recorder: Recorder,
-) -> Beginning:
+def begin(world: ProcessGroup, store: CheckpointStore, position: Position, recorder: Recorder) -> Beginning:
     """Rank 0 finds the newest state, see `_newest`; all get it by broadcast."""
-    step, payload, state, slot = 0, b"", None, None
-    if world.is_first and decision is not None and decision.kind == "complete":
-        log.info("the run is complete at step %d; raise --epochs or --steps to go on", decision.step)
-        step = COMPLETE
+    found, decision = _Found(0), position.resume
+    if world.is_first and decision.kind == "complete":
+        found = _Found(COMPLETE)
     elif world.is_first:
-        step, state, payload, slot = _newest(world, store, position, decision, recorder)
-    step, slot = world.broadcast_json([step, slot])
+        found = _newest(store, position, decision, recorder)
+    step, slot = world.broadcast_json([found.step, found.slot])
     if step <= 0:
-        return Beginning(step, None, [])
-    began = time.monotonic()
+        return Beginning(step, None)
+    began, state = time.monotonic(), found.state
     if world.size > 1 or state is None:
-        payload = serialize(state) if state is not None else payload
+        payload = serialize(state) if state is not None and world.size > 1 else found.payload
         state = deserialize(world.broadcast_bytes(payload if world.is_first else None))
     recorder.message(
         {
@@ -63,35 +56,47 @@ def begin(
             "set": [["tandem_checkpoint_last_load_duration_seconds", {}, time.monotonic() - began]],
         }
     )
-    return Beginning(step, state, decision.changes if decision is not None else [], slot)
+    return Beginning(step, state, slot)
+
+
+class _Found(NamedTuple):
+    """Where to go on: the bytes of a checkpoint, or the state of a snapshot and its slot."""
+
+    step: int
+    payload: bytes = b""
+    state: dict[str, Any] | None = None
+    slot: int | None = None
 
 
 def _newest(
-    world: ProcessGroup,
-    store: CheckpointStore,
-    position: Position,
-    decision: ResumeDecision | None,
-    recorder: Recorder,
-) -> tuple[int, dict[str, Any] | None, bytes, int | None]:
-    """(step, state, or its bytes, slot of a snapshot) of where to go on: the snapshot in the node's memory
-    unless a checkpoint is newer; then the newest valid checkpoint; then the one the agent chose; step 0."""
+    store: CheckpointStore, position: Position, decision: ResumeDecision, recorder: Recorder
+) -> _Found:
+    """Where to go on; the first that is there:
+
+    1. the snapshot in the node's memory, unless a checkpoint here is newer;
+    2. the newest checkpoint here whose hashes hold: one that this launch has saved, or the decision's;
+    3. the decision's checkpoints of another run, in its order;
+    4. step 0, unless the decision needs a checkpoint.
+    """
     snapshot = newest_snapshot(position.memories)
     if snapshot is not None and snapshot.step >= max(store.steps(), default=0):
         log.info("going on from step %d, kept in the node's memory", snapshot.step)
-        return snapshot.step, snapshot.state, b"", snapshot.slot
-    found = store.newest_valid(lambda bad, problem: _quarantined(recorder, bad, problem))
+        return _Found(snapshot.step, state=snapshot.state, slot=snapshot.slot)
+    found = store.newest_valid(lambda bad, problem: _passed_over(recorder, bad, problem))
     if found is not None:
-        return found[0], None, found[1], None
-    if decision is not None and decision.directory is not None:
-        return decision.step, None, CheckpointStore(decision.directory).read(decision.step)[0], None
-    if position.start_from is not None:
-        directory, step = position.start_from
-        return step, None, CheckpointStore(Path(directory)).read(step)[0], None
-    return 0, None, b"", None
+        return _Found(found[0], found[1])
+    for directory, step in decision.elsewhere:
+        try:
+            return _Found(step, CheckpointStore(directory).read(step)[0])
+        except CorruptCheckpointError as error:
+            _passed_over(recorder, step, str(error))
+    if decision.needed:
+        raise ConfigError(nothing_valid(store.directory))
+    return _Found(0)
 
 
-def _quarantined(recorder: Recorder, step: int, problem: str) -> None:
-    log.warning("checkpoint step %d is damaged (%s): set aside, using the one before", step, problem)
+def _passed_over(recorder: Recorder, step: int, problem: str) -> None:
+    say_damaged(step, problem)
     recorder.event("fallback", step=step, problem=problem)
     recorder.message(
         {"inc": [["tandem_checkpoint_fallbacks", {}, 1], ["tandem_checkpoint_load_failures", {}, 1]]}
@@ -131,8 +136,8 @@ def load_weights(world: ProcessGroup, path: Path, model: nn.Module) -> None:
         found = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         if path.is_file():
             raw = path.read_bytes()
-        elif (newest := found.newest_step(lambda _step, _problem: None, quarantine=False)) is not None:
-            raw = found.read(newest)[0]
+        elif (newest := found.newest(found.read, say_damaged, quarantine=False)) is not None:
+            raw = newest[1][0]
         else:
             raise ConfigError(f"--init-from {path}: no checkpoint or weights file there")
     state = deserialize(world.broadcast_bytes(raw))

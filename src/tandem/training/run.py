@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.state import ResumeDecision, decide_resume
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.config import Settings
@@ -134,7 +133,6 @@ def _run(
     )
     recorder = Recorder(position.rank, settings.batch_size, send, clock, position.node_rank)
     store = CheckpointStore(run_dir / "checkpoints")
-    decision = decide_here(settings, position, store)
     with clock.phase("rendezvous"):
         world = ProcessGroup.open(position, device, settings.first_step_timeout)
         world.check_same_settings({k: v for k, v in settings.to_dict().items() if k not in PER_NODE})
@@ -151,7 +149,7 @@ def _run(
     optimizer = build_optimizer(settings, task, model)
     schedule = Schedule(settings, task, optimizer, order.steps_per_epoch, planned)
     with clock.phase("resume"):
-        beginning = begin(world, store, position, decision, recorder)
+        beginning = begin(world, store, position, recorder)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
         if world.is_first:
@@ -245,13 +243,6 @@ def set_threads(settings: Settings, position: Position) -> int:
     threads = max(1, cores // position.ranks_on_host) if settings.threads == "auto" else int(settings.threads)
     torch.set_num_threads(threads)
     return threads
-
-
-def decide_here(settings: Settings, position: Position, store: CheckpointStore) -> ResumeDecision | None:
-    """The resume decision of a run without an agent (which otherwise has made it before any rank started)."""
-    if position.store is not None or position.rank != 0:
-        return None
-    return decide_resume(settings, store)
 
 
 def evaluation_batch_size(settings: Settings, world: ProcessGroup) -> int:

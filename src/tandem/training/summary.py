@@ -200,8 +200,6 @@ def open_displays(
     recorder.begin_run(beginning.step, order.steps_per_epoch, planned, journal, progress, writer)
     save_steps = Cadence.parse(settings.checkpoint_every).to_steps(order.steps_per_epoch, planned)
     recorder.message(identity(settings, world.position, world.device, run_dir, save_steps))
-    for change in beginning.changes:
-        log.info("changed since the checkpoint: %s", change)
     if settings.keep_best and not evaluations_are_saved(settings, order.steps_per_epoch, planned):
         log.warning(
             "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, and "

@@ -1,0 +1,184 @@
+"""Where a run begins: decided once, by the agent (or the lone rank) and from manifests. Imports no torch."""
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from tandem.checkpoint.store import CheckpointStore, locate
+from tandem.errors import ConfigError
+
+log = logging.getLogger("tandem.run")
+
+BITS_MAY_DIFFER = {"nodes", "nproc", "elastic", "threads", "device", "compile", "micro_batch_size"}
+
+
+class ResumeSettings(Protocol):
+    """The part of config.Settings that the decision reads."""
+
+    @property
+    def resume(self) -> str: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def batch_size(self) -> int: ...
+    def to_dict(self) -> dict[str, object]: ...
+    def fingerprint_fields(self) -> dict[str, object]: ...
+
+
+@dataclass(frozen=True)
+class ResumeDecision:
+    """Where the run begins: "fresh" at step 0; "resume" at `step`; "complete" at `step`, nothing to train.
+
+    Rank 0 reads the bytes, once, and hashes them as it does: the newest of the run's own checkpoints that
+    holds, then `elsewhere`, in this order. `needed`: none that holds is an error, not a beginning at step 0.
+    """
+
+    kind: Literal["fresh", "resume", "complete"]
+    step: int = 0
+    elsewhere: tuple[tuple[Path, int], ...] = ()  # (directory, step) of another run, which is only read
+    needed: bool = False
+    changes: tuple[str, ...] = ()  # lines to log once
+    moved_to: Path | None = None  # where checkpoints of this run that no longer count lie now
+
+
+def decide_resume(settings: ResumeSettings, store: CheckpointStore) -> ResumeDecision:
+    """Decide where to begin; the first that applies:
+
+    1. `--resume never`: fresh; what lies in `store` is moved to checkpoints-before-<UTC time> beside it.
+    2. `--resume PATH[@STEP]`, and the newest checkpoint here has exactly these settings: it is from this
+       same command, which the platform started again; go on from it instead of going back.
+    3. `--resume PATH[@STEP]`: that step, or the newest one there. PATH is a run, a checkpoints directory or
+       one step in it; it is only read. Checkpoints here of another line of training are moved aside as in
+       1, after those of PATH have been found whole.
+    4. `auto`, `required`: the newest checkpoint here; one with a damaged manifest is quarantined.
+    5. `required`: none here is an error.
+    6. `auto`: fresh.
+
+    For 2 to 4: another fingerprint than the settings' is an error and nothing is moved; a step that is not
+    less than the planned ones makes it "complete", whose bytes are read and hashed here: no rank will.
+    Raises ConfigError (nothing there, fingerprint) and CheckpointError (damaged PATH@STEP, volume).
+    """
+    if settings.resume == "never":
+        return ResumeDecision("fresh", moved_to=store.move_aside())
+    if settings.resume not in ("auto", "required"):
+        return _from_path(settings, store)
+    found = store.newest(lambda step: _look(settings, store, step), say_damaged)
+    if found is not None:
+        return _begin_at(*found, needed=settings.resume == "required")
+    if settings.resume == "required":
+        raise ConfigError(nothing_valid(store.directory))
+    return ResumeDecision("fresh")
+
+
+def nothing_valid(directory: Path) -> str:
+    """What is said when a checkpoint has to be there and none is whole."""
+    return (
+        f"{directory} holds no valid checkpoint, and --resume asks for one; "
+        "check --run-dir, or give --resume auto to begin afresh"
+    )
+
+
+def say_damaged(step: int, problem: str) -> None:
+    """One line on a checkpoint that is passed over."""
+    log.warning("checkpoint step %d is damaged (%s): using the one before", step, problem)
+
+
+def _from_path(settings: ResumeSettings, store: CheckpointStore) -> ResumeDecision:
+    here = store.newest(store.info, say_damaged, quarantine=False)
+    if here is not None and _is_same_command(here[1], settings):
+        decision = _begin_at(here[0], _look(settings, store, here[0]), needed=True)
+        said = f"going on from step {here[0]} here, which this same --resume has reached"
+        with suppress(ConfigError):
+            decision = replace(decision, elsewhere=_candidates(*locate(settings.resume)))
+        return replace(decision, changes=(*decision.changes, said))
+    there, only = locate(settings.resume)
+    same_line = there.directory.resolve() == store.directory.resolve()
+    whole = same_line or bool(store.steps())  # nothing is moved aside for bytes that do not hold
+    if only is not None:
+        step, looked = only, _look(settings, there, only, whole)
+    else:
+        found = there.newest(lambda step: _look(settings, there, step, whole), say_damaged, quarantine=False)
+        if found is None:
+            raise ConfigError(nothing_valid(there.directory))
+        step, looked = found
+    decision = _begin_at(step, looked, needed=True)
+    moved_to = store.move_aside(after_step=step if same_line else -1)
+    return replace(decision, elsewhere=() if same_line else _candidates(there, only), moved_to=moved_to)
+
+
+def _candidates(there: CheckpointStore, only: int | None) -> tuple[tuple[Path, int], ...]:
+    return tuple((there.directory, step) for step in ([only] if only is not None else there.steps()))
+
+
+def _look(
+    settings: ResumeSettings, store: CheckpointStore, step: int, whole: bool = False
+) -> tuple[bool, tuple[str, ...]]:
+    """(complete, changes) of going on from `step`. Raises ConfigError for another fingerprint."""
+    info = store.info(step)
+    unknown = _check_fingerprint(settings, info, store.path(step))
+    planned = settings.steps or settings.epochs * (int(info["train_samples"]) // settings.batch_size)
+    if whole or step >= planned:
+        store.verify(step)
+    return step >= planned, (*unknown, *_changes(info, settings))
+
+
+def _begin_at(step: int, looked: tuple[bool, tuple[str, ...]], needed: bool) -> ResumeDecision:
+    complete, changes = looked
+    return ResumeDecision("complete" if complete else "resume", step, needed=needed, changes=changes)
+
+
+def _is_same_command(info: Mapping[str, Any], settings: ResumeSettings) -> bool:
+    """Whether a checkpoint has these settings; what only one of the two programs knows does not count."""
+    old, new = info.get("settings", {}), _plain(settings.to_dict())
+    return "resume" in old and all(old[key] == new[key] for key in old.keys() & new.keys())
+
+
+def _check_fingerprint(settings: ResumeSettings, info: Mapping[str, Any], path: Path) -> list[str]:
+    """Raises ConfigError where old and new differ; a line for each that only one of the programs knows."""
+    old, new = info.get("fingerprint", {}), _plain(settings.fingerprint_fields())
+    known = old.keys() & new.keys()
+    was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
+    differing = [
+        f"{key} was {was.get(key)!r} and is {now.get(key)!r} now"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+    ]
+    if differing:
+        raise ConfigError(
+            f"cannot resume {path}: {', '.join(differing)}; give the old value, "
+            "another --run-dir, or --resume never"
+        )
+    return [
+        f"{key} is {old.get(key, new.get(key))!r}, which {'this' if key in old else 'the saving'} version "
+        "of tandem does not know: not compared"
+        for key in sorted(old.keys() ^ new.keys())
+    ]
+
+
+def _changes(info: Mapping[str, Any], settings: ResumeSettings) -> list[str]:
+    old, new = info.get("settings", {}), _plain(settings.to_dict())
+    same = {*settings.fingerprint_fields(), "resume"}
+    return [
+        f"{key} was {old.get(key)!r} and is {new[key]!r} now"
+        + (" (the weights may differ in their last bits)" if key in BITS_MAY_DIFFER else "")
+        for key in new
+        if key not in same and old.get(key) != new[key]
+    ]
+
+
+def _plain(values: object) -> dict[str, Any]:
+    """As a manifest gives it back."""
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def _flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """task_fields {"noise": "3"} -> "task.noise": "3", so that a message can name the field."""
+    fields = {f"task.{name}": value for name, value in fingerprint.get("task_fields", {}).items()}
+    return {**{key: value for key, value in fingerprint.items() if key != "task_fields"}, **fields}

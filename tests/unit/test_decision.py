@@ -1,0 +1,235 @@
+"""Every line of the resume decision, which reads manifests and leaves the bytes to rank 0."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.checkpoint.decision import ResumeDecision, decide_resume
+from tandem.checkpoint.store import CheckpointStore
+from tandem.config import Settings
+from tandem.distributed.group import Position
+from tandem.errors import ConfigError, CorruptCheckpointError
+from tandem.telemetry.recorder import Recorder
+from tandem.training.resume import _newest
+
+TRAIN_SAMPLES = 1000
+
+
+def make(**values: Any) -> Settings:
+    return Settings.from_dict({"batch_size": 100, "epochs": 4, **values})
+
+
+def save(store: CheckpointStore, step: int, settings: Settings) -> None:
+    info = {
+        "settings": settings.to_dict(),
+        "fingerprint": settings.fingerprint_fields(),
+        "train_samples": TRAIN_SAMPLES,
+    }
+    store.save(step, b"state %d" % step, info)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run" / "checkpoints")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "other" / "checkpoints")
+
+
+def begin(decision: ResumeDecision) -> tuple[str, int]:
+    return decision.kind, decision.step
+
+
+def test_auto_takes_the_newest_or_begins_afresh(store: CheckpointStore) -> None:
+    assert decide_resume(make(), store) == ResumeDecision("fresh")
+    for step in (10, 20):
+        save(store, step, make())
+    assert decide_resume(make(), store) == ResumeDecision("resume", 20)
+
+
+def test_a_damaged_manifest_is_quarantined(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        save(store, step, make())
+    (store.path(20) / "manifest.json").write_bytes(b"{}")
+    assert begin(decide_resume(make(), store)) == ("resume", 10)
+    assert (store.directory / "corrupt-step-000000020-1").is_dir()
+
+
+def test_a_complete_run_has_been_read_back(store: CheckpointStore) -> None:
+    for step in (39, 40):
+        save(store, step, make())
+    (store.path(40) / "state.pt").write_bytes(b"State 40")
+    assert begin(decide_resume(make(), store)) == ("resume", 39)
+    assert store.steps() == [39]
+
+
+def found_by_rank_0(store: CheckpointStore, decision: ResumeDecision) -> tuple[int, bytes]:
+    return _newest(store, Position(), decision, Recorder(1, 8, lambda message: None))[:2]
+
+
+def test_rank_0_reads_along_the_decision(store: CheckpointStore, other: CheckpointStore) -> None:
+    for step in (10, 20, 30):
+        save(store, step, make())
+    (store.path(30) / "state.pt").write_bytes(b"State 30")
+    decision = decide_resume(make(resume="required"), store)
+    assert begin(decision) == ("resume", 30) and store.steps() == [30, 20, 10], "the bytes are rank 0's"
+    assert found_by_rank_0(store, decision) == (20, b"state 20")
+    assert (store.directory / "corrupt-step-000000030-1").is_dir() and store.steps() == [20, 10]
+    for step in (10, 20):
+        (store.path(step) / "state.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match="no valid checkpoint"):
+        found_by_rank_0(store, decision)
+    assert found_by_rank_0(store, decide_resume(make(), store)) == (0, b"")
+    for step in (10, 20):
+        save(other, step, make())
+    (other.path(20) / "state.pt").write_bytes(b"")
+    decision = decide_resume(make(resume=str(other.directory)), store)
+    assert found_by_rank_0(store, decision) == (10, b"state 10") and other.steps() == [20, 10], "only read"
+    save(store, 30, make())
+    assert found_by_rank_0(store, decision) == (30, b"state 30"), "an earlier world of this launch saved it"
+
+
+def test_a_state_is_read_once(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (10, 20):
+        save(store, step, make())
+    opened, real = [], os.open
+
+    def count(path: Any, *args: Any, **kwargs: Any) -> int:
+        opened.append(Path(path).name)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", count)
+    found_by_rank_0(store, decide_resume(make(), store))
+    assert opened.count("state.pt") == 1
+
+
+def test_required_names_the_directory(store: CheckpointStore) -> None:
+    with pytest.raises(ConfigError, match=str(store.directory)) as caught:
+        decide_resume(make(resume="required"), store)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    save(store, 10, make())
+    assert begin(decide_resume(make(resume="required"), store)) == ("resume", 10)
+
+
+def test_never_moves_aside(store: CheckpointStore) -> None:
+    assert decide_resume(make(resume="never"), store).moved_to is None
+    save(store, 10, make(seed=3))
+    decision = decide_resume(make(resume="never"), store)
+    assert begin(decision) == ("fresh", 0) and store.steps() == []
+    assert decision.moved_to is not None and CheckpointStore(decision.moved_to).steps() == [10]
+    assert os.listdir(store.directory.parent) == [decision.moved_to.name]
+
+
+def test_a_path_elsewhere(store: CheckpointStore, other: CheckpointStore) -> None:
+    for step in (10, 20, 30):
+        save(other, step, make())
+    (other.path(30) / "state.pt").write_bytes(b"")
+    save(store, 25, make())
+    run = other.directory.parent
+    decision = decide_resume(make(resume=str(run)), store)
+    assert begin(decision) == ("resume", 20), "what lies here is not moved aside for bytes that do not hold"
+    assert decision.elsewhere == tuple((other.directory, step) for step in (30, 20, 10))
+    assert other.steps() == [30, 20, 10]  # only read
+    assert decision.moved_to is not None and store.steps() == []
+    for text in (f"{run}@10", str(other.path(10))):
+        assert begin(decide_resume(make(resume=text), store)) == ("resume", 10)
+    save(store, 25, make())
+    with pytest.raises(CorruptCheckpointError):
+        decide_resume(make(resume=f"{run}@30"), store)
+    assert store.steps() == [25]
+    for text in (f"{run}@11", f"{run}-no", str(run.parent)):
+        with pytest.raises(ConfigError):
+            decide_resume(make(resume=text), store)
+
+
+def test_going_back_within_a_run(store: CheckpointStore) -> None:
+    for step in (10, 20, 30):
+        save(store, step, make())
+    decision = decide_resume(make(resume=f"{store.directory.parent}@20"), store)
+    assert begin(decision) == ("resume", 20) and store.steps() == [20, 10]
+    assert decision.moved_to is not None and CheckpointStore(decision.moved_to).steps() == [30]
+
+
+def test_the_same_command_again_goes_on(store: CheckpointStore, other: CheckpointStore) -> None:
+    save(other, 10, make())
+    again = make(resume=str(other.directory.parent))
+    save(store, 17, again)
+    decision = decide_resume(again, store)
+    assert begin(decision) == ("resume", 17) and decision.elsewhere == ((other.directory, 10),)
+    assert decision.moved_to is None and "step 17" in decision.changes[0]
+
+
+def test_complete_is_measured_in_steps(store: CheckpointStore) -> None:
+    save(store, 40, make())
+    assert begin(decide_resume(make(), store)) == ("complete", 40)
+    assert begin(decide_resume(make(epochs=5), store)) == ("resume", 40)
+    assert begin(decide_resume(make(steps=40), store)) == ("complete", 40)
+    assert begin(decide_resume(make(steps=41), store)) == ("resume", 40)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"batch_size": 200}, "batch_size was 100 and is 200"),
+        ({"seed": 7}, "seed was 0 and is 7"),
+        ({"precision": "bf16"}, "precision was 'fp32' and is 'bf16'"),
+        ({"optimizer": "adam"}, "optimizer was 'sgd' and is 'adam'"),
+        ({"task_fields": {"noise": "3"}}, "task.noise was None and is '3'"),
+    ],
+)
+@pytest.mark.parametrize("resume", ["auto", "required", "path"])
+def test_another_fingerprint_is_refused(
+    store: CheckpointStore, other: CheckpointStore, values: dict[str, Any], said: str, resume: str
+) -> None:
+    for each in (store, other):
+        save(each, 40, make())
+    text = str(other.directory.parent) if resume == "path" else resume
+    with pytest.raises(ConfigError, match=said) as caught:
+        decide_resume(make(resume=text, **values), store)
+    assert "\n" not in str(caught.value)
+    assert store.steps() == [40] and other.steps() == [40]  # nothing was touched
+
+
+def test_other_changes_are_told(store: CheckpointStore) -> None:
+    save(store, 10, make())
+    changes = decide_resume(make(lr=0.05, nodes=2, epochs=9), store).changes
+    assert len(changes) == 3 and "lr was 0.1 and is 0.05 now" in changes
+    assert any(line.startswith("nodes") and "bits" in line for line in changes)
+
+
+@dataclass
+class Newer:
+    """The settings of another version of tandem, which knows one more that decides the bits, and one more."""
+
+    settings: Settings
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.settings.to_dict(), "clip_value": 0.5}
+
+    def fingerprint_fields(self) -> dict[str, Any]:
+        return {**self.settings.fingerprint_fields(), "clip_value": 0.5}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.settings, name)
+
+
+def test_a_setting_that_one_version_does_not_know(store: CheckpointStore, other: CheckpointStore) -> None:
+    """A version that goes back, or forward, by one setting can read the checkpoints of the other."""
+    save(store, 10, Newer(make()))  # type: ignore[arg-type]
+    decision = decide_resume(make(), store)
+    assert begin(decision) == ("resume", 10)
+    said = "clip_value is 0.5, which this version of tandem does not know: not compared"
+    assert decision.changes == (said,)
+    save(other, 10, make())
+    (change, *more) = decide_resume(Newer(make()), other).changes
+    assert "which the saving version of tandem does not know" in change
+    with pytest.raises(ConfigError, match="seed was 0 and is 7"):
+        decide_resume(make(seed=7), store)
+    again = make(resume=str(other.directory.parent))
+    save(store, 17, Newer(again))  # type: ignore[arg-type]
+    assert begin(decide_resume(again, store)) == ("resume", 17), "the same command, by another version"
