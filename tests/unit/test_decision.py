@@ -12,6 +12,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.errors import ConfigError, CorruptCheckpointError
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.training.resume import _newest
 
@@ -69,7 +70,7 @@ def test_a_complete_run_has_been_read_back(store: CheckpointStore) -> None:
 
 
 def found_by_rank_0(store: CheckpointStore, decision: ResumeDecision) -> tuple[int, bytes]:
-    return _newest(store, Position(), decision, Recorder(1, 8, lambda message: None))[:2]
+    return _newest(store, Position(), decision, Recorder(1, 8, lambda message: None, Clock()))[:2]
 
 
 def test_rank_0_reads_along_the_decision(store: CheckpointStore, other: CheckpointStore) -> None:
