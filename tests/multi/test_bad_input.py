@@ -88,7 +88,8 @@ def write_mnist(folder: Path, train: int = 64, evaluation: int = 32) -> None:
         write_idx(folder / names[1], torch.arange(count).remainder(10).to(torch.uint8))
 
 
-BINARY = ("--task", "binary", "--batch-size", "20", "--device", "cpu", "--metrics-port", "0")
+TASK = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
+BINARY = ("--task", TASK, "--batch-size", "20", "--device", "cpu", "--metrics-port", "0")
 
 FLAG_CASES = {
     "unknown-task": (["--task", "digit"], ["'digit'", "did you mean 'digits'"]),
@@ -96,10 +97,10 @@ FLAG_CASES = {
     "task-file-is-a-directory": (["--task", "folder.py:Mine"], ["folder.py"]),
     "task-file-syntax": (["--task", "broken.py:Mine"], ["broken.py", "SyntaxError", "line 1"]),
     "task-class-missing": (["--task", "wide.py:Wyde"], ["'Wyde'", "Wide"]),
-    "task-field-unknown": (["--task", "binary", "--task.sample", "9"], ["sample"]),
+    "task-field-unknown": (["--task", TASK, "--task.sample", "9"], ["sample"]),
     "epochs-0": (["--epochs", "0"], ["--epochs", "'0'", "at least 1"]),
     "unknown-flag": (["--epoch", "3"], ["--epoch;", "did you mean --epochs?"]),
-    "batch-larger-than-the-set": (["--task", "binary", "--batch-size", "101"], ["101", "--batch-size 100"]),
+    "batch-larger-than-the-set": (["--task", TASK, "--batch-size", "101"], ["101", "--batch-size 100"]),
     "run-dir-below-a-file": ([*BINARY, "--run-dir", "file/run"], ["file/run", "--run-dir"]),
 }
 
@@ -135,7 +136,7 @@ def test_an_unknown_variable_names_the_nearest(run_tandem: Tandem) -> None:
 @pytest.mark.multi
 def test_a_batch_that_does_not_divide_names_two_that_do(run_tandem: Tandem, tmp_path: Path) -> None:
     code, output = run_tandem(
-        "launch", "--nodes", "2", "--task", "binary", "--task.samples", "300", "--batch-size", "241",
+        "launch", "--nodes", "2", "--task", TASK, "--task.samples", "300", "--batch-size", "241",
         "--steps", "2", "--device", "cpu", "--metrics-port", "0", "--run-dir", "run",
     )  # fmt: skip
     assert code == 2, output
@@ -217,7 +218,7 @@ def test_settings_that_a_resume_must_keep_exit_2_with_both_values(run_tandem: Ta
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("verb", ["launch", "train"])
 def test_cuda_that_is_not_there_exits_2(verb: str, run_tandem: Tandem) -> None:
-    code, output = run_tandem(verb, "--task", "binary", "--batch-size", "20", "--steps", "5",
+    code, output = run_tandem(verb, "--task", TASK, "--batch-size", "20", "--steps", "5",
                               "--device", "cuda", "--metrics-port", "0", "--run-dir", "run")  # fmt: skip
     assert code == 2, output
     assert "--device cuda" in the_error(output)

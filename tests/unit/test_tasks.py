@@ -17,6 +17,7 @@ from tandem.errors import ConfigError
 from tandem.tasks.base import BUILT_IN, load_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+BINARY = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
 TASK = """
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_fields_that_do_not_fit_are_named(task_file: Path, fields: dict[str, str
 @given(st.text())
 def test_any_text_for_a_number_is_taken_or_refused_in_one_line(text: str) -> None:
     try:
-        load("binary", samples=text)
+        load(BINARY, samples=text)
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1
 
@@ -106,7 +107,7 @@ def test_any_text_for_a_number_is_taken_or_refused_in_one_line(text: str) -> Non
         ("nothing.py:A", "nothing.py does not exist"),
         ("no_such_module:A", "there is no module 'no_such_module'"),
         ("tandem.nothing:A", "there is no module 'tandem.nothing'"),
-        ("tandem.tasks.binary:Binry", "task classes in it: Binary"),
+        ("tandem.tasks.digits:Digit", "task classes in it: Digits"),
         ("tandem.errors:ConfigError", "is no task: add build_model, build_datasets, loss"),
         ("tandem.errors", "0 task classes"),
     ],
@@ -189,9 +190,9 @@ def test_digits_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_binary_counts_its_passes_in_training_only() -> None:
-    model, _ = one_step(load("binary"))
+    model, _ = one_step(load(BINARY))
     assert model.passes == 1
-    assert [len(part) for part in load("binary").build_datasets()] == [100, 100]
+    assert [len(part) for part in load(BINARY).build_datasets()] == [100, 100]
 
 
 @pytest.mark.parametrize(

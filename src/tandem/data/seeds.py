@@ -68,7 +68,7 @@ class HostGenerator(NamedTuple):
 
 TORCH = HostGenerator(torch.default_generator.manual_seed, lambda: int(torch.randint(2**62, ())))
 PYTHON = HostGenerator(random.seed, lambda: random.getrandbits(62))
-NUMPY = HostGenerator(lambda seed: mtrand.seed(seed & 0xFFFFFFFF), lambda: mtrand.bytes(8))
+NUMPY = HostGenerator(lambda seed: mtrand.seed(seed & 0xFFFFFFFF), mtrand.random_sample)
 
 
 def seed_host_generators(seed: int) -> None:

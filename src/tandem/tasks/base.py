@@ -40,7 +40,6 @@ BUILT_IN: Mapping[str, str] = {
     "fashion-mnist": "tandem.tasks.mnist:FashionMnist",
     "cifar10": "tandem.tasks.cifar10:Cifar10",
     "image-folder": "tandem.tasks.image_folder:ImageFolder",
-    "binary": "tandem.tasks.binary:Binary",
 }
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 

@@ -1,23 +1,26 @@
 """A task's own settings: texts from `--task.FIELD VALUE` become values of the dataclass field's type."""
 
 import dataclasses
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tandem.data.datasets import one_line
 from tandem.errors import ConfigError
 
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-
-def field_names(task_class: type[Any]) -> list[str]:
-    """The fields that can be given a value, in their order; none for a class that is no dataclass."""
-    if not dataclasses.is_dataclass(task_class):
-        return []
-    return [field.name for field in dataclasses.fields(task_class) if field.init]
+_TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+_FROM_TEXT: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("a whole number", int),
+    float: ("a number", float),
+    bool: ("true or false", lambda text: _TRUTH[text.lower()]),
+    str: ("text", str),
+    Any: ("text", str),
+    Path: ("a path", Path),
+    NoneType: ("none", dict[str, None]().__getitem__),
+}
+_SETTABLE = "int, float, bool, str, Path, Literal and X | None"
 
 
 def convert_fields(
@@ -27,7 +30,8 @@ def convert_fields(
 
     Raises ConfigError on an unknown field, a value that does not fit, and a required field without one.
     """
-    known = field_names(task_class)
+    declared = dataclasses.fields(task_class) if dataclasses.is_dataclass(task_class) else ()
+    known = {field.name: field for field in declared if field.init}
     values: dict[str, Any] = {field: value for field, value in given.items() if field in known}
     hints = _hints(task_class, name) if texts else {}
     for key, text in texts.items():
@@ -35,26 +39,20 @@ def convert_fields(
         if field in given:
             raise ConfigError(f"--task.{key} is set with --{field.replace('_', '-')}: give that instead")
         if field not in known:
-            free = [known_field for known_field in known if known_field not in given]
+            free = [other for other in known if other not in given]
             raise ConfigError(f"task {name} has no field {key!r}{_nearest(field, free)}")
         try:
-            values[field] = _convert(text, hints[field])
+            values[field] = _convert(hints[field], text)
         except ValueError as error:
             raise ConfigError(f"--task.{key} is {text!r}: {error}") from error
-    if absent := [field for field in _required(task_class) if field not in values]:
+    if absent := [field for field in known if field not in values and _is_required(known[field])]:
         flags = " ".join(f"--task.{field} VALUE" for field in absent)
         raise ConfigError(f"task {name} needs {flags}")
     return values
 
 
-def _required(task_class: type[Any]) -> list[str]:
-    if not dataclasses.is_dataclass(task_class):
-        return []
-    return [
-        field.name
-        for field in dataclasses.fields(task_class)
-        if field.init and field.default is field.default_factory is dataclasses.MISSING
-    ]
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def _hints(task_class: type[Any], name: str) -> dict[str, Any]:
@@ -64,43 +62,26 @@ def _hints(task_class: type[Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"the field types of task {name} cannot be read ({one_line(error)})") from error
 
 
-def _convert(text: str, kind: Any) -> Any:
-    """`text` as a value of type `kind`; ValueError says what is valid."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return _convert_union(text, get_args(kind))
-    if get_origin(kind) is Literal:
-        for choice in get_args(kind):
-            if text == str(choice):
-                return choice
-        raise ValueError(f"give one of {', '.join(map(str, get_args(kind)))}")
-    if kind is bool:
-        if text.lower() not in _TRUE + _FALSE:
-            raise ValueError("give true or false")
-        return text.lower() in _TRUE
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            raise ValueError(f"give {'a whole number' if kind is int else 'a number'}") from None
-    if kind in (str, Path, Any):
-        return Path(text) if kind is Path else text
-    raise ValueError(
-        f"a field of type {getattr(kind, '__name__', kind)} cannot be set from text; "
-        "int, float, bool, str, Path, Literal and X | None can"
-    )
-
-
-def _convert_union(text: str, kinds: tuple[Any, ...]) -> Any:
-    if type(None) in kinds and text.lower() in ("", "none"):
+def _convert(kind: Any, text: str) -> Any:
+    """`text` as a value of `kind`, of the first of a union that it fits; ValueError says what is valid."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if NoneType in kinds and text.lower() in ("", "none"):
         return None
-    problems = []
-    for kind in kinds:
-        if kind is not type(None):
-            try:
-                return _convert(text, kind)
-            except ValueError as error:
-                problems.append(str(error))
-    raise ValueError(" or ".join(problems) + (", or none" if type(None) in kinds else ""))
+    valid = []
+    for choice in kinds:
+        if get_origin(choice) is Literal:
+            words = f"one of {', '.join(map(str, get_args(choice)))}"
+            convert: Callable[[str], Any] = {str(value): value for value in get_args(choice)}.__getitem__
+        elif choice in _FROM_TEXT:
+            words, convert = _FROM_TEXT[choice]
+        else:
+            name = getattr(choice, "__name__", choice)
+            raise ValueError(f"a field of type {name} cannot be set from text; {_SETTABLE} can")
+        try:
+            return convert(text)
+        except (ValueError, KeyError):
+            valid.append(words)
+    raise ValueError(f"give {', or '.join(valid)}")
 
 
 def _nearest(field: str, known: list[str]) -> str:
