@@ -83,6 +83,7 @@ def test_two_nodes_train_the_digits_and_show_metrics(cluster: TestedCluster) -> 
     assert verified.count("verified") == 2 and "DAMAGED" not in verified
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["1", "4"])
 def test_other_numbers_of_nodes(cluster: TestedCluster, task: str, nodes: str) -> None:
     code, output = cluster.up("--nodes", nodes, "--task", task, "--epochs", "2")
@@ -93,6 +94,7 @@ def test_other_numbers_of_nodes(cluster: TestedCluster, task: str, nodes: str) -
     assert first and all(line.startswith("node-1") for line in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_replica_that_fails_with_7_makes_7(cluster: TestedCluster, task: str, rank: str) -> None:
     code, output = cluster.up("--nodes", "2", "--task", task, "--args", f"--task.rank {rank} --task.code 7")
@@ -100,6 +102,7 @@ def test_a_replica_that_fails_with_7_makes_7(cluster: TestedCluster, task: str, 
     assert "ended with 7 (" in output
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_stays_down_with_2(cluster: TestedCluster, task: str) -> None:
     code, output = cluster.up("--nodes", "2", "--task", task, "--args", "--lr fast")
     assert code == 2 and "--lr got 'fast'" in output
@@ -107,6 +110,7 @@ def test_a_wrong_setting_stays_down_with_2(cluster: TestedCluster, task: str) ->
     assert {node.exit_code for node in cluster.engine().nodes()} == {2}
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task: str) -> None:
     flags = ("--nodes", "2", "--task", task, "--epochs", "15", "--args", SLOWLY)
     process = cluster.start(*flags)
@@ -123,6 +127,7 @@ def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task
     assert summary["resumed_from_step"] == stopped["global_step"]
 
 
+@pytest.mark.slow
 def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task: str) -> None:
     flags = ("--nodes", "1", "--task", task, "--epochs", "15", "--args", SLOWLY)
     process = cluster.start(*flags)
@@ -137,6 +142,7 @@ def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task
     assert summary is not None and summary["world_size"] == 2 and int(str(summary["resumed_from_step"])) > 0
 
 
+@pytest.mark.slow
 def test_down_leaves_nothing_but_the_volumes(cluster: TestedCluster, task: str) -> None:
     code, output = cluster.up("--nodes", "2", "--task", task, "--epochs", "1")
     assert code == 0, output
@@ -149,6 +155,7 @@ def test_down_leaves_nothing_but_the_volumes(cluster: TestedCluster, task: str) 
     assert not cluster.left()["volumes"]
 
 
+@pytest.mark.slow
 def test_a_rate_holds_every_node_also_after_a_restart(cluster: TestedCluster, task: str) -> None:
     flags = ("--nodes", "2", "--task", task, "--epochs", "60", "--args", SLOWLY)
     process = cluster.start(*flags, "--rate", "100mbit")
@@ -195,6 +202,7 @@ def test_a_port_that_is_taken(cluster: TestedCluster) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_volume_of_another_user(cluster: TestedCluster) -> None:
     volume = f"{cluster.project}_checkpoints"
     mine = ("--label", f"com.docker.compose.project={cluster.project}", "--label")
@@ -219,6 +227,7 @@ def test_a_disk_that_is_nearly_full(cluster: TestedCluster, monkeypatch: pytest.
         preflight.check_room_for_a_build(1_500_000_000)
 
 
+@pytest.mark.slow
 def test_netem_or_a_refusal(cluster: TestedCluster) -> None:
     from network import has_netem
 
@@ -229,6 +238,7 @@ def test_netem_or_a_refusal(cluster: TestedCluster) -> None:
         assert code == 2 and output.startswith("tandem: LATENCY=5ms needs the kernel's netem, which")
 
 
+@pytest.mark.slow
 def test_a_cluster_that_runs_is_not_started_twice(cluster: TestedCluster, task: str) -> None:
     flags = ("--nodes", "1", "--task", task, "--epochs", "40", "--args", SLOWLY)
     process = cluster.start(*flags)

@@ -37,6 +37,7 @@ def kills(processes: Any, folder: Path, world_size: int, device: str) -> tuple[d
     return dict(json.loads(rows.read_text())[0]), output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_kills_at_random_steps_change_no_bit(processes: Any, tmp_path: Path, world_size: int) -> None:
     row, output = kills(processes, tmp_path, world_size, "cpu")

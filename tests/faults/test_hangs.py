@@ -47,7 +47,7 @@ def named(runs: Runs, run: str) -> dict[str, Any]:
     return event
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
     undisturbed = runs.undisturbed(*FLAGS)
     process = runs.start("launch", "stopped", "--nodes", 2, *FLAGS, delay=SLOW)
@@ -73,6 +73,7 @@ def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
     assert "all_reduce" in (other / f"flight-rank-{1 - rank}.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleep", "skip"])
 def test_a_rank_that_leaves_the_others_waiting_is_named(runs: Runs, how: str) -> None:
     (runs.folder / "leaving.py").write_text(LEAVING)
@@ -109,6 +110,7 @@ class Patient(Small):
 """
 
 
+@pytest.mark.slow
 def test_a_slow_first_step_and_a_long_evaluation_are_no_hangs(runs: Runs) -> None:
     (runs.folder / "patient.py").write_text(PATIENT)
     flags = ("--task", "patient.py:Patient", "--steps", 20, "--eval-every", 10, "--hang-timeout", 1)
@@ -151,6 +153,7 @@ def link(require: Callable[..., None]) -> Iterator[Link]:
     cable.close()
 
 
+@pytest.mark.slow
 def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Runs, link: Link) -> None:
     undisturbed = runs.undisturbed(*FLAGS)
     runs.environment["GLOO_SOCKET_IFNAME"] = "cable"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_runs import Runs
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
 

@@ -6,6 +6,7 @@ from small_runs import Runs
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run(runs: Runs) -> None:
     flags = ("--nodes", 2, "--lr", "1e30", "--schedule", "constant", "--steps", 40)
     code, output = runs.processes.wait(runs.start("launch", "nan", *flags))

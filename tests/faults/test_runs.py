@@ -14,6 +14,7 @@ EVERY = ("--checkpoint-every", "20", "--steps", "200")
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_every_launcher_ends_with_the_same_weights(runs: Runs, nodes: int) -> None:
     launched = runs.finish("launch", "launched", "--nodes", nodes, "--steps", 60)
@@ -41,7 +42,7 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(runs: Runs) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("target", ["launcher", "every process"])
+@pytest.mark.parametrize("target", ["launcher", pytest.param("every process", marks=pytest.mark.slow)])
 def test_a_stop_signal_saves_once_and_the_next_start_goes_on(runs: Runs, target: str) -> None:
     undisturbed = runs.undisturbed(*EVERY)
     process = runs.start("launch", "stopped", "--nodes", 2, *EVERY, delay=SLOW)
@@ -72,6 +73,7 @@ def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs) -> None:
     assert code == 137, output
 
 
+@pytest.mark.slow
 def test_ranks_leave_with_their_agent(runs: Runs) -> None:
     process = runs.start("launch", "orphans", *EVERY, delay=SLOW)
     runs.wait_for_step("orphans", 20)
@@ -80,6 +82,7 @@ def test_ranks_leave_with_their_agent(runs: Runs) -> None:
     runs.until(lambda: not rank_processes(process.pid), "end of the ranks", limit=10)
 
 
+@pytest.mark.slow
 def test_a_complete_run_says_so_and_goes_on_with_more_steps(runs: Runs) -> None:
     first = runs.finish("launch", "again", "--nodes", 2, "--steps", 40)
     code, output = runs.processes.wait(runs.start("launch", "again", "--nodes", 2, "--steps", 40))
@@ -103,6 +106,7 @@ def node(runs: Runs, index: int, nodes: int, port: int, *flags: object, delay: f
     return runs.start("launch", "many", *place, *flags, delay=delay)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rank_0_is_on_node_0_of_twelve_also_after_its_restart(runs: Runs, free_port: int) -> None:
     flags = ("--steps", 60, "--checkpoint-every", 5, "--threads", 1)

@@ -42,6 +42,7 @@ def test_a_sound_task_passes(runs: Runs) -> None:
     assert not (runs.folder / "unused").exists(), "everything happens elsewhere"
 
 
+@pytest.mark.slow
 def test_a_generator_of_ones_own_is_found(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(OWN_GENERATOR)
     code, output = verify(runs, 1)
@@ -51,6 +52,7 @@ def test_a_generator_of_ones_own_is_found(runs: Runs) -> None:
     assert "loss of step" in output and "weights differ at the end, first" in output
 
 
+@pytest.mark.slow
 def test_a_task_that_cannot_run_is_said_with_its_code(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(TASK.replace("out = model(x)", "out = model(undefined)"))
     code, output = verify(runs, 1)
@@ -59,6 +61,7 @@ def test_a_task_that_cannot_run_is_said_with_its_code(runs: Runs) -> None:
     assert code == 2 and "--lr" in output, output
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_stop(runs: Runs, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

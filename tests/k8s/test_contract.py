@@ -64,9 +64,12 @@ SHAPES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.manifest}-{shape.nproc}")
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])],
+    ids=lambda shape: f"{shape.manifest}-{shape.nproc}",
+)
 def test_trains_to_completion_and_again_when_a_pod_is_killed(
     cluster: Callable[[], Cluster], shape: Shape
 ) -> None:

@@ -101,6 +101,7 @@ def test_the_last_state_stays_when_nobody_answers(browser: Browser, hostile: Met
     assert browser.run("document.querySelectorAll('#ranks tbody tr').length") == 64
 
 
+@pytest.mark.slow
 def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     browser: Browser, tmp_path: Path, processes: Any
 ) -> None:

@@ -11,7 +11,8 @@ import pytest
 from prometheus import ROOT
 
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "6"))
-pytestmark = [pytest.mark.monitoring, pytest.mark.multi, pytest.mark.timeout(120 + 20 * TRIALS)]
+pytestmark = [pytest.mark.slow, pytest.mark.monitoring, pytest.mark.multi]
+pytestmark += [pytest.mark.timeout(120 + 20 * TRIALS)]
 
 
 def test_the_slowed_rank_is_named(tmp_path: Path, processes: Any) -> None:
