@@ -1,13 +1,19 @@
-"""Placement against the captured environments of real pods, steps and ranks, and everything that can be wrong."""
+"""Placement against the environments of real pods, steps and ranks, and everything that can be wrong.
 
+Those of SageMaker and Azure ML are put together from their documentation, the others were captured.
+"""
+
+import json
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tandem.platforms
 from tandem.errors import ConfigError
-from tandem.platforms.placement import Placement, detect
+from tandem.platforms.placement import Placement, detect, platforms
 from tandem.platforms.slurm import expand_nodelist, expand_tasks
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
@@ -69,6 +75,12 @@ REAL = [
     ("slurm-two-per-node-0", "slurm", 2, 0, 2, "node1:20005", None, "node1"),
     ("slurm-two-per-node-3", "slurm", 2, 1, 2, "node1:20005", None, "node2"),
     ("torchrun-rank-1", "torchrun", 1, 0, 2, "127.0.0.1:29444", None, None),
+    ("sagemaker-0", "sagemaker", 2, 0, 4, "algo-1:7777", None, "algo-1"),
+    ("sagemaker-1", "sagemaker", 2, 1, 4, "algo-1:7777", None, "algo-2"),
+    ("azureml-node-0", "azureml", 2, 0, None, "10.0.0.4:6105", None, "10.0.0.4"),
+    ("azureml-node-1", "azureml", 2, 1, None, "10.0.0.4:6105", None, None),
+    ("azureml-process-0", "azureml", 2, 0, 2, "10.0.0.4:6105", None, "10.0.0.4"),
+    ("azureml-process-3", "azureml", 2, 1, 2, "10.0.0.4:6105", None, None),
 ]
 
 
@@ -127,7 +139,6 @@ def test_no_platform_and_by_hand() -> None:
     assert detect({}, "laptop") == Placement("none", 1, 0, None, "127.0.0.1", 0, None, "127.0.0.1")
     many = detect({}, "laptop", nodes=3, nproc=2)
     assert (many.nodes, many.nproc, many.nodes_share_host) == (3, 2, True)
-    assert many.simulate(2, 4000).local_name == "127.0.0.103"
     hand = detect({}, "b", nodes=2, node_rank=1, master="a:29500", nproc="auto")
     assert hand == Placement("by-hand", 2, 1, None, "a", 29500, None, "b")
     assert detect({}, "b", nodes=2, node_rank=1, master="127.0.0.101:29500").nodes_share_host
@@ -194,6 +205,23 @@ WRONG: list[tuple[str, dict[str, object], list[str]]] = [
     ),
     ("torchrun-rank-1", {"MASTER_ADDR": None}, ["MASTER_ADDR"]),
     ("torchrun-rank-1", {"nproc": 3}, ["--nproc=3", "LOCAL_WORLD_SIZE=2"]),
+    ("sagemaker-1", {"SM_HOSTS": None, "SM_RESOURCE_CONFIG": None}, ["SM_CURRENT_HOST", "SM_HOSTS is not"]),
+    ("sagemaker-1", {"SM_CURRENT_HOST": "algo-3"}, ["SM_CURRENT_HOST=algo-3", "SM_HOSTS=algo-1,algo-2"]),
+    ("sagemaker-1", {"SM_HOSTS": "algo-1"}, ["SM_HOSTS='algo-1'", "JSON"]),
+    ("sagemaker-1", {"SM_MASTER_ADDR": "algo-2"}, ["MASTER_ADDR=algo-1", "SM_MASTER_ADDR=algo-2"]),
+    ("sagemaker-1", {"SM_MASTER_ADDR": "algo-2", "MASTER_ADDR": None}, ["SM_MASTER_ADDR=algo-2", "SM_HOSTS"]),
+    ("sagemaker-1", {"nodes": 3}, ["--nodes=3", "SM_HOST_COUNT=2"]),
+    ("azureml-node-1", {"NODE_RANK": None}, ["AZUREML_NODE_COUNT=2", "NODE_RANK"]),
+    ("azureml-node-1", {"MASTER_ADDR": None}, ["AZUREML_NODE_COUNT=2", "MASTER_ADDR"]),
+    ("azureml-node-1", {"AZUREML_NODE_COUNT": None}, ["AZUREML_RUN_ID", "AZUREML_NODE_COUNT"]),
+    ("azureml-node-1", {"NODE_RANK": 2}, ["NODE_RANK=2", "AZUREML_NODE_COUNT=2"]),
+    (
+        "azureml-node-1",
+        {"NODE_RANK": None, "RANK": None, "WORLD_SIZE": None, "MASTER_ADDR": None},
+        ["AZUREML_NODE_COUNT=2", "NODE_RANK", "distribution"],
+    ),
+    ("azureml-process-3", {"RANK": 1}, ["RANK=1", "NODE_RANK=1", "WORLD_SIZE=4"]),
+    ("azureml-process-3", {"nproc": 4}, ["WORLD_SIZE=4", "LOCAL_RANK=1"]),
 ]
 
 
@@ -207,6 +235,97 @@ def test_contradictions_and_half_environments(
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)
 
 
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("more", [{}, {"LOCAL_RANK": "1"}, {"MASTER_ADDR": "127.0.0.1"}, {"NNODES": "1"}])
+def test_ranks_by_hand_on_one_host_as_tutorials_set_them(more: dict[str, str]) -> None:
+    found = detect({**BY_HAND, **more}, "laptop")
+    assert (found.platform, found.nodes, found.node_rank, found.nproc) == ("by-hand", 1, 0, 2)
+    assert (found.rank, found.local_rank, found.world_size, found.master_port) == (1, 1, 2, 29500)
+
+
+@pytest.mark.parametrize("more", [{"NNODES": "2"}, {"NNODES": "2", "NODE_RANK": "1"}])
+def test_ranks_by_hand_on_several_hosts(more: dict[str, str]) -> None:
+    four = {**BY_HAND, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", **more}
+    found = detect(four, "b")
+    assert found == Placement("by-hand", 2, 1, 2, "a", 29500, None, "b", 3, 1, 4)
+    assert detect({**BY_HAND, "MASTER_ADDR": "a", "WORLD_SIZE": "1", "RANK": "0"}, "a").world_size == 1
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"MASTER_ADDR": "a"}, ["RANK=1", "LOCAL_RANK", "PET_NNODES", "unset RANK"]),
+    ({"MASTER_ADDR": "a", "LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "LOCAL_WORLD_SIZE or NNODES"]),
+    ({"RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+    ({"LOCAL_RANK": "0"}, ["RANK=1", "LOCAL_RANK=0"]),
+    ({"MASTER_PORT": ""}, ["RANK=1", "MASTER_PORT"]),
+    ({"NNODES": "3", "LOCAL_RANK": "1"}, ["WORLD_SIZE=2", "3 nodes"]),
+])  # fmt: skip
+def test_ranks_by_hand_that_cannot_be(more: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        detect({**BY_HAND, **more}, "host")
+    assert "\n" not in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == [], str(error.value)
+
+
+def test_hosts_of_sagemaker_count_in_the_order_of_their_names() -> None:
+    names = [f"algo-{index}" for index in (3, 1, 10, 2)]
+    places = [detect({"SM_HOSTS": json.dumps(names), "SM_CURRENT_HOST": name}, name) for name in names]
+    assert [place.node_rank for place in places] == [3, 0, 1, 2]
+    assert {place.master_host for place in places} == {"algo-1"} and places[0].nproc is None
+    only_file = {"SM_RESOURCE_CONFIG": json.dumps({"current_host": "algo-2", "hosts": names})}
+    assert detect(only_file, "algo-2") == places[3]
+    given = detect({"TRAINING_JOB_ARN": "arn"}, "b", nodes=2, node_rank=1, master="a:29500")
+    assert (given.platform, given.node_rank) == ("by-hand", 1)
+
+
+def test_one_instance_of_azure_ml_needs_no_distribution() -> None:
+    alone = detect({"AZUREML_RUN_ID": "run", "AZUREML_NODE_COUNT": "1"}, "a")
+    assert (alone.platform, alone.nodes, alone.nproc, alone.rank) == ("azureml", 1, None, None)
+    found = place("azureml-process-2")
+    assert (found.rank, found.local_rank, found.world_size) == (2, 0, 4)
+
+
+def test_torchrun_is_asked_first_and_the_orders_differ() -> None:
+    orders = [platform.ORDER for platform in platforms()]
+    assert orders == sorted(set(orders)) and len(orders) == 11
+    for name in ("azureml-node-1", "sagemaker-1", "pytorchjob-plain-worker-0", "slurm-step-0"):
+        inside, _ = captured(name)
+        ranks, _ = captured("torchrun-rank-1")
+        assert detect({**inside, **ranks}, "host").platform == "torchrun"
+
+
+MOON = """
+from tandem.platforms.environment import Columns, Facts, Placement
+
+ORDER = 5
+COLUMNS = Columns(("CRATERS",), ("CRATER",))
+
+
+def detect(environ):
+    return "CRATER" in environ
+
+
+def read(facts: Facts) -> Placement:
+    facts = facts.on("moon", ("CRATER",), COLUMNS)
+    return Placement("moon", facts.number("nodes"), facts.number("node_rank"), None, facts.host(), 1969)
+"""
+
+
+def test_a_new_platform_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "moon.py").write_text(MOON)
+    monkeypatch.setattr(tandem.platforms, "__path__", [*tandem.platforms.__path__, str(tmp_path)])
+    platforms.cache_clear()
+    try:
+        found = detect({"CRATER": "1", "CRATERS": "2", "MASTER_ADDR": "a"}, "b")
+        assert (found.platform, found.node_rank, found.nodes) == ("moon", 1, 2)
+        with pytest.raises(ConfigError, match="--nodes=3, CRATERS=2 contradict each other"):
+            detect({"CRATER": "1", "CRATERS": "2", "MASTER_ADDR": "a"}, "b", nodes=3)
+    finally:
+        platforms.cache_clear()
+        sys.modules.pop("tandem.platforms.moon", None)
+
+
 @pytest.mark.parametrize("variables", [
     {"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "1"},
     {"NNODES": "2"}, {"NODE_RANK": "1"}, {"LOCAL_RANK": "0"}, {"TORCHELASTIC_RUN_ID": "none"},
@@ -214,6 +333,7 @@ def test_contradictions_and_half_environments(
     {"JOBSET_NAME": "js"}, {"JOB_COMPLETION_INDEX": "1"}, {"OMPI_COMM_WORLD_RANK": "0"},
     {"TANDEM_COMPOSE_NODES": "2"}, {"TANDEM_COMPOSE_INDEX": "1"}, {"NNODES": "2", "NODE_RANK": "1"},
     {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, {**OPENMPI, "MASTER_ADDR": ""}, {**COMPOSE, "TANDEM_COMPOSE_INDEX": "3"},
+    {"TRAINING_JOB_ARN": "arn"}, {"SM_HOSTS": '["a","b"]'}, {"SM_CURRENT_HOST": "a"}, {"AZUREML_NODE_COUNT": "2"},
     {**JOBSET, "NODES": ""}, {**JOBSET, "REPLICATED_JOB_NAME": ""}, {**TRAINJOB, "PET_MASTER_ADDR": ""},
 ], ids=lambda variables: "+".join(variables)[:60])  # fmt: skip
 def test_half_an_environment_is_never_a_world_of_one(variables: dict[str, str]) -> None:

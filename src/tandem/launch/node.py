@@ -278,7 +278,7 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
 
     run_dir, rank = Path(str(settings.run_dir)), placement.rank or 0
     world_size = placement.world_size or 1
-    if world_size == 1 or placement.nodes_share_host:
+    if placement.nodes == 1 or placement.nodes_share_host:
         use_loopback()
     local_size = placement.nproc or 1
     master = (placement.master_host, placement.master_port)

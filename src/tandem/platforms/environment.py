@@ -1,7 +1,7 @@
-"""What the environment says of this node: variables by meaning, one table per platform.
+"""What every platform's reader works with: the placement it gives, and the facts that it may look at.
 
 Every variable that says the same thing stands in the same column, together with the flag for it: those that
-are set must agree. Pure: nothing is resolved, opened or imported here.
+are set must agree. Pure: nothing is resolved or opened here.
 """
 
 import re
@@ -12,7 +12,6 @@ from tandem.errors import ConfigError
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
-SIMULATED_NODES_LIMIT = 154  # 127.0.0.101 to 127.0.0.254
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,8 @@ class Placement:
 
     `nproc` None means auto: the GPUs of the node, else 1. `rank`, `local_rank` and `world_size` are set only
     where the platform already started one process per rank (torchrun, Slurm with several tasks per node,
-    Open MPI). Node rank 0 hosts the rendezvous at `master_host`; `local_name` is this node's name there.
+    Open MPI, ranks set by hand). Node rank 0 hosts the rendezvous at `master_host`; `local_name` is this
+    node's name there.
     """
 
     platform: str
@@ -47,10 +47,6 @@ class Placement:
             position += f", elastic {self.elastic[0]}:{self.elastic[1]}"
         return position if self.rank is None else f"{position}, rank {self.rank} of {self.world_size}"
 
-    def simulate(self, index: int, port: int) -> "Placement":
-        """The placement of node `index` (0-based) when all nodes run on this host, the store on `port`."""
-        return replace(self, node_rank=index, master_port=port, local_name=loopback_name(index))
-
 
 @dataclass(frozen=True)
 class Columns:
@@ -63,55 +59,24 @@ class Columns:
     port: tuple[str, ...] = ("MASTER_PORT",)
 
 
-KUBEFLOW = Columns(
-    nodes=("PET_NNODES",),
-    node_rank=("RANK", "PET_NODE_RANK"),  # RANK without LOCAL_RANK is the pod's index
-    nproc=("PET_NPROC_PER_NODE",),
-    host=("MASTER_ADDR", "PET_MASTER_ADDR"),
-    port=("MASTER_PORT", "PET_MASTER_PORT"),
-)
-COLUMNS: Mapping[str, Columns] = {
-    "torchrun": Columns(("GROUP_WORLD_SIZE",), ("GROUP_RANK",), ("LOCAL_WORLD_SIZE",)),
-    "openmpi": Columns(nproc=("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    "slurm": Columns(("SLURM_STEP_NUM_NODES",), ("SLURM_NODEID",)),
-    "kubeflow-v1": KUBEFLOW,
-    "kubeflow-v2": KUBEFLOW,
-    "jobset": Columns(("NODES", "NNODES"), ("NODE_RANK", "JOB_COMPLETION_INDEX")),
-    "indexed-job": Columns(("NNODES",), ("NODE_RANK", "JOB_COMPLETION_INDEX")),
-    "compose": Columns(("TANDEM_COMPOSE_NODES",), host=(), port=()),
-    "by-hand": Columns(("NNODES",), ("NODE_RANK",)),
-}
-# The first platform with a variable set is the one, most specific first: torchrun runs inside Slurm and
-# inside pods, mpirun inside Slurm, TrainJob and JobSet pods are pods of an Indexed Job.
-MARKS: Mapping[str, tuple[str, ...]] = {
-    "torchrun": ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "slurm": ("SLURM_JOB_ID",),
-    "kubeflow-v1": ("RANK", "WORLD_SIZE", "PET_RDZV_ENDPOINT"),
-    "kubeflow-v2": (
-        "PET_NODE_RANK",
-        "PET_MASTER_ADDR",
-        "PET_MASTER_PORT",
-        "PET_NNODES",
-        "PET_NPROC_PER_NODE",
-    ),
-    "jobset": ("JOBSET_NAME",),
-    "indexed-job": ("JOB_COMPLETION_INDEX",),
-    "compose": ("TANDEM_COMPOSE_NODES", "TANDEM_COMPOSE_INDEX", "TANDEM_COMPOSE_PROJECT"),
-    "by-hand": ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-}
-
-
 @dataclass(frozen=True)
 class Facts:
-    """What a platform's reader may look at: variables, host name and flags (as text, by column)."""
+    """What a platform's reader may look at: variables, host name and flags (as text, by column).
+
+    `marks` are the variables that tell the platform, for messages; a reader begins with `on(...)`.
+    """
 
     environ: Mapping[str, str]
     hostname: str
-    platform: str
-    columns: Columns
     flags: Mapping[str, str]
     elastic: tuple[int, int] | None
+    platform: str = "none"
+    marks: tuple[str, ...] = ()
+    columns: Columns = Columns(host=(), port=())
+
+    def on(self, platform: str, marks: tuple[str, ...], columns: Columns) -> "Facts":
+        """The same facts as this platform names them."""
+        return replace(self, platform=platform, marks=marks, columns=columns)
 
     def sources(self, column: str) -> dict[str, str]:
         """Where this column is given: flag or variable -> text, empty variables left out."""
@@ -169,7 +134,7 @@ class Facts:
 
     def seen(self) -> str:
         """The variables and flags that made this platform, for the head of a message."""
-        marks = {name: value for name in MARKS.get(self.platform, ()) if (value := self.environ.get(name))}
+        marks = {name: value for name in self.marks if (value := self.environ.get(name))}
         flags = [
             flag for flag, on in (("--master", "host"), ("--node-rank", "node_rank")) if on in self.flags
         ]
@@ -208,14 +173,6 @@ def loopback_name(index: int) -> str:
     return f"127.0.0.{101 + index}"
 
 
-def alone(facts: Facts) -> Placement:
-    """No platform: one node, or `--nodes N` simulated on this host, each under its own loopback address."""
-    nodes = int(facts.flags.get("nodes", facts.elastic[1] if facts.elastic else 1))
-    if nodes > SIMULATED_NODES_LIMIT:
-        raise ConfigError(
-            f"--nodes={nodes} is too many for one host; give 1 to {SIMULATED_NODES_LIMIT}, "
-            "or --node-rank and --master"
-        )
-    shared = nodes > 1
-    name = loopback_name(0) if shared else LOOPBACK
-    return Placement("none", nodes, 0, facts.nproc(), name, 0, local_name=name, nodes_share_host=shared)
+def any_set(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    """Whether one of these variables is set and not empty."""
+    return any(environ.get(name) for name in names)

@@ -1,31 +1,52 @@
 """Where this node stands: environment -> `Placement`, by the platform that it is on.
 
+Each platform is one module of this package, and whoever adds one touches nothing else. It declares
+
+    ORDER                         when it is asked: the first that stands here is the one
+    COLUMNS                       its names for what all platforms say
+    detect(environ) -> bool       whether it stands here
+    read(facts) -> Placement      what it says; raises ConfigError
+
+The order is from the most specific to the most general, each for the reason beside its ORDER:
+
+    10 torchrun   20 openmpi   30 slurm   40 sagemaker   45 azureml   50 kubeflow   60 jobset   70 indexed_job
+    80 compose    90 by_hand   100 laptop
+
 What is missing or contradicts is a `ConfigError` that names the variables; a cluster never becomes a silent
-world of one. Pure: nothing is resolved, opened or imported here.
+world of one. Pure: nothing is resolved or opened here.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol, cast
 
+import tandem.platforms
 from tandem.errors import ConfigError
-from tandem.platforms.environment import (
-    COLUMNS,
-    DEFAULT_PORT,
-    LOOPBACK,
-    MARKS,
-    Columns,
-    Facts,
-    Placement,
-    alone,
-    loopback_name,
-    said,
-    split_address,
-    value_range,
-)
-from tandem.platforms.kubernetes import indexed_job, jobset, kubeflow
-from tandem.platforms.slurm import in_step, slurm
+from tandem.platforms.environment import Columns, Facts, Placement, said, split_address, value_range
 
-__all__ = ["Placement", "detect"]
+__all__ = ["Placement", "detect", "platforms"]
+
+
+class Platform(Protocol):
+    """A module of this package that declares ORDER."""
+
+    ORDER: int
+    COLUMNS: Columns
+
+    def detect(self, environ: Mapping[str, str]) -> bool: ...
+    def read(self, facts: Facts) -> Placement: ...
+
+
+@functools.cache
+def platforms() -> Sequence[Platform]:
+    """Every platform, in the order of asking."""
+    names = (module.name for module in pkgutil.iter_modules(tandem.platforms.__path__))
+    modules = (importlib.import_module(f"tandem.platforms.{name}") for name in names if name != "placement")
+    found = [cast(Platform, module) for module in modules if hasattr(module, "ORDER")]
+    return sorted(found, key=lambda platform: platform.ORDER)
 
 
 def detect(
@@ -42,23 +63,14 @@ def detect(
 
     Raises ConfigError, one line, naming the variables that are missing, malformed or contradict each other.
     """
-    platform = next(
-        (name for name, marks in MARKS.items() if any(environ.get(mark) for mark in marks)), "none"
-    )
-    by_hand = node_rank is not None or master is not None
-    if by_hand and (
-        platform == "none" or (platform == "slurm" and not in_step(environ) and node_rank is not None)
-    ):
-        platform = "by-hand"
     flags = {"nodes": nodes, "node_rank": node_rank, "nproc": None if nproc == "auto" else nproc}
     given = {name: str(value) for name, value in flags.items() if value is not None}
     if master is not None:
         given["host"], given["port"] = split_address("--master", master)
     bounds = value_range("--elastic", elastic) if isinstance(elastic, str) else elastic
-    facts = Facts(
-        environ, hostname, platform, COLUMNS.get(platform, Columns((), (), (), (), ())), given, bounds
-    )
-    return _checked(READERS[platform](facts), facts)
+    facts = Facts(environ, hostname, given, bounds)
+    platform = next(platform for platform in platforms() if platform.detect(environ))
+    return _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))
 
 
 def _checked(placement: Placement, facts: Facts) -> Placement:
@@ -87,125 +99,3 @@ def _checked(placement: Placement, facts: Facts) -> Placement:
             f"--elastic {facts.elastic[0]}:{facts.elastic[1]} contradicts {given}; make them the same range"
         )
     return replace(placement, elastic=facts.elastic)
-
-
-def _torchrun(facts: Facts) -> Placement:
-    rank, local_rank, world = (facts.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    nproc = facts.variable("LOCAL_WORLD_SIZE")
-    facts.nproc()
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    if nproc < 1 or rank >= world or local_rank >= nproc or nproc > world:
-        raise ConfigError(
-            f"{said({name: facts.environ[name] for name in names})} contradict each other; "
-            "start with torchrun, and set none of them by hand"
-        )
-    return Placement(
-        "torchrun",
-        facts.number("nodes", world // nproc),
-        facts.number("node_rank", rank // nproc),
-        nproc,
-        facts.host(),
-        facts.number("port"),
-        local_name=facts.hostname,
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world,
-    )
-
-
-def _openmpi(facts: Facts) -> Placement:
-    """`mpirun` gives no address and no node rank: ranks must be laid out node by node, evenly."""
-    prefix = "OMPI_COMM_WORLD_"
-    rank, world, local_rank, nproc = (
-        facts.variable(prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    )
-    facts.nproc()
-    if nproc < 1 or rank >= world or world % nproc or rank % nproc != local_rank:
-        raise ConfigError(
-            f"OMPI_COMM_WORLD_RANK={rank} of SIZE={world} with LOCAL_RANK={local_rank} of LOCAL_SIZE={nproc} "
-            "is no even layout node by node; start with mpirun --map-by slot and the same number on each node"
-        )
-    nodes = facts.number("nodes", world // nproc)
-    if nodes != world // nproc:
-        raise ConfigError(
-            f"--nodes={nodes} contradicts OMPI_COMM_WORLD_SIZE={world} / LOCAL_SIZE={nproc}; "
-            "leave --nodes out"
-        )
-    host = facts.text("host") or (LOOPBACK if nodes == 1 else None)
-    if host is None:
-        raise ConfigError(
-            f"OMPI_COMM_WORLD_SIZE={world} is set but MASTER_ADDR is not; start with "
-            "mpirun -x MASTER_ADDR=FIRST_NODE -x MASTER_PORT=29500"
-        )
-    return Placement(
-        "openmpi",
-        nodes,
-        facts.number("node_rank", rank // nproc),
-        nproc,
-        host,
-        facts.number("port", DEFAULT_PORT),
-        local_name=facts.hostname,
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world,
-    )
-
-
-def _compose(facts: Facts) -> Placement:
-    """Replicas are named <project>-node-<index>, counted from 1."""
-    project, index = facts.environ.get("TANDEM_COMPOSE_PROJECT"), facts.variable("TANDEM_COMPOSE_INDEX")
-    if not project:
-        raise ConfigError(
-            "TANDEM_COMPOSE_INDEX is set but TANDEM_COMPOSE_PROJECT is not; start with docker compose up"
-        )
-    nodes = facts.number("nodes")
-    if not 1 <= index <= nodes:
-        raise ConfigError(
-            f"TANDEM_COMPOSE_INDEX={index} is not 1 to TANDEM_COMPOSE_NODES={nodes}; "
-            "indices have a gap: docker compose down, then up again"
-        )
-    return Placement(
-        "compose",
-        nodes,
-        facts.number("node_rank", index - 1),
-        facts.nproc(),
-        facts.text("host") or f"{project}-node-1",
-        facts.number("port", DEFAULT_PORT),
-        local_name=f"{project}-node-{index}",
-    )
-
-
-def _by_hand(facts: Facts) -> Placement:
-    """From the flags, or NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT; one node needs fewer."""
-    nodes = facts.number("nodes")
-    alone = nodes == 1
-    host = facts.text("host") or (LOOPBACK if alone else None)
-    if host is None:
-        raise facts.missing("host")
-    node_rank = facts.number("node_rank", 0 if alone else None)
-    shared = host.startswith("127.") and not alone
-    name = loopback_name(node_rank) if shared else host if node_rank == 0 else facts.hostname
-    return Placement(
-        "by-hand",
-        nodes,
-        node_rank,
-        facts.nproc(),
-        host,
-        facts.number("port", DEFAULT_PORT),
-        local_name=name,
-        nodes_share_host=shared,
-    )
-
-
-READERS: Mapping[str, Callable[[Facts], Placement]] = {
-    "torchrun": _torchrun,
-    "openmpi": _openmpi,
-    "slurm": slurm,
-    "kubeflow-v1": kubeflow,
-    "kubeflow-v2": kubeflow,
-    "jobset": jobset,
-    "indexed-job": indexed_job,
-    "compose": _compose,
-    "by-hand": _by_hand,
-    "none": alone,
-}

@@ -5,19 +5,35 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import Facts, Placement, alone, said, whole
+from tandem.platforms import by_hand
+from tandem.platforms.environment import Columns, Facts, Placement, any_set, said, whole
+from tandem.platforms.laptop import alone
+
+ORDER = 30
+MARKS = ("SLURM_JOB_ID",)
+COLUMNS = Columns(("SLURM_STEP_NUM_NODES",), ("SLURM_NODEID",))
 
 
-def in_step(environ: Mapping[str, str]) -> bool:
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, MARKS)
+
+
+def _in_step(environ: Mapping[str, str]) -> bool:
     """Inside `srun`: the batch script and the interactive shell have no step id, or a reserved one."""
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < 0xFFFFFF00
 
 
-def slurm(facts: Facts) -> Placement:
+def read(facts: Facts) -> Placement:
     """One task per node: that task is the node's agent. Several: each task is a rank already."""
-    if not in_step(facts.environ):
-        return _slurm_without_step(facts)
+    in_step = _in_step(facts.environ)
+    if "node_rank" in facts.flags and not in_step:
+        return by_hand.read(facts)
+    facts = facts.on("slurm", MARKS, COLUMNS)
+    return _placed(facts) if in_step else _without_step(facts)
+
+
+def _placed(facts: Facts) -> Placement:
     nodes, node_rank = facts.number("nodes"), facts.number("node_rank")
     names = expand_nodelist(
         facts.environ.get("SLURM_STEP_NODELIST") or facts.environ.get("SLURM_JOB_NODELIST", "")
@@ -57,10 +73,10 @@ def slurm(facts: Facts) -> Placement:
             f"SLURM_STEP_TASKS_PER_NODE names {len(tasks)} nodes but SLURM_STEP_NUM_NODES={nodes}; "
             "start with srun"
         )
-    return placement if max(tasks) == 1 else _slurm_ranks(facts, placement, tasks)
+    return placement if max(tasks) == 1 else _ranks(facts, placement, tasks)
 
 
-def _slurm_ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placement:
+def _ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placement:
     rank, local_rank, here = (
         facts.variable("SLURM_PROCID"),
         facts.variable("SLURM_LOCALID"),
@@ -75,7 +91,7 @@ def _slurm_ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placem
     return replace(placement, nproc=here, rank=rank, local_rank=local_rank, world_size=sum(tasks))
 
 
-def _slurm_without_step(facts: Facts) -> Placement:
+def _without_step(facts: Facts) -> Placement:
     """A batch script or a shell in an allocation: fine for one node, otherwise the other nodes would idle."""
     counts = {name: facts.environ.get(name) or "1" for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS")}
     if any(whole(name, value, 1) > 1 for name, value in counts.items()):
@@ -83,7 +99,7 @@ def _slurm_without_step(facts: Facts) -> Placement:
             f"{said(counts)} but this is not a step (no SLURM_STEP_ID); start it with srun: "
             "srun --ntasks-per-node=1 tandem launch ..."
         )
-    return replace(alone(facts), platform="slurm")
+    return alone(facts)
 
 
 def expand_nodelist(text: str) -> list[str]:

@@ -1,32 +1,50 @@
-"""Kubernetes: the pods of a PyTorchJob, a TrainJob, a JobSet and an Indexed Job."""
+"""Kubeflow's training operator: the pods of a PyTorchJob (v1) and of a TrainJob (v2).
+
+Both set PET_* variables, those that torchrun takes for its flags. A PyTorchJob also sets RANK, which is the
+pod's index, and WORLD_SIZE, which counts processes.
+"""
 
 import re
+from collections.abc import Mapping
 
 from tandem.errors import ConfigError
 from tandem.platforms.environment import (
     DEFAULT_PORT,
     LOOPBACK,
+    Columns,
     Facts,
     Placement,
+    any_set,
     said,
     split_address,
     value_range,
     whole,
 )
+from tandem.platforms.pods import pod_name
+
+ORDER = 50  # before the Indexed Job that the pods of a TrainJob belong to
+ONLY_V1 = ("RANK", "WORLD_SIZE", "PET_RDZV_ENDPOINT")
+MARKS = ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NNODES", "PET_NPROC_PER_NODE")
+COLUMNS = Columns(
+    nodes=("PET_NNODES",),
+    node_rank=("RANK", "PET_NODE_RANK"),  # RANK without LOCAL_RANK is the pod's index
+    nproc=("PET_NPROC_PER_NODE",),
+    host=("MASTER_ADDR", "PET_MASTER_ADDR"),
+    port=("MASTER_PORT", "PET_MASTER_PORT"),
+)
 
 
-def kubeflow(facts: Facts) -> Placement:
-    """PyTorchJob (v1) and TrainJob (v2).
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, (*MARKS, "PET_RDZV_ENDPOINT"))
 
-    With a Master the store is at MASTER_ADDR also under an elasticPolicy, where PET_RDZV_ENDPOINT names
+
+def read(facts: Facts) -> Placement:
+    """With a Master the store is at MASTER_ADDR also under an elasticPolicy, where PET_RDZV_ENDPOINT names
     worker 0: node rank 0, whose end decides the job, is the master's pod and has to host it.
     """
+    is_v1 = any_set(facts.environ, ONLY_V1)
+    facts = facts.on("kubeflow-v1" if is_v1 else "kubeflow-v2", ONLY_V1 if is_v1 else MARKS, COLUMNS)
     if not facts.sources("nodes"):
-        if facts.platform == "kubeflow-v1" and not any(name.startswith("PET_") for name in facts.environ):
-            raise ConfigError(
-                f"{facts.seen()} but neither LOCAL_RANK (torchrun sets it) nor PET_NNODES (a PyTorchJob); "
-                "start with torchrun, or unset RANK and WORLD_SIZE"
-            )
         raise facts.missing("nodes")
     low, high = _kubeflow_range(facts)
     elastic = (low, high) if ":" in facts.environ.get("PET_NNODES", "") else None
@@ -50,7 +68,7 @@ def kubeflow(facts: Facts) -> Placement:
     nproc = facts.nproc()
     _check_world_size(facts, high, elastic)
     return Placement(
-        facts.platform, high, node_rank, nproc, host, port, elastic, _pod_name(facts.hostname, host)
+        facts.platform, high, node_rank, nproc, host, port, elastic, pod_name(facts.hostname, host)
     )
 
 
@@ -89,48 +107,3 @@ def _ordinal(facts: Facts) -> int:
             "in -worker-N; give --node-rank"
         )
     return int(match[1])
-
-
-def _pod_name(hostname: str, master: str) -> str:
-    """The pod's name with the master's domain, where both are pods of one set: short ones do not resolve."""
-    pod, (first, _, domain) = hostname.split(".")[0], master.partition(".")
-    same_set = re.sub(r"(-[0-9]+)+$", "", pod) == re.sub(r"(-[0-9]+)+$", "", first)
-    return f"{pod}.{domain}" if domain and same_set else pod
-
-
-def jobset(facts: Facts) -> Placement:
-    """The manifest sets JOBSET_NAME, REPLICATED_JOB_NAME and NODES; pod names follow from them."""
-    names = [facts.environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME")]
-    host = facts.text("host")
-    if host is None and not all(names):
-        raise ConfigError(
-            "JOBSET_NAME is set but neither REPLICATED_JOB_NAME nor MASTER_ADDR; "
-            "set one in the container's env"
-        )
-    host = host or f"{names[0]}-{names[1]}-0-0.{names[0]}"
-    return Placement(
-        "jobset",
-        facts.number("nodes"),
-        facts.number("node_rank"),
-        facts.nproc(),
-        host,
-        facts.number("port", DEFAULT_PORT),
-        local_name=_pod_name(facts.hostname, host),
-    )
-
-
-def indexed_job(facts: Facts) -> Placement:
-    """An Indexed Job says only its index; the manifest or the flags must say how many and where."""
-    host, nodes = facts.text("host"), facts.number("nodes")
-    if host is None and nodes > 1:
-        raise facts.missing("host")
-    host = host or LOOPBACK
-    return Placement(
-        "indexed-job",
-        nodes,
-        facts.number("node_rank"),
-        facts.nproc(),
-        host,
-        facts.number("port", DEFAULT_PORT),
-        local_name=_pod_name(facts.hostname, host),
-    )

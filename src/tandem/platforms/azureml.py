@@ -1,0 +1,59 @@
+"""Azure Machine Learning, distribution PyTorch: one process per instance, or one per GPU.
+
+"Azure ML will set the MASTER_ADDR, MASTER_PORT, WORLD_SIZE, and NODE_RANK environment variables on each node,
+and set the process-level RANK and LOCAL_RANK" (Microsoft's "Distributed GPU training guide"). With one
+process per instance that process is the node's agent, as a task of Slurm is; with several each is a rank.
+AZUREML_RUN_ID is in every job, AZUREML_NODE_COUNT says how many instances there are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tandem.errors import ConfigError
+from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set, said
+
+ORDER = 45  # it sets RANK and MASTER_ADDR, as by hand; its distribution MPI is Open MPI's mpirun
+MARKS = ("AZUREML_NODE_COUNT", "AZUREML_RUN_ID")
+COLUMNS = Columns(nodes=("AZUREML_NODE_COUNT",), node_rank=("NODE_RANK",))
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, MARKS)
+
+
+def read(facts: Facts) -> Placement:
+    facts = facts.on("azureml", MARKS, COLUMNS)
+    is_placed = any_set(facts.environ, ("NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    nodes = facts.number("nodes", None if is_placed else 1)
+    if nodes > 1 and not is_placed and not facts.flags.keys() >= {"node_rank", "host"}:
+        raise ConfigError(
+            f"{facts.seen()} but NODE_RANK and MASTER_ADDR are not; give the job a distribution: "
+            "type pytorch, process_count_per_instance 1"
+        )
+    host = facts.text("host") or (LOOPBACK if nodes == 1 else facts.host())
+    node_rank = facts.number("node_rank", 0 if nodes == 1 else None)
+    placement = Placement(
+        "azureml",
+        nodes,
+        node_rank,
+        facts.nproc(),
+        host,
+        facts.number("port", DEFAULT_PORT),
+        local_name=host if node_rank == 0 else facts.hostname,
+    )
+    world = facts.variable("WORLD_SIZE") if facts.environ.get("WORLD_SIZE") else nodes
+    return placement if world == nodes else _rank(facts, placement, world)
+
+
+def _rank(facts: Facts, placement: Placement, world: int) -> Placement:
+    """Several processes per instance: this is one of them."""
+    rank, local_rank = facts.variable("RANK"), facts.variable("LOCAL_RANK")
+    here = world // max(1, placement.nodes)
+    is_even = here * placement.nodes == world and rank == placement.node_rank * here + local_rank
+    if not is_even or local_rank >= here or placement.nproc not in (None, here):
+        names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "AZUREML_NODE_COUNT")
+        raise ConfigError(
+            f"{said({name: facts.environ.get(name, '') for name in names})} contradict each other; "
+            "give the job one process per instance (process_count_per_instance 1), and set none by hand"
+        )
+    return replace(placement, nproc=here, rank=rank, local_rank=local_rank, world_size=world)

@@ -1,0 +1,94 @@
+"""Set by hand: one node (`--node-rank`, `--master`, or NNODES, NODE_RANK), or one rank (RANK, WORLD_SIZE).
+
+Ranks are what torch's tutorials teach: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each
+process, and nothing else. How many ranks share this host they do not say: all of them when the master is
+the loopback address, otherwise LOCAL_WORLD_SIZE or NNODES has to. Under a PyTorchJob, whose PET_* variables
+tell it apart, RANK without LOCAL_RANK is a node (kubeflow.py).
+"""
+
+from collections.abc import Mapping
+
+from tandem.errors import ConfigError
+from tandem.platforms.environment import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    Columns,
+    Facts,
+    Placement,
+    any_set,
+    loopback_name,
+)
+
+ORDER = 90  # every platform may set MASTER_ADDR, NODE_RANK or RANK
+MARKS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANK_MARKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+COLUMNS = Columns(("NNODES",), ("NODE_RANK",))
+RANK_COLUMNS = Columns(("NNODES",), ("NODE_RANK",), ("LOCAL_WORLD_SIZE",))
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, (*MARKS, *RANK_MARKS))
+
+
+def read(facts: Facts) -> Placement:
+    if any_set(facts.environ, RANK_MARKS):
+        return _rank(facts.on("by-hand", RANK_MARKS, RANK_COLUMNS))
+    return _node(facts.on("by-hand", MARKS, COLUMNS))
+
+
+def _node(facts: Facts) -> Placement:
+    """From the flags, or NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT; one node needs fewer."""
+    nodes = facts.number("nodes")
+    alone = nodes == 1
+    host = facts.text("host") or (LOOPBACK if alone else None)
+    if host is None:
+        raise facts.missing("host")
+    node_rank = facts.number("node_rank", 0 if alone else None)
+    shared = host.startswith("127.") and not alone
+    name = loopback_name(node_rank) if shared else host if node_rank == 0 else facts.hostname
+    return Placement(
+        "by-hand",
+        nodes,
+        node_rank,
+        facts.nproc(),
+        host,
+        facts.number("port", DEFAULT_PORT),
+        local_name=name,
+        nodes_share_host=shared,
+    )
+
+
+def _rank(facts: Facts) -> Placement:
+    rank, world = facts.variable("RANK"), facts.variable("WORLD_SIZE")
+    port, host = facts.number("port"), facts.host()
+    nproc = _ranks_here(facts, world, host)
+    local_rank = facts.variable("LOCAL_RANK") if facts.environ.get("LOCAL_RANK") else rank
+    nodes, node_rank = facts.number("nodes", world // nproc), facts.number("node_rank", rank // nproc)
+    is_even = nodes * nproc == world and rank == node_rank * nproc + local_rank
+    if not is_even or rank >= world or local_rank >= nproc:
+        raise ConfigError(
+            f"{facts.seen()}: that contradicts {nproc} ranks on each of {nodes} nodes; "
+            "ranks count from 0, node by node, with the same number on each"
+        )
+    name = host if node_rank == 0 else facts.hostname
+    return Placement("by-hand", nodes, node_rank, nproc, host, port, None, name, rank, local_rank, world)
+
+
+def _ranks_here(facts: Facts, world: int, host: str) -> int:
+    """How many ranks each node has. Never guessed: raises ConfigError where nothing says it."""
+    is_one_host = world == 1 or host == "localhost" or host.startswith("127.")
+    stated = facts.nproc()
+    if not facts.environ.get("LOCAL_RANK") and (stated is not None or not is_one_host):
+        raise ConfigError(
+            f"{facts.seen()} but neither LOCAL_RANK (torchrun sets it) nor PET_NNODES (a PyTorchJob); "
+            "start with torchrun, or set LOCAL_RANK, or unset RANK and WORLD_SIZE"
+        )
+    if stated is not None:
+        return max(1, stated)
+    if facts.sources("nodes"):
+        return max(1, world // max(1, facts.number("nodes")))
+    if is_one_host:
+        return max(1, world)
+    raise ConfigError(
+        f"{facts.seen()} but nothing says how many ranks are on this host; set LOCAL_WORLD_SIZE or NNODES"
+    )

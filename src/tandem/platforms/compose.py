@@ -1,0 +1,39 @@
+"""Docker Compose: one replica of the service `node` (replica.py finds out which)."""
+
+from collections.abc import Mapping
+
+from tandem.errors import ConfigError
+from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set
+
+ORDER = 80
+MARKS = ("TANDEM_COMPOSE_NODES", "TANDEM_COMPOSE_INDEX", "TANDEM_COMPOSE_PROJECT")
+COLUMNS = Columns(("TANDEM_COMPOSE_NODES",), host=(), port=())
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, MARKS)
+
+
+def read(facts: Facts) -> Placement:
+    """Replicas are named <project>-node-<index>, counted from 1."""
+    facts = facts.on("compose", MARKS, COLUMNS)
+    project, index = facts.environ.get("TANDEM_COMPOSE_PROJECT"), facts.variable("TANDEM_COMPOSE_INDEX")
+    if not project:
+        raise ConfigError(
+            "TANDEM_COMPOSE_INDEX is set but TANDEM_COMPOSE_PROJECT is not; start with docker compose up"
+        )
+    nodes = facts.number("nodes")
+    if not 1 <= index <= nodes:
+        raise ConfigError(
+            f"TANDEM_COMPOSE_INDEX={index} is not 1 to TANDEM_COMPOSE_NODES={nodes}; "
+            "indices have a gap: docker compose down, then up again"
+        )
+    return Placement(
+        "compose",
+        nodes,
+        facts.number("node_rank", index - 1),
+        facts.nproc(),
+        facts.text("host") or f"{project}-node-1",
+        facts.number("port", DEFAULT_PORT),
+        local_name=f"{project}-node-{index}",
+    )

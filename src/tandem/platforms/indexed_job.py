@@ -1,0 +1,31 @@
+"""Kubernetes' Indexed Job says only the pod's index; the manifest or the flags say how many and where."""
+
+from collections.abc import Mapping
+
+from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set
+from tandem.platforms.pods import pod_name
+
+ORDER = 70
+MARKS = ("JOB_COMPLETION_INDEX",)
+COLUMNS = Columns(("NNODES",), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, MARKS)
+
+
+def read(facts: Facts) -> Placement:
+    facts = facts.on("indexed-job", MARKS, COLUMNS)
+    host, nodes = facts.text("host"), facts.number("nodes")
+    if host is None and nodes > 1:
+        raise facts.missing("host")
+    host = host or LOOPBACK
+    return Placement(
+        "indexed-job",
+        nodes,
+        facts.number("node_rank"),
+        facts.nproc(),
+        host,
+        facts.number("port", DEFAULT_PORT),
+        local_name=pod_name(facts.hostname, host),
+    )

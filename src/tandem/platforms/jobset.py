@@ -1,0 +1,36 @@
+"""JobSet: the manifest sets JOBSET_NAME, REPLICATED_JOB_NAME and NODES; pod names follow from them."""
+
+from collections.abc import Mapping
+
+from tandem.errors import ConfigError
+from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set
+from tandem.platforms.pods import pod_name
+
+ORDER = 60  # its pods are pods of an Indexed Job
+MARKS = ("JOBSET_NAME",)
+COLUMNS = Columns(("NODES", "NNODES"), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, MARKS)
+
+
+def read(facts: Facts) -> Placement:
+    facts = facts.on("jobset", MARKS, COLUMNS)
+    names = [facts.environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME")]
+    host = facts.text("host")
+    if host is None and not all(names):
+        raise ConfigError(
+            "JOBSET_NAME is set but neither REPLICATED_JOB_NAME nor MASTER_ADDR; "
+            "set one in the container's env"
+        )
+    host = host or f"{names[0]}-{names[1]}-0-0.{names[0]}"
+    return Placement(
+        "jobset",
+        facts.number("nodes"),
+        facts.number("node_rank"),
+        facts.nproc(),
+        host,
+        facts.number("port", DEFAULT_PORT),
+        local_name=pod_name(facts.hostname, host),
+    )

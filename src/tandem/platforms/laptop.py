@@ -1,0 +1,36 @@
+"""No platform: one node, or `--nodes N` on this host. `--node-rank` and `--master` place it by hand."""
+
+from collections.abc import Mapping
+
+from tandem.errors import ConfigError
+from tandem.platforms import by_hand
+from tandem.platforms.environment import LOOPBACK, Columns, Facts, Placement, loopback_name
+
+ORDER = 100  # where nothing else stands
+COLUMNS = Columns(host=(), port=())
+SIMULATED_NODES_LIMIT = 154  # 127.0.0.101 to 127.0.0.254
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return True
+
+
+def read(facts: Facts) -> Placement:
+    if "node_rank" in facts.flags or "host" in facts.flags:
+        return by_hand.read(facts)
+    return alone(facts.on("none", (), COLUMNS))
+
+
+def alone(facts: Facts) -> Placement:
+    """All nodes on this host, each simulated one under a loopback address of its own."""
+    nodes = int(facts.flags.get("nodes", facts.elastic[1] if facts.elastic else 1))
+    if nodes > SIMULATED_NODES_LIMIT:
+        raise ConfigError(
+            f"--nodes={nodes} is too many for one host; give 1 to {SIMULATED_NODES_LIMIT}, "
+            "or --node-rank and --master"
+        )
+    shared = nodes > 1
+    name = loopback_name(0) if shared else LOOPBACK
+    return Placement(
+        facts.platform, nodes, 0, facts.nproc(), name, 0, local_name=name, nodes_share_host=shared
+    )

@@ -1,0 +1,53 @@
+"""Open MPI: `mpirun` starts every rank."""
+
+from collections.abc import Mapping
+
+from tandem.errors import ConfigError
+from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set
+
+ORDER = 20  # mpirun starts its ranks with Slurm's and the clouds' means
+MARKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+COLUMNS = Columns(nproc=("OMPI_COMM_WORLD_LOCAL_SIZE",))
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, MARKS)
+
+
+def read(facts: Facts) -> Placement:
+    """`mpirun` gives no address and no node rank: ranks must be laid out node by node, evenly."""
+    facts = facts.on("openmpi", MARKS, COLUMNS)
+    prefix = "OMPI_COMM_WORLD_"
+    rank, world, local_rank, nproc = (
+        facts.variable(prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    facts.nproc()
+    if nproc < 1 or rank >= world or world % nproc or rank % nproc != local_rank:
+        raise ConfigError(
+            f"OMPI_COMM_WORLD_RANK={rank} of SIZE={world} with LOCAL_RANK={local_rank} of LOCAL_SIZE={nproc} "
+            "is no even layout node by node; start with mpirun --map-by slot and the same number on each node"
+        )
+    nodes = facts.number("nodes", world // nproc)
+    if nodes != world // nproc:
+        raise ConfigError(
+            f"--nodes={nodes} contradicts OMPI_COMM_WORLD_SIZE={world} / LOCAL_SIZE={nproc}; "
+            "leave --nodes out"
+        )
+    host = facts.text("host") or (LOOPBACK if nodes == 1 else None)
+    if host is None:
+        raise ConfigError(
+            f"OMPI_COMM_WORLD_SIZE={world} is set but MASTER_ADDR is not; start with "
+            "mpirun -x MASTER_ADDR=FIRST_NODE -x MASTER_PORT=29500"
+        )
+    return Placement(
+        "openmpi",
+        nodes,
+        facts.number("node_rank", rank // nproc),
+        nproc,
+        host,
+        facts.number("port", DEFAULT_PORT),
+        local_name=facts.hostname,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world,
+    )

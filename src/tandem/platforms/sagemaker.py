@@ -1,0 +1,82 @@
+"""Amazon SageMaker: one container per instance, each told the names of all.
+
+The variables are those of SageMaker's training toolkit (ENVIRONMENT_VARIABLES.md of
+aws/sagemaker-training-toolkit) and of the SageMaker SDK's own set-up of a container: SM_HOSTS, "sorted
+lexicographically", SM_CURRENT_HOST, SM_NUM_GPUS and SM_RESOURCE_CONFIG. TRAINING_JOB_ARN is in every
+training container, also where the toolkit is not.
+"""
+
+import json
+from collections.abc import Mapping
+
+from tandem.errors import ConfigError
+from tandem.platforms import by_hand
+from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set, said, whole
+
+ORDER = 40  # the toolkit sets MASTER_ADDR too
+MARKS = ("SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG", "TRAINING_JOB_ARN")
+COLUMNS = Columns(
+    nodes=("SM_HOST_COUNT",),
+    node_rank=("SM_CURRENT_HOST_RANK",),
+    host=("MASTER_ADDR", "SM_MASTER_ADDR"),
+    port=("MASTER_PORT", "SM_MASTER_PORT"),
+)
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, MARKS)
+
+
+def read(facts: Facts) -> Placement:
+    """The first host in the order of names is node 0."""
+    if facts.flags.keys() >= {"node_rank", "host"} and not any_set(facts.environ, MARKS[:3]):
+        return by_hand.read(facts)
+    facts = facts.on("sagemaker", MARKS, COLUMNS)
+    hosts, here = _hosts(facts)
+    host = facts.text("host") or hosts[0]
+    nodes, node_rank = facts.number("nodes", len(hosts)), facts.number("node_rank", hosts.index(here))
+    if (nodes, node_rank, host.split(".")[0]) != (len(hosts), hosts.index(here), hosts[0]):
+        raise ConfigError(
+            f"{said({**facts.sources('nodes'), **facts.sources('node_rank'), **facts.sources('host')})} "
+            f"contradicts SM_HOSTS={','.join(hosts)} with SM_CURRENT_HOST={here}; leave it out"
+        )
+    gpus = whole("SM_NUM_GPUS", facts.environ.get("SM_NUM_GPUS") or "0")
+    return Placement(
+        "sagemaker",
+        nodes,
+        node_rank,
+        facts.nproc() or gpus or None,
+        host,
+        facts.number("port", DEFAULT_PORT),
+        local_name=here,
+    )
+
+
+def _hosts(facts: Facts) -> tuple[list[str], str]:
+    """(all hosts in the order of their names, this one), from SM_HOSTS or else SM_RESOURCE_CONFIG."""
+    resources = _json(facts, "SM_RESOURCE_CONFIG", "{}")
+    resources = resources if isinstance(resources, dict) else {}
+    hosts = _json(facts, "SM_HOSTS", json.dumps(resources.get("hosts") or []))
+    here = facts.environ.get("SM_CURRENT_HOST") or resources.get("current_host")
+    names = sorted({str(name) for name in hosts}) if isinstance(hosts, list) else []
+    if not names or not here:
+        lacking = "SM_CURRENT_HOST" if names else "SM_HOSTS"
+        raise ConfigError(
+            f"{_set_here(facts)} but {lacking} is not; start with SageMaker's training toolkit, "
+            "which sets it, or give --nodes, --node-rank and --master"
+        )
+    if here not in names:
+        raise ConfigError(f"SM_CURRENT_HOST={here} is none of SM_HOSTS={','.join(names)}; set none by hand")
+    return names, str(here)
+
+
+def _set_here(facts: Facts) -> str:
+    names = [name for name in MARKS if facts.environ.get(name)]
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} set"
+
+
+def _json(facts: Facts, name: str, default: str) -> object:
+    try:
+        return json.loads(facts.environ.get(name) or default)
+    except ValueError:
+        raise ConfigError(f"{name}={facts.environ[name]!r} is no JSON; set none by hand") from None

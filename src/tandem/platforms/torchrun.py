@@ -1,0 +1,41 @@
+"""torchrun: it starts every rank and tells each all there is to know."""
+
+from collections.abc import Mapping
+
+from tandem.errors import ConfigError
+from tandem.platforms.environment import Columns, Facts, Placement, any_set, said
+
+ORDER = 10  # first: torchrun runs inside Slurm steps, pods and every cloud's job
+MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+COLUMNS = Columns(("GROUP_WORLD_SIZE",), ("GROUP_RANK",), ("LOCAL_WORLD_SIZE",))
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any_set(environ, ("TORCHELASTIC_RUN_ID",)) or bool(
+        environ.get("LOCAL_RANK") and environ.get("LOCAL_WORLD_SIZE")
+    )
+
+
+def read(facts: Facts) -> Placement:
+    facts = facts.on("torchrun", MARKS, COLUMNS)
+    rank, local_rank, world = (facts.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    nproc = facts.variable("LOCAL_WORLD_SIZE")
+    facts.nproc()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    if nproc < 1 or rank >= world or local_rank >= nproc or nproc > world:
+        raise ConfigError(
+            f"{said({name: facts.environ[name] for name in names})} contradict each other; "
+            "start with torchrun, and set none of them by hand"
+        )
+    return Placement(
+        "torchrun",
+        facts.number("nodes", world // nproc),
+        facts.number("node_rank", rank // nproc),
+        nproc,
+        facts.host(),
+        facts.number("port"),
+        local_name=facts.hostname,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world,
+    )
