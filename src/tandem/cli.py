@@ -3,11 +3,9 @@
 `tandem --help` and `tandem health` therefore need no torch and take milliseconds.
 """
 
-import logging
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,15 +16,9 @@ from tandem.errors import FINISHED, ConfigError, TandemError
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from tandem.config import Parser, Settings
-    from tandem.platforms.placement import Placement
-
-log = logging.getLogger("tandem.cli")
+    from tandem.config import Parser
 
 Environment = Mapping[str, str]
-
-# Named, not imported: the agent's fork server has to start before anything imports torch.
-RANK_FUNCTION = "tandem.training.run:run_rank"
 
 HELP = """tandem: multi-node PyTorch training that survives, and tells you what it is doing.
 
@@ -81,7 +73,7 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         hint = f"did you mean `tandem {near[0]}`?" if near else "see `tandem --help`"
         raise ConfigError(f"unknown verb {verb!r}; valid are {', '.join(VERBS)}; {hint}")
     if "-h" in words or "--help" in words:
-        print(parser_of(verb).help(), end="")
+        print(parser_of(verb).format_help(), end="")
         return FINISHED
     if verb == "health" and not words:  # asked every few seconds, by probes: it builds no parser
         return health(None, environ)
@@ -104,106 +96,18 @@ def _line(verb: str) -> str:
     return f"  {command:<46} {VERBS[verb].summary}"
 
 
-def _settings(options: "Namespace", environ: Environment) -> "Settings":
-    from tandem.config import resolve
-
-    return resolve(options.given, environ, Path(".env")).settings
-
-
-def _settings_and_placement(options: "Namespace", environ: Environment) -> "tuple[Settings, Placement]":
-    from tandem.launch.node import resolve_run_dir
-    from tandem.log import setup, wants_json
-    from tandem.platforms.placement import detect
-    from tandem.platforms.replica import with_index
-
-    settings = _settings(options, environ)
-    # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
-    log_format = "json" if wants_json(settings.log_format) else "text"
-    settings = settings.replace(log_format=log_format)
-    placement = detect(
-        with_index(environ),
-        socket.gethostname(),
-        nodes=settings.nodes,
-        node_rank=settings.node_rank,
-        master=settings.master,
-        nproc=settings.nproc,
-        elastic=settings.elastic,
-    )
-    setup(None, None, placement.node_rank, True, settings.log_format == "json")
-    return resolve_run_dir(settings, placement, time.time()), placement
-
-
 def launch(options: "Namespace", environ: Environment) -> int:
     """Node level: this node's agent, or all nodes of a laptop."""
-    return (_launch_replica if environ.get("TANDEM_COMPOSE_PROJECT") else _launch)(options, environ)
+    from tandem.launch import command
 
-
-def _launch(options: "Namespace", environ: Environment) -> int:
-    from tandem.config import as_flags
-    from tandem.signals import StopFlag
-
-    stop = StopFlag().install()
-    settings, placement = _settings_and_placement(options, environ)
-    if placement.rank is not None:
-        return _train(settings, placement)
-    from tandem.launch.node import run_this_node, simulate, with_port
-
-    if placement.platform == "none":
-        if settings.log_format == "text":
-            print(where(settings), file=sys.stderr)
-        if placement.nodes > 1:
-            return simulate(settings, placement, as_flags(options.given), environ, stop)
-        placement = with_port(placement)
-    state = environ.get("TANDEM_STATE_DIR")
-    return run_this_node(settings, placement, RANK_FUNCTION, Path(state) if state else None, stop)
-
-
-def _launch_replica(options: "Namespace", environ: Environment) -> int:
-    """`launch` in a container of Compose, which would start it again also where that cannot help."""
-    from tandem.platforms.replica import note_end, stay_down_code
-
-    run_dir, container = Path(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
-    code = stay_down_code(run_dir, container)
-    if code is not None:
-        return code
-    try:
-        code = _launch(options, environ)
-    except TandemError as error:
-        note_end(run_dir, container, error.exit_code)
-        raise
-    note_end(run_dir, container, code)
-    return code
-
-
-def where(settings: "Settings") -> str:
-    """Where a person finds what the run makes; the first log line says where its page is."""
-    run_dir = Path(str(settings.run_dir))
-    shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    return "\n".join(
-        [
-            f"run          {shown}",
-            f"checkpoints  {shown}/checkpoints",
-            f"logs         {shown}/log",
-        ]
-    )
+    return command.launch(options.given, environ)
 
 
 def train(options: "Namespace", environ: Environment) -> int:
     """Rank level: what the environment says, or alone."""
-    settings, placement = _settings_and_placement(options, environ)
-    if placement.rank is None and placement.nodes > 1:
-        raise ConfigError(
-            f"`tandem train` is one rank, and no environment says which of {placement.nodes} nodes' it is; "
-            f"start them with `tandem launch --nodes {placement.nodes}` or torchrun"
-        )
-    return _train(settings, placement)
+    from tandem.launch import command
 
-
-def _train(settings: "Settings", placement: "Placement") -> int:
-    from tandem.launch.node import run_lone_rank
-    from tandem.launch.workers import resolve
-
-    return run_lone_rank(settings, placement, resolve(RANK_FUNCTION))
+    return command.train(options.given, environ)
 
 
 def checkpoints(options: "Namespace", environ: Environment) -> int:
@@ -244,12 +148,12 @@ def _checkpoints_options(parser: "Parser") -> None:
 
 def verify_resume(options: "Namespace", environ: Environment) -> int:
     """The proof, on this machine, that a killed run of this task resumes to the same bits."""
-    from tandem.config import Count, as_flags, checked
+    from tandem.config import Count, as_flags, checked, resolve
     from tandem.platforms.placement import detect
     from tandem.signals import StopFlag
 
     trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
-    settings = _settings(options, environ)
+    settings = resolve(options.given, environ).settings
     platform = detect(environ, socket.gethostname()).platform
     if platform != "none":
         raise ConfigError(f"verify-resume starts its own ranks, and this is a rank or node of {platform}")
@@ -290,7 +194,7 @@ def config(options: "Namespace", environ: Environment) -> int:
     if options.markdown:
         print(markdown(), end="")
         return FINISHED
-    loaded = resolve(options.given, environ, Path(".env"))
+    loaded = resolve(options.given, environ)
     print(explain(loaded) if options.explain else as_toml(loaded.settings).rstrip())
     return FINISHED
 
@@ -302,9 +206,10 @@ def _config_options(parser: "Parser") -> None:
 
 def doctor(options: "Namespace", environ: Environment) -> int:
     """Versions and what this place offers; always 0 once the settings are valid."""
+    from tandem.config import resolve
     from tandem.verify.doctor import report
 
-    print(report(_settings(options, environ), environ))
+    print(report(resolve(options.given, environ).settings, environ))
     return FINISHED
 
 

@@ -55,7 +55,7 @@ def test_readme_names_known_flags_only() -> None:
     assert len(found) >= 6, found
     for words in found:
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        helped = parser_of(words[0]).help() if words[0] in VERBS else ""
+        helped = parser_of(words[0]).format_help() if words[0] in VERBS else ""
         known = {*re.findall(r"--[\w.-]+", helped), "--help", "--version"}
         known |= {flag.replace("--", "--no-", 1) for flag in known}
         assert not [flag for flag in flags if flag not in known and not flag.startswith("--task.")], words

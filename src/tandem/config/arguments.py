@@ -30,6 +30,8 @@ class Parser(argparse.ArgumentParser):
         self._takes_settings = takes_settings
         self._see = SEE if takes_settings else f"See `tandem {verb} --help`"
         self._valid: dict[str, str] = {}
+        if takes_settings:
+            self._add_settings()
 
     def option(self, flag: str, annotation: Any, help_text: str, default: object = None) -> None:
         """An option of the verb's own, checked as a setting is; of type bool it is a switch."""
@@ -44,7 +46,6 @@ class Parser(argparse.ArgumentParser):
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """What the words say; settings are in `given`, as text. Raises ConfigError."""
         if self._takes_settings:
-            self._add_settings()
             for flag in sorted({word.partition("=")[0] for word in words}):
                 key = task_key(flag, "--task.")
                 if key is not None and flag not in self._option_string_actions:
@@ -59,12 +60,6 @@ class Parser(argparse.ArgumentParser):
             hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""
             raise ConfigError(f"unexpected argument {rest[0]!r}{hint}. {self._see}")
         return found
-
-    def help(self) -> str:
-        """The help of the verb with every setting that it takes."""
-        if self._takes_settings:
-            self._add_settings()
-        return self.format_help()
 
     def error(self, message: str) -> NoReturn:
         """What argparse finds missing. Raises ConfigError."""

@@ -1,7 +1,6 @@
 """All settings together: flat for sources and files, in slices for the components built from them."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -97,6 +96,8 @@ class Settings(_Flat):
 
     def digest(self) -> str:
         """Twelve hexadecimal digits that differ when any setting differs."""
+        import hashlib  # 10 ms that a help page need not wait for
+
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

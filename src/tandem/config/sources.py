@@ -45,7 +45,9 @@ class Loaded:
     sources: dict[str, str]
 
 
-def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path | None) -> Loaded:
+def resolve(
+    flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path | None = Path(".env")
+) -> Loaded:
     """The settings that flags, environment and files make together.
 
     Raises ConfigError, one line, for an unknown name (with the nearest match), a bad value or a bad file.
@@ -81,11 +83,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def _from_dotenv(path: Path | None) -> dict[str, Given]:
-    from dotenv import dotenv_values
-
     try:
         if path is None or not path.is_file():
             return {}
+        from dotenv import dotenv_values
+
         variables = dotenv_values(path, interpolate=False)  # interpolating would read os.environ
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}; make it readable, or move it") from error
