@@ -63,7 +63,7 @@ def test_the_verb(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--compare"], ["a", "b"], ["a", "--compare"], ["a", "--colour"]])
 def test_what_was_not_said_is_asked_for(arguments: list[str]) -> None:
-    with pytest.raises(ConfigError, match="tandem report RUN_DIR"):
+    with pytest.raises(ConfigError, match="tandem report --help"):
         run("report", arguments, {})
 
 
