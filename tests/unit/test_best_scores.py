@@ -6,6 +6,7 @@ import pytest
 
 from tandem.config import Settings
 from tandem.errors import ConfigError
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.training.summary import evaluations_are_saved, warn_of_missing_score
 
@@ -42,7 +43,7 @@ def test_a_score_that_nobody_gives_is_named(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_scores_belong_to_the_step_of_their_evaluation() -> None:
-    recorder = Recorder(1, 8, lambda message: None)
+    recorder = Recorder(1, 8, lambda message: None, Clock())
     assert recorder.scores_at(0) == {}
     recorder.evaluated(100, {"accuracy": 0.5})
     assert recorder.scores_at(100) == {"accuracy": 0.5} and recorder.scores_at(150) == {}

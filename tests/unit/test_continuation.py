@@ -10,14 +10,13 @@ from torch import nn
 
 from tandem.config import Settings
 from tandem.distributed.consensus import Agreed
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
-from tandem.telemetry.meter import StepTimes
 from tandem.telemetry.recorder import Recorder
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import load_state
 from tandem.training.step import Readings
 
-TIMES = StepTimes(0.001, 0.0, 0.001, 0.001, 0.001, 0.0, wait=0.0)
 READINGS = Readings(None, None, 0, 0.0, None)
 
 
@@ -31,7 +30,7 @@ class OwnScheduler:
 
 
 def recorder(folder: Path) -> Recorder:
-    found = Recorder(0, 8, lambda message: None)
+    found = Recorder(0, 8, lambda message: None, Clock())
     found.begin_run(0, 10, 10, Journal(folder), None, None)
     return found
 
@@ -39,7 +38,7 @@ def recorder(folder: Path) -> Recorder:
 def steps(of: Recorder, first: int, last: int) -> None:
     for step in range(first, last + 1):
         loss = float("nan") if step == 4 else step / 3
-        of.end_step(step, [TIMES], Agreed(step - 1, loss, False, step == 4, 0), 0.1)
+        of.end_step(Agreed(step - 1, loss, False, step == 4, 0), 0.1)
 
 
 def losses(folder: Path) -> list[object]:
