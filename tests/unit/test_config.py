@@ -45,7 +45,8 @@ def test_precedence_and_sources(tmp_path: Path) -> None:
     environ = {"TANDEM_EPOCHS": "3", "TANDEM_LR": "3", "PATH": "/bin"}
     loaded = load(["--epochs", "4"], environ, dotenv)
     chosen = loaded.settings
-    assert (chosen.epochs, chosen.lr, chosen.seed, chosen.workers, chosen.momentum) == (4, 3.0, 2, 1, 0.9)
+    found = [chosen.value(name) for name in ("epochs", "lr", "seed", "workers", "momentum")]
+    assert found == [4, 3.0, 2, 1, 0.9]
     assert loaded.sources["epochs"] == "flag --epochs"
     assert loaded.sources["lr"] == "environment TANDEM_LR"
     assert loaded.sources["seed"] == ".env"
@@ -59,27 +60,27 @@ def test_the_strongest_source_wins(values: list[int], sources: int) -> None:
     argv += ["--seed", str(values[1])] if sources > 1 else []
     environ = {"TANDEM_SEED": str(values[2])} if sources > 2 else {}
     expected = values[1] if sources > 1 else values[0] if sources > 0 else 0
-    assert load(argv, environ, None).settings.seed == expected
+    assert load(argv, environ, None).settings.run.seed == expected
 
 
 def test_flag_forms() -> None:
-    assert settings_of("--lr=0.5").lr == settings_of("--lr", "0.5").lr == 0.5
-    assert settings_of("--run-dir=a=b").run_dir == Path("a=b")
+    assert settings_of("--lr=0.5").optimisation.lr == settings_of("--lr", "0.5").optimisation.lr == 0.5
+    assert settings_of("--run-dir=a=b").run.run_dir == Path("a=b")
     for argv in (["--compile"], ["--compile", "true"], ["--compile=1"], ["--compile", "--lr", "1"]):
-        assert settings_of(*argv).compile
+        assert settings_of(*argv).compute.compile
     for argv in (["--no-compile"], ["--compile", "false"], ["--compile=no"]):
-        assert not settings_of(*argv, TANDEM_COMPILE="true").compile
+        assert not settings_of(*argv, TANDEM_COMPILE="true").compute.compile
 
 
 def test_none_resets_what_may_be_none() -> None:
-    assert settings_of("--steps", "none", TANDEM_STEPS="5").steps is None
+    assert settings_of("--steps", "none", TANDEM_STEPS="5").run.steps is None
     assert "--epochs got 'none'" in message_of("--epochs", "none")
 
 
 def test_empty_variables_count_as_not_set(tmp_path: Path) -> None:
     dotenv = tmp_path / ".env"
     dotenv.write_text("TANDEM_EPOCHS=7\nTANDEM_LR=\nTANDEM_SEED\n")
-    assert load([], {"TANDEM_EPOCHS": "", "TANDEM_STEPS": ""}, dotenv).settings.epochs == 7
+    assert load([], {"TANDEM_EPOCHS": "", "TANDEM_STEPS": ""}, dotenv).settings.run.epochs == 7
 
 
 def test_dotenv_is_not_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +89,8 @@ def test_dotenv_is_not_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     dotenv = tmp_path / ".env"
     dotenv.write_text("TANDEM_RUN_DIR=${SECRET}\n")
     loaded = load([], {}, dotenv)
-    assert loaded.settings.run_dir == Path("${SECRET}")
-    assert loaded.settings.epochs == Settings().epochs == 4
+    assert loaded.settings.run.run_dir == Path("${SECRET}")
+    assert loaded.settings.run.epochs == Settings().run.epochs == 4
 
 
 def test_task_fields_are_merged_per_name(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_task_fields_are_merged_per_name(tmp_path: Path) -> None:
     argv = ["--config", str(config), "--task.depth", "4", "--task.image-size=28"]
     loaded = load(argv, {"TANDEM_TASK__DEPTH": "3", "TANDEM_TASK__WIDTH": "16"}, None)
     fields = {"depth": "4", "image_size": "28", "width": "16", "flip": "true", "name": "a"}
-    assert loaded.settings.task_fields == fields
+    assert loaded.settings.run.task_fields == fields
     assert loaded.sources["task.depth"] == "flag --task.depth"
     assert loaded.sources["task.width"] == "environment TANDEM_TASK__WIDTH"
     assert loaded.sources["task.flip"] == f"config {config}"
@@ -112,8 +113,8 @@ def test_kubernetes_service_links_are_not_ours() -> None:
         "TANDEM_METRICS_PORT_9469_TCP_ADDR": "10.0.0.1",
         "TANDEM_PORT": "tcp://10.0.0.1:9469",
     }
-    assert settings_of(**links).metrics_port == 9469
-    assert settings_of(TANDEM_METRICS_PORT="9470").metrics_port == 9470
+    assert settings_of(**links).metrics.metrics_port == 9469
+    assert settings_of(TANDEM_METRICS_PORT="9470").metrics.metrics_port == 9470
 
 
 @pytest.mark.parametrize(
@@ -176,9 +177,9 @@ def test_bad_values_name_flag_value_and_what_is_valid(flag: str, text: str, vali
 
 def test_good_values_of_checked_texts() -> None:
     for address in ("plain-master-0:23456", "10.0.0.1:1", "[::1]:65535"):
-        assert settings_of("--master", address).master == address
-    assert settings_of("--elastic", "2:2", "--profile", "0:1", "--warmup", "5%").elastic == "2:2"
-    assert settings_of("--threads", "4", "--nproc", "auto").threads == 4
+        assert settings_of("--master", address).launch.master == address
+    assert settings_of("--elastic", "2:2", "--profile", "0:1", "--warmup", "5%").launch.elastic == "2:2"
+    assert settings_of("--threads", "4", "--nproc", "auto").compute.threads == 4
 
 
 def test_a_long_bad_value_is_cut() -> None:

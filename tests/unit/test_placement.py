@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tandem.platforms
+from tandem.config import LaunchConfig
 from tandem.errors import ConfigError
 from tandem.platforms.placement import Placement, detect, platforms
 from tandem.platforms.slurm import expand_nodelist, expand_tasks
@@ -35,7 +36,8 @@ def place(name: str, **changes: object) -> Placement:
     for key in [key for key, value in changes.items() if key.isupper() and value is None]:
         variables.pop(key, None)
     hostname = str(changes.pop("hostname", hostname))
-    return detect(variables, hostname, **{k: v for k, v in changes.items() if not k.isupper()})  # type: ignore[arg-type]
+    asked = {key: value for key, value in changes.items() if not key.isupper()}
+    return detect(variables, hostname, LaunchConfig(**asked))  # type: ignore[arg-type]
 
 
 REAL = [
@@ -137,12 +139,12 @@ def test_platforms_without_a_capture() -> None:
 
 def test_no_platform_and_by_hand() -> None:
     assert detect({}, "laptop") == Placement("none", 1, 0, None, "127.0.0.1", 0, None, "127.0.0.1")
-    many = detect({}, "laptop", nodes=3, nproc=2)
+    many = detect({}, "laptop", LaunchConfig(nodes=3, nproc=2))
     assert (many.nodes, many.nproc, many.nodes_share_host) == (3, 2, True)
-    hand = detect({}, "b", nodes=2, node_rank=1, master="a:29500", nproc="auto")
+    hand = detect({}, "b", LaunchConfig(nodes=2, node_rank=1, master="a:29500", nproc="auto"))
     assert hand == Placement("by-hand", 2, 1, None, "a", 29500, None, "b")
-    assert detect({}, "b", nodes=2, node_rank=1, master="127.0.0.101:29500").nodes_share_host
-    assert detect({}, "laptop", elastic="1:3").elastic == (1, 3)
+    assert detect({}, "b", LaunchConfig(nodes=2, node_rank=1, master="127.0.0.101:29500")).nodes_share_host
+    assert detect({}, "laptop", LaunchConfig(elastic="1:3")).elastic == (1, 3)
     assert str(place("pytorchjob-nproc2-worker-0")) == (
         "node 1 of 2 (kubeflow-v1), 2 processes here, master nproc2-master-0:23456"
     )
@@ -275,7 +277,7 @@ def test_hosts_of_sagemaker_count_in_the_order_of_their_names() -> None:
     assert {place.master_host for place in places} == {"algo-1"} and places[0].nproc is None
     only_file = {"SM_RESOURCE_CONFIG": json.dumps({"current_host": "algo-2", "hosts": names})}
     assert detect(only_file, "algo-2") == places[3]
-    given = detect({"TRAINING_JOB_ARN": "arn"}, "b", nodes=2, node_rank=1, master="a:29500")
+    given = detect({"TRAINING_JOB_ARN": "arn"}, "b", LaunchConfig(nodes=2, node_rank=1, master="a:29500"))
     assert (given.platform, given.node_rank) == ("by-hand", 1)
 
 
@@ -320,7 +322,7 @@ def test_a_new_platform_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         found = detect({"CRATER": "1", "CRATERS": "2", "MASTER_ADDR": "a"}, "b")
         assert (found.platform, found.node_rank, found.nodes) == ("moon", 1, 2)
         with pytest.raises(ConfigError, match="--nodes=3, CRATERS=2 contradict each other"):
-            detect({"CRATER": "1", "CRATERS": "2", "MASTER_ADDR": "a"}, "b", nodes=3)
+            detect({"CRATER": "1", "CRATERS": "2", "MASTER_ADDR": "a"}, "b", LaunchConfig(nodes=3))
     finally:
         platforms.cache_clear()
         sys.modules.pop("tandem.platforms.moon", None)

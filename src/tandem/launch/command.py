@@ -75,16 +75,7 @@ def _begin(flags: Flags, environ: Environment) -> tuple[Settings, Placement]:
     # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
     is_json = wants_json(settings.telemetry.log_format)
     settings = settings.replace(log_format="json" if is_json else "text")
-    asked = settings.launch
-    placement = detect(
-        with_index(environ),
-        socket.gethostname(),
-        nodes=asked.nodes,
-        node_rank=asked.node_rank,
-        master=asked.master,
-        nproc=asked.nproc,
-        elastic=asked.elastic,
-    )
+    placement = detect(with_index(environ), socket.gethostname(), settings.launch)
     setup(None, None, placement.node_rank, True, is_json)
     return resolve_run_dir(settings, placement, time.time()), placement
 

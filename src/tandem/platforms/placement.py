@@ -24,8 +24,11 @@ from dataclasses import replace
 from typing import Protocol, cast
 
 import tandem.platforms
+from tandem.config import LaunchConfig
 from tandem.errors import ConfigError
 from tandem.platforms.environment import Columns, Facts, Placement, said, split_address, value_range
+
+BY_ITSELF = LaunchConfig()  # nothing asked for: the platform alone says
 
 __all__ = ["Placement", "detect", "platforms"]
 
@@ -49,25 +52,18 @@ def platforms() -> Sequence[Platform]:
     return sorted(found, key=lambda platform: platform.ORDER)
 
 
-def detect(
-    environ: Mapping[str, str],
-    hostname: str,
-    *,
-    nodes: int | None = None,
-    node_rank: int | None = None,
-    master: str | None = None,
-    nproc: int | str | None = None,
-    elastic: str | tuple[int, int] | None = None,
-) -> Placement:
-    """This node's placement from the environment, the host's name and the flags given (None = not given).
+def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_ITSELF) -> Placement:
+    """This node's placement from the environment, the host's name and what was asked for.
 
     Raises ConfigError, one line, naming the variables that are missing, malformed or contradict each other.
     """
-    flags = {"nodes": nodes, "node_rank": node_rank, "nproc": None if nproc == "auto" else nproc}
+    flags = {"nodes": asked.nodes, "node_rank": asked.node_rank}
     given = {name: str(value) for name, value in flags.items() if value is not None}
-    if master is not None:
-        given["host"], given["port"] = split_address("--master", master)
-    bounds = value_range("--elastic", elastic) if isinstance(elastic, str) else elastic
+    if asked.nproc != "auto":
+        given["nproc"] = str(asked.nproc)
+    if asked.master is not None:
+        given["host"], given["port"] = split_address("--master", asked.master)
+    bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
     facts = Facts(environ, hostname, given, bounds)
     platform = next(platform for platform in platforms() if platform.detect(environ))
     return _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))

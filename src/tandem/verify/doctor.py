@@ -28,14 +28,18 @@ def report(settings: Settings, environ: Environment) -> str:
 
 
 def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]]:
+    run_dir = settings.run.run_dir
     yield "tandem", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield from _torch()
     yield "cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in the machine"
     yield "memory", memory(Path("/"))
     yield "/dev/shm", _space(Path("/dev/shm"))
-    yield "run dir", _space(settings.run_dir) if settings.run_dir else "runs/TASK-TIME, made at the start"
-    yield "data", _space(settings.data_dir)
-    yield "placement", _tried(lambda: _placement(settings, environ))
+    yield "run dir", _space(run_dir) if run_dir else "runs/TASK-TIME, made at the start"
+    yield "data", _space(settings.data.data_dir)
+    yield (
+        "placement",
+        _tried(lambda: str(detect(with_index(environ), socket.gethostname(), settings.launch))),
+    )
 
 
 def _torch() -> Iterator[tuple[str, str]]:
@@ -87,21 +91,6 @@ def _space(folder: Path) -> str:
     usage = shutil.disk_usage(there)
     may = "writable" if os.access(there, os.W_OK) else f"NOT writable for user {os.getuid()}"
     return f"{folder}: {may}, {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-
-
-def _placement(settings: Settings, environ: Environment) -> str:
-    hostname = socket.gethostname()
-    return str(
-        detect(
-            with_index(environ),
-            hostname,
-            nodes=settings.nodes,
-            node_rank=settings.node_rank,
-            master=settings.master,
-            nproc=settings.nproc,
-            elastic=settings.elastic,
-        )
-    )
 
 
 def _tried(check: Callable[[], str]) -> str:
