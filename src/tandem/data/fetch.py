@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
 from tandem.data.sampler import BatchKey
 from tandem.data.seeds import NUMPY, PYTHON, TORCH, derive_seed, kept_generators, seed_host_generators
@@ -21,6 +21,11 @@ Collate = Callable[[list[Any]], Batch]
 Fetch = Callable[[Tensor, int, int], Batch]
 """(int64 indices [B], epoch, seed) -> a finished batch."""
 BATCH = 1  # the last part of a seed that is for a whole batch
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether its samples can only be had one after the other."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def whole_fetch(dataset: Any, collate: Collate | None = None, augment: bool = False) -> Fetch | None:

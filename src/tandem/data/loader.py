@@ -5,14 +5,16 @@ torch's DataLoader and its workers. No state of a loader is ever saved: it start
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
-from tandem.data.fetch import Batch, Collate, Samples, whole_fetch
+from tandem.data.fetch import BATCH, Batch, Collate, Samples, is_stream, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
+from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
 from tandem.signals import ignore_stop_signals
 
 
@@ -31,7 +33,7 @@ def train_batches(
         yield from _loaded(Samples(dataset, seed, collate), sampler, workers, device)
         return
     for epoch, indices in sampler.micro_batches():
-        yield _moved(fetch(indices, epoch, seed), device)
+        yield moved(fetch(indices, epoch, seed), device)
 
 
 def evaluation_batches(
@@ -50,6 +52,9 @@ def evaluation_batches(
     The last batch may be smaller; a rank beyond the set's size gets none. The epoch is always 0: an
     evaluation sees the same samples every time.
     """
+    if is_stream(dataset):
+        yield from _streamed(dataset, slice(rank, None, world_size), batch_size, seed, collate, device)
+        return
     share = range(rank, len(dataset), world_size)
     batches = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     fetch = whole_fetch(dataset, collate)
@@ -58,7 +63,22 @@ def evaluation_batches(
         yield from _loaded(Samples(dataset, seed, collate), keys, workers, device)
         return
     for indices in batches:
-        yield _moved(fetch(torch.tensor(indices), 0, seed), device)
+        yield moved(fetch(torch.tensor(indices), 0, seed), device)
+
+
+def _streamed(
+    dataset: Any, share: slice, batch_size: int, seed: int, collate: Collate | None, device: torch.device
+) -> Iterator[Batch]:
+    """An iterable dataset to its end, in batches of the samples in `share`."""
+    samples = islice(dataset, share.start, share.stop, share.step)
+    for number in count():
+        with kept_generators():
+            seed_host_generators(derive_seed(seed, number, BATCH))
+            batch = list(islice(samples, batch_size))
+            if not batch:
+                return
+            collated = (collate or default_collate)(batch)
+        yield moved(collated, device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -103,7 +123,8 @@ def _start_worker(_worker: int) -> None:
     ignore_stop_signals()
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """`to_device`, by way of pinned memory."""
     return to_device(_mapped(batch, Tensor.pin_memory) if device.type == "cuda" else batch, device)
 
 

@@ -5,7 +5,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.config import Settings
-from tandem.data.loader import train_batches
-from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.data.source import Reader, training_data
 from tandem.distributed.group import Position, ProcessGroup, choose_device, first_line
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, ConfigError, StoppedError, TandemError
@@ -140,7 +138,10 @@ def _run(
     prepare: Callable[[], None] = getattr(task, "prepare", lambda: None)
     world.once_per_node(prepare)
     datasets = task.build_datasets()
-    order = GlobalOrder(len(datasets.train), settings.batch_size, settings.seed)
+    collate = getattr(task, "collate", None)
+    reader = Reader(settings.data, settings.seed, world.rank, world.size, collate, device)
+    data = training_data(datasets.train, reader, settings.steps)
+    order = data.order
     planned = settings.steps or settings.epochs * order.steps_per_epoch
     seed_model(settings.seed)
     model = _place(task, task.build_model(), device)
@@ -157,6 +158,7 @@ def _run(
         _check_division(settings, world, fresh=beginning.state is None)
         if beginning.state is not None:
             load_state(beginning.state, model, optimizer, schedule)
+            data.load(beginning.state.get("data", {}))
             recorder.load(beginning.state.get("log", {}))
         elif settings.init_from is not None:
             load_weights(world, settings.init_from, model)
@@ -180,13 +182,13 @@ def _run(
             "optimizer": optimizer.state_dict(),
             "schedule": schedule.state(),
             "scaler": stepper.scaler.state_dict(),
+            "data": data.state(),
             "log": recorder.state(),
         },
         lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores_at(step)),
         rank_zeros(model),
         beginning.slot,
     )
-    batches = TrainBatches(order, world.rank, world.size, settings.micro_batch_size, beginning.step, planned)
     training = Training(
         world=world,
         settings=settings,
@@ -209,7 +211,7 @@ def _run(
         nonfinite=Policy(settings.on_nonfinite, settings.precision, recorder),
         stop=stop,
         batches=profiled(
-            _steps(settings, task, datasets.train, batches, device, recorder),
+            _told(data.steps(beginning.step, planned), recorder),
             settings.profile if world.is_first else None,
             beginning.step,
             run_dir / "profile" / "rank-0.json",
@@ -265,30 +267,13 @@ def _place(task: Task, model: nn.Module, device: torch.device) -> nn.Module:
     return placed if isinstance(placed, nn.Module) else model
 
 
-def _steps(
-    settings: Settings,
-    task: Task,
-    dataset: Any,
-    batches: TrainBatches,
-    device: torch.device,
-    recorder: Recorder,
-) -> Iterator[list[Any]]:
-    """Lists of micro-batches, one list per optimizer step; a sample that cannot be read ends the run."""
-    stream = train_batches(
-        dataset,
-        batches,
-        seed=settings.seed,
-        workers=settings.workers,
-        collate=getattr(task, "collate", None),
-        device=device,
-    )
-    for step in range(batches.start_step, batches.stop_step):
-        try:
-            micro_batches = list(islice(stream, batches.micro_steps(step)))
-        except Exception as error:
-            recorder.data_error(type(error).__name__)
-            raise
-        yield micro_batches
+def _told(steps: Iterator[list[Any]], recorder: Recorder) -> Iterator[list[Any]]:
+    """`steps`; an error of the data, which ends the run, is counted."""
+    try:
+        yield from steps
+    except Exception as error:
+        recorder.data_error(type(error).__name__)
+        raise
 
 
 def _leave(world: ProcessGroup, recorder: Recorder, code: int) -> int:
