@@ -32,11 +32,12 @@ from tandem.config import Settings
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.report.server import MetricsServer
 from tandem.telemetry import stragglers
+from tandem.telemetry.channel import Receiver, Sender
 from tandem.telemetry.clock import Clock
+from tandem.telemetry.messages import Message, Samples
 from tandem.telemetry.meter import Costs
-from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.recorder import Recorder
-from tandem.telemetry.samples import SampleReceiver, SampleSender
+from tandem.telemetry.registry import Registry
 from tandem.training.step import Proposal, Stepper
 
 RANKS = 4
@@ -118,7 +119,7 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag)
     world, task = open_world(rank, 2, port), SleepyTask()
     stepper, micro_batches = make_stepper(world, task, 120)
     task.seconds = 0.003
-    sender = SampleSender(Path(folder) / "s")
+    sender = Sender(Path(folder) / "s")
     recorder = Recorder(rank, 240, sender.send, stepper.clock)
     recorder.begin_run(0, 1000, 10**6, None, None, None)
     recorder.costs(Costs(4000.0, 5e8, 2, 10**5))
@@ -187,12 +188,16 @@ def straggler_trials(trials: int) -> dict[str, float]:
 
 
 def costs(blocks: int) -> dict[str, float]:
-    metrics = Metrics()
+    metrics = Registry()
     ranks = [stragglers.RankTimes(rank, rank // 8, *[0.01] * 8) for rank in range(64)]
-    metrics.apply(stragglers.rows_for_metrics(ranks, stragglers.judge(ranks)))
+    metrics.apply(stragglers.samples_of(ranks, stragglers.judge(ranks)))
     stop, scrapes, scraping = threading.Event(), list[float](), get_context("spawn").Event()
     with tempfile.TemporaryDirectory() as folder:
-        receiver = SampleReceiver(Path(folder) / "s", metrics.apply)
+        def apply(message: Message) -> None:
+            if isinstance(message, Samples):
+                metrics.apply(message.samples)
+
+        receiver = Receiver(Path(folder) / "s", apply)
         server = MetricsServer(metrics, "127.0.0.1", 0, dict)
         scraper = threading.Thread(target=scrape, args=(f"{server.url}/metrics", stop, scraping, scrapes))
         scraper.start()

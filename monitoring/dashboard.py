@@ -185,14 +185,14 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
     ],
     "GPU": [
         [
-            graph("Utilization", "percentunit", (series("tandem_gpu_utilization_ratio"), "GPU {{gpu}}")),
-            graph("Memory", "bytes", (series("tandem_gpu_memory_used_bytes"), "GPU {{gpu}} used"),
-                  (series("tandem_torch_memory_allocated_bytes"), "GPU {{gpu}} in tensors")),
-            graph("Power", "watt", (rate("tandem_gpu_energy_joules_total"), "GPU {{gpu}}")),
-            graph("Temperature", "celsius", (series("tandem_gpu_temperature_celsius"), "GPU {{gpu}}")),
+            graph("Utilization", "percentunit", (series("tandem_gpu_utilization_ratio"), "node {{node}} GPU {{gpu}}")),
+            graph("Memory", "bytes", (series("tandem_gpu_memory_used_bytes"), "node {{node}} GPU {{gpu}} used"),
+                  (series("tandem_torch_memory_allocated_bytes"), "node {{node}} GPU {{gpu}} in tensors")),
+            graph("Power", "watt", (rate("tandem_gpu_energy_joules_total"), "node {{node}} GPU {{gpu}}")),
+            graph("Temperature", "celsius", (series("tandem_gpu_temperature_celsius"), "node {{node}} GPU {{gpu}}")),
         ],
         [
-            graph("Throttled", "bool", (series("tandem_gpu_throttled"), "GPU {{gpu}}")),
+            graph("Throttled", "bool", (series("tandem_gpu_throttled"), "node {{node}} GPU {{gpu}}")),
             graph("Allocator", "cps", (rate("tandem_torch_alloc_retries_total"), "retries"), (rate("tandem_torch_ooms_total"), "out of memory")),
             stat("Devices", "none", last("tandem_gpu_info"), "{{gpu}}: {{name}}, driver {{driver}}"),
         ],

@@ -8,7 +8,7 @@ import pytest
 
 from tandem import config
 from tandem.cli import VERBS, parser_of
-from tandem.telemetry import families
+from tandem.telemetry import metrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -40,7 +40,7 @@ def test_configuration_is_generated() -> None:
 
 
 def test_metrics_are_generated() -> None:
-    assert table_of("metrics.md") == families.markdown_table().strip()
+    assert table_of("metrics.md") == metrics.markdown_table().strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -16,7 +16,8 @@ from prometheus import ROOT, TASK, until
 from tandem.report.history import History
 from tandem.report.report import write_report
 from tandem.report.server import MetricsServer
-from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.messages import Event, Point, Ranks
+from tandem.telemetry.registry import Registry
 
 pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
@@ -50,26 +51,21 @@ def hostile(tmp_path: Path) -> Iterator[MetricsServer]:
             "transfer": 0.0,
             "other": 0.0,
         }
-        point = {
-            "step": step,
-            "time": 1.0,
-            "loss": 100 / step,
-            "samples_per_second": 1000.0,
-            "phases": phases,
-        }
-        history.take({"point": point})
-    history.take({"point": {"step": 1990, "time": 1.0, "eval": {"loss": "NaN", SCRIPT: 0.5}}})
-    history.take({"event": {"time": time.time(), "kind": SCRIPT, SCRIPT: SCRIPT, "step": 3}})
+        history.take(
+            Point(step, 1.0, {"loss": 100 / step, "samples_per_second": 1000.0, "phases": phases})
+        )
+    history.take(Point(1990, 1.0, {"eval": {"loss": "NaN", SCRIPT: 0.5}}))
+    history.take(Event(SCRIPT, time.time(), {SCRIPT: SCRIPT, "step": 3}))
     rows = [
         {"rank": rank, "node": rank // 8, "own_ms": 20.0 + rank, "straggler": rank == 63,
          "phases_ms": {"forward": 12.0, "backward": 8.0 + rank}}
         for rank in range(64)
     ]  # fmt: skip
-    history.take({"ranks": {"rows": rows, "says": SCRIPT}})
+    history.take(Ranks(rows, SCRIPT))
     status = {"run": SCRIPT, "task": SCRIPT, "state": "training", "platform": SCRIPT, "nodes": 8, "step": 7,
               "steps_planned": 100, "loss": "NaN", "samples_per_second": 5, "restarts": 1, "time": 1e9,
               "seconds_left": None}  # fmt: skip
-    server = MetricsServer(Metrics(), "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves)
+    server = MetricsServer(Registry(), "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves)
     yield server
     server.close()
 

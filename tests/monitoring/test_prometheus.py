@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from prometheus import DASHBOARD, RULES, TASK, Prometheus, fetch, pid_of_rank, until
-from tandem.telemetry.families import FAMILIES, wire_names
 from tandem.telemetry.meter import ACTIVITIES, PHASES
+from tandem.telemetry.metrics import FAMILIES, wire_names
 
 pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 STEPS = 400

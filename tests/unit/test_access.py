@@ -14,7 +14,7 @@ from tandem.config import Settings
 from tandem.errors import ConfigError
 from tandem.report.access import Access, load_access
 from tandem.report.server import MetricsServer
-from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.registry import Registry
 
 TOKEN = "s3cret-ü"
 
@@ -36,7 +36,7 @@ def test_headers(header: str | None, allowed: bool) -> None:
 @pytest.fixture
 def guarded() -> Iterator[MetricsServer]:
     server = MetricsServer(
-        Metrics(), "127.0.0.1", 0, lambda: {"healthy": True, "run": "hidden"}, access=Access("abc")
+        Registry(), "127.0.0.1", 0, lambda: {"healthy": True, "run": "hidden"}, access=Access("abc")
     )
     yield server
     server.close()
@@ -84,7 +84,7 @@ def test_tls(tmp_path: Path) -> None:
         cwd=tmp_path, check=True, capture_output=True, timeout=60,
     )  # fmt: skip
     files = {"metrics_cert": str(tmp_path / "cert.pem"), "metrics_key": str(tmp_path / "key.pem")}
-    server = MetricsServer(Metrics(), "127.0.0.1", 0, dict, access=load_access(Settings.from_dict(files)))
+    server = MetricsServer(Registry(), "127.0.0.1", 0, dict, access=load_access(Settings.from_dict(files)))
     try:
         assert server.url.startswith("https://")
         plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)

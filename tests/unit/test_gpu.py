@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tandem.telemetry.gpu import Gpus
-from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.registry import Registry
 
 
 class NVMLError(Exception):
@@ -57,7 +57,7 @@ class Driver:
 
 
 def test_what_gpus_say_and_what_they_cannot_say() -> None:
-    driver, metrics = Driver(), Metrics()
+    driver, metrics = Driver(), Registry()
     gpus = Gpus(driver)
 
     def value(name: str, /, **labels: str) -> float | None:
@@ -67,19 +67,19 @@ def test_what_gpus_say_and_what_they_cannot_say() -> None:
     metrics.apply(gpus.sample())
     driver.energy, driver.reasons = 1_002_500, 12
     metrics.apply(gpus.sample())
-    assert value("tandem_gpu_utilization_ratio", gpu="1") == 0.5
-    assert value("tandem_gpu_temperature_celsius", gpu="0") == 60
-    assert value("tandem_gpu_temperature_celsius", gpu="1") is None
-    assert value("tandem_gpu_energy_joules_total", gpu="0") == 2.5
-    assert value("tandem_gpu_throttled", gpu="0") == 1
-    assert value("tandem_gpu_info", gpu="1", uuid="GPU-1", name="Imaginary 100", driver="1.2") == 1
+    assert value("tandem_gpu_utilization_ratio", gpu="1", node="0") == 0.5
+    assert value("tandem_gpu_temperature_celsius", gpu="0", node="0") == 60
+    assert value("tandem_gpu_temperature_celsius", gpu="1", node="0") is None
+    assert value("tandem_gpu_energy_joules_total", gpu="0", node="0") == 2.5
+    assert value("tandem_gpu_throttled", gpu="0", node="0") == 1
+    assert value("tandem_gpu_info", gpu="1", uuid="GPU-1", name="Imaginary 100", driver="1.2", node="0") == 1
     assert "tandem_collect_errors_total{" not in metrics.page().decode()
 
 
 def test_a_gpu_at_its_power_limit_is_not_throttled() -> None:
-    metrics = Metrics()
+    metrics = Registry()
     metrics.apply(Gpus(Driver()).sample())
-    assert metrics.registry.get_sample_value("tandem_gpu_throttled", {"gpu": "0"}) == 0
+    assert metrics.registry.get_sample_value("tandem_gpu_throttled", {"gpu": "0", "node": "0"}) == 0
 
 
 def test_no_driver_and_a_driver_that_fails_are_no_error() -> None:
@@ -87,7 +87,7 @@ def test_no_driver_and_a_driver_that_fails_are_no_error() -> None:
         def nvmlInit(self) -> None:
             raise OSError("libnvidia-ml.so.1 is not there")
 
-    assert Gpus(None_()).sample() == {} and len(Gpus(None_())) == 0
+    assert Gpus(None_()).sample() == [] and len(Gpus(None_())) == 0
     broken = Driver()
     gpus = Gpus(broken)
     broken.nvmlDeviceGetUUID = None  # type: ignore[assignment,method-assign]

@@ -33,7 +33,7 @@ def test_what_is_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
     environ = {"TANDEM_STATE_DIR": str(tmp_path)}
     assert health.main(environ) == 1
     now = time.time()
-    health.write_health(tmp_path, state="training", step=3, last_progress=now, limit_seconds=9)
+    health.write_health(tmp_path, health.record("training", 3, now, 9))
     assert health.main(environ) == 0
     for bad in ("", "[]", "{}", "5", '{"time": "x"}', "[" * 50_000, '{"state":"a","step":NaN}'):
         (tmp_path / "health.json").write_text(bad)

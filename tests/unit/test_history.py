@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.report.history import FULL_POINTS, MAX_EVENTS, MAX_POINTS, History
 from tandem.telemetry.journal import Journal
+from tandem.telemetry.messages import Event, Point, RunStarted
 
 
 def steps(history: History) -> list[int]:
@@ -35,16 +36,17 @@ def test_a_new_agent_reads_it_back(tmp_path: Path) -> None:
 def test_points_after_the_step_a_world_begins_at_go(tmp_path: Path) -> None:
     history = History(tmp_path)
     for step in (10, 20, 30):
-        history.take({"point": {"step": step}})
+        history.take(Point(step, 1.0, {}))
     version = history.version
-    history.take({"begin": {"step": 20}})
+    history.take(RunStarted(20, 10, 100))
     assert steps(history) == [10, 20] and history.version > version
 
 
 def test_it_stays_bounded_and_keeps_beginning_and_end(tmp_path: Path) -> None:
     history = History(tmp_path)
     for step in range(5 * MAX_POINTS):
-        history.take({"point": {"step": step}, "event": {"kind": "x", "step": step}})
+        history.take(Point(step, 1.0, {}))
+        history.take(Event("x", 1.0, {"step": step}))
     shown = steps(history)
     assert len(shown) <= MAX_POINTS and shown[0] == 0
     assert shown[-FULL_POINTS:] == list(range(5 * MAX_POINTS - FULL_POINTS, 5 * MAX_POINTS))
@@ -57,8 +59,8 @@ def test_checkpoints_are_those_on_the_volume_with_what_is_known_of_them(tmp_path
     (tmp_path / "checkpoints" / ".tmp-step-400").mkdir()
     (tmp_path / "checkpoints" / "step-000000500").mkdir()  # no manifest: not committed
     history = History(tmp_path)
-    history.take({"event": {"kind": "checkpoint", "step": 300, "verified": True}})
-    history.take({"event": {"kind": "fallback", "step": 200}})
+    history.take(Event("checkpoint", 1.0, {"step": 300, "verified": True}))
+    history.take(Event("fallback", 1.0, {"step": 200}))
     found: Any = history.now()["checkpoints"]
     assert [(each["step"], each["state"], each["bytes"]) for each in found] == [
         (300, "verified", 7),
@@ -69,7 +71,6 @@ def test_checkpoints_are_those_on_the_volume_with_what_is_known_of_them(tmp_path
 
 def test_strange_messages_do_no_harm(tmp_path: Path) -> None:
     history = History(tmp_path)
-    for key in ("point", "event", "ranks", "begin"):
-        history.take({key: 5})
-    history.take({"point": {"step": "x"}, "event": {"step": None}})
+    history.take(Point("x", 1.0, {}))  # type: ignore[arg-type]
+    history.take(Event("checkpoint", 1.0, {"step": None}))
     assert steps(history) == []

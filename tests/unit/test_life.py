@@ -1,6 +1,7 @@
 """Counters of the agent: time by state, steps done again, signals, log messages."""
 
 import logging
+import os
 import signal
 import time
 from pathlib import Path
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.signals import StopFlag
-from tandem.telemetry import life
-from tandem.telemetry.metrics import Metrics
+from tandem.telemetry import life, metrics
+from tandem.telemetry.registry import Registry
 
 
 def test_all_time_since_the_process_began_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,14 +71,14 @@ def test_signals_are_counted_once() -> None:
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         stop._handle(number, None)
     assert stop.received == {"SIGTERM": 1}  # the rest are repeats within two seconds
-    assert life.signal_increments(stop.received, counted) == [["tandem_signals", {"signal": "SIGTERM"}, 1]]
+    assert life.signal_increments(stop.received, counted) == [metrics.SIGNALS_RECEIVED.inc(signal="SIGTERM")]
     assert life.signal_increments(stop.received, counted) == []
 
 
 def test_log_messages_are_counted_by_level() -> None:
-    metrics = Metrics()
-    life.count_log_messages(metrics.apply)
-    life.count_log_messages(metrics.apply)  # replaces the first
+    registry = Registry()
+    life.count_log_messages(lambda message: registry.apply(message.samples))  # type: ignore[union-attr]
+    life.count_log_messages(lambda message: registry.apply(message.samples))  # type: ignore[union-attr] # replaces it
     logger = logging.getLogger("tandem.test")
     try:
         logger.info("not counted")
@@ -87,10 +88,15 @@ def test_log_messages_are_counted_by_level() -> None:
         parent = logging.getLogger("tandem")
         parent.handlers = [each for each in parent.handlers if not isinstance(each, life.CountingHandler)]
     counted = [
-        metrics.registry.get_sample_value("tandem_log_messages_total", {"level": level})
+        registry.registry.get_sample_value("tandem_log_messages_total", {"level": level})
         for level in ("warning", "error", "critical")
     ]
     assert counted == [1, 2, 1]
+
+
+def test_the_memory_of_a_process() -> None:
+    assert life.resident_bytes(os.getpid()) > 2**20
+    assert life.resident_bytes(2**22 + 5) == 0
 
 
 def test_a_volume_that_does_not_answer_has_no_size(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from tandem.errors import NonFiniteError
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
 from tandem.telemetry.clock import Clock
-from tandem.telemetry.meter import Costs, StepTimes
+from tandem.telemetry.meter import Costs, Readings, StepTimes
 from tandem.telemetry.recorder import Recorder
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.nonfinite import Policy
-from tandem.training.step import Proposal, Readings
+from tandem.training.step import Proposal
 
 
 class StandingClock(Clock):

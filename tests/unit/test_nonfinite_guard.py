@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tandem.distributed.consensus import Agreed
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
+from tandem.telemetry.families import Sample
 from tandem.training.nonfinite import MOST_SKIPS_IN_A_ROW, Guard, Policy, culprit
 
 CPU = torch.device("cpu")
@@ -101,8 +102,8 @@ class Told:
     def event(self, kind: str, **fields: object) -> None:
         self.events.append({"kind": kind, **fields})
 
-    def message(self, message: Any) -> None:
-        self.reasons += [labels["reason"] for _, labels, _ in message["inc"]]
+    def samples(self, *samples: Sample) -> None:
+        self.reasons += [sample.labels["reason"] for sample in samples]
 
     def not_finite(self) -> None:
         self.shown += 1

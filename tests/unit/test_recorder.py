@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +10,18 @@ import pytest
 from gathered import Here
 
 from tandem.telemetry import recorder as recorder_module
+from tandem.telemetry.channel import MAX_MESSAGE_BYTES
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
-from tandem.telemetry.meter import PHASES, Costs, DeviceMemory, StepTimes
-from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.messages import Event, Message, Samples, decode, encode
+from tandem.telemetry.meter import PHASES, Agreed, Costs, DeviceMemory, Readings, StepTimes
 from tandem.telemetry.recorder import Recorder
-from tandem.telemetry.samples import MAX_MESSAGE_BYTES
+from tandem.telemetry.registry import Registry
 
 STEP = StepTimes(0.001, 0.002, 0.003, 0.004, 0.005, 0.0, wait=0.006)
 
 
-@dataclass
-class Agreed:
-    step: int
-    loss: float
-
-
-@dataclass
-class Readings:
-    grad_norm: float | None = 2.0
-    loss_scale: float | None = None
-    clips: int = 3
-    hidden_sync_seconds: float = 0.01
-    memory: DeviceMemory | None = None
+READINGS = Readings(grad_norm=2.0, loss_scale=None, clips=3, hidden_sync_seconds=0.01, memory=None)
 
 
 class StandingClock(Clock):
@@ -47,15 +36,15 @@ class Wire:
     """Applies what is sent, as the agent would after the datagram."""
 
     def __init__(self) -> None:
-        self.metrics = Metrics()
-        self.messages: list[dict[str, Any]] = []
+        self.metrics = Registry()
+        self.messages: list[Message] = []
 
     def send(self, message: Any) -> None:
-        text = json.dumps(message)
-        assert len(text) <= MAX_MESSAGE_BYTES
-        self.messages.append(json.loads(text))
-        if "heartbeat" not in message:
-            self.metrics.apply(self.messages[-1])
+        datagram = encode(message)
+        assert len(datagram) <= MAX_MESSAGE_BYTES
+        self.messages.append(decode(datagram))
+        if isinstance(self.messages[-1], Samples):
+            self.metrics.apply(self.messages[-1].samples)
 
     def value(self, name: str, /, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
@@ -75,13 +64,13 @@ def recorder(wire: Wire, journal: Journal | None = None, begin: int = 100) -> Re
 
 def train(made: Recorder, steps: int, begin: int = 100) -> None:
     for step in range(begin, begin + steps):
-        made.end_step(Agreed(step, 0.5), 0.1)
+        made.end_step(Agreed(step, 0.5, False, False, 0, {"right": (3.0, 4.0)}), 0.1)
 
 
 def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
     made = recorder(wire)
     train(made, 20)
-    made.log_interval(120, Readings(), Here([made.own_times(), [1.0] + [0.03] * 8]))
+    made.log_interval(120, READINGS, Here([made.own_times(), [1.0] + [0.03] * 8]))
     train(made, 5, 120)
     made.close()
     assert wire.value("tandem_steps_total") == 25 and wire.value("tandem_samples_total") == 25 * 24
@@ -95,6 +84,7 @@ def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
     assert wire.value("tandem_model_flops_total") == 25 * 1000
     assert wire.value("tandem_global_step") == 125 and wire.value("tandem_progress_ratio") == 0.125
     assert wire.value("tandem_grad_clips_total") == 3 and wire.value("tandem_grad_norm") == 2
+    assert wire.value("tandem_train_score", score="right") == 0.75
     assert wire.value("tandem_slowest_rank") == 1 and wire.value("tandem_loss", split="train") == 0.5
     assert "tandem_collect_errors_total{" not in wire.metrics.page().decode()
 
@@ -102,7 +92,7 @@ def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
 def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:
     made = recorder(wire, begin=0)
     train(made, 20_000, 0)
-    made.log_interval(20_000, Readings(), Here([made.own_times()]))
+    made.log_interval(20_000, READINGS, Here([made.own_times()]))
     assert wire.value("tandem_step_duration_seconds_count") == 20_000
 
 
@@ -110,10 +100,10 @@ def test_a_straggler_is_an_event_once(wire: Wire, tmp_path: Path) -> None:
     made = recorder(wire, Journal(tmp_path))
     for at in range(100, 180, 20):
         train(made, 20, at)
-        made.log_interval(at + 20, Readings(), Here([made.own_times(), [1.0] + [0.03] * 8]))
+        made.log_interval(at + 20, READINGS, Here([made.own_times(), [1.0] + [0.03] * 8]))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["rank"], event["node"]) for event in events] == [("straggler", 1, 1)]
-    assert len([message for message in wire.messages if "event" in message]) == 1
+    assert len([message for message in wire.messages if isinstance(message, Event)]) == 1
 
 
 def test_a_loss_that_is_no_number_is_shown_as_one(wire: Wire) -> None:
@@ -140,11 +130,11 @@ def test_other_ranks_are_silent_but_for_their_gpu_and_their_errors(wire: Wire) -
     made.begin_run(0, 50, 1000, None, None, None)
     memory = DeviceMemory(gpu=1, allocated=5, reserved=6, peak=7, retries=2, ooms=0)
     for _ in range(2):
-        made.log_interval(0, Readings(memory=memory), Here([]))
+        made.log_interval(0, replace(READINGS, memory=memory), Here([]))
     made.data_error("OSError")
     made.event("anything")
-    assert wire.value("tandem_torch_memory_peak_bytes", gpu="1") == 7
-    assert wire.value("tandem_torch_alloc_retries_total") == 2
-    assert wire.value("tandem_data_errors_total", reason="OSError") == 1
+    assert wire.value("tandem_torch_memory_peak_bytes", gpu="1", node="0") == 7
+    assert wire.value("tandem_torch_alloc_retries_total", node="0") == 2
+    assert wire.value("tandem_data_errors_total", reason="OSError", node="0") == 1
     assert wire.value("tandem_global_step") is None
-    assert {key for message in wire.messages for key in message} == {"set", "inc"}
+    assert {type(message) for message in wire.messages} == {Samples}

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tandem.report.server import MetricsServer
-from tandem.telemetry.metrics import Metrics
-from tandem.telemetry.samples import SampleReceiver, SampleSender
+from tandem.telemetry import metrics
+from tandem.telemetry.channel import Receiver, Sender
+from tandem.telemetry.messages import Event, Message, RunStarted, Samples, encode
+from tandem.telemetry.registry import Registry
 
 STATUS: dict[str, object] = {"healthy": True, "state": "training", "loss": float("nan")}
 
@@ -22,7 +24,7 @@ def status() -> dict[str, object]:
 
 @pytest.fixture
 def server(status: dict[str, object]) -> Iterator[MetricsServer]:
-    server = MetricsServer(Metrics(), "127.0.0.1", 0, lambda: status)
+    server = MetricsServer(Registry(), "127.0.0.1", 0, lambda: status)
     yield server
     server.close()
 
@@ -59,7 +61,7 @@ def test_paths(server: MetricsServer, status: dict[str, object]) -> None:
     assert code == 200 and b"tandem_run_state" in page
     assert ask(server, "/healthz")[0] == 200
     assert ask(server, "/readyz")[0] == 503
-    server.metrics.apply({"state": "training"})
+    server.metrics.apply([metrics.RUN_STATE.enter("training")])
     assert ask(server, "/readyz")[0] == 200
     assert json.loads(ask(server, "/api/run")[1])["loss"] == "NaN"
     assert b"textContent" in ask(server, "/")[1]
@@ -73,7 +75,7 @@ def test_a_status_that_raises_is_unhealthy() -> None:
     def broken() -> dict[str, object]:
         raise RuntimeError("no")
 
-    server = MetricsServer(Metrics(), "127.0.0.1", 0, broken)
+    server = MetricsServer(Registry(), "127.0.0.1", 0, broken)
     try:
         assert ask(server, "/healthz")[0] == 503
         assert ask(server, "/api/run")[0] == 200
@@ -124,7 +126,7 @@ def test_200_clients_that_say_nothing_keep_nobody_out(server: MetricsServer) -> 
 
 
 def test_a_busy_port_warns_and_takes_another(server: MetricsServer, caplog: pytest.LogCaptureFixture) -> None:
-    other = MetricsServer(Metrics(), "127.0.0.1", server.port, dict)
+    other = MetricsServer(Registry(), "127.0.0.1", server.port, dict)
     try:
         assert other.port not in (0, server.port)
         assert "instead" in caplog.text
@@ -134,7 +136,7 @@ def test_a_busy_port_warns_and_takes_another(server: MetricsServer, caplog: pyte
 
 
 def test_a_bad_host_falls_back_to_loopback() -> None:
-    server = MetricsServer(Metrics(), "192.0.2.1", 0, dict)
+    server = MetricsServer(Registry(), "192.0.2.1", 0, dict)
     try:
         assert server.host == "127.0.0.1"
     finally:
@@ -145,7 +147,7 @@ FOR_EVER = 10**6  # the limit of the test is far below that
 
 
 def test_linger_is_over_at_once_if_never_scraped(server: MetricsServer) -> None:
-    server.metrics.apply({"state": "failed"})
+    server.metrics.apply([metrics.RUN_STATE.enter("failed")])
     looks: list[int] = []
     server.linger(FOR_EVER, lambda: bool(looks.append(1)))
     assert not looks
@@ -154,7 +156,7 @@ def test_linger_is_over_at_once_if_never_scraped(server: MetricsServer) -> None:
 def test_linger_waits_for_a_scrape_of_the_final_state(server: MetricsServer) -> None:
     ask(server, "/metrics")
     assert wait_for(lambda: server.scraped)
-    server.metrics.apply({"state": "succeeded"})
+    server.metrics.apply([metrics.RUN_STATE.enter("succeeded")])
     looks: list[int] = []
     server.linger(0.3, lambda: bool(looks.append(1)))
     assert looks, "it waited"
@@ -164,7 +166,7 @@ def test_linger_waits_for_a_scrape_of_the_final_state(server: MetricsServer) -> 
 
 
 def test_the_last_page_is_written(tmp_path: Path) -> None:
-    Metrics().write_last_page(tmp_path / "metrics.prom")
+    Registry().write_last_page(tmp_path / "metrics.prom")
     assert b"tandem_run_state" in (tmp_path / "metrics.prom").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.prom"]
 
@@ -172,43 +174,48 @@ def test_the_last_page_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("depth", [0, 3])
 def test_samples_arrive_also_over_a_long_path(tmp_path: Path, depth: int) -> None:
     path = tmp_path.joinpath(*["d" * 60] * depth) / "samples.sock"
-    got: list[dict[str, object]] = []
-    receiver = SampleReceiver(path, got.append)
-    sender = SampleSender(path)
-    assert sender.send({"inc": [["tandem_steps", {}, 1]]})
+    got: list[Message] = []
+    receiver = Receiver(path, got.append)
+    sender = Sender(path)
+    assert sender.send(Samples([metrics.STEPS.inc()]))
     assert wait_for(lambda: len(got) == 1)
     receiver.close()
-    assert not sender.send({"a": 1})
-    second = SampleReceiver(path, got.append)
-    assert sender.send({"a": 2})
+    assert not sender.send(RunStarted(1, 1, 1))
+    second = Receiver(path, got.append)
+    assert sender.send(RunStarted(2, 1, 1))
     second.close()
-    assert got[-1] == {"a": 2}
+    assert got[-1] == RunStarted(2, 1, 1)
     sender.close()
 
 
 def test_malformed_datagrams_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    metrics = Metrics()
-    receiver = SampleReceiver(path, metrics.apply, metrics.count_error)
+    registry = Registry()
+
+    def apply(message: Message) -> None:
+        assert isinstance(message, Samples)
+        registry.apply(message.samples)
+
+    receiver = Receiver(path, apply, registry.count_error)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
         client.connect(str(path))
-        for data in (b"", b"\xff", b"[1]", b"[" * 50_000, b'"' + b"a" * 70_000 + b'"'):
+        for data in (b"", b"\xff", b"[1]", b"[" * 50_000, b'"' + b"a" * 70_000 + b'"', b'{"is": "X"}'):
             client.send(data)
-        client.send(b'{"state": "training"}')
+        client.send(encode(Samples([metrics.RUN_STATE.enter("training")])))
     receiver.close()
-    assert receiver.malformed == 5
-    assert metrics.registry.get_sample_value("tandem_collect_errors_total", {"source": "datagram"}) == 5
-    assert metrics.state == "training"
+    assert receiver.malformed == 6
+    assert registry.registry.get_sample_value("tandem_collect_errors_total", {"source": "datagram"}) == 6
+    assert registry.state == "training"
 
 
 def test_the_sender_never_raises_or_waits(tmp_path: Path) -> None:
-    sender = SampleSender(tmp_path / "none" / "s")
-    assert not sender.send({"a": 1})
-    assert not sender.send({"a": object()})
+    sender = Sender(tmp_path / "none" / "s")
+    assert not sender.send(RunStarted(1, 1, 1))
+    assert not sender.send(Event("x", 1.0, {"a": object()}))
     path = tmp_path / "full"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nobody_reads:
         nobody_reads.bind(str(path))
-        sender = SampleSender(path)
-        assert not sender.send({"a": "x" * 70_000})
-        assert not all([sender.send({"a": "x" * 1000}) for _ in range(2000)])
+        sender = Sender(path)
+        assert not sender.send(Event("x" * 70_000, 1.0, {}))
+        assert not all([sender.send(Event("x" * 1000, 1.0, {})) for _ in range(2000)])
     assert sender.dropped > 0

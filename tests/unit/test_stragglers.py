@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tandem.telemetry.meter import StepTimes
-from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.registry import Registry
 from tandem.telemetry.stragglers import (
     MAX_RANK_SERIES,
     ROW_LENGTH,
@@ -13,8 +13,8 @@ from tandem.telemetry.stragglers import (
     from_rows,
     judge,
     row_of,
-    rows_for_metrics,
     rows_for_page,
+    samples_of,
 )
 
 
@@ -72,18 +72,18 @@ def test_a_rank_without_steps_has_a_row_as_well() -> None:
 
 
 def test_series_follow_the_world_and_end_at_64_ranks() -> None:
-    metrics = Metrics()
+    metrics = Registry()
 
     def series(name: str) -> int:
         return metrics.page().decode().count(f"\n{name}{{")
 
     for ranks in (4, 2, MAX_RANK_SERIES):
         found = from_rows(rows(*[0.02] * (ranks - 1), 0.04))
-        metrics.apply(rows_for_metrics(found, judge(found)))
+        metrics.apply(samples_of(found, judge(found)))
         assert series("tandem_rank_compute_seconds") == series("tandem_rank_data_seconds") == ranks
         assert series("tandem_straggler_excess_seconds") == 1
     many = from_rows(rows(*[0.02] * 200))
-    metrics.apply(rows_for_metrics(many, judge(many)))
+    metrics.apply(samples_of(many, judge(many)))
     assert series("tandem_straggler_excess_seconds") == 0
     assert metrics.registry.get_sample_value("tandem_rank_compute_seconds_max") == pytest.approx(0.032)
     assert "tandem_collect_errors_total{" not in metrics.page().decode()
@@ -91,11 +91,10 @@ def test_series_follow_the_world_and_end_at_64_ranks() -> None:
 
 def test_the_page_shows_the_slowest_of_many() -> None:
     many = from_rows(rows(*[0.02] * 199, 0.04))
-    message = rows_for_page(many, judge(many))["ranks"]
-    assert isinstance(message, dict)
-    assert len(message["rows"]) == MAX_RANK_SERIES
-    assert message["rows"][-1]["straggler"] and message["rows"][-1]["rank"] == 199
-    assert "rank 199" in message["says"]
+    message = rows_for_page(many, judge(many))
+    assert len(message.rows) == MAX_RANK_SERIES
+    assert message.rows[-1]["straggler"] and message.rows[-1]["rank"] == 199
+    assert "rank 199" in str(message.says)
 
 
 def test_news_come_once_and_never_from_one_row() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tandem.launch.watchdog import Beat, judge
+from tandem.telemetry.hangs import Beat, judge
 
 WELL = Beat(
     rank=0,

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import IO, Any, cast
 
 import torch
@@ -18,24 +17,12 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import check_loadable
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
+from tandem.telemetry.meter import SaveOutcome as SaveOutcome
 from tandem.torch_private import copy_all
 
 log = logging.getLogger("tandem.checkpoint")
 
 Key = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class SaveOutcome:
-    """A save that ended: seconds from its begin to its last fsync, and how long training was held for it.
-
-    `bytes` on the volume; None means that it failed.
-    """
-
-    step: int
-    seconds: float
-    held_seconds: float
-    bytes: int | None
 
 
 class Buffers:

@@ -1,28 +1,13 @@
 """What all ranks know after a step, at no collective of its own: it travels in the gradient all-reduce."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tandem.distributed.group import ProcessGroup
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks know after a step, out of the gradient all-reduce.
-
-    `loss` is NaN when it is not finite on some rank; `left_out`: the step has changed nothing, because
-    that loss or the reduced gradients are not finite.
-    """
-
-    step: int
-    loss: float
-    stop: bool
-    left_out: bool
-    decisions: int
+from tandem.telemetry.meter import Agreed as Agreed
 
 
 class Telemetry(nn.Module):

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import ConfigError, PeerLostError
+from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
 
 log = logging.getLogger("tandem.world")
@@ -235,23 +236,6 @@ class ProcessGroup:
             raise error
         if failed:
             raise PeerLostError("preparing the data failed on another node; its log says why")
-
-
-class Gathering:
-    """An exchange of rows that is under way."""
-
-    def __init__(self, work: Any, mine: Tensor, everyones: Tensor) -> None:
-        self._work, self._everyones = work, everyones
-        self._kept = mine  # until it is sent
-
-    def is_here(self) -> bool:
-        """Whether `rows` would not wait."""
-        return bool(self._work.is_completed())
-
-    def rows(self) -> list[list[float]]:
-        """The rows, in rank order; waits for them."""
-        self._work.wait()
-        return [[float(value) for value in row] for row in self._everyones.tolist()]
 
 
 def _open_store(position: Position, timeout: timedelta) -> Any:

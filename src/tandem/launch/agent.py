@@ -9,7 +9,7 @@ from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defi
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError
-from tandem.launch.generations import AgentOptions, Ledger, NodeAgent, View, spent
+from tandem.launch.generations import AgentOptions, Ledger, NodeAgent, spent
 from tandem.launch.rendezvous import (
     StopRequestedError,
     StoreLostError,
@@ -17,6 +17,7 @@ from tandem.launch.rendezvous import (
     host_store,
     join_store,
 )
+from tandem.launch.view import NodeView
 from tandem.launch.watchdog import Watchdog
 from tandem.launch.workers import RankProcesses
 from tandem.platforms.placement import Placement
@@ -41,7 +42,7 @@ def run_node(
     ranks: RankProcesses,
     options: AgentOptions,
     stop: StopFlag,
-    view: View,
+    view: NodeView,
 ) -> AgentReport:
     """Run this node's ranks until the job is over, going round again as the exit codes say."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -57,6 +58,7 @@ def run_node(
             is_master=False,
             timeout=timedelta(seconds=STORE_READ_SECONDS),
         ),
+        view.metrics,
     )
     view.on_heartbeat = watchdog.hear
     watchdog.start()
@@ -72,7 +74,7 @@ def _run_connections(
     ranks: RankProcesses,
     options: AgentOptions,
     stop: StopFlag,
-    view: View,
+    view: NodeView,
     watchdog: Watchdog,
     server: TCPStore | None,
 ) -> AgentReport:

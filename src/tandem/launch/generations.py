@@ -9,10 +9,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
@@ -41,10 +40,12 @@ from tandem.launch.rendezvous import (
     WatchfulBackend,
     stay_until_all_left,
 )
-from tandem.launch.watchdog import Alarm, Watchdog
+from tandem.launch.view import NodeView
+from tandem.launch.watchdog import Watchdog
 from tandem.launch.workers import RankProcesses, is_retried, job_code
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
+from tandem.telemetry.hangs import Alarm
 from tandem.telemetry.heartbeat import DUMP_SIGNAL
 from tandem.timeouts import (
     ENDING_SECONDS,
@@ -61,18 +62,6 @@ from tandem.timeouts import (
 from tandem.torch_private import hasten_handler, nodes_here, stop_keep_alive
 
 log = logging.getLogger("tandem.agent")
-
-
-class View(Protocol):
-    """Who is told what happens, for people to see."""
-
-    on_heartbeat: Callable[[Mapping[str, Any]], None]
-
-    def world_opened(self, number: int, position: Position) -> None:
-        """World `number` (from 1) is about to start; `position` is of the first rank here."""
-
-    def hung(self, alarm: Alarm) -> None:
-        """A rank was named as hanging."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +99,7 @@ class NodeAgent(SimpleElasticAgent):
         options: AgentOptions,
         stop: StopFlag,
         store: TCPStore,
-        view: View,
+        view: NodeView,
         watchdog: Watchdog,
         ledger: Ledger,
     ) -> None:
@@ -301,6 +290,7 @@ class NodeAgent(SimpleElasticAgent):
         pids = self._ranks.start(positions)
         everyone = range(max(self._placement.nodes, (self._placement.elastic or (0, 0))[1]))
         by_rank = {positions[local_rank].rank: pid for local_rank, pid in pids.items()}
+        self._view.ranks_started(by_rank)
         self._watchdog.open_world(prefix, by_rank, everyone)
         for local_rank, pid in pids.items():
             log.info("%s is process %d", positions[local_rank], pid)

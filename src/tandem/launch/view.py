@@ -6,23 +6,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from tandem.config import Settings
+from tandem.distributed.group import Position
 from tandem.errors import FINISHED, STOPPED
 from tandem.platforms.placement import Placement
 from tandem.report.access import Access
 from tandem.report.history import History
 from tandem.report.server import MetricsServer
 from tandem.signals import StopFlag
-from tandem.telemetry import life
-from tandem.telemetry.families import FINAL_STATES
+from tandem.telemetry import health, life, metrics
+from tandem.telemetry.channel import Receiver
 from tandem.telemetry.gpu import Gpus
-from tandem.telemetry.health import write_health
+from tandem.telemetry.hangs import Alarm
 from tandem.telemetry.journal import Journal, write_json_atomic
-from tandem.telemetry.metrics import Metrics
-from tandem.telemetry.samples import SampleReceiver
-from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, SLACK_SECONDS, VOLUME_SECONDS
+from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
+from tandem.telemetry.metrics import FINAL_STATES
+from tandem.telemetry.registry import Registry
+from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, VOLUME_SECONDS
 
 log = logging.getLogger("tandem.node")
 
@@ -42,18 +43,22 @@ class NodeView:
     ) -> None:
         self._settings, self._placement, self._run_dir = settings, placement, run_dir
         self._began = time.monotonic()
-        self._beats: dict[int, dict[str, Any]] = {}
-        self._plan: dict[str, Any] = {}
-        self._done: dict[str, Any] = {}
-        self.on_heartbeat: Callable[[Mapping[str, Any]], None] = lambda beat: None
+        self._beats: dict[int, Heartbeat] = {}
+        self._pids: Mapping[int, int] = {}
+        self._plan: RunStarted | None = None
+        self._done = StepsDone(0, None, 0.0)
+        self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
+        hang_timeout = None if settings.hang_timeout == "auto" else float(settings.hang_timeout)
+        self._limits = health.Limits(settings.master_timeout, settings.first_step_timeout, hang_timeout)
         self._restart_reason = "crash"
         self._state, self._last_progress = "starting", time.time()
         self._state_dir, self._stop = state_dir, stop
         self._worlds, self._nodes = 0, placement.nodes
         self._signals_counted: dict[str, int] = {}
         self._clock, self._clock_lock = life.Clock(), threading.Lock()
+        self._replays = life.Replays()
         self.socket_path = scratch / "samples.sock"
-        self.metrics = Metrics()
+        self.metrics = Registry(node=placement.node_rank)
         self.metrics.before_page = self._bring_up_to_date
         self._closing = threading.Event()
         self._journal: Journal | None = None
@@ -61,10 +66,12 @@ class NodeView:
         self._server: MetricsServer | None = None
         if placement.node_rank == 0:
             self._open_to_the_world(settings, run_dir, access)
-        life.count_log_messages(self.metrics.apply)
-        self._receiver = SampleReceiver(self.socket_path, self._receive, self.metrics.count_error)
+        life.count_log_messages(self._receive)
+        self._receiver = Receiver(self.socket_path, self._receive, self.metrics.count_error)
         self._thread = threading.Thread(target=self._tick, name="tandem-node", daemon=True)
         self._thread.start()
+        # Asking a volume or a driver can hang, so nobody waits for this thread.
+        threading.Thread(target=self._watch_hardware, name="tandem-hardware", daemon=True).start()
 
     def _open_to_the_world(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
         """Node 0: journal, history and server."""
@@ -76,12 +83,10 @@ class NodeView:
         log.info("live page at %s/, metrics at %s/metrics", server.url, server.url)
         started = time.time() - life.process_age_seconds()
         self.metrics.apply(
-            {"state": "starting", "set": [["tandem_run_start_timestamp_seconds", {}, started]]}
+            [metrics.RUN_STATE.enter("starting"), metrics.RUN_START_TIMESTAMP_SECONDS.set(started)]
         )
-        # Asking a volume or a driver can hang, so nobody waits for this thread.
-        threading.Thread(target=self._watch_hardware, name="tandem-hardware", daemon=True).start()
 
-    def world_opened(self, number: int, position: Any) -> None:
+    def world_opened(self, number: int, position: Position) -> None:
         """The agent is about to start its ranks."""
         self._last_progress = time.time()
         if self._journal is None:
@@ -91,22 +96,26 @@ class NodeView:
         self._event("world", number=number, world_size=position.world_size, nodes=position.nodes)
         self._enter("rendezvous")
         if number > 1:
-            self.metrics.apply({"inc": [["tandem_restarts", {"reason": reason}, 1]]})
+            self.metrics.apply([metrics.RESTARTS.inc(reason=reason)])
             self._restart_reason = "crash"
+
+    def ranks_started(self, pids: Mapping[int, int]) -> None:
+        """The processes {rank: pid} of this node have begun."""
+        self._pids = dict(pids)
 
     def _event(self, kind: str, **fields: object) -> None:
         assert self._journal is not None and self._history is not None
         self._journal.event(kind, **fields)
-        self._history.take({"event": {"time": time.time(), "kind": kind, **fields}})
+        self._history.take(Event(kind, time.time(), fields))
 
     def _enter(self, state: str) -> None:
         """The run is in this state from now on, and time is charged to it."""
         with self._clock_lock:
             self._clock.enter(state)
         self._state = state
-        self.metrics.apply({"state": state})
+        self.metrics.apply([metrics.RUN_STATE.enter(state)])
 
-    def hung(self, alarm: Any) -> None:
+    def hung(self, alarm: Alarm) -> None:
         """The watchdog named a rank; the world is about to be opened again."""
         self._restart_reason = "hang"
         if self._journal is not None:
@@ -127,10 +136,9 @@ class NodeView:
             return
         summary = self._run_dir / "summary.json"
         if code not in (FINISHED, STOPPED):
-            beat = self._beats.get(0, {})
             self._event("failed", exit_code=code, reason=reason)
             try:
-                write_json_atomic(summary, self._failed_summary(code, reason, worlds, beat))
+                write_json_atomic(summary, self._failed_summary(code, reason, worlds))
             except OSError as error:
                 log.warning("cannot write %s: %s", summary, error)
         self._enter(state)
@@ -153,97 +161,97 @@ class NodeView:
 
     def status(self) -> dict[str, object]:
         """The run as `/api/run` and the live page show it. Times are Unix seconds, durations seconds."""
-        quiet = time.time() - self._last_progress
-        beat = self._beats.get(0, {})
-        step, planned = int(beat.get("step", 0)), self._plan.get("steps_planned")
-        rate = float(self._done.get("samples_per_second") or 0.0)
+        record = self._health()
+        healthy, says = health.judge(record, time.time())
+        step, rate = self._rank_zeros_step(), self._done.samples_per_second
+        planned = self._plan.steps_planned if self._plan is not None else None
         left = (planned - step) * self._settings.batch_size / rate if planned and rate > 0 else None
         return {
             "state": self.metrics.state,
-            "healthy": quiet <= self._limit() and self._state != "failed",
+            "healthy": healthy,
+            "health": says,
             "run": self._settings.run_name or self._run_dir.name,
             "task": self._settings.task,
             "platform": self._placement.platform,
             "nodes": self._nodes,
             "step": step,
             "steps_planned": planned,
-            "loss": self._done.get("loss"),
+            "loss": self._done.loss,
             "samples_per_second": rate,
             "seconds_left": left,
-            "seconds_since_progress": round(quiet, 1),
+            "seconds_since_progress": round(time.time() - self._last_progress, 1),
             "restarts": max(0, self._worlds - 1),
             "checkpoint_every": self._settings.checkpoint_every,
             "time": time.time(),
             **(self._history.now() if self._history is not None else {}),
         }
 
-    def _receive(self, message: Mapping[str, Any]) -> None:
-        if "heartbeat" in message:
-            self._beat(message["heartbeat"])
-            return
-        self._plan = message.get("begin", self._plan)
-        self._done = message.get("done", self._done)
+    def _receive(self, message: Message) -> None:
+        """What a rank here says, whoever it is for."""
         if self._history is not None:
             self._history.take(message)
-            self._count_steps(message)
-        self.metrics.apply(message)
+        match message:
+            case Heartbeat():
+                self._beat(message)
+            case Samples(samples):
+                self.metrics.apply(samples)
+            case RunStarted(step):
+                self._plan = message
+                self._count_steps(*self._replays.begin(step))
+            case StepsDone(step):
+                self._done = message
+                self._count_steps(0, self._replays.advance(step))
 
-    def _beat(self, beat: Mapping[str, Any]) -> None:
-        rank, step, activity = int(beat["rank"]), int(beat["step"]), str(beat["activity"])
-        before = self._beats.get(rank, {})
-        self._beats[rank] = dict(beat)
+    def _beat(self, beat: Heartbeat) -> None:
+        before = self._beats.get(beat.rank)
+        self._beats[beat.rank] = beat
         self.on_heartbeat(beat)
-        if step != before.get("step") or activity != before.get("activity"):
+        moved = before is None or beat.activity != before.activity
+        if before is None or moved or beat.step != before.step:
             self._last_progress = time.time()
-        if activity == before.get("activity") or self._state in FINAL_STATES:
+        if not moved or self._state in FINAL_STATES:
             return
-        self._state = activity
-        if rank == 0:
-            with self._clock_lock:
-                self._clock.enter(life.STATE_OF[activity])
-            self.metrics.apply({"state": life.STATE_OF[activity]})
+        if beat.rank == 0:
+            self._enter(life.STATE_OF.get(beat.activity, "training"))
+        self._state = beat.activity
 
-    def _count_steps(self, message: Mapping[str, Any]) -> None:
-        """Steps done again, and those that rank 0 had no time to report before it was killed."""
-        steps = again = 0
-        if "begin" in message:
-            steps, again = self._replays.begin(int(message["begin"]["step"]))
-        elif "done" in message:
-            again = self._replays.advance(int(message["done"]["step"]))
-        counts = {"steps": steps, "samples": steps * self._settings.batch_size, "steps_replayed": again}
-        self.metrics.apply(
-            {"inc": [[f"tandem_{name}", {}, count] for name, count in counts.items() if count]}
-        )
+    def _count_steps(self, unreported: int, again: int) -> None:
+        """Steps that rank 0 had no time to report before it was killed, and those done again."""
+        samples = unreported * self._settings.batch_size
+        self.metrics.apply([
+            metrics.STEPS.inc(unreported), metrics.SAMPLES.inc(samples), metrics.STEPS_REPLAYED.inc(again),
+        ])  # fmt: skip
 
     def _bring_up_to_date(self) -> None:
-        """Counters that grow by themselves: wall time and signals."""
-        with self._clock_lock:
-            rows = self._clock.increments()
-        if self._stop is not None:
-            rows += life.signal_increments(self._stop.received, self._signals_counted)
-        self.metrics.apply({"inc": rows})
+        """Counters that grow by themselves (wall time and signals), and what the ranks weigh."""
+        if self._journal is not None:
+            with self._clock_lock:
+                samples = self._clock.increments()
+            if self._stop is not None:
+                samples += life.signal_increments(self._stop.received, self._signals_counted)
+            self.metrics.apply(samples)
+        sizes = {rank: life.resident_bytes(pid) for rank, pid in self._pids.items()}
+        self.metrics.apply([
+            metrics.RANK_MEMORY_BYTES.set(size, rank=rank) for rank, size in sizes.items() if size
+        ])  # fmt: skip
 
     def _watch_hardware(self) -> None:
         gpus = Gpus()
         seconds = GPU_SECONDS if len(gpus) else VOLUME_SECONDS
         while True:
-            self.metrics.apply({"set": life.volume_sizes(self._run_dir)})
+            if self._journal is not None:
+                self.metrics.apply(life.volume_sizes(self._run_dir))
             self.metrics.apply(gpus.sample())
             if self._closing.wait(seconds):
                 return
 
-    def _limit(self) -> float:
-        """Seconds without progress that are still healthy in the present state."""
-        settings = self._settings
-        return SLACK_SECONDS + {
-            "starting": settings.master_timeout,
-            "rendezvous": settings.master_timeout,
-            "startup": settings.first_step_timeout,
-            "resume": settings.first_step_timeout,
-            "train": float(settings.hang_timeout)
-            if settings.hang_timeout != "auto"
-            else settings.first_step_timeout,
-        }.get(self._state, settings.first_step_timeout)
+    def _health(self) -> dict[str, object]:
+        """This node's state, as `health.judge` reads it."""
+        step = max((beat.step for beat in self._beats.values()), default=0)
+        return health.record(self._state, step, self._last_progress, self._limits.of(self._state))
+
+    def _rank_zeros_step(self) -> int:
+        return self._beats[0].step if 0 in self._beats else 0
 
     def _tick(self) -> None:
         while not self._closing.wait(NODE_TICK_SECONDS):
@@ -252,24 +260,15 @@ class NodeView:
                 self._write_health(self._state_dir)
 
     def _write_health(self, state_dir: Path) -> None:
-        step = max((int(beat.get("step", 0)) for beat in self._beats.values()), default=0)
         try:
             os.makedirs(state_dir, exist_ok=True)
-            write_health(
-                state_dir,
-                state=self._state,
-                step=step,
-                last_progress=self._last_progress,
-                limit_seconds=self._limit(),
-            )
+            health.write_health(state_dir, self._health())
         except OSError as error:
             log.warning("cannot write health to %s: %s", state_dir, error)
             self._state_dir = None
 
-    def _failed_summary(
-        self, code: int, reason: str, worlds: int, beat: Mapping[str, Any]
-    ) -> dict[str, object]:
-        step = int(beat.get("step", 0))
+    def _failed_summary(self, code: int, reason: str, worlds: int) -> dict[str, object]:
+        step = self._rank_zeros_step()
         return {
             "state": "failed",
             "exit_code": code,
@@ -281,9 +280,9 @@ class NodeView:
             "epoch": None,
             "global_step": step,
             "samples_seen": step * self._settings.batch_size,
-            "loss": self._done.get("loss"),
+            "loss": self._done.loss,
             "eval": {},
-            "samples_per_second": self._done.get("samples_per_second"),
+            "samples_per_second": self._done.samples_per_second,
             "wall_seconds": round(time.monotonic() - self._began, 3),
             "weights_sha256": None,
             "restarts": max(0, worlds - 1),

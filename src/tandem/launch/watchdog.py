@@ -3,7 +3,8 @@
 Ranks tell their agent where they are (`heartbeat.py`); agents tell node 0 through the store; node 0's agent
 judges. None of this is in the path of a collective, and each part that may block has a thread of its own:
 
-    exchange    talks with the store: publishes this node's ranks (node 0: reads the others'), and the alarm
+    exchange    talks with the store: publishes this node's ranks, the metrics that it alone has, and the
+                alarm (node 0: reads the others')
     judge       looks at what is known, never waits; on a node that cannot reach the store it cuts the
                 store's connections, which wakes the agent out of any read it hangs in
 """
@@ -17,106 +18,48 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.telemetry.clock import STEP_PHASES
-from tandem.timeouts import SHORTEST_HANG_SECONDS, STORE_RETRY_SECONDS, WATCHDOG_TICK_SECONDS
+from tandem.telemetry.hangs import Alarm, Beat, judge
+from tandem.telemetry.messages import Heartbeat, pack_samples, unpack_samples
+from tandem.telemetry.registry import Registry
+from tandem.timeouts import (
+    NODE_TICK_SECONDS,
+    SHORTEST_HANG_SECONDS,
+    STALE_SECONDS,
+    STORE_RETRY_SECONDS,
+    WATCHDOG_TICK_SECONDS,
+)
 
 log = logging.getLogger("tandem.watchdog")
 
 STOPPED, ENDED = ("T", "t"), ("Z", "X", "x")
 
 
-@dataclass(frozen=True)
-class Beat:
-    """What is known of a rank. `quiet`: seconds since it last entered a phase; `silent`: since it was heard.
-
-    `limit` is what its phase may take, `hang` what a training phase may. `halted`: it cannot be heard,
-    because its process is stopped or its node is unreachable.
-    """
-
-    rank: int
-    node: int
-    node_name: str
-    step: int
-    phase: str
-    quiet: float
-    silent: float
-    limit: float
-    hang: float
-    waiting: bool
-    halted: bool
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A hang: the rank that holds the others up, and the line that says so."""
-
-    rank: int
-    node: int
-    phase: str
-    step: int
-    seconds: float
-    text: str
-
-
-def judge(beats: Sequence[Beat]) -> Alarm | None:
-    """The rank that holds up the world, or None as long as nobody is overdue.
-
-    1. Somebody cannot be heard for longer than a hang: that rank.
-    2. Somebody is not in a collective: the others wait for it. Overdue, it is named; until then all is well.
-    3. All stand in collectives for longer than they may: they stand in different ones. Named is the rank that
-       is out of line with most; of two, the one that is ahead, because it left one out.
-    """
-    gone = [beat for beat in beats if beat.halted and beat.silent > beat.hang]
-    if gone:
-        first = max(gone, key=lambda beat: (beat.silent, -beat.rank))
-        return _alarm(first, first.silent, "cannot be heard")
-    busy = [beat for beat in beats if not beat.waiting]
-    if busy:
-        overdue = [beat for beat in busy if beat.quiet > beat.limit]
-        if not overdue:
-            return None
-        last = min(overdue, key=lambda beat: (beat.step, -beat.quiet))
-        return _alarm(last, last.quiet, "does not get on")
-    if not beats or any(beat.quiet <= beat.limit for beat in beats):
-        return None
-    places = [(beat.step, _order(beat.phase)) for beat in beats]
-    odd = min(
-        beats,
-        key=lambda beat: (places.count((beat.step, _order(beat.phase))), -beat.step, -_order(beat.phase)),
-    )
-    return _alarm(odd, odd.quiet, "waits in another collective than the others")
-
-
-def _order(phase: str) -> int:
-    return STEP_PHASES.index(phase) if phase in STEP_PHASES else len(STEP_PHASES)
-
-
-def _alarm(beat: Beat, seconds: float, what: str) -> Alarm:
-    text = (
-        f"hang: rank {beat.rank} on node {beat.node} ({beat.node_name}) {what} since {seconds:.1f} s, "
-        f"in phase {beat.phase} of step {beat.step}"
-    )
-    return Alarm(beat.rank, beat.node, beat.phase, beat.step, round(seconds, 1), text)
-
-
 @dataclass
 class _Heard:
-    """The last heartbeat of a rank, or the last words of a node, and when they came (monotonic seconds)."""
+    """The last heartbeat of a rank here, or of all ranks of another node, and when it came (monotonic)."""
 
-    words: dict[str, Any]
+    beats: list[Beat]
+    number: int
     at: float
 
 
 class Watchdog:
-    """One node's part. `hear` is called from any thread; the agent opens and closes worlds."""
+    """One node's part. `hear` is called from any thread; the agent opens and closes worlds.
 
-    def __init__(self, node: int, node_name: str, port: int, connect: Callable[[], TCPStore]) -> None:
+    `registry` is this node's: what it alone knows goes to node 0 by the same way, where it is shown.
+    """
+
+    def __init__(
+        self, node: int, node_name: str, port: int, connect: Callable[[], TCPStore], registry: Registry
+    ) -> None:
         self._node, self._name, self._port, self._connect = node, node_name, port, connect
+        self._registry, self._told_at = registry, 0.0
+        self._samples_heard: dict[int, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
         self._world = ""
         self._pids: dict[int, int] = {}
@@ -160,54 +103,41 @@ class Watchdog:
         with self._lock:
             self._world, self._alarm = "", None
 
-    def hear(self, beat: Mapping[str, Any]) -> None:
+    def hear(self, beat: Heartbeat) -> None:
         """A rank of this node said where it is."""
         with self._lock:
-            if int(beat["rank"]) in self._pids:
-                self._heartbeats[int(beat["rank"])] = _Heard(dict(beat), time.monotonic())
-                self.has_trained = self.has_trained or bool(beat["trained"])
+            if beat.rank in self._pids:
+                here = Beat(
+                    rank=beat.rank,
+                    node=self._node,
+                    node_name=self._name,
+                    step=beat.step,
+                    phase=beat.phase,
+                    quiet=beat.quiet,
+                    silent=0.0,
+                    limit=beat.limit,
+                    hang=beat.hang,
+                    waiting=beat.waiting,
+                    halted=False,
+                )
+                self._heartbeats[beat.rank] = _Heard([here], 0, time.monotonic())
+                self.has_trained = self.has_trained or beat.trained
 
     def _local_beats(self, now: float) -> list[Beat]:
         beats = []
         for rank, heard in self._heartbeats.items():
-            words, silent = heard.words, now - heard.at
+            silent = now - heard.at
             state = _process_state(self._pids.get(rank, 0)) if silent > 1.0 else "R"
-            if state in ENDED:  # the agent looks after those
-                continue
-            beats.append(
-                Beat(
-                    rank=rank,
-                    node=self._node,
-                    node_name=self._name,
-                    step=int(words["step"]),
-                    phase=str(words["phase"]),
-                    quiet=float(words["quiet"]) + silent,
-                    silent=silent,
-                    limit=float(words["limit"]),
-                    hang=float(words["hang"]),
-                    waiting=bool(words["waiting"]),
-                    halted=state in STOPPED,
-                )
-            )
+            if state not in ENDED:  # the agent looks after those
+                beats += [_later(beat, silent, state in STOPPED) for beat in heard.beats]
         return beats
 
     def _remote_beats(self, now: float) -> list[Beat]:
-        beats = []
-        for heard in self._nodes.values():
-            silent = now - heard.at
-            for words in heard.words["beats"]:
-                beat = Beat(**words)
-                beats.append(
-                    Beat(
-                        **{
-                            **words,
-                            "quiet": beat.quiet + silent,
-                            "silent": beat.silent + silent,
-                            "halted": beat.halted or silent > beat.hang,
-                        }
-                    )
-                )
-        return beats
+        return [
+            _later(beat, now - heard.at, beat.halted or now - heard.at > beat.hang)
+            for heard in self._nodes.values()
+            for beat in heard.beats
+        ]
 
     def _judge(self) -> None:
         last = time.monotonic()
@@ -246,28 +176,31 @@ class Watchdog:
                 beats = [asdict(beat) for beat in self._local_beats(time.monotonic())]
                 alarm = self._alarm
             known = known or bool(world)
-            if not known or (self._node == 0 and not (world and others)):
+            if not known or (self._node == 0 and not others):
                 continue
             try:
                 store = store or self._connect()
                 if self._node == 0:
                     self._read_others(store, world, others, alarm)
+                    self._read_samples(store, others)
                 else:
                     self._tell_first(store, world, beats)
+                    self._tell_samples(store)
             except Exception as error:  # whatever a store that goes away raises; the judge counts the time
                 log.debug("the store does not answer the watchdog: %s", error)
                 store = None
                 self._closing.wait(STORE_RETRY_SECONDS)
 
     def _read_others(self, store: TCPStore, world: str, others: Sequence[int], alarm: Alarm | None) -> None:
-        for node in others:
+        for node in others if world else ():
             key = f"{world}/pulse/{node}"
             if store.check([key]):
                 words = json.loads(store.get(key))
+                heard = _Heard([Beat(**beat) for beat in words["beats"]], words["number"], time.monotonic())
                 with self._lock:
                     before = self._nodes.get(node)
-                    if world == self._world and (before is None or before.words["number"] != words["number"]):
-                        self._nodes[node] = _Heard(words, time.monotonic())
+                    if world == self._world and (before is None or before.number != heard.number):
+                        self._nodes[node] = heard
         if alarm is not None:
             store.set(f"{world}/alarm", json.dumps(asdict(alarm)))
 
@@ -281,6 +214,30 @@ class Watchdog:
             self._last_exchange = time.monotonic()
             if world == self._world and alarm is not None:
                 self._alarm = alarm
+
+    def _tell_samples(self, store: TCPStore) -> None:
+        """Once a second, whether a world is open or not: the last words of a run count too."""
+        if time.monotonic() - self._told_at > NODE_TICK_SECONDS:
+            self._told_at = time.monotonic()
+            store.set(f"metrics/{self._node}", pack_samples(self._registry.own()))
+
+    def _read_samples(self, store: TCPStore, others: Sequence[int]) -> None:
+        """Show what other nodes say; gauges of a node that says nothing any more go."""
+        now = time.monotonic()
+        for node in others:
+            if not store.check([f"metrics/{node}"]):
+                continue
+            said, (before, at) = store.get(f"metrics/{node}"), self._samples_heard.get(node, (b"", now))
+            if said != before:
+                self._samples_heard[node] = (said, now)
+                self._registry.apply_node(node, unpack_samples(said))
+            elif now - at > STALE_SECONDS:
+                self._registry.forget_node(node)
+
+
+def _later(beat: Beat, seconds: float, halted: bool) -> Beat:
+    """The same words, heard some seconds ago."""
+    return replace(beat, quiet=beat.quiet + seconds, silent=beat.silent + seconds, halted=halted)
 
 
 def _process_state(pid: int) -> str:

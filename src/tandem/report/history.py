@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
 from tandem.timeouts import LIST_SECONDS
 
 MAX_POINTS = 1000
@@ -32,7 +33,7 @@ class History:
         self._points: list[dict[str, Any]] = []
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._states: dict[int, str] = {}
-        self._ranks: dict[str, Any] = {"rows": [], "says": None}
+        self._ranks = Ranks([], None)
         self._listed: tuple[float, list[dict[str, object]]] = (float("-inf"), [])
         self.version = 0
         for record in read_lines(run_dir / "metrics.jsonl"):
@@ -46,20 +47,20 @@ class History:
         with self._lock:
             return max((int(point["step"]) for point in self._points[-2:]), default=0)
 
-    def take(self, message: Mapping[str, Any]) -> None:
-        """Look for `point`, `event`, `ranks` and `begin` in a message; other keys are others' business."""
+    def take(self, message: Message) -> None:
+        """Keep what a page shows; other messages are others' business."""
         with self._lock:
-            if isinstance(message.get("begin"), Mapping):
-                step = int(message["begin"]["step"])
-                self._points = [point for point in self._points if point["step"] <= step]
-                self._ranks = {"rows": [], "says": None}
-                self.version += 1
-            if isinstance(message.get("point"), Mapping):
-                self._add_point(message["point"])
-            if isinstance(message.get("event"), Mapping):
-                self._add_event(message["event"])
-            if isinstance(message.get("ranks"), Mapping):
-                self._ranks = dict(message["ranks"])
+            match message:
+                case RunStarted(step):
+                    self._points = [point for point in self._points if point["step"] <= step]
+                    self._ranks = Ranks([], None)
+                    self.version += 1
+                case Point(step, moment, values):
+                    self._add_point({"step": step, "time": moment, **values})
+                case Event(kind, moment, values):
+                    self._add_event({"time": moment, "kind": kind, **values})
+                case Ranks():
+                    self._ranks = message
 
     def _add_point(self, point: Mapping[str, Any]) -> None:
         if not isinstance(point.get("step"), int):
@@ -89,8 +90,8 @@ class History:
             return {
                 "events": list(reversed(self._events)),
                 "checkpoints": self._checkpoints(),
-                "ranks": self._ranks["rows"],
-                "straggler": self._ranks["says"],
+                "ranks": self._ranks.rows,
+                "straggler": self._ranks.says,
                 "history": self.version,
             }
 

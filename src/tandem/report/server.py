@@ -14,7 +14,7 @@ from typing import Any
 from tandem.report.access import OPEN_PATHS, Access
 from tandem.report.pages import live_page
 from tandem.telemetry.journal import to_json
-from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.registry import Registry
 from tandem.timeouts import REQUEST_SECONDS
 
 logger = logging.getLogger("tandem")
@@ -34,7 +34,7 @@ class MetricsServer:
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: Registry,
         host: str,
         port: int,
         status: Callable[[], Mapping[str, object]],

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from tandem.telemetry import metrics
+from tandem.telemetry.families import Gauge, Sample
+
 logger = logging.getLogger("tandem")
 
 # What holds clocks down and should not; a GPU at its power limit is one that works.
@@ -12,7 +15,7 @@ SLOWDOWN_REASONS = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwP
 
 
 class Gpus:
-    """This node's GPUs. `sample` gives a message for `Metrics.apply`, empty where there are none."""
+    """This node's GPUs. `sample` gives their metrics, none where there are none."""
 
     def __init__(self, nvml: Any = None) -> None:
         self._nvml, self._handles = nvml, []  # type: ignore[var-annotated,unused-ignore]
@@ -33,53 +36,52 @@ class Gpus:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def sample(self) -> dict[str, list[object]]:
+    def sample(self) -> list[Sample]:
         """What the GPUs say now; a question that a GPU cannot answer leaves its series out."""
-        sets: list[object] = []
-        increments: list[object] = []
+        samples: list[Sample] = []
         for gpu, handle in enumerate(self._handles):
             try:
-                self._sample_one(gpu, handle, sets, increments)
+                self._sample_one(gpu, handle, samples)
             except Exception as error:
                 if not self._told:
                     self._told = True
                     logger.warning("GPU %d cannot be asked: %s", gpu, error)
-        return {"set": sets, "inc": increments} if sets or increments else {}
+        return samples
 
-    def _sample_one(self, gpu: int, handle: Any, sets: list[object], increments: list[object]) -> None:
-        nvml, label = self._nvml, {"gpu": gpu}
+    def _sample_one(self, gpu: int, handle: Any, samples: list[Sample]) -> None:
+        nvml = self._nvml
 
         def ask(question: Callable[[], Any]) -> Any:
             with suppress(nvml.NVMLError):
                 return question()
             return None
 
-        def put(name: str, value: float | None) -> None:
+        def put(gauge: Gauge, value: float | None) -> None:
             if value is not None:
-                sets.append([f"tandem_gpu_{name}", label, value])
+                samples.append(gauge.set(value, gpu=gpu))
 
         names = {
             "uuid": _text(ask(lambda: nvml.nvmlDeviceGetUUID(handle))),
             "name": _text(ask(lambda: nvml.nvmlDeviceGetName(handle))),
             "driver": _text(ask(nvml.nvmlSystemGetDriverVersion)),
         }
-        sets.append(["tandem_gpu_info", {**label, **names}, 1])
+        samples.append(metrics.GPU_INFO.set(1, gpu=gpu, **names))
         used = ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        put("utilization_ratio", used.gpu / 100 if used is not None else None)
+        put(metrics.GPU_UTILIZATION_RATIO, used.gpu / 100 if used is not None else None)
         memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        put("memory_used_bytes", memory.used if memory is not None else None)
-        put("memory_size_bytes", memory.total if memory is not None else None)
+        put(metrics.GPU_MEMORY_USED_BYTES, memory.used if memory is not None else None)
+        put(metrics.GPU_MEMORY_SIZE_BYTES, memory.total if memory is not None else None)
         put(
-            "temperature_celsius",
+            metrics.GPU_TEMPERATURE_CELSIUS,
             ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         )
         reasons = ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        put("throttled", None if reasons is None else float(bool(reasons & self._slowdown_mask())))
+        put(metrics.GPU_THROTTLED, None if reasons is None else float(bool(reasons & self._slowdown_mask())))
         millijoules = ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         if millijoules is not None:
             before = self._energy.setdefault(gpu, millijoules)
             self._energy[gpu] = millijoules
-            increments.append(["tandem_gpu_energy_joules", label, max(0.0, (millijoules - before) / 1e3)])
+            samples.append(metrics.GPU_ENERGY_JOULES.inc(max(0.0, (millijoules - before) / 1e3), gpu=gpu))
 
     def _slowdown_mask(self) -> int:
         mask = 0

@@ -1,33 +1,51 @@
-"""`tandem health`: is the run making progress? Standard library only, few imports: probes run it often."""
+"""Is the run making progress? Asked by /healthz, the page and `tandem health`, and answered here alone.
+
+Standard library only, few imports: probes run it often.
+"""
 
 import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from tandem.timeouts import STALE_SECONDS
+from tandem.timeouts import SLACK_SECONDS, STALE_SECONDS
 
 FILE_NAME = "health.json"
 
 
-def write_health(
-    state_dir: str | os.PathLike[str],
-    *,
-    state: str,
-    step: int,
-    last_progress: float,
-    limit_seconds: float | None,
-) -> None:
-    """Replace STATE_DIR/health.json; call it once a second. Times are Unix seconds. Raises OSError.
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without progress that may be well: until all are here, until the first step, between steps."""
 
-    `last_progress` is when the run last got further; `limit_seconds` is how long it may take in this
-    state until the next progress, None for no limit. Not fsynced: after a host's crash it is stale.
-    """
-    path = os.path.join(state_dir, FILE_NAME)
-    record = {
+    master_timeout: float
+    first_step_timeout: float
+    hang_timeout: float | None
+
+    def of(self, state: str) -> float:
+        """Of what a node does: a state of its agent, or an activity of its ranks."""
+        if state in ("starting", "rendezvous"):
+            return SLACK_SECONDS + self.master_timeout
+        if state == "train" and self.hang_timeout is not None:
+            return SLACK_SECONDS + self.hang_timeout
+        return SLACK_SECONDS + self.first_step_timeout
+
+
+def record(state: str, step: int, last_progress: float, limit_seconds: float) -> dict[str, object]:
+    """What `judge` reads. `last_progress` is when the run last got further (Unix seconds); `limit_seconds`
+    is how long it may take in this state until the next progress."""
+    return {
         "time": time.time(), "state": state, "step": step, "last_progress": last_progress,
         "limit_seconds": limit_seconds, "pid": os.getpid(),
     }  # fmt: skip
+
+
+def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
+    """Replace STATE_DIR/health.json; call it once a second. Raises OSError.
+
+    Not fsynced: after a host's crash it is stale.
+    """
+    path = os.path.join(state_dir, FILE_NAME)
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(record, file)

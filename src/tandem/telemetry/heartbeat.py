@@ -10,12 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from tandem.telemetry.clock import STEP_PHASES, Clock
+from tandem.telemetry.messages import Heartbeat, Send
 from tandem.timeouts import BEAT_SECONDS, SHORTEST_HANG_SECONDS, STARTING_HANG_SECONDS
 from tandem.torch_private import flight_record
 
@@ -24,8 +24,6 @@ log = logging.getLogger("tandem.heartbeat")
 BUSY_SHARE = 0.5  # of a core, over the last second
 STEPS_PER_HANG = 5
 DUMP_SIGNAL = signal.SIGUSR1
-
-Send = Callable[[Mapping[str, object]], object]
 
 
 class Heartbeats:
@@ -72,19 +70,17 @@ class Heartbeats:
             clock, quiet = self._clock, time.monotonic() - self._clock.since
             trains = clock.current in STEP_PHASES and clock.has_trained
             self._send(
-                {
-                    "heartbeat": {
-                        "rank": self._rank,
-                        "step": clock.step,
-                        "activity": clock.activity,
-                        "phase": clock.current,
-                        "quiet": round(quiet, 3),
-                        "limit": self.hang_seconds() if trains else self._patience,
-                        "hang": self.hang_seconds(),
-                        "trained": clock.has_trained,
-                        "waiting": quiet > 2 * BEAT_SECONDS and self._waits(),
-                    }
-                }
+                Heartbeat(
+                    rank=self._rank,
+                    step=clock.step,
+                    activity=clock.activity,
+                    phase=clock.current,
+                    quiet=round(quiet, 3),
+                    limit=self.hang_seconds() if trains else self._patience,
+                    hang=self.hang_seconds(),
+                    trained=clock.has_trained,
+                    waiting=quiet > 2 * BEAT_SECONDS and self._waits(),
+                )
             )
 
     def _beat(self) -> None:

@@ -4,9 +4,12 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from tandem.telemetry import metrics
+from tandem.telemetry.families import Sample
+from tandem.telemetry.messages import Samples, Send
 from tandem.telemetry.meter import Activities
 
 STATE_OF = {
@@ -35,10 +38,10 @@ class Clock:
         if state in ACTIVITY_OF:
             self._activities.switch(ACTIVITY_OF[state], time.monotonic())
 
-    def increments(self) -> list[object]:
-        """What was added since the last call, for `Metrics.apply`."""
+    def increments(self) -> list[Sample]:
+        """What was added since the last call."""
         spent = self._activities.take(time.monotonic())
-        return [["tandem_activity_seconds", {"activity": name}, seconds] for name, seconds in spent.items()]
+        return [metrics.ACTIVITY_SECONDS.inc(seconds, activity=name) for name, seconds in spent.items()]
 
 
 def process_age_seconds() -> float:
@@ -49,6 +52,15 @@ def process_age_seconds() -> float:
             return max(0.0, float(up.read().split()[0]) - started)
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that a process has in RAM (Linux: proc(5)); 0 where that cannot be told."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 class Replays:
@@ -76,39 +88,39 @@ class Replays:
         return again
 
 
-def volume_sizes(directory: Path) -> list[object]:
-    """Free space and size of the volume, for `Metrics.apply`; empty if it does not answer."""
+def volume_sizes(directory: Path) -> list[Sample]:
+    """Free space and size of the volume; empty if it does not answer."""
     try:
         usage = shutil.disk_usage(directory)
     except OSError:
         return []
     return [
-        ["tandem_checkpoint_volume_available_bytes", {}, usage.free],
-        ["tandem_checkpoint_volume_size_bytes", {}, usage.total],
+        metrics.CHECKPOINT_VOLUME_AVAILABLE_BYTES.set(usage.free),
+        metrics.CHECKPOINT_VOLUME_SIZE_BYTES.set(usage.total),
     ]
 
 
-def signal_increments(received: Mapping[str, int], counted: dict[str, int]) -> list[object]:
+def signal_increments(received: Mapping[str, int], counted: dict[str, int]) -> list[Sample]:
     """Signals that came since `counted`, which is brought up to date."""
     new = {name: number - counted.get(name, 0) for name, number in received.items()}
     counted.update(received)
-    return [["tandem_signals", {"signal": name}, number] for name, number in new.items() if number]
+    return [metrics.SIGNALS_RECEIVED.inc(number, signal=name) for name, number in new.items() if number]
 
 
 class CountingHandler(logging.Handler):
     """Counts log records of warning and above as `tandem_log_messages`."""
 
-    def __init__(self, send: Callable[[Mapping[str, object]], object]) -> None:
+    def __init__(self, send: Send) -> None:
         super().__init__(logging.WARNING)
         self._count = send
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "critical" if record.levelno >= logging.CRITICAL else record.levelname.lower()
         if level in ("warning", "error", "critical"):
-            self._count({"inc": [["tandem_log_messages", {"level": level}, 1]]})
+            self._count(Samples([metrics.LOG_MESSAGES.inc(level=level)]))
 
 
-def count_log_messages(send: Callable[[Mapping[str, object]], object]) -> None:
+def count_log_messages(send: Send) -> None:
     """Count what the "tandem" logger says in this process; replaces an earlier counter."""
     logger = logging.getLogger("tandem")
     for old in [handler for handler in logger.handlers if isinstance(handler, CountingHandler)]:

@@ -1,103 +1,136 @@
-"""A rank's numbers as messages for `Metrics.apply`, by the names that families.py declares; pure."""
+"""What a rank says to its node's agent: one dataclass per kind, declared here, and how it travels.
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+A message is a JSON object whose `is` names the class. An agent of another version may say more or less:
+unknown keys are left alone; what does not fit its class is refused by `decode`.
+"""
 
-from tandem.telemetry.meter import PHASES, DeviceMemory, StepTimes
+import json
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-Message = dict[str, object]
-
-TIMES_PER_MESSAGE = 1000
-"""A message holds 64 KiB."""
-
-
-class EndedSave(Protocol):
-    """The part of `writer.SaveOutcome` that is recorded."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def held_seconds(self) -> float: ...
-    @property
-    def bytes(self) -> int | None: ...
+from tandem.telemetry.families import Sample
 
 
-class Readings(Protocol):
-    """The part of `step.Readings` that is recorded."""
+@dataclass(frozen=True)
+class Heartbeat:
+    """Where a rank is, several times a second. `quiet`: seconds since it entered `phase`.
 
-    @property
-    def grad_norm(self) -> float | None: ...
-    @property
-    def loss_scale(self) -> float | None: ...
-    @property
-    def clips(self) -> int: ...
-    @property
-    def hidden_sync_seconds(self) -> float: ...
-    @property
-    def memory(self) -> DeviceMemory | None: ...
+    `limit` is what that phase may take and `hang` what a training phase may, in seconds; `trained`: it has
+    finished a step; `waiting`: it stands in a collective.
+    """
 
-
-def memory(now: DeviceMemory, before: DeviceMemory | None) -> Message:
-    """What one GPU holds; every rank sends its own, and node 0's agent shows those of its node."""
-    label, earlier = {"gpu": now.gpu}, before or DeviceMemory(0, 0, 0, 0, 0, 0)
-    return {
-        "set": [
-            ["tandem_torch_memory_allocated_bytes", label, now.allocated],
-            ["tandem_torch_memory_reserved_bytes", label, now.reserved],
-            ["tandem_torch_memory_peak_bytes", label, now.peak],
-        ],
-        "inc": [
-            ["tandem_torch_alloc_retries", {}, now.retries - earlier.retries],
-            ["tandem_torch_ooms", {}, now.ooms - earlier.ooms],
-        ],
-    }
+    rank: int
+    step: int
+    activity: str
+    phase: str
+    quiet: float
+    limit: float
+    hang: float
+    trained: bool
+    waiting: bool
 
 
-def optimisation(loss: float, rate: float, readings: Readings) -> Message:
-    """The state of the optimisation at a log line; what there is not (a loss scale, a norm) stays away."""
-    gauges = [("grad_norm", readings.grad_norm), ("loss_scale", readings.loss_scale)]
-    return {
-        "set": [
-            ["tandem_loss", {"split": "train"}, loss],
-            ["tandem_learning_rate", {"group": "0"}, rate],
-            *([f"tandem_{name}", {}, value] for name, value in gauges if value is not None),
-        ],
-        "inc": [["tandem_grad_clips", {}, readings.clips]],
-    }
+@dataclass(frozen=True)
+class RunStarted:
+    """The plan, by rank 0: training goes on after `step` finished steps."""
+
+    step: int
+    steps_per_epoch: int
+    steps_planned: int
 
 
-def times(steps: Sequence[StepTimes], sync_bytes: int) -> Iterator[Message]:
-    """Step times, phases and waits; they belong together, so they travel together."""
-    durations, waited = [each.total for each in steps], sum(each.wait for each in steps)
-    phases = {name: sum(getattr(each, name) for each in steps) for name in PHASES}
-    phases["backward"] += waited
-    for start in range(0, len(durations), TIMES_PER_MESSAGE):
-        chunk = [round(seconds, 9) for seconds in durations[start : start + TIMES_PER_MESSAGE]]
-        yield {"observe": [["tandem_step_duration_seconds", {}, chunk]]}
-    rows: list[object] = [
-        ["tandem_step_phase_seconds", {"phase": name}, seconds] for name, seconds in phases.items()
-    ]
-    rows.append(["tandem_gradient_sync_seconds", {"overlap": "exposed"}, waited])
-    rows.append(["tandem_gradient_sync_bytes", {}, len(durations) * sync_bytes])
-    yield {"inc": rows}
+@dataclass(frozen=True)
+class StepsDone:
+    """How far rank 0 is; `loss` is the last interval's, None before the first and when it is not finite."""
+
+    step: int
+    loss: float | None
+    samples_per_second: float
 
 
-def saved(save: EndedSave, now: float) -> Message:
-    """A save that ended at `now` (Unix seconds), well or not."""
-    if save.bytes is None:
-        return {"inc": [["tandem_checkpoint_save_failures", {}, 1]]}
-    return {
-        "inc": [
-            ["tandem_checkpoint_saves", {}, 1],
-            ["tandem_checkpoint_written_bytes", {}, save.bytes],
-            ["tandem_checkpoint_blocked_seconds", {}, save.held_seconds],
-        ],
-        "observe": [["tandem_checkpoint_save_duration_seconds", {}, save.seconds]],
-        "set": [
-            ["tandem_checkpoint_size_bytes", {}, save.bytes],
-            ["tandem_checkpoint_last_success_timestamp_seconds", {}, now],
-            ["tandem_checkpoint_last_success_step", {}, save.step],
-        ],
-    }
+@dataclass(frozen=True)
+class Point:
+    """A line of metrics.jsonl, for the curves."""
+
+    step: int
+    time: float
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of events.jsonl."""
+
+    kind: str
+    time: float
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The slowest ranks of the last interval for the page, and who holds the others back, if anybody."""
+
+    rows: list[dict[str, Any]]
+    says: str | None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Changes of metrics, see `Registry.apply`."""
+
+    samples: list[Sample]
+
+
+Message = Heartbeat | RunStarted | StepsDone | Point | Event | Ranks | Samples
+Send = Callable[[Message], object]
+MAX_NODE_BYTES = 256 * 1024
+"""As much as 64 series of every metric that a node has of its own."""
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """One datagram. NaN travels as Python's JSON spells it. Raises TypeError for what JSON cannot hold."""
+    return json.dumps({"is": type(message).__name__, **vars(message)}, separators=(",", ":")).encode()
+
+
+def decode(datagram: bytes) -> Message:
+    """What `encode` was given. Raises ValueError for anything else."""
+    words = json.loads(datagram)
+    kind = KINDS.get(str(words.get("is"))) if isinstance(words, dict) else None
+    if kind is None:
+        raise ValueError("no message of a known kind")
+    hints = get_type_hints(kind)
+    values = {field.name: words.get(field.name) for field in fields(kind)}
+    wrong = [name for name, value in values.items() if not _fits(value, hints[name])]
+    if wrong:
+        raise ValueError(f"{kind.__name__} with a strange {wrong[0]}")
+    return kind(**values)
+
+
+def pack_samples(samples: list[Sample]) -> str:
+    """What a node's agent says to node 0 of its own metrics: whole, with a number that makes it new."""
+    data = json.dumps([time.monotonic_ns(), samples], separators=(",", ":"))
+    return data if len(data) <= MAX_NODE_BYTES else "[0,[]]"
+
+
+def unpack_samples(data: bytes) -> list[Any]:
+    """What `pack_samples` was given; a row that `Registry` counts as an error if it is anything else."""
+    try:
+        _, samples = json.loads(data[: MAX_NODE_BYTES + 1])
+        return samples if isinstance(samples, list) else [None]
+    except (ValueError, TypeError, RecursionError):
+        return [None]
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    if get_origin(hint) is list:
+        item = dict if get_origin(get_args(hint)[0]) is dict else list
+        return isinstance(value, list) and all(isinstance(each, item) for each in value)
+    return isinstance(value, get_origin(hint) or hint)

@@ -4,7 +4,8 @@
 add up to wall time. All durations are seconds.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
 ACTIVITIES = ("startup", "rendezvous", "resume", "train", "eval", "checkpoint", "drain")
@@ -41,13 +42,14 @@ class StepTimes:
 class Costs:
     """FLOPs of a sample, FLOP/s that one device can do, how many devices, gradient bytes of one rank.
 
-    0 means: not known.
+    0 means: not known. `sums`: the names of what the task's loss gives besides it; None: not known.
     """
 
     flops_per_sample: float = 0.0
     device_flops: float = 0.0
     devices: int = 0
     sync_bytes: int = 0
+    sums: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,46 @@ class DeviceMemory:
     peak: int
     retries: int
     ooms: int
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after a step.
+
+    `loss` is NaN when it is not finite on some rank; `left_out`: the step has changed nothing, because
+    that loss or the reduced gradients are not finite. `sums`: the task's {name: (sum, count)}, of all ranks.
+    """
+
+    step: int
+    loss: float
+    stop: bool
+    left_out: bool
+    decisions: int
+    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Numbers that lie on the device until the log cadence is due; counts are since the last readings."""
+
+    grad_norm: float | None
+    loss_scale: float | None
+    clips: int
+    hidden_sync_seconds: float
+    memory: DeviceMemory | None
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """A save that ended: seconds from its begin to its last fsync, and how long training was held for it.
+
+    `bytes` on the volume; None means that it failed.
+    """
+
+    step: int
+    seconds: float
+    held_seconds: float
+    bytes: int | None
 
 
 @dataclass(frozen=True)

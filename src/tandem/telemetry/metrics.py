@@ -1,247 +1,174 @@
-"""The registry that holds the values of all families, and the messages that change them.
+"""Every metric tandem exports, declared once and set through its declaration: `LOSS.set(0.5, split="train")`.
 
-Ranks send messages (plain dicts that fit JSON); `Metrics.apply` turns them into series. A message can be
-wrong or hostile without harm: what cannot be applied is counted in `tandem_collect_errors{source}`.
+That gives a sample, which the rank sends and its node's agent applies. Documentation, rules and dashboard
+are checked against `FAMILIES`.
 """
 
-import math
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Enum,
-    Gauge,
-    Histogram,
-    Info,
-    disable_created_metrics,
-)
-from prometheus_client.exposition import choose_encoder, generate_latest
+from tandem.telemetry.families import Counter, Family, Gauge, Histogram, Info, StateSet, labels
+from tandem.telemetry.meter import ACTIVITIES, PHASES
 
-from tandem.telemetry.families import FAMILIES, FINAL_STATES, STATES, Family
-from tandem.telemetry.journal import write_bytes_atomic
+STATES = (
+    "starting", "rendezvous", "resuming", "training", "evaluating", "checkpointing", "draining",
+    "succeeded", "failed",
+)  # fmt: skip
+FINAL_STATES = ("succeeded", "failed")
+SKIP_REASONS = ("amp_overflow", "nonfinite_loss", "nonfinite_grad")
+RESTART_REASONS = ("elastic", "preemption", "crash", "hang", "unknown")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
+STEP_BUCKETS = tuple(0.001 * 2**i for i in range(17))
+SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
-AnyMetric = Counter | Gauge | Histogram | Info | Enum
+# fmt: off
+BUILD_INFO = Info("build_info",
+    "Versions of what runs.", "identity", labels("version", "revision", "python", "torch", "cuda", "nccl"))
+RUN_INFO = Info("run_info",
+    "What this run is.", "identity", labels("run", "task", "platform", "backend", "precision", "config_hash"))
+RUN_STATE = StateSet("run_state",
+    "What the run is doing; exactly one state is 1.", "identity", {"tandem_run_state": STATES})
+WORLD_SIZE = Gauge("world_size", "Ranks in the current world.", "identity")
+NODES = Gauge("nodes", "Nodes in the current world.", "identity")
+RUN_START_TIMESTAMP_SECONDS = Gauge("run_start_timestamp_seconds",
+    "When this launch started, Unix time.", "identity")
 
-MAX_SERIES = 64
-MAX_LABEL_LENGTH = 200
+EPOCH = Gauge("epoch", "Epochs completed.", "progress")
+EPOCHS_PLANNED = Gauge("epochs_planned", "Epochs this run is to complete.", "progress")
+GLOBAL_STEP = Gauge("global_step",
+    "Optimizer steps done since the run's first launch; survives restarts.", "progress")
+STEPS_PLANNED = Gauge("steps_planned", "Optimizer steps this run is to do.", "progress")
+PROGRESS_RATIO = Gauge("progress_ratio", "Steps done over steps planned, 0 to 1.", "progress")
+ESTIMATED_COMPLETION_TIMESTAMP_SECONDS = Gauge("estimated_completion_timestamp_seconds",
+    "When training ends at the current pace, Unix time.", "progress")
+LAST_STEP_TIMESTAMP_SECONDS = Gauge("last_step_timestamp_seconds",
+    "When the last reported step ended, Unix time.", "progress")
+STEPS = Counter("steps", "Optimizer steps done since the launch.", "progress")
+SAMPLES = Counter("samples", "Training samples of all ranks since the launch.", "progress")
+STEPS_REPLAYED = Counter("steps_replayed", "Steps done again after a restart.", "progress")
 
+STEP_DURATION_SECONDS = Histogram("step_duration_seconds",
+    "Wall time of one optimizer step.", "time", buckets=STEP_BUCKETS)
+STEP_PHASE_SECONDS = Counter("step_phase_seconds",
+    "Step time by phase; the phases add up to the step.", "time", labels(phase=PHASES))
+GRADIENT_SYNC_SECONDS = Counter("gradient_sync_seconds",
+    "Gradient all-reduce time, hidden behind backward or exposed.",
+    "time", labels(overlap=("hidden", "exposed")))
+GRADIENT_SYNC_BYTES = Counter("gradient_sync_bytes", "Gradient bytes handed to the all-reduce.", "time")
+ACTIVITY_SECONDS = Counter("activity_seconds",
+    "Wall time by activity; adds up to the time since launch.", "time", labels(activity=ACTIVITIES))
 
-class Metrics:
-    """The values of all families in a registry of their own. Thread-safe; `apply` never raises."""
+RANK_COMPUTE_SECONDS_MIN = Gauge("rank_compute_seconds_min",
+    "Own time of the fastest rank in a typical step.", "stragglers")
+RANK_COMPUTE_SECONDS_MEDIAN = Gauge("rank_compute_seconds_median",
+    "Own time of the median rank (the lower of two middle ones).", "stragglers")
+RANK_COMPUTE_SECONDS_MAX = Gauge("rank_compute_seconds_max",
+    "Own time of the slowest rank in a typical step.", "stragglers")
+SLOWEST_RANK = Gauge("slowest_rank", "The rank with the most own time.", "stragglers")
+RANK_COMPUTE_SECONDS = Gauge("rank_compute_seconds",
+    "Own time of a typical step: all of it but the wait for gradients.", "stragglers", labels("rank", "node"))
+RANK_DATA_SECONDS = Gauge("rank_data_seconds",
+    "Time of a typical step spent waiting for data.", "stragglers", labels("rank", "node"))
+RANK_MEMORY_BYTES = Gauge("rank_memory_bytes",
+    "Resident memory of a rank's process.", "stragglers", labels("rank"), by_node=True)
+STRAGGLER_EXCESS_SECONDS = Gauge("straggler_excess_seconds",
+    "Own time above the median rank's, of a rank that holds the others back; absent without one.",
+    "stragglers", labels("rank", "node", phase=PHASES))
 
-    def __init__(self, families: Iterable[Family] = FAMILIES) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call,unused-ignore]
-        self.registry = CollectorRegistry()
-        self.state: str = STATES[0]
-        self.training_started = False
-        self.final_since: float | None = None  # time.monotonic() of the final state
-        self.before_page: Callable[[], None] = lambda: None
-        self._lock = threading.RLock()
-        self._families: dict[str, Family] = {}
-        self._metrics: dict[str, AnyMetric] = {}
-        self._registered: set[str] = set()
-        self._series: dict[str, set[tuple[str, ...]]] = {}
-        for family in families:
-            self._declare(family)
+LOSS = Gauge("loss", "Mean loss over all ranks in the last interval.", "optimisation", labels("split"))
+TRAIN_SCORE = Gauge("train_score",
+    "Mean over the last interval of a sum that the task returns with its loss.", "optimisation",
+    labels("score"))
+EVAL_SCORE = Gauge("eval_score", "Score of the last evaluation.", "optimisation", labels("score"))
+LEARNING_RATE = Gauge("learning_rate", "Learning rate of the last step.", "optimisation", labels("group"))
+GRAD_NORM = Gauge("grad_norm", "Gradient norm before clipping.", "optimisation")
+LOSS_SCALE = Gauge("loss_scale", "Loss scale of fp16 training.", "optimisation")
+GRAD_CLIPS = Counter("grad_clips", "Steps whose gradients were clipped.", "optimisation")
+STEPS_SKIPPED = Counter("steps_skipped",
+    "Steps whose update was left out.", "optimisation", labels(reason=SKIP_REASONS))
+DATA_ERRORS = Counter("data_errors",
+    "Samples that could not be read.", "optimisation", labels("reason"), by_node=True)
+REPLICA_MISMATCHES = Counter("replica_mismatches",
+    "Replicas whose parameters differed from rank 0's.", "optimisation")
 
-    def _declare(self, family: Family) -> None:
-        metric = self._metrics[family.name] = _create(family)
-        self._families[family.name] = family
-        self._series[family.name] = set()
-        if family.initial is not None or (family.kind != "gauge" and family.group != "GPU"):
-            self._register(family.name)
-        if isinstance(metric, Gauge) and family.initial is not None:
-            metric.set(family.initial)
-        # Known series start at 0: increase() misses the first increment of a series born with it.
-        if isinstance(metric, Counter) and len(family.labels) == 1:
-            for label, values in family.labels.items():
-                for value in values:
-                    self._child(family.name, {label: value})
+CHECKPOINT_SAVES = Counter("checkpoint_saves", "Checkpoints saved.", "checkpoints")
+CHECKPOINT_SAVE_FAILURES = Counter("checkpoint_save_failures",
+    "Checkpoint saves that failed.", "checkpoints")
+CHECKPOINT_LOADS = Counter("checkpoint_loads", "Checkpoints loaded.", "checkpoints")
+CHECKPOINT_LOAD_FAILURES = Counter("checkpoint_load_failures",
+    "Checkpoint loads that failed.", "checkpoints")
+CHECKPOINT_FALLBACKS = Counter("checkpoint_fallbacks",
+    "Loads that had to use an older checkpoint.", "checkpoints")
+CHECKPOINT_WRITTEN_BYTES = Counter("checkpoint_written_bytes", "Checkpoint bytes written.", "checkpoints")
+CHECKPOINT_BLOCKED_SECONDS = Counter("checkpoint_blocked_seconds",
+    "Time training stood still for checkpoints.", "checkpoints")
+CHECKPOINT_SAVE_DURATION_SECONDS = Histogram("checkpoint_save_duration_seconds",
+    "Time from snapshot to committed checkpoint.", "checkpoints", buckets=SAVE_BUCKETS)
+# Starts at 0 so that a run whose saves never succeed is stale too, instead of having no series.
+CHECKPOINT_LAST_SUCCESS_STEP = Gauge("checkpoint_last_success_step",
+    "Step of the last checkpoint.", "checkpoints", initial=0.0)
+CHECKPOINT_SIZE_BYTES = Gauge("checkpoint_size_bytes", "Size of the last checkpoint.", "checkpoints")
+CHECKPOINT_LAST_SUCCESS_TIMESTAMP_SECONDS = Gauge("checkpoint_last_success_timestamp_seconds",
+    "When the last checkpoint was committed, Unix time.", "checkpoints")
+CHECKPOINT_INTERVAL_STEPS = Gauge("checkpoint_interval_steps",
+    "Steps between checkpoints, 0 if not by steps.", "checkpoints")
+CHECKPOINT_LAST_LOAD_DURATION_SECONDS = Gauge("checkpoint_last_load_duration_seconds",
+    "Time the last load took.", "checkpoints")
+CHECKPOINT_VOLUME_AVAILABLE_BYTES = Gauge("checkpoint_volume_available_bytes",
+    "Free space on the checkpoint volume.", "checkpoints")
+CHECKPOINT_VOLUME_SIZE_BYTES = Gauge("checkpoint_volume_size_bytes",
+    "Size of the checkpoint volume.", "checkpoints")
 
-    def apply(self, message: Mapping[str, object] | object) -> None:
-        """Apply {"set"|"inc"|"observe": [[name, labels, value]...], "info": [[name, labels]...],
-        "clear": [name...], "state": one of STATES}; other keys are left alone. `observe` also takes a list
-        of values. Names may carry `_total`. What is wrong is counted, the rest of the message still applies.
-        """
-        if not isinstance(message, Mapping):
-            self.count_error("message")
-            return
-        with self._lock:
-            for verb in ("clear", "info", "set", "inc", "observe"):
-                rows = message.get(verb, ())
-                if not isinstance(rows, list | tuple):
-                    self.count_error("message")
-                    continue
-                for row in rows:
-                    self._try_row(verb, row)
-            if "state" in message:
-                self._set_state(message["state"])
+RESTARTS = Counter("restarts",
+    "Worlds opened again, by reason.", "life cycle", labels(reason=RESTART_REASONS))
+SIGNALS_RECEIVED = Counter("signals",
+    "Stop signals that node 0 received.", "life cycle", labels(signal=SIGNALS))
+LOG_MESSAGES = Counter("log_messages",
+    "Log messages at warning and above.", "life cycle", labels(level=("warning", "error", "critical")))
+COLLECT_ERRORS = Counter("collect_errors",
+    "Metric samples that could not be used.", "life cycle", labels("source"))
 
-    def count_error(self, source: str) -> None:
-        """Count one sample that could not be used."""
-        with self._lock:
-            child = self._child("tandem_collect_errors", {"source": source})
-            assert isinstance(child, Counter)
-            child.inc()
+GPU_INFO = Gauge("gpu_info",
+    "What the GPU is; always 1.", "GPU", labels("gpu", "uuid", "name", "driver"), by_node=True)
+GPU_UTILIZATION_RATIO = Gauge("gpu_utilization_ratio",
+    "Time with a kernel running, 0 to 1.", "GPU", labels("gpu"), by_node=True)
+GPU_MEMORY_USED_BYTES = Gauge("gpu_memory_used_bytes",
+    "Device memory in use by all processes.", "GPU", labels("gpu"), by_node=True)
+GPU_MEMORY_SIZE_BYTES = Gauge("gpu_memory_size_bytes", "Device memory.", "GPU", labels("gpu"), by_node=True)
+GPU_TEMPERATURE_CELSIUS = Gauge("gpu_temperature_celsius",
+    "Temperature of the GPU.", "GPU", labels("gpu"), by_node=True)
+GPU_THROTTLED = Gauge("gpu_throttled",
+    "1 while heat or hardware holds the clocks down.", "GPU", labels("gpu"), by_node=True)
+TORCH_MEMORY_ALLOCATED_BYTES = Gauge("torch_memory_allocated_bytes",
+    "Device memory in tensors of this node's ranks.", "GPU", labels("gpu"), by_node=True)
+TORCH_MEMORY_RESERVED_BYTES = Gauge("torch_memory_reserved_bytes",
+    "Device memory held by torch's allocator.", "GPU", labels("gpu"), by_node=True)
+TORCH_MEMORY_PEAK_BYTES = Gauge("torch_memory_peak_bytes",
+    "Most device memory in tensors so far.", "GPU", labels("gpu"), by_node=True)
+GPU_ENERGY_JOULES = Counter("gpu_energy_joules",
+    "Energy drawn; its rate is the power in watts.", "GPU", labels("gpu"), by_node=True)
+TORCH_ALLOC_RETRIES = Counter("torch_alloc_retries",
+    "Allocations that had to flush torch's cache first.", "GPU", by_node=True)
+TORCH_OOMS = Counter("torch_ooms",
+    "Allocations that failed for want of device memory.", "GPU", by_node=True)
 
-    def _try_row(self, verb: str, row: object) -> None:
-        try:
-            self._row(verb, row)
-        except _BadSample as bad:
-            self.count_error(bad.source)
-        except (TypeError, ValueError, OverflowError):
-            self.count_error("value")
+MODEL_FLOPS = Counter("model_flops", "Floating point operations of the model, all ranks.", "efficiency")
+PEAK_FLOPS = Gauge("peak_flops", "Peak floating point operations a second of all devices.", "efficiency")
+# fmt: on
 
-    def _row(self, verb: str, row: object) -> None:
-        if verb == "clear":
-            self._clear(self._name(row))
-            return
-        if not isinstance(row, list | tuple) or len(row) != (2 if verb == "info" else 3):
-            raise _BadSample("message")
-        name, labels = self._name(row[0]), row[1]
-        if labels is None:
-            labels = {}
-        if not isinstance(labels, Mapping):
-            raise _BadSample("labels")
-        kind = self._families[name].kind
-        if kind != {"info": "info", "set": "gauge", "inc": "counter", "observe": "histogram"}[verb]:
-            raise _BadSample("kind")
-        if kind == "info":
-            self._set_info(name, labels)
-        else:
-            self._set_number(name, labels, row[2])
-
-    def _name(self, name: object) -> str:
-        if isinstance(name, str):
-            for known in (name, name.removesuffix("_total"), f"{name}_info"):
-                if known in self._families:
-                    return known
-        raise _BadSample("name")
-
-    def _set_number(self, name: str, labels: Mapping[str, object], value: object) -> None:
-        values = [_number(one) for one in value] if isinstance(value, list | tuple) else [_number(value)]
-        family = self._families[name]
-        if family.kind != "histogram" and len(values) != 1:
-            raise _BadSample("value")
-        # A gauge may be NaN or infinite (a loss often is); a sum that swallowed one stays broken for good.
-        if family.kind != "gauge" and not all(math.isfinite(one) and one >= 0 for one in values):
-            raise _BadSample("value")
-        child = self._child(name, labels)
-        for one in values:
-            if isinstance(child, Gauge):
-                child.set(one)
-            elif isinstance(child, Counter):
-                child.inc(one)
-            elif isinstance(child, Histogram):
-                child.observe(one)
-        self._register(name)
-
-    def _set_info(self, name: str, labels: Mapping[str, object]) -> None:
-        family, metric = self._families[name], self._metrics[name]
-        if not set(labels) <= set(family.labels):
-            raise _BadSample("labels")
-        assert isinstance(metric, Info)
-        metric.info({label: str(labels.get(label, ""))[:MAX_LABEL_LENGTH] for label in family.labels})
-
-    def _set_state(self, state: object) -> None:
-        metric = self._metrics["tandem_run_state"]
-        assert isinstance(metric, Enum)
-        if not isinstance(state, str) or state not in STATES:
-            self.count_error("state")
-            return
-        metric.state(state)
-        if state in FINAL_STATES:
-            if self.state not in FINAL_STATES:
-                self.final_since = time.monotonic()
-        else:
-            self.final_since = None
-        self.state = state
-        self.training_started = self.training_started or state == "training"
-
-    def _child(self, name: str, labels: Mapping[str, object]) -> AnyMetric:
-        family, metric = self._families[name], self._metrics[name]
-        if set(labels) != set(family.labels):
-            raise _BadSample("labels")
-        if not labels:
-            return metric
-        key = tuple(str(labels[label])[:MAX_LABEL_LENGTH] for label in family.labels)
-        for value, allowed in zip(key, family.labels.values(), strict=True):
-            if allowed and value not in allowed:
-                raise _BadSample("labels")
-        if key not in self._series[name]:
-            if len(self._series[name]) >= MAX_SERIES:
-                raise _BadSample("series")
-            self._series[name].add(key)
-        return metric.labels(*key)
-
-    def _clear(self, name: str) -> None:
-        """Forget a gauge's series, such as ranks of a world that has shrunk."""
-        metric = self._metrics[name]
-        if not isinstance(metric, Gauge) or not self._families[name].labels:
-            raise _BadSample("kind")
-        metric.clear()
-        self._series[name].clear()
-
-    def _register(self, name: str) -> None:
-        # Gauges come late: a 0 nobody measured would look like a measurement (a time stamp of 1970).
-        if name not in self._registered:
-            self._registered.add(name)
-            self.registry.register(self._metrics[name])
-
-    def _refresh(self) -> None:
-        """Let the owner bring in what grows by itself, such as time."""
-        try:
-            self.before_page()
-        except Exception:  # a page that is a little old is better than none
-            self.count_error("refresh")
-
-    def page(self) -> bytes:
-        """All series in Prometheus' text format."""
-        return self.negotiate("")[0]
-
-    def negotiate(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type in the format that an HTTP Accept header asks for."""
-        try:
-            encoder, content_type = choose_encoder(accept)
-        except (ValueError, TypeError, IndexError):  # a version that is no version
-            encoder, content_type = choose_encoder("")
-        self._refresh()
-        with self._lock:
-            return encoder(self.registry), content_type
-
-    def write_last_page(self, path: Path) -> None:
-        """Write the page atomically (RUN_DIR/metrics.prom); raises OSError."""
-        self._refresh()
-        with self._lock:
-            content = generate_latest(self.registry)
-        write_bytes_atomic(path, content)
+FAMILIES: tuple[Family, ...] = tuple(each for each in globals().values() if isinstance(each, Family))
 
 
-class _BadSample(Exception):
-    def __init__(self, source: str) -> None:
-        super().__init__(source)
-        self.source = source
+def wire_names(families: Iterable[Family] = FAMILIES) -> frozenset[str]:
+    """Every series name that rules and dashboards may use."""
+    return frozenset(name for family in families for name in family.wire_names)
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _BadSample("value")
-    return float(value)
-
-
-def _create(family: Family) -> AnyMetric:
-    """The client's object for a family, in no registry yet."""
-    labels = tuple(family.labels)
-    if family.kind == "counter":
-        return Counter(family.name, family.help, labels, registry=None)
-    if family.kind == "gauge":
-        return Gauge(family.name, family.help, labels, registry=None)
-    if family.kind == "histogram":
-        return Histogram(family.name, family.help, labels, registry=None, buckets=family.buckets)
-    if family.kind == "info":
-        return Info(family.name.removesuffix("_info"), family.help, registry=None)
-    return Enum(family.name, family.help, registry=None, states=list(STATES))
+def markdown_table(families: Iterable[Family] = FAMILIES) -> str:
+    """The table of docs/metrics.md, one row per family, names as PromQL sees them."""
+    lines = ["| group | metric | type | labels | meaning |", "|---|---|---|---|---|"]
+    for family in families:
+        name = family.wire_names[0] if family.kind != "histogram" else family.name
+        shown = dict(family.labels) | ({"node": ()} if family.by_node else {})
+        text = "; ".join(f"{name}: {', '.join(known)}" if known else name for name, known in shown.items())
+        lines.append(f"| {family.group} | `{name}` | {family.kind} | {text} | {family.help} |")
+    return "\n".join(lines) + "\n"

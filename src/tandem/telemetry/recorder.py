@@ -8,54 +8,41 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tandem.telemetry import messages, stragglers
+from tandem.telemetry import metrics, stragglers
 from tandem.telemetry.clock import Clock
+from tandem.telemetry.families import Sample
 from tandem.telemetry.journal import Journal
-from tandem.telemetry.messages import EndedSave, Readings
-from tandem.telemetry.meter import Costs, DeviceMemory, Meter, StepTimes
+from tandem.telemetry.messages import Event, Point, RunStarted, Samples, Send, StepsDone
+from tandem.telemetry.meter import Agreed, Costs, DeviceMemory, Meter, Readings, SaveOutcome, StepTimes
 from tandem.telemetry.progress import Progress
+from tandem.telemetry.samples import memory_samples, save_samples, time_samples
+from tandem.telemetry.stragglers import Gathering
 from tandem.telemetry.tensorboard import EventWriter
 from tandem.timeouts import PROGRESS_SECONDS
 
 log = logging.getLogger("tandem.run")
 
 MAX_TIMES = 1000
-"""Steps of an interval that a rank's typical step is taken from: the last ones of a longer interval."""
-
-Send = Callable[[Mapping[str, object]], object]
-
-
-class Agreement(Protocol):
-    """The part of `agreement.Agreed` that is recorded."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-
-
-class Gathering(Protocol):
-    """The part of `world.Gathering` that is looked at: rows that may still be on their way."""
-
-    def is_here(self) -> bool: ...
-    def rows(self) -> list[list[float]]: ...
+"""Steps of an interval that a rank's typical step is taken from: the last ones of a longer interval. As
+many fit into a message, which holds 64 KiB."""
 
 
 class Recorder:
-    """One launch of one rank. `send` takes messages for `Metrics.apply`; `clock` says where it is."""
+    """One launch of one rank. `send` takes its messages; `clock` says where it is."""
 
     def __init__(self, rank: int, batch_size: int, send: Send, clock: Clock, node: int = 0) -> None:
-        self.clock = clock
-        self.rank, self.node, self._batch_size, self._send = rank, node, batch_size, send
+        self.clock, self._send = clock, send
+        self.rank, self.node, self._batch_size = rank, node, batch_size
         self.meter = Meter()
         self._journal: Journal | None = None
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
         self._steps_per_epoch, self._steps_planned = 1, 1
         self._loss_sum, self._loss_count = 0.0, 0
+        self._sums: dict[str, tuple[float, float]] = {}
         self.loss = math.nan
         self.rate = 0.0
         self.scores: dict[str, float] = {}
@@ -82,19 +69,16 @@ class Recorder:
         self._journal, self._progress, self._tensorboard = journal, progress, tensorboard
         self.clock.resume(step)
         self._steps_sent = step
-        plan = {"step": step, "steps_per_epoch": steps_per_epoch, "steps_planned": steps_planned}
-        self.message({"begin": plan})
-        self._send_gauges(
-            tandem_steps_planned=steps_planned,
-            tandem_epochs_planned=steps_planned / steps_per_epoch,
-            **self._position(),
-        )
+        if self.rank == 0:
+            self._send(RunStarted(step, steps_per_epoch, steps_planned))
+        planned = metrics.STEPS_PLANNED.set(steps_planned)
+        self.samples(planned, metrics.EPOCHS_PLANNED.set(steps_planned / steps_per_epoch), *self._position())
 
     def costs(self, costs: Costs) -> None:
         """What a step costs; what is not known keeps its metrics away."""
         self._costs = costs
         if costs.device_flops:
-            self._send_gauges(tandem_peak_flops=costs.devices * costs.device_flops)
+            self.samples(metrics.PEAK_FLOPS.set(costs.devices * costs.device_flops))
 
     @property
     def known_costs(self) -> Costs:
@@ -106,7 +90,7 @@ class Recorder:
         """Finished steps."""
         return self.clock.step
 
-    def end_step(self, agreed: Agreement | None, rate: float) -> None:
+    def end_step(self, agreed: Agreed | None, rate: float) -> None:
         """One more step is finished; on GPUs its times and what was agreed in it come in later."""
         self.timed(self.clock.end_step())
         self.rate = rate
@@ -125,14 +109,17 @@ class Recorder:
         if self.rank == 0:
             self._unsent += times
 
-    def late(self, agreed: Any) -> Any:
-        """Take the loss of what was agreed, whenever it arrives, if it is finite; returns it."""
+    def late(self, agreed: Agreed | None) -> Agreed | None:
+        """Take loss and sums of what was agreed, whenever it arrives, if the loss is finite; returns it."""
         if agreed is not None and math.isfinite(agreed.loss):
             self._loss_sum += agreed.loss
             self._loss_count += 1
+            for name, (total, count) in agreed.sums.items():
+                before = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (before[0] + total, before[1] + count)
         return agreed
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """The open log interval and the costs, for a checkpoint.
 
         A resumed run then logs what a calm one logs, and counts no FLOPs again.
@@ -140,14 +127,22 @@ class Recorder:
         return {
             "loss_sum": self._loss_sum,
             "loss_count": self._loss_count,
+            "sums": {name: list(pair) for name, pair in self._sums.items()},
+            "sum_names": None if self._costs.sums is None else list(self._costs.sums),
             "flops_per_sample": self._costs.flops_per_sample,
             "devices": self._costs.devices,
         }
 
-    def load(self, state: Mapping[str, float]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Go on with a log interval that was open when a checkpoint was saved."""
         self._loss_sum, self._loss_count = state.get("loss_sum", 0.0), int(state.get("loss_count", 0))
-        self._costs = Costs(state.get("flops_per_sample", 0.0), devices=int(state.get("devices", 0)))
+        self._sums = {name: (total, count) for name, (total, count) in state.get("sums", {}).items()}
+        names = state.get("sum_names")
+        self._costs = Costs(
+            state.get("flops_per_sample", 0.0),
+            devices=int(state.get("devices", 0)),
+            sums=None if names is None else tuple(names),
+        )
 
     def own_times(self) -> list[float]:
         """This rank's row for the gather that names the slowest rank; begins a new interval of times."""
@@ -160,9 +155,10 @@ class Recorder:
         """The log cadence is due: one line, one row, one message. `gathering`: every rank's `own_times`."""
         interval = self.meter.interval()
         self.loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
-        self._loss_sum, self._loss_count = 0.0, 0
+        means = {name: total / count for name, (total, count) in self._sums.items() if count}
+        self._loss_sum, self._loss_count, self._sums = 0.0, 0, {}
         if readings.memory is not None:
-            self._send(messages.memory(readings.memory, self._memory))
+            self._send(Samples(memory_samples(readings.memory, self._memory)))
             self._memory = readings.memory
         self._look_at_ranks(wait=True)
         self._gathering = gathering
@@ -175,11 +171,8 @@ class Recorder:
             "samples_per_second": interval.samples_per_second,
             **({"grad_norm": readings.grad_norm} if readings.grad_norm is not None else {}),
         }
-        epoch = step / self._steps_per_epoch
-        if self._journal is not None:
-            self._journal.metrics(step, epoch=epoch, **numbers, phases=interval.phases)
-        if self._tensorboard is not None:
-            self._tensorboard.scalars(step, {f"train/{name}": value for name, value in numbers.items()})
+        numbers = means | numbers  # a task cannot take our names
+        self._point(step, "train", numbers, **numbers, phases=interval.phases)
         if self._progress is not None:
             self._progress.report(
                 step,
@@ -187,11 +180,26 @@ class Recorder:
                 loss=self.loss,
                 samples_per_second=interval.samples_per_second,
             )
-        self._send({"point": {"step": step, "time": time.time(), **numbers, "phases": interval.phases}})
-        self._send(messages.optimisation(self.loss, self.rate, readings))
         hidden = interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
-        self._send({"inc": [["tandem_gradient_sync_seconds", {"overlap": "hidden"}, hidden]]})
+        self.samples(
+            metrics.LOSS.set(self.loss, split="train"),
+            metrics.LEARNING_RATE.set(self.rate, group="0"),
+            metrics.GRAD_CLIPS.inc(readings.clips),
+            metrics.GRADIENT_SYNC_SECONDS.inc(hidden, overlap="hidden"),
+            *(metrics.TRAIN_SCORE.set(mean, score=name) for name, mean in means.items()),
+            *(gauge.set(value) for gauge, value in (
+                (metrics.GRAD_NORM, readings.grad_norm), (metrics.LOSS_SCALE, readings.loss_scale),
+            ) if value is not None),
+        )  # fmt: skip
         self._send_progress()
+
+    def _point(self, step: int, group: str, numbers: Mapping[str, float], **fields: Any) -> None:
+        """A line of metrics.jsonl and a point of the page's curves; `numbers` are TensorBoard's too."""
+        if self._journal is not None:
+            self._journal.metrics(step, epoch=step / self._steps_per_epoch, **fields)
+        if self._tensorboard is not None:
+            self._tensorboard.scalars(step, {f"{group}/{name}": value for name, value in numbers.items()})
+        self._send(Point(step, time.time(), fields))
 
     def _look_at_ranks(self, wait: bool = False) -> None:
         """Judge the rows that every rank has sent, once they are all here."""
@@ -205,7 +213,7 @@ class Recorder:
         if not any(each.own for each in ranks):  # an interval without a step whose times are known
             return
         verdict = stragglers.judge(ranks)
-        self._send(stragglers.rows_for_metrics(ranks, verdict))
+        self._send(Samples(stragglers.samples_of(ranks, verdict)))
         self._send(stragglers.rows_for_page(ranks, verdict))
         news = self._watch.news(verdict)
         if news is not None:
@@ -222,53 +230,48 @@ class Recorder:
     def not_finite(self) -> None:
         """The loss is no number and the run ends for it: shown now, for no log line follows."""
         self.loss = math.nan
-        self.message({"set": [["tandem_loss", {"split": "train"}, math.nan]]})
+        self.samples(metrics.LOSS.set(math.nan, split="train"))
 
     def data_error(self, reason: str) -> None:
         """A sample could not be read (every rank tells its own)."""
-        self._send({"inc": [["tandem_data_errors", {"reason": reason}, 1]]})
+        self._send(Samples([metrics.DATA_ERRORS.inc(reason=reason)]))
 
     def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
         """Scores over the whole evaluation set, equal on all ranks."""
         self.scores, self._scores_step = dict(scores), step
         if self.rank != 0:
             return
-        if self._journal is not None:
-            self._journal.metrics(step, epoch=step / self._steps_per_epoch, eval=self.scores)
-        if self._tensorboard is not None:
-            self._tensorboard.scalars(step, {f"eval/{name}": value for name, value in self.scores.items()})
+        self._point(step, "eval", self.scores, eval=self.scores)
         if self._progress is not None:
             text = ", ".join(f"{name} {value:.4f}" for name, value in self.scores.items())
             self._progress.note(f"evaluation after step {step}: {text}")
-        rows: list[object] = [["tandem_eval_score", {"score": name}, value] for name, value in scores.items()]
+        self.samples(*(metrics.EVAL_SCORE.set(value, score=name) for name, value in scores.items()))
         if "loss" in scores:
-            rows.append(["tandem_loss", {"split": "eval"}, scores["loss"]])
-        self._send({"set": rows})
-        self._send({"point": {"step": step, "time": time.time(), "eval": self.scores}})
+            self.samples(metrics.LOSS.set(scores["loss"], split="eval"))
 
     def scores_at(self, step: int) -> dict[str, float]:
         """What the evaluation at this very step gave; nothing when the last one was at another."""
         return self.scores if self._scores_step == step else {}
 
-    def saved(self, save: EndedSave) -> None:
+    def saved(self, save: SaveOutcome) -> None:
         """A save ended; called from the thread that wrote it."""
         if save.bytes is None:
             self.event("checkpoint_failed", step=save.step)
         else:
             self.event("checkpoint", step=save.step, seconds=round(save.seconds, 3), bytes=save.bytes)
-        self._send(messages.saved(save, time.time()))
+        self.samples(*save_samples(save))
 
     def event(self, kind: str, **fields: object) -> None:
         """One line in events.jsonl, and on the page (rank 0)."""
         if self._journal is not None:
             self._journal.event(kind, **fields)
         if self.rank == 0:
-            self._send({"event": {"time": time.time(), "kind": kind, **fields}})
+            self._send(Event(kind, time.time(), fields))
 
-    def message(self, message: Mapping[str, object]) -> None:
-        """Anything else for the metrics (rank 0)."""
+    def samples(self, *samples: Sample) -> None:
+        """Anything for the metrics (rank 0)."""
         if self.rank == 0:
-            self._send(message)
+            self._send(Samples(list(samples)))
 
     def close(self) -> None:
         """Send what is left and let go of the displays."""
@@ -279,44 +282,33 @@ class Recorder:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def _position(self) -> dict[str, float]:
-        return {
-            "tandem_global_step": self.step,
-            "tandem_epoch": self.step / self._steps_per_epoch,
-            "tandem_progress_ratio": self.step / self._steps_planned,
-        }
-
-    def _send_gauges(self, **values: float) -> None:
-        if self.rank == 0:
-            self._send({"set": [[name, {}, value] for name, value in values.items()]})
+    def _position(self) -> list[Sample]:
+        return [
+            metrics.GLOBAL_STEP.set(self.step),
+            metrics.EPOCH.set(self.step / self._steps_per_epoch),
+            metrics.PROGRESS_RATIO.set(self.step / self._steps_planned),
+        ]
 
     def _send_progress(self) -> None:
+        self._sent_at = time.monotonic()
         if self.rank != 0:
             return
-        self._sent_at = time.monotonic()
         new_steps, self._steps_sent = self.step - self._steps_sent, self.step
-        loss, rate = self.loss if math.isfinite(self.loss) else None, self.meter.samples_per_second
-        rows: list[object] = [[name, {}, value] for name, value in self._position().items()]
+        rate = self.meter.samples_per_second
+        samples = self._position()
         if new_steps:
-            rows.append(["tandem_last_step_timestamp_seconds", {}, time.time()])
-            if self.meter.samples_per_second > 0:
-                left = (self._steps_planned - self.step) * self._batch_size / self.meter.samples_per_second
-                rows.append(["tandem_estimated_completion_timestamp_seconds", {}, time.time() + left])
-        self._send(
-            {
-                "done": {"step": self.step, "loss": loss, "samples_per_second": round(rate, 1)},
-                "set": rows,
-                "inc": [
-                    ["tandem_steps", {}, new_steps],
-                    ["tandem_samples", {}, new_steps * self._batch_size],
-                    [
-                        "tandem_model_flops",
-                        {},
-                        new_steps * round(self._batch_size * self._costs.flops_per_sample),
-                    ],
-                ],
-            }
+            samples.append(metrics.LAST_STEP_TIMESTAMP_SECONDS.set(time.time()))
+            if rate > 0:
+                left = (self._steps_planned - self.step) * self._batch_size / rate
+                samples.append(metrics.ESTIMATED_COMPLETION_TIMESTAMP_SECONDS.set(time.time() + left))
+        flops = round(self._batch_size * self._costs.flops_per_sample)
+        self._send(StepsDone(self.step, self.loss if math.isfinite(self.loss) else None, round(rate, 1)))
+        self.samples(
+            *samples,
+            metrics.STEPS.inc(new_steps),
+            metrics.SAMPLES.inc(new_steps * self._batch_size),
+            metrics.MODEL_FLOPS.inc(new_steps * flops),
         )
         times, self._unsent = self._unsent, []
-        for message in messages.times(times, self._costs.sync_bytes):
-            self._send(message)
+        for start in range(0, len(times), MAX_TIMES):
+            self.samples(*time_samples(times[start : start + MAX_TIMES], self._costs.sync_bytes))

@@ -1,136 +1,48 @@
-"""The Unix datagram socket over which ranks feed their node's agent; nobody ever waits."""
+"""Samples out of what a rank has measured; pure."""
 
-import json
-import logging
-import os
-import socket
-import stat
-import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import time
+from collections.abc import Sequence
 
-logger = logging.getLogger("tandem")
-
-MAX_MESSAGE_BYTES = 64 * 1024
+from tandem.telemetry import metrics
+from tandem.telemetry.families import Sample
+from tandem.telemetry.meter import PHASES, DeviceMemory, SaveOutcome, StepTimes
 
 
-class SampleReceiver:
-    """Binds a Unix datagram socket at `path` and calls `on_message(dict)` from a thread until `close`.
-
-    What is malformed, or makes `on_message` raise, is counted in `malformed` and told to `on_error`
-    (with "datagram"). Raises OSError if the socket cannot be made.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        on_message: Callable[[dict[str, object]], None],
-        on_error: Callable[[str], None] | None = None,
-    ) -> None:
-        self.malformed = 0
-        self._path, self._on_message, self._on_error = path, on_message, on_error
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-            path.unlink()  # left over by a killed agent
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            _at_path(path, self._socket.bind)
-            path.chmod(0o600)
-        except OSError:
-            self._socket.close()
-            raise
-        self._socket.settimeout(0.1)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tandem-samples", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Take what is still queued, then remove the socket; safe to call twice."""
-        self._closing.set()
-        self._thread.join()
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
-
-    def _run(self) -> None:
-        while True:
-            closing = self._closing.is_set()
-            try:
-                self._take(self._socket.recv(MAX_MESSAGE_BYTES + 1))
-            except TimeoutError:
-                if closing:
-                    return
-            except OSError:
-                return
-
-    def _take(self, datagram: bytes) -> None:
-        try:
-            message = json.loads(datagram) if len(datagram) <= MAX_MESSAGE_BYTES else None
-            if not isinstance(message, dict):
-                raise ValueError("not a message")
-            self._on_message(message)
-        except Exception:  # whatever came in, the next sample must still be read
-            logger.debug("metrics: a bad datagram", exc_info=True)
-            self.malformed += 1
-            if self._on_error is not None:
-                self._on_error("datagram")
+def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
+    """Step times, phases and waits; they belong together, so they travel together."""
+    waited = sum(each.wait for each in steps)
+    phases = {name: sum(getattr(each, name) for each in steps) for name in PHASES}
+    phases["backward"] += waited
+    return [
+        metrics.STEP_DURATION_SECONDS.observe(*(round(each.total, 9) for each in steps)),
+        *(metrics.STEP_PHASE_SECONDS.inc(seconds, phase=name) for name, seconds in phases.items()),
+        metrics.GRADIENT_SYNC_SECONDS.inc(waited, overlap="exposed"),
+        metrics.GRADIENT_SYNC_BYTES.inc(len(steps) * sync_bytes),
+    ]
 
 
-class SampleSender:
-    """Sends dicts to the SampleReceiver at `path`; never raises, never waits, drops what cannot go."""
-
-    def __init__(self, path: Path) -> None:
-        self.dropped = 0
-        self._path = path
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-
-    def send(self, message: Mapping[str, object]) -> bool:
-        """True if the message is in the receiver's queue. NaN travels as Python's JSON spells it."""
-        with self._lock:
-            try:
-                data = json.dumps(message, separators=(",", ":")).encode()
-                if len(data) > MAX_MESSAGE_BYTES:
-                    raise ValueError("too long")
-                self._send(data)
-                return True
-            except (OSError, ValueError, TypeError, RecursionError):
-                self.dropped += 1
-                return False
-
-    def close(self) -> None:
-        with self._lock:
-            self._disconnect()
-
-    def _send(self, data: bytes) -> None:
-        if self._socket is not None:
-            try:
-                self._socket.send(data)
-                return
-            except (ConnectionError, FileNotFoundError):  # the receiver is another one now
-                self._disconnect()
-        self._connect().send(data)
-
-    def _connect(self) -> socket.socket:
-        new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            new.setblocking(False)
-            _at_path(self._path, new.connect)
-        except BaseException:
-            new.close()
-            raise
-        self._socket = new
-        return new
-
-    def _disconnect(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+def memory_samples(now: DeviceMemory, before: DeviceMemory | None) -> list[Sample]:
+    """What one GPU holds; every rank sends its own."""
+    earlier = before or DeviceMemory(0, 0, 0, 0, 0, 0)
+    return [
+        metrics.TORCH_MEMORY_ALLOCATED_BYTES.set(now.allocated, gpu=now.gpu),
+        metrics.TORCH_MEMORY_RESERVED_BYTES.set(now.reserved, gpu=now.gpu),
+        metrics.TORCH_MEMORY_PEAK_BYTES.set(now.peak, gpu=now.gpu),
+        metrics.TORCH_ALLOC_RETRIES.inc(now.retries - earlier.retries),
+        metrics.TORCH_OOMS.inc(now.ooms - earlier.ooms),
+    ]
 
 
-def _at_path(path: Path, use: Callable[[str], object]) -> None:
-    """Call `use` with a name of `path` that fits a socket address, which holds 107 bytes."""
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        use(f"/proc/self/fd/{directory}/{path.name}")
-    finally:
-        os.close(directory)
+def save_samples(save: SaveOutcome) -> list[Sample]:
+    """A save that ended now, well or not."""
+    if save.bytes is None:
+        return [metrics.CHECKPOINT_SAVE_FAILURES.inc()]
+    return [
+        metrics.CHECKPOINT_SAVES.inc(),
+        metrics.CHECKPOINT_WRITTEN_BYTES.inc(save.bytes),
+        metrics.CHECKPOINT_BLOCKED_SECONDS.inc(save.held_seconds),
+        metrics.CHECKPOINT_SAVE_DURATION_SECONDS.observe(save.seconds),
+        metrics.CHECKPOINT_SIZE_BYTES.set(save.bytes),
+        metrics.CHECKPOINT_LAST_SUCCESS_TIMESTAMP_SECONDS.set(time.time()),
+        metrics.CHECKPOINT_LAST_SUCCESS_STEP.set(save.step),
+    ]

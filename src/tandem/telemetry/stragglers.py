@@ -7,7 +7,11 @@ all-reduce. What differs is a rank's own time: the step without that wait.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import median, median_low
+from typing import Any
 
+from tandem.telemetry import metrics
+from tandem.telemetry.families import Sample
+from tandem.telemetry.messages import Ranks
 from tandem.telemetry.meter import PHASES, StepTimes
 
 MARK_RATIO = 1.2
@@ -58,6 +62,23 @@ def from_rows(rows: Sequence[Sequence[float]]) -> list[RankTimes]:
     return [RankTimes(rank, round(row[0]), *map(float, row[1:ROW_LENGTH])) for rank, row in enumerate(rows)]
 
 
+class Gathering:
+    """An exchange of rows between ranks that is under way; `work` is torch's, `everyones` a tensor."""
+
+    def __init__(self, work: Any, mine: object, everyones: Any) -> None:
+        self._work, self._everyones = work, everyones
+        self._kept = mine  # until it is sent
+
+    def is_here(self) -> bool:
+        """Whether `rows` would not wait."""
+        return bool(self._work.is_completed())
+
+    def rows(self) -> list[list[float]]:
+        """The rows, in rank order; waits for them."""
+        self._work.wait()
+        return [[float(value) for value in row] for row in self._everyones.tolist()]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The spread of own times over ranks (seconds), and who is slowest, by how much, in which phase."""
@@ -105,28 +126,28 @@ def judge(ranks: Sequence[RankTimes], mark_ratio: float = MARK_RATIO) -> Verdict
     )
 
 
-def rows_for_metrics(ranks: Sequence[RankTimes], verdict: Verdict) -> dict[str, object]:
-    """The message for `Metrics.apply`; series per rank up to MAX_RANK_SERIES ranks."""
-    where = {each.rank: {"rank": each.rank, "node": each.node} for each in ranks[:MAX_RANK_SERIES]}
-    clear = ["tandem_straggler_excess_seconds"]
-    rows: list[object] = [
-        ["tandem_rank_compute_seconds_min", {}, verdict.fastest],
-        ["tandem_rank_compute_seconds_median", {}, verdict.median],
-        ["tandem_rank_compute_seconds_max", {}, verdict.slowest],
-        ["tandem_slowest_rank", {}, verdict.rank],
+def samples_of(ranks: Sequence[RankTimes], verdict: Verdict) -> list[Sample]:
+    """The metrics of an interval; series per rank up to MAX_RANK_SERIES ranks."""
+    samples = [
+        metrics.RANK_COMPUTE_SECONDS_MIN.set(verdict.fastest),
+        metrics.RANK_COMPUTE_SECONDS_MEDIAN.set(verdict.median),
+        metrics.RANK_COMPUTE_SECONDS_MAX.set(verdict.slowest),
+        metrics.SLOWEST_RANK.set(verdict.rank),
+        metrics.STRAGGLER_EXCESS_SECONDS.clear(),
     ]
     if len(ranks) <= MAX_RANK_SERIES:
-        clear += ["tandem_rank_compute_seconds", "tandem_rank_data_seconds"]  # of a world that was larger
-        rows += [["tandem_rank_compute_seconds", where[each.rank], each.own] for each in ranks]
-        rows += [["tandem_rank_data_seconds", where[each.rank], each.data] for each in ranks]
+        samples += [metrics.RANK_COMPUTE_SECONDS.clear(), metrics.RANK_DATA_SECONDS.clear()]
+        for each in ranks:
+            samples.append(metrics.RANK_COMPUTE_SECONDS.set(each.own, rank=each.rank, node=each.node))
+            samples.append(metrics.RANK_DATA_SECONDS.set(each.data, rank=each.rank, node=each.node))
     if verdict.marked:
-        labels = {"rank": verdict.rank, "node": verdict.node, "phase": verdict.phase}
-        rows.append(["tandem_straggler_excess_seconds", labels, verdict.excess])
-    return {"clear": clear, "set": rows}
+        where = {"rank": verdict.rank, "node": verdict.node, "phase": verdict.phase}
+        samples.append(metrics.STRAGGLER_EXCESS_SECONDS.set(verdict.excess, **where))
+    return samples
 
 
-def rows_for_page(ranks: Sequence[RankTimes], verdict: Verdict) -> dict[str, object]:
-    """The message for the live page: milliseconds by phase, the slowest ranks where there are too many."""
+def rows_for_page(ranks: Sequence[RankTimes], verdict: Verdict) -> Ranks:
+    """For the live page: milliseconds by phase, the slowest ranks where there are too many."""
     shown = sorted(sorted(ranks, key=lambda each: -each.own)[:MAX_RANK_SERIES], key=lambda each: each.rank)
     rows = [
         {
@@ -138,7 +159,7 @@ def rows_for_page(ranks: Sequence[RankTimes], verdict: Verdict) -> dict[str, obj
         }
         for each in shown
     ]
-    return {"ranks": {"rows": rows, "says": str(verdict) if verdict.marked else None}}
+    return Ranks(rows, str(verdict) if verdict.marked else None)
 
 
 class StragglerWatch:

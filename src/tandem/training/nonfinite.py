@@ -7,7 +7,7 @@ every rank comes to the same answer without a collective of its own.
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from tandem.distributed.consensus import Agreed, Telemetry
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
+from tandem.telemetry import metrics
+from tandem.telemetry.recorder import Recorder
 from tandem.torch_private import can_skip_on_device, has_overflowed, note_nonfinite
 
 log = logging.getLogger("tandem.run")
@@ -112,18 +114,10 @@ class Guard:
         return can_skip_on_device(self._optimizer) and bool(self._optimizer.state)
 
 
-class Counts(Protocol):
-    """The part of `observe.Recorder` that is told."""
-
-    def event(self, kind: str, **fields: object) -> None: ...
-    def message(self, message: dict[str, object]) -> None: ...
-    def not_finite(self) -> None: ...
-
-
 class Policy:
     """What a step that was left out means for the run; every rank holds one, and all decide alike."""
 
-    def __init__(self, name: str, precision: str, recorder: Counts) -> None:
+    def __init__(self, name: str, precision: str, recorder: Recorder) -> None:
         self._name, self._precision, self._recorder = name, precision, recorder
         self._skipped = self._last_step = self._in_a_row = 0
 
@@ -134,7 +128,7 @@ class Policy:
         step, in_loss = agreed.step + 1, math.isnan(agreed.loss)
         overflow = self._precision == "fp16" and not in_loss
         reason = "nonfinite_loss" if in_loss else "amp_overflow" if overflow else "nonfinite_grad"
-        self._recorder.message({"inc": [["tandem_steps_skipped", {"reason": reason}, 1]]})
+        self._recorder.samples(metrics.STEPS_SKIPPED.inc(reason=reason))
         if overflow:  # how the loss scale is found; GradScaler has lowered it
             return
         what = f"the loss of step {step} is" if in_loss else f"the gradients of step {step} are"

@@ -5,27 +5,21 @@ that changes weights on one rank, a faulty GPU or memory, and every later step i
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ReplicaMismatchError
+from tandem.telemetry import metrics
+from tandem.telemetry.recorder import Recorder
 
 BLOCK = 1024
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # multiplying by an odd number keeps every bit of what it weighs
 
 
-class Reports(Protocol):
-    """The part of `observe.Recorder` that is told."""
-
-    def event(self, kind: str, **fields: object) -> None: ...
-    def message(self, message: Mapping[str, object]) -> None: ...
-
-
-def check_replicas(world: ProcessGroup, model: nn.Module, recorder: Reports, step: int) -> None:
+def check_replicas(world: ProcessGroup, model: nn.Module, recorder: Recorder, step: int) -> None:
     """Compare all ranks' weights after `step` finished steps; nothing to do in a world of one.
 
     Raises ReplicaMismatchError, on all ranks, naming each rank that differs and its first tensor. Right is
@@ -50,7 +44,7 @@ def check_replicas(world: ProcessGroup, model: nn.Module, recorder: Reports, ste
             tensor = next(name for name, here, there in pairs if here != there)
             found.append({"rank": rank, "node": ranks[rank]["node"], "tensor": tensor})
     recorder.event("replica_mismatch", step=step, ranks=found)
-    recorder.message({"inc": [["tandem_replica_mismatches", {}, len(found)]]})
+    recorder.samples(metrics.REPLICA_MISMATCHES.inc(len(found)))
     said = "; ".join("rank {rank} on {node} differs, first in {tensor}".format(**one) for one in found)
     raise ReplicaMismatchError(
         f"the ranks no longer train the same weights after step {step}: {said}; if the task does not change "

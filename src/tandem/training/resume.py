@@ -16,6 +16,7 @@ from tandem.checkpoint.state import deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import ConfigError, CorruptCheckpointError
+from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 from tandem.training.optim import Schedule
 
@@ -50,12 +51,8 @@ def begin(world: ProcessGroup, store: CheckpointStore, position: Position, recor
     if world.size > 1 or state is None:
         payload = serialize(state) if state is not None and world.size > 1 else found.payload
         state = deserialize(world.broadcast_bytes(payload if world.is_first else None))
-    recorder.message(
-        {
-            "inc": [["tandem_checkpoint_loads", {}, 1]],
-            "set": [["tandem_checkpoint_last_load_duration_seconds", {}, time.monotonic() - began]],
-        }
-    )
+    took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
+    recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return Beginning(step, state, slot)
 
 
@@ -98,9 +95,7 @@ def _newest(
 def _passed_over(recorder: Recorder, step: int, problem: str) -> None:
     say_damaged(step, problem)
     recorder.event("fallback", step=step, problem=problem)
-    recorder.message(
-        {"inc": [["tandem_checkpoint_fallbacks", {}, 1], ["tandem_checkpoint_load_failures", {}, 1]]}
-    )
+    recorder.samples(metrics.CHECKPOINT_FALLBACKS.inc(), metrics.CHECKPOINT_LOAD_FAILURES.inc())
 
 
 def load_state(

@@ -26,7 +26,8 @@ from tandem.tasks.base import Task, load_task, task_class
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats, dump_stacks_on_request
 from tandem.telemetry.life import count_log_messages
-from tandem.telemetry.recorder import Recorder, Send
+from tandem.telemetry.messages import Send
+from tandem.telemetry.recorder import Recorder
 from tandem.training.evaluate import evaluate
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.nonfinite import Policy
@@ -87,7 +88,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
 def warm_up(settings_dict: dict[str, object]) -> None:
     """What a process that may become a rank does in advance: import the task and what ranks talk with."""
     task_class(Settings.from_dict(settings_dict).task)
-    from tandem.telemetry import samples  # noqa: F401
+    from tandem.telemetry import channel  # noqa: F401
 
 
 def _set_up_log(settings: Settings, position: Position, run_dir: Path) -> None:
@@ -107,9 +108,9 @@ def _set_up_log(settings: Settings, position: Position, run_dir: Path) -> None:
 def _sender(position: Position) -> Send:
     if position.sample_socket is None:
         return lambda message: None
-    from tandem.telemetry.samples import SampleSender
+    from tandem.telemetry.channel import Sender
 
-    return SampleSender(Path(position.sample_socket)).send
+    return Sender(Path(position.sample_socket)).send
 
 
 def _run(

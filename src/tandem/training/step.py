@@ -15,7 +15,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import Task
 from tandem.telemetry.clock import Clock
-from tandem.telemetry.meter import Costs, DeviceMemory
+from tandem.telemetry.meter import Costs, DeviceMemory, Readings
 from tandem.torch_private import hidden_sync_seconds
 from tandem.training.flops import buffers_kept, flops_of_pass, peak_flops
 from tandem.training.nonfinite import Guard, culprit
@@ -55,17 +55,6 @@ class TrainingModule(nn.Module):
     def _autocast(self) -> Any:
         dtype = AUTOCAST.get(self._precision)
         return torch.autocast(self._device_type, dtype=dtype) if dtype is not None else nullcontext()
-
-
-@dataclass(frozen=True)
-class Readings:
-    """Numbers that lie on the device until the log cadence is due; counts are since the last readings."""
-
-    grad_norm: float | None
-    loss_scale: float | None
-    clips: int
-    hidden_sync_seconds: float
-    memory: DeviceMemory | None
 
 
 class Stepper:

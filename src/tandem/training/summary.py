@@ -17,6 +17,8 @@ from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import FINISHED
 from tandem.schedule import Cadence
+from tandem.telemetry import metrics
+from tandem.telemetry.families import Sample
 from tandem.telemetry.journal import Journal, write_json_atomic
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.recorder import Recorder
@@ -28,41 +30,31 @@ log = logging.getLogger("tandem.run")
 
 def identity(
     settings: Settings, position: Position, device: torch.device, run_dir: Path, save_steps: int | None
-) -> dict[str, object]:
+) -> list[Sample]:
     """The identity group of the metrics, and `save_steps` between checkpoints (None: not by steps)."""
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
-    nccl = ".".join(map(str, version())) if device.type == "cuda" else ""
-    return {
-        "info": [
-            [
-                "tandem_build_info",
-                {
-                    "version": __version__,
-                    "revision": "",
-                    "python": machine.python_version(),
-                    "torch": torch.__version__,
-                    "cuda": torch.version.cuda or "",
-                    "nccl": nccl,
-                },
-            ],
-            [
-                "tandem_run_info",
-                {
-                    "run": settings.run_name or run_dir.name,
-                    "task": settings.task,
-                    "platform": position.platform,
-                    "backend": "nccl" if device.type == "cuda" else "gloo",
-                    "precision": settings.precision,
-                    "config_hash": settings.digest(),
-                },
-            ],
-        ],
-        "set": [
-            ["tandem_world_size", {}, position.world_size],
-            ["tandem_nodes", {}, position.nodes],
-            ["tandem_checkpoint_interval_steps", {}, save_steps or 0],
-        ],
-    }
+    on_gpu = device.type == "cuda"
+    return [
+        metrics.BUILD_INFO.says(
+            version=__version__,
+            revision="",
+            python=machine.python_version(),
+            torch=torch.__version__,
+            cuda=torch.version.cuda or "",
+            nccl=".".join(map(str, version())) if on_gpu else "",
+        ),
+        metrics.RUN_INFO.says(
+            run=settings.run_name or run_dir.name,
+            task=settings.task,
+            platform=position.platform,
+            backend="nccl" if on_gpu else "gloo",
+            precision=settings.precision,
+            config_hash=settings.digest(),
+        ),
+        metrics.WORLD_SIZE.set(position.world_size),
+        metrics.NODES.set(position.nodes),
+        metrics.CHECKPOINT_INTERVAL_STEPS.set(save_steps or 0),
+    ]
 
 
 def manifest_info(
@@ -199,7 +191,7 @@ def open_displays(
     progress = Progress(planned, start_step=beginning.step, mode=settings.progress)
     recorder.begin_run(beginning.step, order.steps_per_epoch, planned, journal, progress, writer)
     save_steps = Cadence.parse(settings.checkpoint_every).to_steps(order.steps_per_epoch, planned)
-    recorder.message(identity(settings, world.position, world.device, run_dir, save_steps))
+    recorder.samples(*identity(settings, world.position, world.device, run_dir, save_steps))
     if settings.keep_best and not evaluations_are_saved(settings, order.steps_per_epoch, planned):
         log.warning(
             "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, and "

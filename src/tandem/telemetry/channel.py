@@ -1,0 +1,136 @@
+"""The Unix datagram socket over which ranks feed their node's agent; nobody ever waits."""
+
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.telemetry.messages import Message, decode, encode
+
+logger = logging.getLogger("tandem")
+
+MAX_MESSAGE_BYTES = 64 * 1024
+
+
+class Receiver:
+    """Binds a Unix datagram socket at `path` and calls `on_message` from a thread until `close`.
+
+    What is malformed, or makes `on_message` raise, is counted in `malformed` and told to `on_error`
+    (with "datagram"). Raises OSError if the socket cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_message: Callable[[Message], None],
+        on_error: Callable[[str], None] | None = None,
+    ) -> None:
+        self.malformed = 0
+        self._path, self._on_message, self._on_error = path, on_message, on_error
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            path.unlink()  # left over by a killed agent
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            _at_path(path, self._socket.bind)
+            path.chmod(0o600)
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.settimeout(0.1)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tandem-samples", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take what is still queued, then remove the socket; safe to call twice."""
+        self._closing.set()
+        self._thread.join()
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while True:
+            closing = self._closing.is_set()
+            try:
+                self._take(self._socket.recv(MAX_MESSAGE_BYTES + 1))
+            except TimeoutError:
+                if closing:
+                    return
+            except OSError:
+                return
+
+    def _take(self, datagram: bytes) -> None:
+        try:
+            if len(datagram) > MAX_MESSAGE_BYTES:
+                raise ValueError("too long")
+            self._on_message(decode(datagram))
+        except Exception:  # whatever came in, the next sample must still be read
+            logger.debug("metrics: a bad datagram", exc_info=True)
+            self.malformed += 1
+            if self._on_error is not None:
+                self._on_error("datagram")
+
+
+class Sender:
+    """Sends messages to the Receiver at `path`; never raises, never waits, drops what cannot go."""
+
+    def __init__(self, path: Path) -> None:
+        self.dropped = 0
+        self._path = path
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+
+    def send(self, message: Message) -> bool:
+        """True if the message is in the receiver's queue."""
+        with self._lock:
+            try:
+                data = encode(message)
+                if len(data) > MAX_MESSAGE_BYTES:
+                    raise ValueError("too long")
+                self._send(data)
+                return True
+            except (OSError, ValueError, TypeError, RecursionError):
+                self.dropped += 1
+                return False
+
+    def close(self) -> None:
+        with self._lock:
+            self._disconnect()
+
+    def _send(self, data: bytes) -> None:
+        if self._socket is not None:
+            try:
+                self._socket.send(data)
+                return
+            except (ConnectionError, FileNotFoundError):  # the receiver is another one now
+                self._disconnect()
+        self._connect().send(data)
+
+    def _connect(self) -> socket.socket:
+        new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            new.setblocking(False)
+            _at_path(self._path, new.connect)
+        except BaseException:
+            new.close()
+            raise
+        self._socket = new
+        return new
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _at_path(path: Path, use: Callable[[str], object]) -> None:
+    """Call `use` with a name of `path` that fits a socket address, which holds 107 bytes."""
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        use(f"/proc/self/fd/{directory}/{path.name}")
+    finally:
+        os.close(directory)

@@ -1,0 +1,267 @@
+"""The values of all metrics: samples change them, a page shows them.
+
+A sample can be wrong or hostile without harm: what cannot be applied is counted in
+`tandem_collect_errors{source}`.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import prometheus_client as prometheus
+from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client.exposition import choose_encoder, generate_latest
+
+from tandem.telemetry.families import Counter, Family, Gauge, Histogram, Info, Sample, StateSet
+from tandem.telemetry.journal import write_bytes_atomic
+from tandem.telemetry.metrics import COLLECT_ERRORS, FAMILIES, FINAL_STATES, STATES
+
+AnyMetric = prometheus.Counter | prometheus.Gauge | prometheus.Histogram | prometheus.Info | prometheus.Enum
+
+MAX_SERIES = 64
+MAX_LABEL_LENGTH = 200
+
+
+class Registry:
+    """The values of all families, as node `node` shows them. Thread-safe; `apply` never raises."""
+
+    def __init__(self, families: Iterable[Family] = FAMILIES, node: int = 0) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call,unused-ignore]
+        self.registry = CollectorRegistry()
+        self.state: str = STATES[0]
+        self.training_started = False
+        self.final_since: float | None = None  # time.monotonic() of the final state
+        self.before_page: Callable[[], None] = lambda: None
+        self._node = node
+        self._lock = threading.RLock()
+        self._families: dict[str, Family] = {}
+        self._metrics: dict[str, AnyMetric] = {}
+        self._registered: set[str] = set()
+        self._series: dict[str, set[tuple[str, ...]]] = {}
+        self._of_nodes: dict[tuple[str, tuple[str, ...]], float] = {}
+        for family in families:
+            self._declare(family)
+
+    def _declare(self, family: Family) -> None:
+        metric = self._metrics[family.name] = _create(family)
+        self._families[family.name] = family
+        self._series[family.name] = set()
+        initial = family.initial if isinstance(family, Gauge) else None
+        if initial is not None or (not isinstance(family, Gauge) and not family.by_node):
+            self._register(family.name)
+        if isinstance(metric, prometheus.Gauge) and initial is not None:
+            metric.set(initial)
+        # Known series start at 0: increase() misses the first increment of a series born with it.
+        if isinstance(metric, prometheus.Counter) and len(family.labels) == 1:
+            for label, values in family.labels.items():
+                for value in values:
+                    self._child(family, {label: value})
+
+    def apply(self, samples: Iterable[Sample]) -> None:
+        """Take what samples say. What is wrong with one is counted, the others still apply."""
+        with self._lock:
+            for sample in samples:
+                self._try(self._take, sample)
+
+    def count_error(self, source: str) -> None:
+        """Count one sample or message that could not be used."""
+        with self._lock:
+            child = self._child(COLLECT_ERRORS, {"source": source})
+            assert isinstance(child, prometheus.Counter)
+            child.inc()
+
+    def own(self) -> list[Sample]:
+        """All values of the families that every node has its own of, for node 0 (`apply_node` there)."""
+        with self._lock:
+            return [
+                Sample(family.name, {k: v for k, v in sample.labels.items() if k != "node"}, sample.value)
+                for family in self._families.values()
+                if family.by_node and family.name in self._registered
+                for collected in self._metrics[family.name].collect()
+                for sample in collected.samples
+            ]
+
+    def apply_node(self, node: int, samples: Iterable[Sample]) -> None:
+        """Take what `own` gave on another node; its counters come as they stand there."""
+        with self._lock:
+            for sample in samples:
+                self._try(self._take_of_node, node, sample)
+
+    def forget_node(self, node: int) -> None:
+        """Drop the gauges of another node, which is gone; its counters stay as they are."""
+        with self._lock:
+            for name, family in self._families.items():
+                metric = self._metrics[name]
+                if family.by_node and isinstance(metric, prometheus.Gauge):
+                    for key in [key for key in self._series[name] if key[-1] == str(node)]:
+                        self._series[name].discard(key)
+                        metric.remove(*key)
+
+    def _try(self, take: Callable[..., None], *arguments: Any) -> None:
+        try:
+            take(*arguments)
+        except _BadSampleError as bad:
+            self.count_error(bad.source)
+        except (TypeError, ValueError, OverflowError):
+            self.count_error("value")
+
+    def _take_of_node(self, node: int, sample: Sample) -> None:
+        family, labels, value = self._read(sample)
+        if not family.by_node:
+            raise _BadSampleError("name")
+        labels = {**labels, "node": node}
+        if isinstance(family, Counter):
+            key, now = (family.name, _key(family, labels)), _number(value)
+            before = self._of_nodes.get(key, 0.0)
+            self._of_nodes[key] = now
+            value = now - before if now >= before else now  # less: that node's agent has started anew
+        self._set_number(family, labels, value)
+
+    def _take(self, sample: Sample) -> None:
+        family, labels, value = self._read(sample)
+        metric = self._metrics[family.name]
+        if isinstance(metric, prometheus.Enum):
+            self._set_state(metric, value)
+        elif isinstance(metric, prometheus.Info):
+            if not set(labels) <= set(family.labels):
+                raise _BadSampleError("labels")
+            metric.info({name: str(labels.get(name, ""))[:MAX_LABEL_LENGTH] for name in family.labels})
+        elif value is None:
+            self._clear(family)
+        else:
+            self._set_number(family, labels, value)
+
+    def _read(self, sample: Sample) -> tuple[Family, Mapping[str, object], object]:
+        if not isinstance(sample, list | tuple) or len(sample) != 3:
+            raise _BadSampleError("message")
+        name, labels, value = sample
+        if not isinstance(name, str) or name not in self._families:
+            raise _BadSampleError("name")
+        if not isinstance(labels, Mapping):
+            raise _BadSampleError("labels")
+        return self._families[name], labels, value
+
+    def _set_number(self, family: Family, labels: Mapping[str, object], value: object) -> None:
+        values = [_number(one) for one in value] if isinstance(value, list | tuple) else [_number(value)]
+        if not isinstance(family, Histogram) and len(values) != 1:
+            raise _BadSampleError("value")
+        # A gauge may be NaN or infinite (a loss often is); a sum that swallowed one stays broken for good.
+        if not isinstance(family, Gauge) and not all(math.isfinite(one) and one >= 0 for one in values):
+            raise _BadSampleError("value")
+        child = self._child(family, {"node": self._node, **labels} if family.by_node else labels)
+        for one in values:
+            if isinstance(child, prometheus.Gauge):
+                child.set(one)
+            elif isinstance(child, prometheus.Counter):
+                child.inc(one)
+            elif isinstance(child, prometheus.Histogram):
+                child.observe(one)
+        self._register(family.name)
+
+    def _set_state(self, metric: prometheus.Enum, state: object) -> None:
+        if not isinstance(state, str) or state not in STATES:
+            raise _BadSampleError("state")
+        metric.state(state)
+        if state in FINAL_STATES:
+            if self.state not in FINAL_STATES:
+                self.final_since = time.monotonic()
+        else:
+            self.final_since = None
+        self.state = state
+        self.training_started = self.training_started or state == "training"
+
+    def _child(self, family: Family, labels: Mapping[str, object]) -> AnyMetric:
+        metric, series = self._metrics[family.name], self._series[family.name]
+        key = _key(family, labels)
+        if not key:
+            return metric
+        if key not in series:
+            if len(series) >= MAX_SERIES:
+                raise _BadSampleError("series")
+            series.add(key)
+        return metric.labels(*key)
+
+    def _clear(self, family: Family) -> None:
+        metric = self._metrics[family.name]
+        if not isinstance(metric, prometheus.Gauge) or not _label_names(family):
+            raise _BadSampleError("value")
+        metric.clear()
+        self._series[family.name].clear()
+
+    def _register(self, name: str) -> None:
+        # Gauges come late: a 0 nobody measured would look like a measurement (a time stamp of 1970).
+        if name not in self._registered:
+            self._registered.add(name)
+            self.registry.register(self._metrics[name])
+
+    def _refresh(self) -> None:
+        """Let the owner bring in what grows by itself, such as time."""
+        try:
+            self.before_page()
+        except Exception:  # a page that is a little old is better than none
+            self.count_error("refresh")
+
+    def page(self) -> bytes:
+        """All series in Prometheus' text format."""
+        return self.negotiate("")[0]
+
+    def negotiate(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type in the format that an HTTP Accept header asks for."""
+        try:
+            encoder, content_type = choose_encoder(accept)
+        except (ValueError, TypeError, IndexError):  # a version that is no version
+            encoder, content_type = choose_encoder("")
+        self._refresh()
+        with self._lock:
+            return encoder(self.registry), content_type
+
+    def write_last_page(self, path: Path) -> None:
+        """Write the page atomically (RUN_DIR/metrics.prom); raises OSError."""
+        self._refresh()
+        with self._lock:
+            content = generate_latest(self.registry)
+        write_bytes_atomic(path, content)
+
+
+class _BadSampleError(Exception):
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+        self.source = source
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _BadSampleError("value")
+    return float(value)
+
+
+def _label_names(family: Family) -> tuple[str, ...]:
+    return (*family.labels, "node") if family.by_node else tuple(family.labels)
+
+
+def _key(family: Family, labels: Mapping[str, object]) -> tuple[str, ...]:
+    """The values of a family's labels in their order."""
+    names = _label_names(family)
+    if set(labels) != set(names):
+        raise _BadSampleError("labels")
+    key = tuple(str(labels[name])[:MAX_LABEL_LENGTH] for name in names)
+    for name, value in zip(names, key, strict=True):
+        known = family.labels.get(name)
+        if known and value not in known:
+            raise _BadSampleError("labels")
+    return key
+
+
+def _create(family: Family) -> AnyMetric:
+    """The client's object for a family, in no registry yet."""
+    if isinstance(family, Histogram):
+        return prometheus.Histogram(family.name, family.help, registry=None, buckets=family.buckets)
+    if isinstance(family, Info):
+        return prometheus.Info(family.name.removesuffix("_info"), family.help, registry=None)
+    if isinstance(family, StateSet):
+        return prometheus.Enum(family.name, family.help, registry=None, states=list(family.states))
+    kind = prometheus.Counter if isinstance(family, Counter) else prometheus.Gauge
+    return kind(family.name, family.help, _label_names(family), registry=None)
