@@ -12,6 +12,7 @@ from tandem.report.history import History
 from tandem.report.pages import report_page
 from tandem.telemetry.journal import write_bytes_atomic
 from tandem.telemetry.meter import ACTIVITIES, PHASES
+from tandem.telemetry.metrics import ACTIVITY_SECONDS
 
 NOT_COMPARED = ("run_dir", "run_name", "resume", "metrics_port", "node_rank", "master")
 
@@ -76,7 +77,7 @@ def _activities(page: Path) -> list[list[object]]:
         sample.labels.get("activity"): sample.value
         for family in families
         for sample in family.samples
-        if sample.name == "tandem_activity_seconds_total"
+        if sample.name in ACTIVITY_SECONDS.wire_names
     }
     return [[activity, seconds[activity]] for activity in ACTIVITIES if seconds.get(activity)]
 
