@@ -18,11 +18,14 @@ LOGGER_NAME = "tandem"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def wants_json(log_format: str, stream: TextIO | None = None) -> bool:
-    """Whether `--log-format` means JSON lines: auto is text on a terminal, JSON for a collector."""
+def wants_json(log_format: str, on_laptop: bool, stream: TextIO | None = None) -> bool:
+    """Whether `--log-format` means JSON lines. auto: for a cluster's collector, that is off a terminal.
+
+    A laptop has no collector: who pipes the output to a file there reads it.
+    """
     if log_format != "auto":
         return log_format == "json"
-    return not (sys.stderr if stream is None else stream).isatty()
+    return not on_laptop and not (sys.stderr if stream is None else stream).isatty()
 
 
 def setup(

@@ -95,10 +95,11 @@ def test_a_line_says_the_step_that_the_process_is_at(tmp_path: Path) -> None:
     assert (first["step"], second["step"], second["rank"]) == (12, 12, 0)
 
 
-@pytest.mark.parametrize(("given", "terminal", "expected"), [
-    ("auto", True, False), ("auto", False, True), ("text", False, False), ("json", True, True),
+@pytest.mark.parametrize(("given", "laptop", "terminal", "expected"), [
+    ("auto", False, True, False), ("auto", False, False, True), ("text", False, False, False),
+    ("auto", True, True, False), ("auto", True, False, False), ("json", True, True, True),
 ])  # fmt: skip
-def test_collectors_get_json_and_people_text(given: str, terminal: bool, expected: bool) -> None:
+def test_collectors_get_json_people_text(given: str, laptop: bool, terminal: bool, expected: bool) -> None:
     stream = io.StringIO()
     stream.isatty = lambda: terminal  # type: ignore[method-assign]
-    assert wants_json(given, stream) == expected
+    assert wants_json(given, laptop, stream) == expected

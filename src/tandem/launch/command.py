@@ -72,10 +72,10 @@ def _train(settings: Settings, placement: Placement) -> int:
 
 def _begin(flags: Flags, environ: Environment) -> tuple[Settings, Placement]:
     settings = resolve(flags, environ).settings
-    # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
-    is_json = wants_json(settings.telemetry.log_format)
-    settings = settings.replace(log_format="json" if is_json else "text")
     placement = detect(with_index(environ), socket.gethostname(), settings.launch)
+    # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
+    is_json = wants_json(settings.telemetry.log_format, placement.platform == "none")
+    settings = settings.replace(log_format="json" if is_json else "text")
     setup(None, None, placement.node_rank, True, is_json)
     return resolve_run_dir(settings, placement, time.time()), placement
 
