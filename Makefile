@@ -21,10 +21,13 @@ UNIT_LIMIT := 300
 TEST_LIMIT := 900
 ALL_LIMIT := 2400
 PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs --session-timeout=$(1)
+# A second object store, for the tests of the first; they skip where it is not there.
+S3RVER := build/node/node_modules/.bin/s3rver
+export TANDEM_S3RVER ?= $(abspath $(wildcard $(S3RVER)))
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export --extra s3
 
-.PHONY: help setup train check test test-all lock clean
+.PHONY: help setup train check test test-all s3rver lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +70,11 @@ test: setup ## every part once, in minutes; what this machine lacks is skipped w
 
 test-all: test ## and the long trials
 	$(call PYTEST,$(ALL_LIMIT)) -m slow tests
+
+s3rver: $(S3RVER) ## the tests' second object store, from npm into build/
+
+$(S3RVER):
+	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1
 
 lock: ## pin the newest releases that fit pyproject.toml, with hashes
 	@test -x $(BIN)/uv || $(MAKE) --silent setup
