@@ -30,6 +30,7 @@ from torch.multiprocessing.spawn import spawn
 
 from tandem.config import Settings
 from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.strategy import load
 from tandem.report.server import MetricsServer
 from tandem.telemetry import stragglers
 from tandem.telemetry.channel import Receiver, Sender
@@ -70,9 +71,9 @@ def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Ste
     model = task.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = Settings.from_dict({"batch_size": batch * world.size})
-    stepper = Stepper(world, settings, task, model, optimizer, Clock())
+    stepper = Stepper(world, load("ddp", world), settings, task, model, optimizer, Clock())
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
-    stepper.settle_buckets(micro_batches, 0, Costs())
+    stepper.settle(micro_batches, 0, Costs())
     return stepper, micro_batches
 
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from tandem.data.datasets import TensorRows
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.training.evaluate import evaluate
+from tandem.distributed.strategy import load
+from tandem.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.multi
 
@@ -88,7 +89,10 @@ def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size:
     results = []
     for task in (ByLoss(), ByEvaluateBatch()):
         model.train()
-        scores = evaluate(world, task, model, set_of(samples), batch_size)  # type: ignore[arg-type]
+        evaluation = Evaluation(
+            world, load("ddp", world), task, model, set_of(samples), batch_size  # type: ignore[arg-type]
+        )
+        scores = evaluation.scores()
         assert model.training
         results.append({"scores": scores, "seen": task.seen})
     (Path(folder) / f"{size}-{rank}.json").write_text(json.dumps(results))

@@ -151,7 +151,7 @@ def test_flags_that_cannot_be(argv: list[str], expected: str) -> None:
         ("--lr", "nan", "a number of at least 0"),
         ("--momentum", "1", "a number from 0 to below 1"),
         ("--schedule", "cosin", "one of constant, linear, cosine, step"),
-        ("--strategy", "fsdp", "ddp"),
+        ("--strategy", "horovod", "one of single, dp, ddp, fsdp"),
         ("--compile", "maybe", "true or false"),
         ("--threads", "0", "auto, or a whole number of at least 1"),
         ("--steps", "0", "a whole number of at least 1, or none"),
@@ -243,7 +243,6 @@ def test_fingerprint_fields() -> None:
         "seed": 0,
         "batch_size": 240,
         "precision": "fp32",
-        "strategy": "ddp",
         "optimizer": "sgd",
         "sync_batchnorm": False,
     }

@@ -10,6 +10,8 @@ from torch import nn
 
 from tandem.config import Settings
 from tandem.distributed.consensus import Agreed
+from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.strategy.single import Strategy as Single
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.recorder import Recorder
@@ -38,11 +40,13 @@ def recorder(folder: Path) -> Recorder:
 def steps(of: Recorder, first: int, last: int) -> None:
     for step in range(first, last + 1):
         loss = float("nan") if step == 4 else step / 3
-        of.end_step(Agreed(step - 1, loss, False, step == 4, 0), 0.1)
+        agreed = Agreed(step - 1, loss, False, step == 4, 0, {"accuracy": (step, 8.0), "rare": (0.0, 0.0)})
+        of.clock.begin_step()
+        of.end_step(agreed, 0.1)
 
 
-def losses(folder: Path) -> list[object]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def logged(folder: Path, name: str = "loss") -> list[object]:
+    return [json.loads(line).get(name) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_an_interval_that_is_open_at_a_checkpoint_is_logged_whole(tmp_path: Path) -> None:
@@ -54,14 +58,18 @@ def test_an_interval_that_is_open_at_a_checkpoint_is_logged_whole(tmp_path: Path
     after.load(before.state())
     steps(after, 6, 7)
     after.log_interval(7, READINGS, Here([after.own_times()]))
-    assert losses(tmp_path / "after") == losses(tmp_path / "calm") == [sum((1, 2, 3, 5, 6, 7)) / 3 / 6]
+    assert logged(tmp_path / "after") == logged(tmp_path / "calm") == [sum((1, 2, 3, 5, 6, 7)) / 3 / 6]
+    # Of the task's sums as well: the mean over the interval, without the step that was left out.
+    for folder in ("after", "calm"):
+        assert logged(tmp_path / folder, "accuracy") == [sum((1, 2, 3, 5, 6, 7)) / (6 * 8)]
+        assert logged(tmp_path / folder, "rare") == [None]
 
 
 def test_an_interval_without_a_finite_loss_says_so(tmp_path: Path) -> None:
     only = recorder(tmp_path)
     steps(only, 4, 4)
     only.log_interval(4, READINGS, Here([only.own_times()]))
-    assert losses(tmp_path) == ["NaN"]
+    assert logged(tmp_path) == ["NaN"]
 
 
 @pytest.mark.parametrize("task, expected", [(Plain(), 0.5), (OwnScheduler(), 0.1)], ids=["settings", "own"])
@@ -79,6 +87,6 @@ def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: f
     old.step()
     state = {"model": model.state_dict(), "optimizer": old.state_dict(), "schedule": schedule.state()}
     new, schedule = optimizer_and_schedule(0.5)
-    load_state(state, model, new, schedule)
+    load_state(state, Single(ProcessGroup(Position(), torch.device("cpu"))), model, new, schedule)
     assert new.param_groups[0]["weight_decay"] == expected
     assert new.state_dict()["state"].keys() == old.state_dict()["state"].keys()

@@ -37,7 +37,7 @@ class LateStepper:
         self.bad = bad
         self.pending: Agreed | None = None
 
-    def settle_buckets(self, *_: Any) -> Costs:
+    def settle(self, *_: Any) -> Costs:
         return Costs()
 
     def read(self) -> Readings:

@@ -13,7 +13,16 @@ from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
 
-BITS_MAY_DIFFER = {"nodes", "nproc", "elastic", "threads", "device", "compile", "micro_batch_size"}
+BITS_MAY_DIFFER = {
+    "nodes",
+    "nproc",
+    "elastic",
+    "threads",
+    "device",
+    "compile",
+    "micro_batch_size",
+    "strategy",
+}
 
 
 class ResumeSettings(Protocol):
@@ -157,7 +166,7 @@ def _check_fingerprint(settings: ResumeSettings, info: Mapping[str, Any], path: 
     return [
         f"{key} is {old.get(key, new.get(key))!r}, which {'this' if key in old else 'the saving'} version "
         "of tandem does not know: not compared"
-        for key in sorted(old.keys() ^ new.keys())
+        for key in sorted((old.keys() - settings.to_dict().keys()) | (new.keys() - old.keys()))
     ]
 
 

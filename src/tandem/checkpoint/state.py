@@ -10,20 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.errors import CheckpointError
 
 
-def weights_sha256(module: nn.Module) -> str:
-    """SHA-256 of the parameters and buffers of an unwrapped module (of its state_dict, keys sorted).
+def weights_sha256(state: Mapping[str, Any]) -> str:
+    """SHA-256 of the parameters and buffers in an unwrapped module's state_dict, keys sorted.
 
     Per key: UTF-8 name, NUL, str(dtype) such as "torch.float32", str(tuple(shape)) such as "(3, 4)", then
-    the elements in row-major order, little-endian. A compiled module has the digest of its original.
+    the elements in row-major order, little-endian.
     """
     digest = hashlib.sha256()
-    original = getattr(module, "_orig_mod", module)
-    for name, value in sorted(original.state_dict().items()):
+    for name, value in sorted(state.items()):
         if isinstance(value, Tensor):  # a module's get_extra_state may put anything else there
             digest.update(f"{name}\0{value.dtype}{tuple(value.shape)}".encode())
             digest.update(_little_endian(value))

@@ -74,7 +74,7 @@ class OptimisationConfig:
 class ComputeConfig:
     """Devices, precision and distribution"""
 
-    strategy: Literal["ddp"] = setting("ddp", "how the model is distributed", fixed=True)
+    strategy: Literal["single", "dp", "ddp", "fsdp"] = setting("ddp", "how the model is distributed")
     sync_batchnorm: bool = setting(False, "batch norm over the global batch", fixed=True)
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
@@ -135,6 +135,9 @@ class EvaluationConfig:
     """Evaluation"""
 
     eval_every: CadenceText = setting("1epoch", "how often to evaluate")
+    eval_batch_size: Count | None = setting(
+        None, "samples per rank and pass of an evaluation; none: as many as in training"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,63 +1,62 @@
-"""What all ranks know after a step, at no collective of its own: it travels in the gradient all-reduce."""
+"""What all ranks know after a step: how it is laid out, and how it is read without holding up a GPU.
+
+How it gets from rank to rank is the strategy's: in the gradient exchange, or by a small all-reduce.
+"""
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.distributed.group import ProcessGroup
 from tandem.telemetry.meter import Agreed as Agreed
 
+STOP, LOSS, LOSS_NOT_FINITE, DECISIONS = range(4)
+SLOTS = 4
+"""The fixed ones; behind them two for each of the task's sums: the sum and its count."""
+GRADIENTS_NOT_FINITE = -1
+"""The last of what a strategy gives back, one more than goes in: it is known only once the gradients are."""
 
-class Telemetry(nn.Module):
-    """A module around the training module whose zero parameter carries numbers through the all-reduce.
 
-    The product of the parameter (all zeros) with this rank's values is added to the loss: the loss does
-    not change, and the parameter's averaged gradient is the mean of the values over ranks. It saves an
-    all-reduce of its own per step (2.4 ms on a 4.3 ms step, gloo, 2 ranks). Never optimised or saved.
+def proposal_slots(stop: bool, decisions: int) -> Tensor:
+    """A rank's slots before its loss is known: a stop request, and (rank 0's count) decisions as bits."""
+    return torch.tensor([float(stop), 0.0, 0.0, float(decisions)])
+
+
+def pack(slots: Tensor, numbers: Tensor) -> Tensor:
+    """All slots of this rank, from `proposal_slots` and [loss, sum, count, sum, count...] of the whole step.
+
+    A loss that is not finite is a flag instead, a sum that is not finite is zero.
     """
+    loss = numbers[0]
+    finite = torch.isfinite(loss)
+    masked = torch.where(finite, loss, torch.zeros_like(loss)).float()
+    head = torch.stack([slots[STOP], masked, (~finite).float(), slots[DECISIONS]])
+    if len(numbers) == 1:
+        return head
+    return torch.cat([head, torch.nan_to_num(numbers[1:], posinf=0.0, neginf=0.0)])
 
-    SLOTS = 4  # stop requested, loss, loss not finite, rank 0's decisions
-    LOSS_NOT_FINITE = 2
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.carrier = nn.Parameter(torch.zeros(self.SLOTS))
-
-    def forward(self, values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Any]:
-        """(loss to run backward on, plain loss, task metrics); `values` are this rank's slots."""
-        scaled, loss, metrics, accumulated = self.module(*args)
-        finite = torch.isfinite(accumulated)
-        carried = torch.stack(
-            [
-                values[0],
-                torch.where(finite, accumulated, torch.zeros_like(accumulated)).float(),
-                (~finite).float(),
-                values[3],
-            ]
-        )
-        return scaled + (self.carrier * (carried * values[1])).sum(), loss, metrics
+def left_out(exchanged: Tensor) -> Tensor:
+    """A scalar on the device, 1 if the step must change nothing, else 0."""
+    return ((exchanged[LOSS_NOT_FINITE] + exchanged[GRADIENTS_NOT_FINITE]) > 0).float()
 
 
 class AgreedReader:
-    """Reads the carrier's gradient: at once on CPUs, one step later on GPUs (no host synchronisation)."""
+    """Reads what was exchanged: at once on CPUs, one step later on GPUs (no host synchronisation)."""
 
-    def __init__(self, world: ProcessGroup) -> None:
-        self._world = world
+    def __init__(self, group: ProcessGroup, names: Sequence[str]) -> None:
+        self._group, self._names = group, names
         self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 
-    def read(self, step: int, carried: Tensor, left_out: Tensor) -> Agreed | None:
-        """What was agreed in `step` (CPU) or in the step before it (GPU; None at the first).
-
-        `carried` is the carrier's gradient, `left_out` a scalar above 0 if the step changes nothing.
-        """
-        if self._world.device.type != "cuda":
-            return self._decode(step, [*carried.tolist(), float(left_out)])
+    def read(self, step: int, exchanged: Tensor) -> Agreed | None:
+        """What was agreed in `step` (CPU) or in the step before it (GPU; None at the first)."""
+        if self._group.device.type != "cuda":
+            return self._decode(step, exchanged.tolist())
         before = self.drain()
-        copy = torch.empty(Telemetry.SLOTS + 1, pin_memory=True)
-        copy.copy_(torch.cat([carried, left_out.reshape(1)]), non_blocking=True)
+        copy = torch.empty(len(exchanged), pin_memory=True)
+        copy.copy_(exchanged, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._pending = (step, copy, event)
@@ -73,10 +72,12 @@ class AgreedReader:
         return self._decode(step, copy.tolist())
 
     def _decode(self, step: int, mean: list[float]) -> Agreed:
+        totals = [value * self._group.size for value in mean[SLOTS:GRADIENTS_NOT_FINITE]]
         return Agreed(
             step=step,
-            loss=math.nan if mean[Telemetry.LOSS_NOT_FINITE] > 0 else mean[1],
-            stop=mean[0] > 0,
-            left_out=mean[4] > 0,
-            decisions=round(mean[3] * self._world.size),
+            loss=math.nan if mean[LOSS_NOT_FINITE] > 0 else mean[LOSS],
+            stop=mean[STOP] > 0,
+            left_out=mean[LOSS_NOT_FINITE] + mean[GRADIENTS_NOT_FINITE] > 0,
+            decisions=round(mean[DECISIONS] * self._group.size),
+            sums=dict(zip(self._names, zip(totals[::2], totals[1::2], strict=True), strict=True)),
         )

@@ -1,14 +1,12 @@
-"""The process group: open it, wrap the model, exchange numbers, close it.
+"""The process group: open it, exchange numbers, close it.
 
 Everything here is called by all ranks together; no caller puts it under `if rank == 0`.
 """
 
-import inspect
 import io
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
@@ -27,12 +24,6 @@ from tandem.torch_private import is_batchnorm
 
 log = logging.getLogger("tandem.world")
 
-# torch 2.15 renamed DDP's argument and warns about the old name.
-_BUFFER_ARGUMENT = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else "broadcast_buffers"
-)
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
 
@@ -131,24 +122,6 @@ class ProcessGroup:
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         assert isinstance(converted, nn.Module)
         return converted
-
-    def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """DDP around the training module; its gradients are means over ranks.
-
-        BatchNorm's running statistics are not read in training mode, so a model whose buffers are all
-        BatchNorm's does without DDP's broadcast before every forward; evaluation gets rank 0's.
-        """
-        buffers: dict[str, Any] = {_BUFFER_ARGUMENT: has_buffers_beside_batchnorm(module)}
-        return DistributedDataParallel(
-            module,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            **buffers,
-        )
-
-    def without_sync(self, model: DistributedDataParallel, skip: bool) -> AbstractContextManager[None]:
-        """DDP's `no_sync` for all micro-batches of a step but the last."""
-        return model.no_sync() if skip else nullcontext()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over ranks in float64 (exact for counts below 2**53)."""

@@ -1,5 +1,7 @@
 """Exact evaluation on all ranks: sums and counts, every sample once, no padding."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,55 +9,79 @@ from torch import nn
 
 from tandem.data.loader import batch_size_of, evaluation_batches
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.strategy import Strategy
 from tandem.tasks.base import Task
+from tandem.training.precision import autocast
 
 
-def evaluate(
-    world: ProcessGroup, task: Task, model: nn.Module, dataset: Any, batch_size: int, workers: int = 0
-) -> dict[str, float]:
-    """Means over the whole `dataset`, by score name, equal on all ranks; `loss` is always there.
+@dataclass(frozen=True)
+class Evaluation:
+    """`batch_size` is per rank and pass; `precision` that of the training."""
 
-    Counts are exact and sums are in float64, so the world size does not show beyond rounding. Rank 0's
-    buffers go to all ranks first; the unwrapped module runs, since shares may differ by one batch.
-    """
-    world.broadcast_buffers(model)
-    was_training = model.training
-    model.eval()
-    sums: dict[str, list[float]] = {}
-    with torch.no_grad():
-        for batch in evaluation_batches(
-            dataset,
-            world.rank,
-            world.size,
-            batch_size,
-            workers=workers,
-            collate=getattr(task, "collate", None),
-            device=world.device,
-        ):
-            for name, (total, count) in _scores(task, model, batch).items():
-                entry = sums.setdefault(name, [0.0, 0.0])
-                entry[0] += float(total)
-                entry[1] += float(count)
-    model.train(was_training)
-    names = _all_names(world, sorted(sums))
-    reduced = world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
-    return {
-        name: reduced[2 * i] / reduced[2 * i + 1] for i, name in enumerate(names) if reduced[2 * i + 1] > 0
-    }
+    world: ProcessGroup
+    strategy: Strategy
+    task: Task
+    model: nn.Module
+    dataset: Any
+    batch_size: int
+    precision: str = "fp32"
+    workers: int = 0
 
+    def scores(self) -> dict[str, float]:
+        """Means over the whole `dataset`, by score name, equal on all ranks; `loss` is always there.
 
-def _scores(task: Task, model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
-    """{name: (sum, count)} of one batch: the task's own `evaluate_batch`, else its loss and metrics."""
-    own = getattr(task, "evaluate_batch", None)
-    if own is not None:
-        return dict(own(model, batch))
-    outcome = task.loss(model, batch)
-    loss, metrics = outcome if isinstance(outcome, tuple) else (outcome, {})
-    count = batch_size_of(batch)
-    return {"loss": (float(loss) * count, count), **metrics}
+        Counts are exact and sums are in float64, so neither world size nor batch size shows beyond rounding.
+        Rank 0's buffers go to all ranks first; the unwrapped module runs, since shares may differ.
+        """
+        self.world.broadcast_buffers(self.model)
+        was_training = self.model.training
+        self.model.eval()
+        sums: dict[str, list[float]] = {}
+        with torch.no_grad():
+            for batch, counts in self._passes():
+                for name, (total, count) in self._scores_of(batch).items():
+                    entry = sums.setdefault(name, [0.0, 0.0])
+                    entry[0] += float(total) * counts
+                    entry[1] += float(count) * counts
+        self.model.train(was_training)
+        names = [str(name) for name in self.world.broadcast_json(sorted(sums))]  # rank 0 always has a share
+        reduced = self.world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
+        pairs = zip(names, reduced[::2], reduced[1::2], strict=True)
+        return {name: total / count for name, total, count in pairs if count > 0}
 
+    def _passes(self) -> Iterator[tuple[Any, bool]]:
+        """This rank's batches, and whether they count.
 
-def _all_names(world: ProcessGroup, mine: list[str]) -> list[str]:
-    """Score names from rank 0, which always has a share unless the dataset is empty."""
-    names = world.broadcast_json(mine)
-    return [str(name) for name in names]
+        Where a forward pass needs all ranks, each makes as many as rank 0, whose share is the largest: one
+        with fewer batches runs a sample that is another rank's.
+        """
+        made = 0
+        for batch in self._batches(self.world.rank, self.world.size):
+            made += 1
+            yield batch, True
+        if self.strategy.is_sharded and len(self.dataset):
+            share = -(-len(self.dataset) // self.world.size)
+            for _ in range(-(-share // self.batch_size) - made):
+                yield next(self._batches(0, len(self.dataset))), False
+
+    def _batches(self, rank: int, size: int) -> Iterator[Any]:
+        return evaluation_batches(
+            self.dataset,
+            rank,
+            size,
+            self.batch_size,
+            workers=self.workers,
+            collate=getattr(self.task, "collate", None),
+            device=self.world.device,
+        )
+
+    def _scores_of(self, batch: Any) -> dict[str, tuple[Any, Any]]:
+        """{name: (sum, count)} of one batch: the task's own `evaluate_batch`, else its loss and sums."""
+        own = getattr(self.task, "evaluate_batch", None)
+        with autocast(self.world.device, self.precision):
+            if own is not None:
+                return dict(own(self.model, batch))
+            outcome = self.task.loss(self.model, batch)
+        loss, sums = outcome if isinstance(outcome, tuple) else (outcome, {})
+        count = batch_size_of(batch)
+        return {"loss": (float(loss) * count, count), **sums}

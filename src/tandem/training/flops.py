@@ -2,12 +2,11 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 log = logging.getLogger("tandem.run")
@@ -34,17 +33,11 @@ PRODUCT_SIZE = 512
 PRODUCT_TRIES = 5
 
 
-def flops_of_pass(loss_of: Any, parameters: Iterable[nn.Parameter]) -> int:
-    """FLOPs of one forward and backward; `loss_of()` gives the loss. 0 if they cannot be counted.
-
-    Matrix products and convolutions count, as torch's counter does; gradients are computed and dropped
-    without touching `.grad`, so that DDP sees nothing of it.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+def flops_of(forward_and_backward: Callable[[], None]) -> int:
+    """FLOPs of what is called, matrix products and convolutions, as torch counts them; 0 if it cannot."""
     try:
         with FlopCounterMode(display=False) as counter:
-            loss: Tensor = loss_of()
-            torch.autograd.grad(loss, trained, allow_unused=True)
+            forward_and_backward()
         return int(counter.get_total_flops())
     except Exception as error:  # a count is not worth a run: a task may do what the counter cannot follow
         log.info("FLOPs cannot be counted (%s); there is no MFU", type(error).__name__)

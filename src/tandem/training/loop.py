@@ -95,7 +95,7 @@ def train(t: Training) -> bool:
         micro_batches = next(t.batches)
         t.clock.enter("transfer")
         if t.step == first:
-            t.recorder.costs(t.stepper.settle_buckets(micro_batches, t.step, t.recorder.known_costs))
+            t.recorder.costs(t.stepper.settle(micro_batches, t.step, t.recorder.known_costs))
         rate = t.schedule.set(t.step)
         proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
         agreed = t.stepper.take(micro_batches, t.step, proposal)

@@ -1,7 +1,7 @@
 """Loss and gradients that are not finite: kept out of the state, agreed on by all ranks, counted and named.
 
-The reduced gradients are the same on all ranks, and so is the flag that the telemetry carries for the loss:
-every rank comes to the same answer without a collective of its own.
+Whether the loss or a gradient is not finite anywhere is part of what the ranks exchange in a step: every rank
+comes to the same answer without a collective of its own.
 """
 
 import logging
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.distributed.consensus import Agreed, Telemetry
+from tandem.distributed.consensus import Agreed
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.strategy import Strategy
 from tandem.errors import NonFiniteError
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
@@ -37,15 +38,17 @@ class Guard:
     def __init__(
         self,
         policy: str,
+        strategy: Strategy,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         device: torch.device,
     ) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._strategy = strategy
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._keeps_buffers = policy != "stop"  # after a stop nobody reads them
-        self._reads_at_once = device.type == "cpu" or policy == "raise"
+        self._reads_at_once = device.type == "cpu" or policy == "raise" or strategy.is_sharded
         self._one = torch.ones((), device=device)
         self._buffers: list[Tensor] = []
         self.raises = policy == "raise"
@@ -55,9 +58,9 @@ class Guard:
         if self._keeps_buffers:
             self._buffers = [buffer.clone() for buffer in self._model.buffers()]
 
-    def look(self, carried: Tensor) -> Tensor:
-        """After the all-reduce: a scalar on the device, above 0 if the loss or a gradient is not finite."""
-        found = (carried[Telemetry.LOSS_NOT_FINITE] > 0).float()
+    def look(self) -> Tensor:
+        """After the last backward: a scalar on the device, 1 if a gradient that is here is not finite."""
+        found = torch.zeros_like(self._one)
         for gradients in self._gradients_by_type():
             note_nonfinite(gradients, found, self._one)
         return found
@@ -95,7 +98,8 @@ class Guard:
             if parameter.grad is not None:
                 if parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.coalesce()
-                values = parameter.grad.values() if parameter.grad.is_sparse else parameter.grad
+                values = self._strategy.local(parameter.grad)
+                values = values.values() if values.is_sparse else values
                 values = torch.view_as_real(values) if values.is_complex() else values
                 groups.setdefault(values.dtype, []).append(values)
         yield from groups.values()
@@ -146,21 +150,32 @@ class Policy:
 
 
 def culprit(
-    world: ProcessGroup, model: nn.Module, micro_batches: Sequence[Any], forward: Callable[[int], Tensor]
+    world: ProcessGroup,
+    strategy: Strategy,
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    forward: Callable[[int], Tensor],
 ) -> str:
     """In words, the first tensor that is not finite in the step just taken; the same on all ranks.
 
     `forward(i)` repeats micro-step i, with the same randomness, and gives its loss. Looks, on every rank, at
     the batch, the weights, then what each module gave; a loss that is finite everywhere leaves the gradients.
     """
-    mine = _in_batches(micro_batches) or _in_tensors("the weight", model.named_parameters())
-    mine = mine or _in_forward(model, len(micro_batches), forward)
-    for rank, found in enumerate(world.gather_json(mine)):
-        if found is not None:
-            return f"{found} on rank {rank}"
+    named = [(name, parameter) for name, parameter in model.named_parameters()]
+    weights = ((name, strategy.local(parameter)) for name, parameter in named)
     # Backward goes from the last layer to the first: the last parameter is nearest to where it began.
-    gradients = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-    return _in_tensors("the gradient of", reversed(gradients)) or "the loss"
+    gradients = ((n, strategy.local(p.grad)) for n, p in reversed(named) if p.grad is not None)
+    found = (  # each on every rank: a forward pass may need them all
+        _in_batches(micro_batches),
+        _in_tensors("the weight", weights),
+        _in_forward(model, len(micro_batches), forward),
+    )
+    mine = next((what for what in found if what is not None), None)
+    everyones = world.gather_json([mine, _in_tensors("the gradient of", gradients)])
+    for rank, (what, _) in enumerate(everyones):
+        if what is not None:
+            return f"{what} on rank {rank}"
+    return next((gradient for _, gradient in everyones if gradient is not None), "the loss")
 
 
 def _in_batches(micro_batches: Sequence[Any]) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.strategy import Strategy
 from tandem.errors import ReplicaMismatchError
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
@@ -19,13 +20,15 @@ BLOCK = 1024
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # multiplying by an odd number keeps every bit of what it weighs
 
 
-def check_replicas(world: ProcessGroup, model: nn.Module, recorder: Recorder, step: int) -> None:
-    """Compare all ranks' weights after `step` finished steps; nothing to do in a world of one.
+def check_replicas(
+    world: ProcessGroup, strategy: Strategy, model: nn.Module, recorder: Recorder, step: int
+) -> None:
+    """Compare all ranks' weights after `step` finished steps; nothing to do where there are no replicas.
 
     Raises ReplicaMismatchError, on all ranks, naming each rank that differs and its first tensor. Right is
     what most ranks have; where no more ranks have one thing than another, what rank 0 has.
     """
-    if world.size == 1:
+    if world.size == 1 or strategy.is_sharded:
         return
     named = comparable(model)
     sums = torch.stack([checksum(tensor) for tensor in named.values()])

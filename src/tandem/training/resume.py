@@ -15,6 +15,7 @@ from tandem.checkpoint.snapshot import newest_snapshot
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.strategy import Strategy
 from tandem.errors import ConfigError, CorruptCheckpointError
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
@@ -99,7 +100,11 @@ def _passed_over(recorder: Recorder, step: int, problem: str) -> None:
 
 
 def load_state(
-    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule
+    state: Mapping[str, Any],
+    strategy: Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
 ) -> None:
     """Load a checkpoint's state; ConfigError when it is of another model (the checkpoint is left alone).
 
@@ -115,16 +120,16 @@ def load_state(
                 f"the checkpoint is of another model: {name} is {there} in it and {here} in this model; "
                 "give another --run-dir or --resume never"
             )
-    model.load_state_dict(theirs)
+    strategy.load_model(model, theirs)
     groups = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(state["optimizer"])
+    strategy.load_optimizer(optimizer, state["optimizer"])
     if schedule.is_by_settings:
         for group, ours in zip(optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in ours.items() if name != "params"})
     schedule.load(state["schedule"])
 
 
-def load_weights(world: ProcessGroup, path: Path, model: nn.Module) -> None:
+def load_weights(world: ProcessGroup, strategy: Strategy, path: Path, model: nn.Module) -> None:
     """`--init-from`: load the keys whose names and shapes match, and say which did not."""
     raw: bytes | None = None
     if world.is_first:
@@ -143,7 +148,7 @@ def load_weights(world: ProcessGroup, path: Path, model: nn.Module) -> None:
         for name, value in weights.items()
         if name in mine and isinstance(value, torch.Tensor) and value.shape == mine[name].shape
     }
-    model.load_state_dict(fitting, strict=False)
+    strategy.load_model(model, fitting, strict=False)
     left = sorted(set(mine) - set(fitting))
     log.info(
         "loaded %d of %d tensors from %s%s",

@@ -16,6 +16,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.config import Settings
 from tandem.data.source import Reader, training_data
+from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup, choose_device, first_line
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, ConfigError, StoppedError, TandemError
@@ -28,7 +29,7 @@ from tandem.telemetry.heartbeat import Heartbeats, dump_stacks_on_request
 from tandem.telemetry.life import count_log_messages
 from tandem.telemetry.messages import Send
 from tandem.telemetry.recorder import Recorder
-from tandem.training.evaluate import evaluate
+from tandem.training.evaluate import Evaluation
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
@@ -87,7 +88,9 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
 
 def warm_up(settings_dict: dict[str, object]) -> None:
     """What a process that may become a rank does in advance: import the task and what ranks talk with."""
-    task_class(Settings.from_dict(settings_dict).task)
+    settings = Settings.from_dict(settings_dict)
+    task_class(settings.task)
+    strategies.preload(settings.strategy)
     from tandem.telemetry import channel  # noqa: F401
 
 
@@ -144,10 +147,13 @@ def _run(
     data = training_data(datasets.train, reader, settings.steps)
     order = data.order
     planned = settings.steps or settings.epochs * order.steps_per_epoch
+    strategy = strategies.load(settings.strategy, world)
     seed_model(settings.seed)
     model = _place(task, task.build_model(), device)
     if settings.sync_batchnorm:
         model = world.synchronise_batchnorm(model)
+    rank_zero_tensors = rank_zeros(model)
+    model = strategy.spread(model)
     optimizer = build_optimizer(settings, task, model)
     schedule = Schedule(settings, task, optimizer, order.steps_per_epoch, planned)
     with clock.phase("resume"):
@@ -158,14 +164,14 @@ def _run(
             (run_dir / "summary.json").unlink(missing_ok=True)
         _check_division(settings, world, fresh=beginning.state is None)
         if beginning.state is not None:
-            load_state(beginning.state, model, optimizer, schedule)
+            load_state(beginning.state, strategy, model, optimizer, schedule)
             data.load(beginning.state.get("data", {}))
             recorder.load(beginning.state.get("log", {}))
         elif settings.init_from is not None:
-            load_weights(world, settings.init_from, model)
+            load_weights(world, strategy, settings.init_from, model)
         if beginning.state is not None and hasattr(task, "after_resume"):
             task.after_resume(model)
-    stepper = Stepper(world, settings, task, model, optimizer, clock)
+    stepper = Stepper(world, strategy, settings, task, model, optimizer, clock)
     if beginning.state is not None and "scaler" in beginning.state:
         stepper.scaler.load_state_dict(beginning.state["scaler"])
 
@@ -179,15 +185,14 @@ def _run(
             lambda step: recorder.event("checkpoint_verified", step=step),
         ),
         lambda: {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            **strategy.whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()}),
             "schedule": schedule.state(),
             "scaler": stepper.scaler.state_dict(),
             "data": data.state(),
             "log": recorder.state(),
         },
         lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores_at(step)),
-        rank_zeros(model),
+        rank_zero_tensors,
         beginning.slot,
     )
     training = Training(
@@ -202,7 +207,7 @@ def _run(
                 "eval": Cadence.parse(settings.eval_every),
                 "save": Cadence.parse(settings.checkpoint_every),
                 "check": Cadence.parse(settings.replica_check_every),
-                "snapshot": snapshot_cadence(settings, world),
+                "snapshot": snapshot_cadence(settings, world, strategy),
             },
             order.steps_per_epoch,
             planned,
@@ -217,10 +222,17 @@ def _run(
             beginning.step,
             run_dir / "profile" / "rank-0.json",
         ),
-        evaluate=lambda: evaluate(
-            world, task, model, datasets.evaluation, evaluation_batch_size(settings, world), settings.workers
-        ),
-        check_replicas=lambda step: check_replicas(world, model, recorder, step),
+        evaluate=Evaluation(
+            world,
+            strategy,
+            task,
+            model,
+            datasets.evaluation,
+            evaluation_batch_size(settings, world),
+            settings.precision,
+            settings.workers,
+        ).scores,
+        check_replicas=lambda step: check_replicas(world, strategy, model, recorder, step),
         saver=saver,
         step=beginning.step,
     )
@@ -233,9 +245,10 @@ def _run(
     if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
     code = FINISHED if finished else STOPPED
+    weights = strategy.whole(model.state_dict())
     if world.is_first:
         write_summary(
-            run_dir, settings, position, recorder, order, model, saver.last_step, beginning, code, started
+            run_dir, settings, position, recorder, order, weights, saver.last_step, beginning, code, started
         )
     return _leave(world, recorder, code)
 
@@ -249,8 +262,9 @@ def set_threads(settings: Settings, position: Position) -> int:
 
 
 def evaluation_batch_size(settings: Settings, world: ProcessGroup) -> int:
-    """Samples per rank and evaluation pass: at least 256, independent of how training is cut."""
-    return max(256, settings.batch_size // world.size)
+    """Samples per rank and evaluation pass: what is set, else as many as in a training pass."""
+    share = -(-settings.batch_size // world.size)
+    return settings.eval_batch_size or min(settings.micro_batch_size or share, share)
 
 
 def _check_division(settings: Settings, world: ProcessGroup, fresh: bool) -> None:

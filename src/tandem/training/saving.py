@@ -12,6 +12,7 @@ from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.config import Settings
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.strategy import Strategy
 from tandem.schedule import Cadence
 
 log = logging.getLogger("tandem.saving")
@@ -48,9 +49,10 @@ class Saver:
         )
 
     def save(self, step: int) -> None:
-        """Rank 0 begins to save, see `CheckpointWriter.save`; nothing on the others."""
+        """Rank 0 begins to save, see `CheckpointWriter.save`; the others help to gather the state."""
+        state = self._state()
         if self._is_first:
-            self._writer.save(step, {**self._state(), "step": step}, self._info(step))
+            self._writer.save(step, {**state, "step": step}, self._info(step))
 
     def snapshot(self, step: int) -> None:
         """This rank's part of a snapshot on the first node; nothing elsewhere."""
@@ -96,9 +98,10 @@ def rank_zeros(model: nn.Module) -> frozenset[int]:
     return frozenset(own)
 
 
-def snapshot_cadence(settings: Settings, world: ProcessGroup) -> Cadence:
+def snapshot_cadence(settings: Settings, world: ProcessGroup, strategy: Strategy) -> Cadence:
     """`--snapshot-every auto`: every step where that is a copy within memory, every 5 s from a GPU."""
     text = settings.snapshot_every
     if text == "auto":
         text = "1" if world.device.type == "cpu" else "5s"
-    return Cadence.parse(text if world.position.memories else "never")
+    # Where each rank holds its share alone there is no whole state to keep: a checkpoint is the resume point.
+    return Cadence.parse(text if world.position.memories and not strategy.is_sharded else "never")

@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, accumulation, clipping, precision. Nothing else is in here."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -10,18 +10,27 @@ from torch import Tensor, nn
 
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of
-from tandem.distributed.consensus import Agreed, AgreedReader, Telemetry
+from tandem.distributed.consensus import (
+    LOSS_NOT_FINITE,
+    SLOTS,
+    Agreed,
+    AgreedReader,
+    left_out,
+    proposal_slots,
+)
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.strategy import Strategy
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import Task
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
-from tandem.torch_private import hidden_sync_seconds
-from tandem.training.flops import buffers_kept, flops_of_pass, peak_flops
+from tandem.training.flops import buffers_kept, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
+from tandem.training.precision import autocast
 from tandem.training.seeding import seed_micro_step
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Sums = Mapping[str, tuple[Any, Any]]
+"""{name: (sum, count)}, what a task's loss gives besides the loss."""
 
 
 @dataclass(frozen=True)
@@ -33,40 +42,51 @@ class Proposal:
 
 
 class TrainingModule(nn.Module):
-    """The task's loss as a module, so that DDP sees forward and loss as one."""
+    """The task's loss as a module, so that a strategy sees forward and loss as one.
 
-    def __init__(self, task: Task, model: nn.Module, device: torch.device, precision: str) -> None:
+    The weight of a micro-batch of n samples is n * ranks / batch_size: the mean over ranks of all gradients
+    is that of the global mean, whether the shares of the ranks are equal or not.
+    """
+
+    def __init__(
+        self, task: Task, model: nn.Module, device: torch.device, precision: str, ranks: int, batch_size: int
+    ) -> None:
         super().__init__()
         self.model = model
-        self._task = task
-        self._device_type = device.type
-        self._precision = precision
+        self.names: list[str] = []
+        self._task, self._device, self._precision = task, device, precision
+        self._ranks, self._batch_size = ranks, batch_size
 
-    def forward(
-        self, batch: Any, weight: float, scale: Tensor, so_far: Tensor
-    ) -> tuple[Tensor, Tensor, Any, Tensor]:
-        """(scaled loss for backward, weighted loss, task metrics, weighted losses of the step so far)."""
-        with self._autocast():
-            outcome = self._task.loss(self.model, batch)
-        loss, metrics = outcome if isinstance(outcome, tuple) else (outcome, {})
-        loss = loss.float() * weight
-        return loss * scale, loss, metrics, so_far + loss.detach()
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """(weighted loss, numbers to add up over micro-batches and ranks: that loss, then the named sums)."""
+        loss, sums = self.outcome(batch)
+        loss = loss.float() * (batch_size_of(batch) * self._ranks / self._batch_size)
+        return loss, torch.stack([loss.detach(), *self._flat(sums, loss.device)])
 
-    def _autocast(self) -> Any:
-        dtype = AUTOCAST.get(self._precision)
-        return torch.autocast(self._device_type, dtype=dtype) if dtype is not None else nullcontext()
+    def outcome(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Sums]:
+        """What the task makes of a batch; with `model` instead of the (perhaps compiled) one to train."""
+        with autocast(self._device, self._precision):
+            outcome = self._task.loss(model or self.model, batch)
+        return outcome if isinstance(outcome, tuple) else (outcome, {})
+
+    def _flat(self, sums: Sums, device: torch.device) -> list[Tensor]:
+        """The sums and counts of `names`, in their order; what is not finite, or not there, adds nothing."""
+        numbers = [number for name in self.names for number in sums.get(name, (0.0, 0.0))]
+        return [
+            number.detach().float().reshape(())
+            if isinstance(number, Tensor)
+            else torch.full((), float(number), device=device)
+            for number in numbers
+        ]
 
 
 class Stepper:
-    """Takes optimizer steps with the model wrapped in DDP.
-
-    `weights` inside make the gradient that of the global mean: a micro-batch of n samples weighs
-    n * world_size / batch_size, whether the shares of the ranks are equal or not.
-    """
+    """Takes optimizer steps with the model as its strategy has spread it."""
 
     def __init__(
         self,
         world: ProcessGroup,
+        strategy: Strategy,
         settings: Settings,
         task: Task,
         model: nn.Module,
@@ -74,23 +94,22 @@ class Stepper:
         clock: Clock,
     ) -> None:
         self.clock = clock
-        self._world, self._settings, self._task, self._optimizer = world, settings, task, optimizer
+        self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
+        self._precision, self._clip_norm, self._seed = settings.precision, settings.clip_norm, settings.seed
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         trained = torch.compile(model) if settings.compile else model
         assert isinstance(trained, nn.Module)
-        inner = TrainingModule(task, trained, world.device, settings.precision)
-        self._ddp = world.wrap(Telemetry(inner).to(world.device))
-        self._carrier: nn.Parameter = self._ddp.module.carrier
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._model = model
-        self._reader = AgreedReader(world)
-        self._seed = settings.seed
+        self._module = TrainingModule(
+            task, trained, world.device, settings.precision, world.size, settings.batch_size
+        )
+        self._reader = AgreedReader(world, self._module.names)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
-        self._guard = Guard(settings.on_nonfinite, model, optimizer, self.scaler, world.device)
-        self.grad_norm: Tensor | None = None
+        self._guard = Guard(settings.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
+        self._clipped_norm: Tensor | None = None
         self._clips = torch.zeros((), device=world.device)
 
-    def settle_buckets(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
-        """Make DDP rebuild its buckets before the first real step; returns what a step costs.
+    def settle(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
+        """Wrap the model and take a step that changes nothing, before the first real one; what a step costs.
 
         FLOPs that are `known` from the state are not counted again, on no rank: a count may hold collectives.
         Nor is the device measured again by a rank whose agent has heard of as many devices.
@@ -101,27 +120,30 @@ class Stepper:
         Gradients are thrown away, buffers are put back; the random state is set anew by each step.
         """
         with buffers_kept(self._model):
-            flops = known.flops_per_sample or self._flops_per_sample(micro_batches[0])
+            flops, names = known.flops_per_sample, known.sums
+            if not flops or names is None:
+                flops, names = self._count(micro_batches[0])
+            self._module.names[:] = names
+            self._strategy.wrap(self._module, SLOTS + 2 * len(names))
             self._accumulate(micro_batches, step, Proposal())
-            self._reset_gradients()
-        self._ddp.train()  # type: ignore[no-untyped-call]
+        self._module.train()
         is_told = self._world.position.restart > 0 and known.devices == self._world.size
-        device_flops = 0.0 if is_told else peak_flops(self._world.device, self._settings.precision)
+        device_flops = 0.0 if is_told else peak_flops(self._world.device, self._precision)
         self.clock.pause()
         self.clock.begin_step()
         sync_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
-        return Costs(flops, device_flops, self._world.size, sync_bytes)
+        return Costs(flops, device_flops, self._world.size, sync_bytes, names)
 
-    def _flops_per_sample(self, batch: Any) -> float:
-        """The first micro-batch's, forward and backward, per sample."""
+    def _count(self, batch: Any) -> tuple[float, tuple[str, ...]]:
+        """FLOPs per sample of the first micro-batch, forward and backward; the names of the task's sums."""
+        names: list[str] = []
 
-        def loss_of() -> Tensor:
-            outcome = self._task.loss(self._model, batch)
-            loss = outcome[0] if isinstance(outcome, tuple) else outcome
-            assert isinstance(loss, Tensor)
-            return loss
+        def loss_and_gradients() -> None:
+            loss, sums = self._module.outcome(batch, self._model)
+            names.extend(sums)
+            self._strategy.gradients(loss, self._parameters)
 
-        return flops_of_pass(loss_of, self._parameters) / batch_size_of(batch)
+        return flops_of(loss_and_gradients) / batch_size_of(batch), tuple(names)
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Agreed | None:
         """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader).
@@ -131,13 +153,12 @@ class Stepper:
         self._guard.begin_step()
         self._accumulate(micro_batches, step, proposal)
         self.clock.enter("optimizer")
-        assert self._carrier.grad is not None
-        left_out = self._guard.look(self._carrier.grad)
-        agreed = self._reader.read(step, self._carrier.grad, left_out)
-        if self._guard.raises and left_out and not self._is_overflow():
+        exchanged = self._strategy.exchange(self._guard.look())
+        agreed = self._reader.read(step, exchanged)
+        skip = left_out(exchanged)
+        if self._guard.raises and skip and not self._is_overflow(exchanged):
             self._raise(micro_batches, step)
-        self._guard.update(left_out, self._clip)
-        self._reset_gradients()
+        self._guard.update(skip, self._clip)
         return agreed
 
     def read(self) -> Readings:
@@ -145,10 +166,10 @@ class Stepper:
         clips = int(self._clips)
         self._clips.zero_()
         return Readings(
-            grad_norm=float(self.grad_norm) if self.grad_norm is not None else None,
+            grad_norm=self._grad_norm(),
             loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
             clips=clips,
-            hidden_sync_seconds=hidden_sync_seconds(self._ddp),
+            hidden_sync_seconds=self._strategy.hidden_sync_seconds(),
             memory=device_memory(self._world.device),
         )
 
@@ -157,49 +178,46 @@ class Stepper:
         return self._reader.drain()
 
     def _accumulate(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> None:
-        scale = self.scaler.scale(torch.ones((), device=self._world.device))  # 1 without fp16
-        so_far = torch.zeros((), device=self._world.device)
+        device = self._world.device
+        # Here rather than after the step before: until now its gradients could be looked at.
+        self._optimizer.zero_grad(set_to_none=False)
+        self._strategy.reset()
+        scale = self.scaler.scale(torch.ones((), device=device))  # 1 without fp16
+        so_far = torch.zeros(1 + 2 * len(self._module.names), device=device)
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
             self.clock.enter("transfer")
-            weight = batch_size_of(batch) * self._world.size / self._settings.batch_size
-            values = torch.tensor(
-                [float(proposal.stop), float(micro_step == last), 0.0, float(proposal.decisions)]
-            )
-            values = values.to(self._world.device, non_blocking=True)
+            slots = proposal_slots(proposal.stop, proposal.decisions).to(device, non_blocking=True)
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
             self.clock.enter("forward")
-            with self._world.without_sync(self._ddp, skip=micro_step != last):
-                scaled, loss, _metrics = self._ddp(values, batch, weight, scale, so_far)
+            with self._strategy.micro_step(is_last=micro_step == last):
+                scaled, numbers = self._strategy.forward(slots, batch, scale, so_far)
                 self.clock.enter_backward(scaled)
-                scaled.backward()
-            so_far = so_far + loss.detach()
+                scaled.backward()  # type: ignore[no-untyped-call]
+            so_far = so_far + numbers
 
     def _clip(self) -> None:
-        if self._settings.clip_norm is not None:
-            self.grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
-            self._clips += self.grad_norm > self._settings.clip_norm
+        if self._clip_norm is not None:
+            self._clipped_norm = self._strategy.clip(self._parameters, self._clip_norm)
+            self._clips += self._clipped_norm > self._clip_norm
 
-    def _is_overflow(self) -> bool:
+    def _grad_norm(self) -> float | None:
+        """Of the last step's gradients, before they were clipped; None where it is not finite."""
+        norm = self._clipped_norm if self._clip_norm else self._strategy.norm(self._parameters)
+        return float(norm) if norm is not None and math.isfinite(norm) else None
+
+    def _is_overflow(self, exchanged: Tensor) -> bool:
         """Whether fp16's scaled gradients have left its range, which is how their scale is found."""
-        assert self._carrier.grad is not None
-        return self.scaler.is_enabled() and not self._carrier.grad[Telemetry.LOSS_NOT_FINITE] > 0
+        return self.scaler.is_enabled() and not exchanged[LOSS_NOT_FINITE] > 0
 
     def _raise(self, micro_batches: Sequence[Any], step: int) -> NoReturn:
-        one, zero = torch.ones((), device=self._world.device), torch.zeros((), device=self._world.device)
-
         def forward(micro_step: int) -> Tensor:
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
-            loss: Tensor = self._ddp.module.module(micro_batches[micro_step], 1.0, one, zero)[1]
-            return loss
+            return self._module.outcome(micro_batches[micro_step])[0]
 
         self._guard.put_buffers_back()
-        name = culprit(self._world, self._model, micro_batches, forward)
+        name = culprit(self._world, self._strategy, self._model, micro_batches, forward)
         raise NonFiniteError(f"step {step + 1}: {name} is not finite")
-
-    def _reset_gradients(self) -> None:
-        self._optimizer.zero_grad(set_to_none=False)
-        self._carrier.grad = None if self._carrier.grad is None else self._carrier.grad.zero_()
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

@@ -90,14 +90,14 @@ def write_summary(
     position: Position,
     recorder: Recorder,
     order: GlobalOrder,
-    model: nn.Module,
+    weights: Mapping[str, Any],
     last_checkpoint_step: int | None,
     beginning: Beginning,
     code: int,
     started: float,
 ) -> None:
     """RUN_DIR/summary.json, and the same as a line and a table on the terminal."""
-    digest = weights_sha256(model)
+    digest = weights_sha256(weights)
     summary = {
         "state": "finished" if code == FINISHED else "stopped",
         "exit_code": code,

@@ -1,0 +1,23 @@
+"""How the model is spread over ranks and devices: one file for each strategy, found by its name.
+
+A new one is a file NAME.py with a class `Strategy` (what it must do: `base.Strategy`), and its name in the
+choices of `--strategy` (config/slices.py). It is imported only where it is used: FSDP alone takes a second.
+"""
+
+from importlib import import_module
+
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.strategy.base import Strategy
+
+__all__ = ["Strategy", "load", "preload"]
+
+
+def load(name: str, group: ProcessGroup) -> Strategy:
+    """The strategy of that name for the ranks of `group`; ConfigError where it cannot work with them."""
+    strategy: Strategy = import_module(f"{__name__}.{name}").Strategy(group)
+    return strategy
+
+
+def preload(name: str) -> None:
+    """Import it in advance, in a process that may become a rank."""
+    import_module(f"{__name__}.{name}")

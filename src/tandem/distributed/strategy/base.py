@@ -1,0 +1,97 @@
+"""What a strategy must do: everything about a step and a state that depends on how the model is spread out.
+
+    strategy = load(name, group)                 the group is open
+    model = strategy.spread(model)               before the optimizer is built
+    strategy.load_model, strategy.load_optimizer resume
+    strategy.wrap(...)                           before the first step
+    each micro-batch: with strategy.micro_step(is_last): strategy.forward(...), then backward
+    after the last:   strategy.exchange(...), then norm or clip, then the optimizer
+    strategy.whole(...)                          to save, and for the digest at the end
+
+All ranks call each method at the same point, unless it says that it exchanges nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Strategy(Protocol):
+    """One process's part in it."""
+
+    is_sharded: bool
+    """Whether this rank holds only its share of the parameters. Then there are no replicas to compare and no
+    whole state to keep in a node's memory, and every forward pass needs all ranks, in evaluation as well."""
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """The model as it is to be trained; its parameters may be others afterwards."""
+        ...
+
+    def wrap(self, module: nn.Module, slots: int) -> None:
+        """Take the training module: `module(batch)` gives (this rank's weighted loss, its numbers).
+
+        `slots`: how many numbers the ranks exchange in a step (see consensus.py).
+        """
+        ...
+
+    def micro_step(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch: gradients are reduced over ranks in the last only."""
+        ...
+
+    def forward(self, slots: Tensor, batch: Any, scale: Tensor, so_far: Tensor) -> tuple[Tensor, Tensor]:
+        """(what to run backward on, the module's numbers) of a micro-batch.
+
+        `slots` is what this rank proposes (`consensus.proposal_slots`), `scale` is fp16's, `so_far` the sum
+        of the numbers of the step's earlier micro-batches.
+        """
+        ...
+
+    def exchange(self, gradients_not_finite: Tensor) -> Tensor:
+        """After the last backward: the mean of every slot over ranks, on the device, nobody waits for it.
+
+        `gradients_not_finite`: a scalar, above 0 if a gradient that this rank holds is not finite; it is the
+        last of the slots that come back, above 0 if that is so on any rank.
+        """
+        ...
+
+    def reset(self) -> None:
+        """After a step: what it has exchanged is forgotten. Exchanges nothing."""
+        ...
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The part of a parameter or gradient that is in this rank's memory. Exchanges nothing."""
+        ...
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of all gradients, as a scalar on the device."""
+        ...
+
+    def clip(self, parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+        """Scale the gradients down to a norm of `largest`; the norm that they had."""
+        ...
+
+    def gradients(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        """A backward pass outside `micro_step`, to count its work; the caller resets all gradients."""
+        ...
+
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """State dicts of model and optimizer as every strategy can load them: no share, but whole tensors.
+
+        They are there on rank 0; the other ranks take part.
+        """
+        ...
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Load a whole `state_dict`, which every rank has. Exchanges nothing."""
+        ...
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a whole `state_dict`, which every rank has. Exchanges nothing."""
+        ...
+
+    def hidden_sync_seconds(self) -> float:
+        """Exchange of gradients behind backward's own work, in a recent step; 0.0 where it is not known."""
+        ...

@@ -1,0 +1,115 @@
+"""FSDP2 (`fully_shard`): parameters, gradients and optimizer state are shared out over the ranks.
+
+A parameter is a DTensor, cut along its first dimension; the model is whole only while it computes. Each block
+of an nn.ModuleList is gathered for itself, everything else together. Runs on GPUs and, with gloo, on CPUs.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
+from tandem.distributed.strategy import single
+
+
+class Strategy(single.Strategy):
+    """Every rank holds its share and does its part of the batch."""
+
+    is_sharded = True
+
+    def check(self, group: ProcessGroup) -> None:
+        """It works with any number of ranks."""
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """Rank 0's values count, as with DDP."""
+        self._buffers = [*model.buffers()] if has_buffers_beside_batchnorm(model) else []
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor, src=0)
+        mesh = DeviceMesh(self._group.device.type, torch.arange(self._group.size))
+        for module in model.modules():
+            for block in module if isinstance(module, nn.ModuleList) else ():
+                fully_shard(block, mesh=mesh)
+        self._root: FSDPModule = fully_shard(model, mesh=mesh)
+        model.register_forward_hook(_reshard_in_evaluation)
+        return model
+
+    def micro_step(self, is_last: bool) -> AbstractContextManager[None]:
+        self._root.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def forward(self, slots: Tensor, batch: Any, scale: Tensor, so_far: Tensor) -> tuple[Tensor, Tensor]:
+        for buffer in self._buffers:
+            dist.broadcast(buffer, src=0)
+        return super().forward(slots, batch, scale, so_far)
+
+    def exchange(self, gradients_not_finite: Tensor) -> Tensor:
+        slots = super().exchange(gradients_not_finite)
+        dist.all_reduce(slots)
+        return slots / self._group.size
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        return _everywhere(super().norm(parameters))
+
+    def clip(self, parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+        return _everywhere(super().clip(parameters, largest))
+
+    def gradients(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """One tensor after the other: no GPU holds more than one of them whole."""
+        whole: dict[str, Any] = _gathered(state, self._group.is_first)
+        return whole
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        mine = model.state_dict()
+        super().load_model(model, {n: _share(v, mine.get(n)) for n, v in state.items()}, strict)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        shares = {
+            index: {name: _share(value, parameters[index]) for name, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        super().load_optimizer(optimizer, {**state, "state": shares})
+
+
+def _reshard_in_evaluation(module: nn.Module, _inputs: Any, _output: Any) -> None:
+    """The root stays whole after its forward, for the backward that follows; in an evaluation none does."""
+    if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
+        module.reshard()
+
+
+def _everywhere(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    """Every DTensor inside dicts and lists as a whole one, on the CPU; nothing in its place unless `keep`."""
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()  # all ranks come here in the same order
+        return whole.cpu() if keep else None
+    if isinstance(value, dict):
+        return {key: _gathered(item, keep) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_gathered(item, keep) for item in value]
+    return value
+
+
+def _share(value: Any, like: Tensor | None) -> Any:
+    """This rank's share of a whole tensor, if `like` is shared out in that way."""
+    if isinstance(value, Tensor) and isinstance(like, DTensor) and value.shape == like.shape:
+        whole = value.to(like.device)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return value

@@ -1,0 +1,78 @@
+"""One process, one device: nothing is exchanged. What other strategies do not change, they take from here."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.distributed.consensus import pack
+from tandem.distributed.group import ProcessGroup
+from tandem.errors import ConfigError
+
+
+class Strategy:
+    """The model as it is."""
+
+    is_sharded = False
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._slots = torch.zeros(0)
+        self.check(group)
+
+    def check(self, group: ProcessGroup) -> None:
+        """Raise ConfigError where this strategy cannot work."""
+        if group.size > 1:
+            raise ConfigError(
+                f"--strategy single trains in one process, and there are {group.size} ranks; "
+                "use --strategy ddp, or --nproc 1 on one node"
+            )
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def wrap(self, module: nn.Module, slots: int) -> None:
+        self._module: Callable[[Any], tuple[Tensor, Tensor]] = module
+
+    def micro_step(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward(self, slots: Tensor, batch: Any, scale: Tensor, so_far: Tensor) -> tuple[Tensor, Tensor]:
+        loss, numbers = self._module(batch)
+        self._slots = pack(slots, so_far + numbers)
+        return loss * scale, numbers
+
+    def exchange(self, gradients_not_finite: Tensor) -> Tensor:
+        return torch.cat([self._slots, gradients_not_finite.reshape(1)])
+
+    def reset(self) -> None:
+        pass
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        return nn.utils.get_total_norm(dense)
+
+    def clip(self, parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, largest)
+
+    def gradients(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        # Not backward(): DDP would count these gradients as those of a step.
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        model.load_state_dict(state, strict=strict)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        optimizer.load_state_dict(dict(state))
+
+    def hidden_sync_seconds(self) -> float:
+        return 0.0

@@ -1,0 +1,361 @@
+"""What every strategy must do, asked of all of them, with as many real gloo processes as each can have.
+
+Each case runs the same small model on the same data. `train` is what a run does: spread, load, wrap, step.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tandem.config import Settings
+from tandem.data.datasets import TensorRows
+from tandem.distributed import strategy as strategies
+from tandem.distributed.group import Position, ProcessGroup
+from tandem.errors import ConfigError
+from tandem.telemetry.clock import Clock
+from tandem.telemetry.meter import Costs
+from tandem.training.evaluate import Evaluation
+from tandem.training.step import Proposal, Stepper
+
+pytestmark = pytest.mark.multi
+
+LIMIT_SECONDS = 100.0
+BATCH, STEPS, HALF = 12, 8, 5
+CASES = [("single", 1), ("dp", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
+NAN_STEP = 3
+
+
+class Blocks(nn.Module):
+    """A model with a list of blocks, as transformers have; `batchnorm` gives it running statistics."""
+
+    def __init__(self, batchnorm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 17)
+        self.blocks = nn.ModuleList(nn.Linear(17, 17) for _ in range(2))
+        self.norm = nn.BatchNorm1d(17) if batchnorm else nn.LayerNorm(17)
+        self.last = nn.Linear(17, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        for block in self.blocks:
+            x = x + block(x).relu()
+        out: Tensor = self.last(self.norm(x))
+        return out
+
+
+class Classes:
+    """The task; its sums count what every rank has got right."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, tuple[Any, Any]]]:
+        x, y = batch
+        out = model(x)
+        right = (out.argmax(dim=1) == y).sum()
+        sums = {"accuracy": (right, len(y)), "odd": (y.sum(), len(y) * 0.5)}
+        return nn.functional.cross_entropy(out, y), sums
+
+
+def rows(count: int = 400) -> TensorRows:
+    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(3))
+    return TensorRows(x, (x[:, 0] > 0).long())
+
+
+def micro_batches(step: int, rank: int, size: int, poison: bool) -> list[tuple[Tensor, Tensor]]:
+    """A rank's share of a batch in two micro-batches; under `poison` one rank's is not finite once."""
+    data = rows()
+    share = torch.arange(step * BATCH + rank, (step + 1) * BATCH, size) % 400
+    parts = [(data.inputs[part], data.targets[part]) for part in share.chunk(2)]
+    if poison and step == NAN_STEP and rank == size - 1:
+        parts[0] = (torch.full_like(parts[0][0], torch.nan), parts[0][1])
+    return parts
+
+
+@dataclass
+class Trained:
+    """What one rank saw."""
+
+    strategy: Any
+    model: nn.Module
+    evaluation: Evaluation
+    losses: list[float] = field(default_factory=list)
+    sums: list[Mapping[str, tuple[float, float]]] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    decisions: list[int] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """Whole states, after each step; they are there on rank 0."""
+
+
+def train(
+    group: ProcessGroup,
+    name: str,
+    first: int = 0,
+    last: int = STEPS,
+    begin: dict[str, Any] | None = None,
+    batchnorm: bool = False,
+    poison: bool = False,
+    adam: bool = False,
+    keep: bool = True,
+    **settings: Any,
+) -> Trained:
+    strategy = strategies.load(name, group)
+    torch.manual_seed(group.rank if begin is None else 99)  # rank 0's weights count, or the loaded ones
+    if not begin and group.rank == 0:
+        torch.manual_seed(1)
+    model = strategy.spread(Blocks(batchnorm))
+    trained = [p for p in model.parameters()]
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(trained, lr=0.01) if adam else torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    )
+    if begin is not None:
+        strategy.load_model(model, begin["model"])
+        strategy.load_optimizer(optimizer, begin["optimizer"])
+    task: Any = Classes()
+    made = Settings().replace(batch_size=BATCH, on_nonfinite="skip", **settings)
+    stepper = Stepper(group, strategy, made, task, model, optimizer, Clock())
+    if begin is not None:
+        stepper.scaler.load_state_dict(begin["scaler"])
+    seen = Trained(strategy, model, Evaluation(group, strategy, task, model, rows(101), 8))
+    stepper.settle(micro_batches(first, group.rank, group.size, False), first, Costs())
+    for step in range(first, last):
+        stop = step == first + 1 and group.rank == group.size - 1
+        proposal = Proposal(stop, 5 if step == first + 2 and group.is_first else 0)
+        agreed = stepper.take(micro_batches(step, group.rank, group.size, poison), step, proposal)
+        assert agreed is not None and agreed.step == step
+        seen.losses.append(agreed.loss)
+        seen.sums.append(agreed.sums)
+        seen.left_out += [step] if agreed.left_out else []
+        seen.stops += [step] if agreed.stop else []
+        seen.decisions.append(agreed.decisions)
+        seen.norms.append(stepper.read().grad_norm)
+        if keep:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            whole = strategy.whole({**state, "scaler": stepper.scaler.state_dict()})
+            seen.states.append(copied(whole) if group.is_first else {})
+    return seen
+
+
+def copied(value: Any) -> Any:
+    """Nested state dicts as they are now."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def contract(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
+    """One rank's part of everything that is asked of a strategy."""
+    calm = train(group, name)
+    scores = calm.evaluation.scores()
+    path = folder / f"half-{name}-{group.size}.pt"  # every rank loads the whole state, as a run broadcasts it
+    if group.is_first:
+        torch.save(calm.states[HALF - 1], path)
+    group.sum([0.0])
+    resumed = train(group, name, first=HALF, begin=torch.load(path))
+    clipped = train(group, name, clip_norm=0.05)
+    poisoned = train(group, name, poison=True)
+    scaled = train(group, name, poison=True, precision="fp16")
+    adam = train(group, name, adam=True, batchnorm=True)
+    if group.is_first:
+        torch.save(adam.states[HALF - 1], path)
+    group.sum([0.0])
+    adam_resumed = train(group, name, first=HALF, begin=torch.load(path), adam=True, batchnorm=True)
+    return {
+        "losses": calm.losses,
+        "sums": calm.sums,
+        "stops": calm.stops,
+        "decisions": calm.decisions,
+        "norms": calm.norms,
+        "states": calm.states,
+        "scores": scores,
+        "resumed": resumed.states,
+        "clipped": (clipped.norms, clipped.losses),
+        "poisoned": (poisoned.left_out, poisoned.states),
+        "scaled": (scaled.left_out, scaled.states),
+        "adam": (adam.states, adam_resumed.states, adam.losses),
+        "numel": sum(calm.strategy.local(p).numel() for p in calm.model.parameters()),
+        "whole": sum(p.numel() for p in calm.model.parameters()),
+    }
+
+
+def hundred(group: ProcessGroup, name: str, folder: Path) -> list[float]:
+    return train(group, name, last=100, batchnorm=True, keep=False).losses
+
+
+def work(rank: int, size: int, port: int, name: str, what: Any, folder: Path) -> None:
+    torch.set_num_threads(1)
+    position = Position(
+        rank=rank, local_rank=rank, world_size=size, local_world_size=size,
+        init="master" if size > 1 else "alone", master=("127.0.0.1", port),
+    )  # fmt: skip
+    group = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    torch.save(what(group, name, folder), folder / f"{name}-{size}-{rank}.pt")
+    group.sum([0.0])
+    os._exit(0)
+
+
+def in_processes(name: str, size: int, port: int, what: Any, folder: Path) -> list[Any]:
+    """What each rank's `what(group, name, folder)` gave."""
+    strategies.preload(name)
+    context = torch.multiprocessing.get_context("fork")
+    ranks = [context.Process(target=work, args=(r, size, port, name, what, folder)) for r in range(size)]
+    for rank in ranks:
+        rank.start()
+    try:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        for rank in ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        assert [rank.exitcode for rank in ranks] == [0] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [torch.load(folder / f"{name}-{size}-{r}.pt", weights_only=False) for r in range(size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    return {}
+
+
+@pytest.fixture
+def ranks(
+    request: pytest.FixtureRequest,
+    found: dict[tuple[str, int], list[dict[str, Any]]],
+    tmp_path: Path,
+    free_port: int,
+) -> Iterator[list[dict[str, Any]]]:
+    """Every rank's answers for a case; asked once."""
+    for case in (("single", 1), request.param):  # the reference first
+        if case not in found:
+            found[case] = in_processes(*case, free_port, contract, tmp_path)
+    yield found[request.param]
+
+
+@pytest.fixture
+def reference(ranks: Any, found: dict[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]:
+    """One process that exchanges nothing."""
+    return found["single", 1][0]
+
+
+over_all = pytest.mark.parametrize("ranks", CASES, ids=lambda case: f"{case[0]}-{case[1]}", indirect=True)
+
+
+@over_all
+def test_losses_sums_and_norms_are_those_of_one_process(ranks: Any, reference: Any) -> None:
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(reference["losses"], abs=1e-5)
+        assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"]
+        assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+        for mine, theirs in zip(rank["sums"], reference["sums"], strict=True):
+            assert mine.keys() == theirs.keys() == {"accuracy", "odd"}
+            for name in mine:
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-6)
+        assert rank["sums"][0]["accuracy"][1] == pytest.approx(BATCH)
+
+
+@over_all
+def test_a_stop_of_one_rank_and_decisions_of_rank_0_reach_all(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["stops"] == [1]
+        assert rank["decisions"] == [0, 0, 5, *[0] * (STEPS - 3)]
+
+
+def assert_equal(one: Any, other: Any, where: str = "") -> None:
+    """Nested state dicts, bit for bit."""
+    if isinstance(one, Tensor):
+        assert type(one) is type(other) and torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for index, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            assert_equal(mine, theirs, f"{where}.{index}")
+    else:
+        assert one == other, where
+
+
+@over_all
+def test_a_run_that_goes_on_from_a_whole_state_has_the_same_bits(ranks: Any) -> None:
+    assert_equal(ranks[0]["resumed"], ranks[0]["states"][HALF:])
+    calm, resumed, _ = ranks[0]["adam"]
+    assert_equal(resumed, calm[HALF:])
+
+
+@over_all
+def test_whole_states_are_alike_whatever_the_strategy(ranks: Any, reference: Any) -> None:
+    """Names, shapes, types and groups are equal; numbers within rounding."""
+
+    def compare(mine: Any, theirs: Any) -> None:
+        if isinstance(theirs, Tensor):
+            assert type(mine) is Tensor and mine.dtype == theirs.dtype
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        elif isinstance(theirs, dict):
+            assert list(mine) == list(theirs)
+            for key in theirs:
+                compare(mine[key], theirs[key])
+        elif isinstance(theirs, list):
+            for one, other in zip(mine, theirs, strict=True):
+                compare(one, other)
+        else:
+            assert mine == theirs
+
+    compare(ranks[0]["states"][-1], reference["states"][-1])
+
+
+@over_all
+def test_clipping_uses_the_norm_over_all_gradients(ranks: Any, reference: Any) -> None:
+    for mine, theirs in zip(ranks[0]["clipped"], reference["clipped"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert ranks[0]["clipped"][1] != ranks[0]["losses"]
+
+
+@over_all
+@pytest.mark.parametrize("kind", ["poisoned", "scaled"])
+def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: Any, kind: str) -> None:
+    for rank in ranks:
+        assert rank[kind][0] == [NAN_STEP]
+    states = ranks[0][kind][1]
+    for part in ("model", "optimizer"):
+        assert_equal(states[NAN_STEP][part], states[NAN_STEP - 1][part])
+    assert not torch.equal(states[NAN_STEP]["model"]["last.weight"], states[-1]["model"]["last.weight"])
+
+
+@over_all
+def test_scores_do_not_depend_on_the_strategy(ranks: Any, reference: Any) -> None:
+    for rank in ranks:
+        assert rank["scores"] == pytest.approx(reference["scores"], abs=1e-5)
+        assert rank["scores"] == ranks[0]["scores"]
+
+
+@over_all
+def test_parameters_are_shared_out_where_the_strategy_says_so(ranks: Any, request: Any) -> None:
+    name, size = request.node.callspec.params["ranks"]
+    whole, shares = ranks[0]["whole"], [rank["numel"] for rank in ranks]
+    if name == "fsdp":
+        assert sum(shares) == whole and max(shares) < 1.25 * whole / size
+    else:
+        assert shares == [whole] * size
+
+
+@pytest.mark.parametrize("name", ["single", "dp"])
+def test_more_ranks_than_one_is_an_error_that_says_what_to_do(name: str) -> None:
+    group = ProcessGroup(Position(world_size=2), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--strategy ddp"):
+        strategies.load(name, group)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_fsdp_has_the_losses_of_ddp_over_100_steps(size: int, tmp_path: Path, free_port: int) -> None:
+    fsdp, ddp = (in_processes(name, size, free_port, hundred, tmp_path)[0] for name in ("fsdp", "ddp"))
+    assert len(ddp) == 100 and sum(ddp[90:]) < sum(ddp[:10])
+    assert fsdp == pytest.approx(ddp, abs=1e-5)
