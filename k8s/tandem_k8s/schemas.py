@@ -47,16 +47,24 @@ def core_schema(document: Document) -> list[str]:
         for each in pod_templates(document)
     ]
     own = [(document, title(document))] if document.get("kind") in CORE_KINDS else []
-    problems = []
-    for candidate, where in own + pods:
-        for version in KUBERNETES_VERSIONS:
-            try:
-                kubernetes_validate.validate(candidate, version, strict=True)
-            except jsonschema.ValidationError as error:
-                problems.append(f"{where}: {_line(error)} (Kubernetes {version})")
-            except kubernetes_validate.SchemaNotFoundError as error:
-                problems.append(f"{where}: {error.message}")
-    return problems
+    found = (
+        (where, _refused(json.dumps(each), version))
+        for each, where in own + pods
+        for version in KUBERNETES_VERSIONS
+    )
+    return [f"{where}: {why}" for where, why in found if why]
+
+
+@functools.cache  # half a second each, and replicas of one template are the same pod
+def _refused(document: str, version: str) -> str:
+    """Why this release of Kubernetes takes the document (JSON) not as it is; empty when it does."""
+    try:
+        kubernetes_validate.validate(json.loads(document), version, strict=True)
+    except jsonschema.ValidationError as error:
+        return f"{_line(error)} (Kubernetes {version})"
+    except kubernetes_validate.SchemaNotFoundError as error:
+        return str(error.message)
+    return ""
 
 
 def round_trip(document: Document) -> list[str]:
