@@ -101,6 +101,46 @@ def test_an_error_in_the_task_is_not_retried(runs: Runs) -> None:
     assert runs.summary("broken")["state"] == "failed"
 
 
+UNREADABLE = """
+import torch.distributed as dist
+from small import Small
+
+from tandem.data.datasets import Datasets
+
+
+class Torn:
+    def __init__(self, rows):
+        self.rows, self.read = rows, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.read += 1
+        if dist.get_rank() == 1 and self.read > 300:
+            raise OSError("bad block")
+        return self.rows[index]
+
+
+class Unreadable(Small):
+    def build_datasets(self):
+        datasets = super().build_datasets()
+        return Datasets(Torn(datasets.train), datasets.evaluation)
+"""
+
+
+def test_what_another_node_alone_knows_is_on_node_zeros_page(runs: Runs) -> None:
+    (runs.folder / "unreadable.py").write_text(UNREADABLE)
+    flags = ("--nodes", 2, "--steps", 200, "--workers", 0, "--task", "unreadable.py:Unreadable")
+    code, output = runs.processes.wait(runs.start("launch", "torn", *flags, delay=0.05))
+    assert code == 1, output
+    page = (runs.folder / "torn" / "metrics.prom").read_text()
+    assert 'tandem_data_errors_total{node="1",reason="OSError"} 1.0' in page
+    assert 'tandem_rank_memory_bytes{node="0",rank="0"}' in page
+    assert 'tandem_rank_memory_bytes{node="1",rank="1"}' in page
+    assert "tandem_collect_errors_total{" not in page
+
+
 def node(runs: Runs, index: int, nodes: int, port: int, *flags: object, delay: float = 0.0) -> Any:
     place = ("--nodes", nodes, "--node-rank", index, "--master", f"127.0.0.101:{port}")
     return runs.start("launch", "many", *place, *flags, delay=delay)

@@ -65,7 +65,7 @@ def run_node(
     try:
         return _run_connections(placement, ranks, options, stop, view, watchdog, server)
     finally:
-        watchdog.close()
+        watchdog.close(server)
         ranks.dismiss()
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ class Watchdog:
         self, node: int, node_name: str, port: int, connect: Callable[[], TCPStore], registry: Registry
     ) -> None:
         self._node, self._name, self._port, self._connect = node, node_name, port, connect
-        self._registry, self._told_at = registry, 0.0
+        self._registry = registry
         self._samples_heard: dict[int, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
         self._world = ""
@@ -79,8 +79,12 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
+    def close(self, store: TCPStore | None) -> None:
+        """End; on node 0, where `store` is, after the last words of the others."""
         self._closing.set()
+        if store is not None:
+            with suppress(RuntimeError):
+                self._read_samples(store, self._other_nodes)
 
     @property
     def alarm(self) -> Alarm | None:
@@ -100,6 +104,7 @@ class Watchdog:
             with suppress(RuntimeError):
                 words = {"number": time.monotonic_ns(), "beats": []}
                 store.set(f"{self._world}/pulse/{self._node}", json.dumps(words))
+                self._tell_samples(store)
         with self._lock:
             self._world, self._alarm = "", None
 
@@ -107,19 +112,7 @@ class Watchdog:
         """A rank of this node said where it is."""
         with self._lock:
             if beat.rank in self._pids:
-                here = Beat(
-                    rank=beat.rank,
-                    node=self._node,
-                    node_name=self._name,
-                    step=beat.step,
-                    phase=beat.phase,
-                    quiet=beat.quiet,
-                    silent=0.0,
-                    limit=beat.limit,
-                    hang=beat.hang,
-                    waiting=beat.waiting,
-                    halted=False,
-                )
+                here = Beat(**vars(beat), node=self._node, node_name=self._name)
                 self._heartbeats[beat.rank] = _Heard([here], 0, time.monotonic())
                 self.has_trained = self.has_trained or beat.trained
 
@@ -129,12 +122,12 @@ class Watchdog:
             silent = now - heard.at
             state = _process_state(self._pids.get(rank, 0)) if silent > 1.0 else "R"
             if state not in ENDED:  # the agent looks after those
-                beats += [_later(beat, silent, state in STOPPED) for beat in heard.beats]
+                beats += [beat.later(silent, state in STOPPED) for beat in heard.beats]
         return beats
 
     def _remote_beats(self, now: float) -> list[Beat]:
         return [
-            _later(beat, now - heard.at, beat.halted or now - heard.at > beat.hang)
+            beat.later(now - heard.at, beat.halted or now - heard.at > beat.hang)
             for heard in self._nodes.values()
             for beat in heard.beats
         ]
@@ -169,7 +162,7 @@ class Watchdog:
 
     def _exchange(self) -> None:
         store: TCPStore | None = None
-        known = False  # before the first world there may be no store
+        known, told_at = False, 0.0  # before the first world there may be no store
         while not self._closing.wait(WATCHDOG_TICK_SECONDS):
             with self._lock:
                 world, others = self._world, list(self._other_nodes)
@@ -185,7 +178,9 @@ class Watchdog:
                     self._read_samples(store, others)
                 else:
                     self._tell_first(store, world, beats)
-                    self._tell_samples(store)
+                    if time.monotonic() - told_at > NODE_TICK_SECONDS:
+                        told_at = time.monotonic()
+                        self._tell_samples(store)
             except Exception as error:  # whatever a store that goes away raises; the judge counts the time
                 log.debug("the store does not answer the watchdog: %s", error)
                 store = None
@@ -216,10 +211,8 @@ class Watchdog:
                 self._alarm = alarm
 
     def _tell_samples(self, store: TCPStore) -> None:
-        """Once a second, whether a world is open or not: the last words of a run count too."""
-        if time.monotonic() - self._told_at > NODE_TICK_SECONDS:
-            self._told_at = time.monotonic()
-            store.set(f"metrics/{self._node}", pack_samples(self._registry.own()))
+        """Whether a world is open or not: the last words of a run count too."""
+        store.set(f"metrics/{self._node}", pack_samples(self._registry.own()))
 
     def _read_samples(self, store: TCPStore, others: Sequence[int]) -> None:
         """Show what other nodes say; gauges of a node that says nothing any more go."""
@@ -233,11 +226,6 @@ class Watchdog:
                 self._registry.apply_node(node, unpack_samples(said))
             elif now - at > STALE_SECONDS:
                 self._registry.forget_node(node)
-
-
-def _later(beat: Beat, seconds: float, halted: bool) -> Beat:
-    """The same words, heard some seconds ago."""
-    return replace(beat, quiet=beat.quiet + seconds, silent=beat.silent + seconds, halted=halted)
 
 
 def _process_state(pid: int) -> str:

@@ -1,30 +1,27 @@
 """Hangs, by name: which rank, on which node, in which phase of which step, and since when; pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.telemetry.clock import STEP_PHASES
+from tandem.telemetry.messages import Heartbeat
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What is known of a rank. `quiet`: seconds since it last entered a phase; `silent`: since it was heard.
+class Beat(Heartbeat):
+    """What is known of a rank: its last heartbeat, where it came from, and how many seconds ago (`silent`).
 
-    `limit` is what its phase may take, `hang` what a training phase may. `halted`: it cannot be heard,
-    because its process is stopped or its node is unreachable.
+    `halted`: it cannot be heard, because its process is stopped or its node is unreachable.
     """
 
-    rank: int
     node: int
     node_name: str
-    step: int
-    phase: str
-    quiet: float
-    silent: float
-    limit: float
-    hang: float
-    waiting: bool
-    halted: bool
+    silent: float = 0.0
+    halted: bool = False
+
+    def later(self, seconds: float, halted: bool) -> "Beat":
+        """The same words, heard some seconds ago."""
+        return replace(self, quiet=self.quiet + seconds, silent=self.silent + seconds, halted=halted)
 
 
 @dataclass(frozen=True)

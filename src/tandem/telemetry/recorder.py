@@ -18,7 +18,7 @@ from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import Event, Point, RunStarted, Samples, Send, StepsDone
 from tandem.telemetry.meter import Agreed, Costs, DeviceMemory, Meter, Readings, SaveOutcome, StepTimes
 from tandem.telemetry.progress import Progress
-from tandem.telemetry.samples import memory_samples, save_samples, time_samples
+from tandem.telemetry.samples import interval_samples, memory_samples, save_samples, time_samples
 from tandem.telemetry.stragglers import Gathering
 from tandem.telemetry.tensorboard import EventWriter
 from tandem.timeouts import PROGRESS_SECONDS
@@ -181,16 +181,7 @@ class Recorder:
                 samples_per_second=interval.samples_per_second,
             )
         hidden = interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
-        self.samples(
-            metrics.LOSS.set(self.loss, split="train"),
-            metrics.LEARNING_RATE.set(self.rate, group="0"),
-            metrics.GRAD_CLIPS.inc(readings.clips),
-            metrics.GRADIENT_SYNC_SECONDS.inc(hidden, overlap="hidden"),
-            *(metrics.TRAIN_SCORE.set(mean, score=name) for name, mean in means.items()),
-            *(gauge.set(value) for gauge, value in (
-                (metrics.GRAD_NORM, readings.grad_norm), (metrics.LOSS_SCALE, readings.loss_scale),
-            ) if value is not None),
-        )  # fmt: skip
+        self.samples(*interval_samples(self.loss, self.rate, readings, hidden, means))
         self._send_progress()
 
     def _point(self, step: int, group: str, numbers: Mapping[str, float], **fields: Any) -> None:
@@ -213,19 +204,13 @@ class Recorder:
         if not any(each.own for each in ranks):  # an interval without a step whose times are known
             return
         verdict = stragglers.judge(ranks)
-        self._send(Samples(stragglers.samples_of(ranks, verdict)))
+        self.samples(*stragglers.samples_of(ranks, verdict))
         self._send(stragglers.rows_for_page(ranks, verdict))
         news = self._watch.news(verdict)
         if news is not None:
             log.warning("%s", news)
-            self.event(
-                "straggler",
-                rank=news.rank,
-                node=news.node,
-                phase=news.phase,
-                own_seconds=news.slowest,
-                median_seconds=news.median,
-            )
+            seconds = {"own_seconds": news.slowest, "median_seconds": news.median}
+            self.event("straggler", rank=news.rank, node=news.node, phase=news.phase, **seconds)
 
     def not_finite(self) -> None:
         """The loss is no number and the run ends for it: shown now, for no log line follows."""

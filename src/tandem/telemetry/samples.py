@@ -1,11 +1,11 @@
 """Samples out of what a rank has measured; pure."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
-from tandem.telemetry.meter import PHASES, DeviceMemory, SaveOutcome, StepTimes
+from tandem.telemetry.meter import PHASES, DeviceMemory, Readings, SaveOutcome, StepTimes
 
 
 def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
@@ -18,6 +18,21 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
         *(metrics.STEP_PHASE_SECONDS.inc(seconds, phase=name) for name, seconds in phases.items()),
         metrics.GRADIENT_SYNC_SECONDS.inc(waited, overlap="exposed"),
         metrics.GRADIENT_SYNC_BYTES.inc(len(steps) * sync_bytes),
+    ]
+
+
+def interval_samples(
+    loss: float, rate: float, readings: Readings, hidden_seconds: float, scores: Mapping[str, float]
+) -> list[Sample]:
+    """The state of the optimisation at a log line; what there is not (a loss scale, a norm) stays away."""
+    known = [(metrics.GRAD_NORM, readings.grad_norm), (metrics.LOSS_SCALE, readings.loss_scale)]
+    return [
+        metrics.LOSS.set(loss, split="train"),
+        metrics.LEARNING_RATE.set(rate, group="0"),
+        metrics.GRAD_CLIPS.inc(readings.clips),
+        metrics.GRADIENT_SYNC_SECONDS.inc(hidden_seconds, overlap="hidden"),
+        *(metrics.TRAIN_SCORE.set(mean, score=name) for name, mean in scores.items()),
+        *(gauge.set(value) for gauge, value in known if value is not None),
     ]
 
 
