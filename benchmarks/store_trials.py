@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from disk import Disk, Tree, materialise, policies
 from system_calls import can_trace, mark, points, trace
-from tandem.checkpoint.files import FileSink
+from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.retention import Best, Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
@@ -77,7 +77,7 @@ def save(store: CheckpointStore, step: int, version: int, score: float = 0.0) ->
     """In pieces, as torch.save writes."""
     raw = state(version)
 
-    def pieces(sink: FileSink) -> None:
+    def pieces(sink: Sink) -> None:
         for start in range(0, len(raw), 5000):
             sink.write(raw[start : start + 5000])
 

@@ -114,11 +114,10 @@ def checkpoints(options: "Namespace", environ: Environment) -> int:
     """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
     from tandem.checkpoint.listing import list_checkpoints, rule_of, table
     from tandem.checkpoint.retention import Best
-    from tandem.checkpoint.store import CheckpointStore
+    from tandem.checkpoint.store import CheckpointStore, checkpoints_of
 
-    directory: Path = options.run_dir
-    directory = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
-    if not directory.is_dir():
+    directory = checkpoints_of(options.run_dir)
+    if isinstance(directory, Path) and not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give the run directory")
     store = CheckpointStore(directory)
     best = Best.parse(options.keep_best) if options.keep_best else None
@@ -172,10 +171,11 @@ def _verify_resume_options(parser: "Parser") -> None:
 
 def report(options: "Namespace", environ: Environment) -> int:
     """One HTML file: RUN_DIR/report.html, or where --output says."""
+    from tandem.checkpoint.storage.copies import local_folder
     from tandem.report.report import write_report
 
     run_dirs = [options.run_dir, *options.compare]
-    output = options.output or options.run_dir / "report.html"
+    output = options.output or local_folder(options.run_dir) / "report.html"
     write_report(run_dirs, output)
     print(output)
     return FINISHED

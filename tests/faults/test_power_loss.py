@@ -12,7 +12,7 @@ from trials import TRIALS, rows
 from disk import Disk, Survives, materialise, policies
 from store_trials import lose_power_in
 from system_calls import can_trace, mark, trace
-from tandem.checkpoint import files, store
+from tandem.checkpoint.storage import folder
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -33,15 +33,15 @@ def test_the_last_acknowledged_step_loads(processes: Any, tmp_path: Path) -> Non
 
 
 def no_file_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(folder, "fsync", lambda descriptor: None)
 
 
 def no_directory_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "fsync_directory", lambda path: None)
+    monkeypatch.setattr(folder, "fsync_directory", lambda path: None)
 
 
 def no_names_above(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "make_directory", lambda path: os.makedirs(path, exist_ok=True))
+    monkeypatch.setattr(folder, "make_directory", lambda path: os.makedirs(path, exist_ok=True))
 
 
 @pytest.mark.parametrize("leave_out", [no_file_fsync, no_directory_fsync, no_names_above])
@@ -59,7 +59,7 @@ def test_a_store_that_fsyncs_the_same_file_again_is_caught(monkeypatch: pytest.M
         except OSError:
             os.fsync(descriptor)
 
-    monkeypatch.setattr(files, "fsync", again)
+    monkeypatch.setattr(folder, "fsync", again)
     assert lose_power_in("three steps, keeping one", 1, failures=[(5, False), (6, False)]).bad > 0
 
 

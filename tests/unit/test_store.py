@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tandem.checkpoint import files
 from tandem.checkpoint.listing import list_checkpoints, rule_of, table
 from tandem.checkpoint.retention import Best, Retention
+from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.store import CheckpointStore, locate
 from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
@@ -217,7 +217,7 @@ def test_a_failing_volume(
 
 
 def test_a_full_volume_inside_torch_save(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def payload(sink: files.FileSink) -> None:
+    def payload(sink: Sink) -> None:
         try:
             sink.write(STATE)
         except OSError:

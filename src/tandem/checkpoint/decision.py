@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol
 
 from tandem.checkpoint.store import CheckpointStore, locate
@@ -50,10 +50,10 @@ class ResumeDecision:
 
     kind: Literal["fresh", "resume", "complete"]
     step: int = 0
-    elsewhere: tuple[tuple[Path, int], ...] = ()  # (directory, step) of another run, which is only read
+    elsewhere: tuple[tuple[PurePath, int], ...] = ()  # (directory, step) of another run, which is only read
     needed: bool = False
     changes: tuple[str, ...] = ()  # lines to log once
-    moved_to: Path | None = None  # where checkpoints of this run that no longer count lie now
+    moved_to: PurePath | None = None  # where checkpoints of this run that no longer count lie now
 
 
 def decide_resume(settings: ResumeSettings, store: CheckpointStore) -> ResumeDecision:
@@ -85,7 +85,7 @@ def decide_resume(settings: ResumeSettings, store: CheckpointStore) -> ResumeDec
     return ResumeDecision("fresh")
 
 
-def nothing_valid(directory: Path) -> str:
+def nothing_valid(directory: PurePath) -> str:
     """What is said when a checkpoint has to be there and none is whole."""
     return (
         f"{directory} holds no valid checkpoint, and --resume asks for one; "
@@ -107,7 +107,7 @@ def _from_path(settings: ResumeSettings, store: CheckpointStore) -> ResumeDecisi
             decision = replace(decision, elsewhere=_candidates(*locate(settings.resume)))
         return replace(decision, changes=(*decision.changes, said))
     there, only = locate(settings.resume)
-    same_line = there.directory.resolve() == store.directory.resolve()
+    same_line = _resolved(there.directory) == _resolved(store.directory)
     whole = same_line or bool(store.steps())  # nothing is moved aside for bytes that do not hold
     if only is not None:
         step, looked = only, _look(settings, there, only, whole)
@@ -121,7 +121,11 @@ def _from_path(settings: ResumeSettings, store: CheckpointStore) -> ResumeDecisi
     return replace(decision, elsewhere=() if same_line else _candidates(there, only), moved_to=moved_to)
 
 
-def _candidates(there: CheckpointStore, only: int | None) -> tuple[tuple[Path, int], ...]:
+def _resolved(path: PurePath) -> PurePath:
+    return path.resolve() if isinstance(path, Path) else path
+
+
+def _candidates(there: CheckpointStore, only: int | None) -> tuple[tuple[PurePath, int], ...]:
     return tuple((there.directory, step) for step in ([only] if only is not None else there.steps()))
 
 
@@ -148,7 +152,7 @@ def _is_same_command(info: Mapping[str, Any], settings: ResumeSettings) -> bool:
     return "resume" in old and all(old[key] == new[key] for key in old.keys() & new.keys())
 
 
-def _check_fingerprint(settings: ResumeSettings, info: Mapping[str, Any], path: Path) -> list[str]:
+def _check_fingerprint(settings: ResumeSettings, info: Mapping[str, Any], path: PurePath) -> list[str]:
     """Raises ConfigError where old and new differ; a line for each that only one of the programs knows."""
     old, new = info.get("fingerprint", {}), _plain(settings.fingerprint_fields())
     known = old.keys() & new.keys()

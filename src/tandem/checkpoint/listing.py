@@ -2,12 +2,11 @@
 
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 
-from tandem.checkpoint.files import MANIFEST, translated
 from tandem.checkpoint.retention import Best, Retention, Scores
 from tandem.checkpoint.store import CheckpointStore
-from tandem.errors import CheckpointError, CorruptCheckpointError
+from tandem.errors import CorruptCheckpointError
 
 
 @dataclass(frozen=True)
@@ -15,7 +14,7 @@ class CheckpointRow:
     """One line of `tandem checkpoints ls`; `verified` is None where nobody looked."""
 
     step: int
-    path: Path
+    path: PurePath
     bytes: int
     age_seconds: float
     verified: bool | None
@@ -25,7 +24,7 @@ class CheckpointRow:
 
 
 def list_checkpoints(
-    directory: Path, verify: bool = False, now: float | None = None, rule: Retention | None = None
+    directory: str | PurePath, verify: bool = False, now: float | None = None, rule: Retention | None = None
 ) -> list[CheckpointRow]:
     """Rows, newest first; `now` in Unix seconds; `rule` as `rule_of` by default. Changes nothing.
 
@@ -45,25 +44,18 @@ def list_checkpoints(
 def _row(
     store: CheckpointStore, step: int, verify: bool, now: float, kept: tuple[str, ...]
 ) -> CheckpointRow | None:
-    verified, problem, path = None, "", store.path(step)
+    verified, problem, written = None, "", now
     try:
-        with translated(f"cannot read {path}"):
-            written, size = (path / MANIFEST).stat().st_mtime, store.size_bytes(step)
-        try:
-            written = store.manifest(step)["written_at"]
-            if verify:
-                store.verify(step)
-                verified = True
-        except CorruptCheckpointError as error:
-            verified, problem = False, str(error)
-    except CheckpointError:
-        if store.is_there(step):
-            raise
-    if not store.is_there(step):
-        return None
-    return CheckpointRow(
-        step, path, size, max(0.0, now - written), verified, problem, store.scores(step), kept
-    )
+        written = store.manifest(step)["written_at"]
+        if verify:
+            store.verify(step)
+            verified = True
+    except CorruptCheckpointError as error:
+        if step not in store.steps():  # pruned meanwhile
+            return None
+        verified, problem = False, str(error)
+    size, age = store.size_bytes(step), max(0.0, now - written)
+    return CheckpointRow(step, store.path(step), size, age, verified, problem, store.scores(step), kept)
 
 
 def rule_of(
@@ -85,7 +77,7 @@ def rule_of(
     )
 
 
-def table(rows: list[CheckpointRow], directory: Path) -> str:
+def table(rows: list[CheckpointRow], directory: str | PurePath) -> str:
     """Aligned lines, and one on what lies beside the checkpoints."""
     cells = [("step", "bytes", "age", "", "kept as", "scores")]
     for row in rows:
@@ -96,8 +88,7 @@ def table(rows: list[CheckpointRow], directory: Path) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [_line(line, widths) for line in cells] if rows else [f"no checkpoints in {directory}"]
     lines += [f"step {row.step}: {row.problem}" for row in rows if row.problem]
-    aside = sorted(path.name for path in directory.glob("corrupt-*"))
-    if aside:
+    if aside := CheckpointStore(directory).set_aside():
         lines.append(f"set aside as damaged, yours to look at and remove: {', '.join(aside)}")
     return "\n".join(lines)
 

@@ -1,51 +1,42 @@
-"""Checkpoints as files that cannot lie: whole and hashed, or not there at all. Imports no torch.
+"""Checkpoints that cannot lie: whole and hashed, or not there at all, wherever they lie. Imports no torch.
 
     checkpoints/step-000000500/state.pt        the state, as the caller serialised it
     checkpoints/step-000000500/manifest.json   size and SHA-256 of every file, of itself too; and `info`
-    checkpoints/.tmp-...                       being written, or left by a killed writer; never read
-    checkpoints/.replaced-step-000000500       the old one while a second save of its step is renamed in
     checkpoints/corrupt-step-000000500-1       its bytes were not those written; kept for a look
 
-One process writes to a directory at a time (rank 0); any number may read.
+One process writes to a directory at a time (rank 0); any number may read. How files get there, and what a
+killed writer leaves, is the storage's matter.
 """
 
-import errno
 import hashlib
-import os
 import re
-import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from tandem.checkpoint.files import (
-    MANIFEST,
-    STATE,
-    FsyncError,
-    Payload,
-    check,
-    content,
-    fsync_directory,
-    make_directory,
-    parse_manifest,
-    read_or_corrupt,
-    remove_tree,
-    rename,
-    render_manifest,
-    size_and_sha256,
-    translated,
-    unstale,
-    write_file,
-)
+from tandem.checkpoint.manifest import check, parse_manifest, render_manifest
 from tandem.checkpoint.retention import Retention, Scores, why_kept
+from tandem.checkpoint.storage import address, storage_at
+from tandem.checkpoint.storage.protocol import MANIFEST, Payload
 from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 STEP_NAME = re.compile(r"step-(\d{9,})")
+CHUNK_BYTES = 2**20
 T = TypeVar("T")
 OnCorrupt = Callable[[int, str], None]  # step, problem
+
+
+@contextmanager
+def translated(what: str, advice: str = "") -> Iterator[None]:
+    """OSError -> CheckpointError, one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{what}: {reason}" + (f"; {advice}" if advice else "")) from error
 
 
 @dataclass(frozen=True)
@@ -53,119 +44,81 @@ class SaveResult:
     """A committed checkpoint: its step, directory, size of all files and the seconds that it took."""
 
     step: int
-    path: Path
+    path: PurePath
     bytes: int
     seconds: float
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in `directory` (made by the first save)."""
+    """The checkpoints of one run, in `directory` (made by the first save): a path or s3://bucket/prefix."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._anchored = False  # the names of the directory and of those above it are on disk
+    def __init__(self, directory: str | PurePath) -> None:
+        self.directory = address(directory)
+        self._storage = storage_at(self.directory)
+        self._ours: set[int] | None = None  # steps that a save may replace
         self._scores: dict[int, Scores] = {}
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> PurePath:
         return self.directory / f"step-{step:09d}"
 
     def steps(self) -> list[int]:
         """Committed steps (those with a manifest), newest first; says nothing of their bytes."""
-        with translated(f"cannot list the checkpoints in {self.directory}"):
-            return unstale(self._list)
+        return [step for step, files in self._list().items() if MANIFEST in files]
 
     def without_manifest(self) -> list[int]:
-        """Steps whose manifest is gone, newest first: damage, as a directory gets its name with all in it."""
+        """Steps with files but no manifest, newest first, where that is damage: nothing else leaves one."""
+        if not self._storage.appears_whole:  # a save was killed, or is under way
+            return []
+        return [step for step, files in self._list().items() if MANIFEST not in files]
+
+    def set_aside(self) -> list[str]:
+        """The names of what is quarantined here."""
+        return sorted(name for name in self._entries() if name.startswith("corrupt-"))
+
+    def _entries(self) -> dict[str, dict[str, int]]:
         with translated(f"cannot list the checkpoints in {self.directory}"):
-            return unstale(lambda: self._list(committed=False))
+            return self._storage.list(self.directory)
 
-    def _list(self, committed: bool = True) -> list[int]:
-        names = os.listdir(self.directory) if self.directory.is_dir() else []
-        steps = {int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match}
-        found = (step for step in steps if (self.path(step) / MANIFEST).exists() == committed)
-        return sorted(found, reverse=True)
+    def _list(self) -> dict[int, dict[str, int]]:
+        """{step: {file: bytes}}, newest first."""
+        found = self._entries().items()
+        steps = {int(match[1]): files for name, files in found if (match := STEP_NAME.fullmatch(name))}
+        return dict(sorted(steps.items(), reverse=True))
 
-    def is_there(self, step: int) -> bool:
-        with translated(f"cannot look at {self.path(step)}"):
-            return unstale(self.path(step).exists)
+    def open_for_writing(self) -> None:
+        """From now on what others save here is another writer's: a save does not replace it."""
+        self._ours = set(self.steps())
 
     def save(self, step: int, payload: Payload, info: dict[str, Any]) -> SaveResult:
-        """Write one checkpoint; when this returns, it is whole and on disk under its name.
+        """Write one checkpoint; when this returns, it is whole and there for good under its name.
 
         `payload` is the state's bytes, or a function that writes them to the sink it is given and that
-        can be called twice: after an fsync error the kernel may have dropped the pages it could not write
-        and call the next fsync a success, so everything is written anew, once, to new files. The same
-        after a stale NFS handle. Scores in `info["eval"]` are those of the weights of this step.
-        Raises CheckpointError (full, read-only or failing volume); older checkpoints are as they were.
+        can be called twice. Scores in `info["eval"]` are those of the weights of this step.
+        Raises CheckpointError (full, read-only or failing volume; another writer has saved this step);
+        older checkpoints are as they were.
         """
         begin = time.monotonic()
         free = "free space or mend the volume there; older checkpoints are untouched"
         with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
-            unstale(self._prepare)
-            try:
-                size = self._write(step, payload, info)
-            except OSError as error:
-                if not isinstance(error, FsyncError) and error.errno != errno.ESTALE:
-                    raise
-                size = self._write(step, payload, info)
+            if self._ours is None:
+                self.open_for_writing()
+            size = self._commit(step, payload, info)
         self._scores.pop(step, None)
         return SaveResult(step, self.path(step), size, time.monotonic() - begin)
 
-    def _prepare(self) -> None:
-        if not self._anchored or not self.directory.is_dir():
-            make_directory(self.directory)
-            self._anchored = True
-        self._restore_replaced()
-        self._sweep(".tmp-*")
-
-    def _sweep(self, pattern: str) -> None:
-        leftovers = list(self.directory.glob(pattern))
-        if leftovers:  # their new names first: half removed under the old ones they would look damaged
-            fsync_directory(self.directory)
-        for leftover in leftovers:
-            remove_tree(leftover)
-
-    def _write(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
-        temporary = self.directory / f".tmp-{self.path(step).name}-{os.getpid()}-{secrets.token_hex(4)}"
+    def _commit(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
+        assert self._ours is not None
         try:
-            os.mkdir(temporary)
-            state = write_file(temporary / STATE, payload)
-            manifest = write_file(temporary / MANIFEST, render_manifest(step, {STATE: state.entry()}, info))
-            fsync_directory(temporary)
-        except BaseException:
-            remove_tree(temporary)
-            raise
-        self._publish(temporary, self.path(step))
-        return state.bytes + manifest.bytes
-
-    def _publish(self, temporary: Path, target: Path) -> None:
-        replaced = self.directory / f".replaced-{target.name}"
-        try:
-            if target.exists():
-                rename(target, replaced)
-                fsync_directory(self.directory)  # or else a power loss may keep the next rename alone
-            rename(temporary, target)
-            fsync_directory(self.directory)
-        except BaseException:  # not known to be on disk: as if it had never been
-            with suppress(OSError):  # what this cannot put back, the next save's _prepare does
-                if target.exists() and not temporary.exists():
-                    os.rename(target, temporary)
-                if replaced.exists():
-                    os.rename(replaced, target)
-                fsync_directory(self.directory)
-                remove_tree(temporary)
-            raise
-        remove_tree(replaced)
-
-    def _restore_replaced(self) -> None:
-        """Finish or undo a second save of one step that was killed between its two renames."""
-        for replaced in self.directory.glob(".replaced-step-*"):
-            target = self.directory / replaced.name.removeprefix(".replaced-")
-            if (target / MANIFEST).exists():
-                fsync_directory(self.directory)  # the new one's name is on disk before the old one goes
-                remove_tree(replaced)
-            else:
-                rename(replaced, target)
+            size = self._storage.commit(
+                self.path(step), payload, lambda files: render_manifest(step, files, info), step in self._ours
+            )
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"step {step} in {self.directory} was saved by another writer meanwhile; "
+                "let one run alone write there, or give another --run-dir"
+            ) from error
+        self._ours.add(step)
+        return size
 
     def why_kept(self, rule: Retention) -> dict[int, list[str]]:
         """The steps that `rule` keeps, newest first, with the reasons. Raises CheckpointError."""
@@ -194,55 +147,43 @@ class CheckpointStore:
         if doomed:
             self.verify(max(kept))
         with translated(f"cannot remove old checkpoints in {self.directory}"):
-            unstale(lambda: self._remove(doomed))
+            self._storage.remove([self.path(step) for step in doomed])
+        for step in doomed:
+            self._scores.pop(step, None)
         return doomed
 
-    def _remove(self, doomed: list[int]) -> None:
-        fsync_directory(self.directory)  # the newest's name is on disk before an older one goes
-        for step in doomed:  # renamed first: half removed, it must not look like a damaged one
-            with suppress(FileNotFoundError):  # somebody else has just pruned it
-                rename(self.path(step), self.directory / f".tmp-pruned-{step}-{secrets.token_hex(4)}")
-            self._scores.pop(step, None)
-        self._sweep(".tmp-pruned-*")  # what a killed prune left, too
-
-    def quarantine(self, step: int) -> Path:
+    def quarantine(self, step: int) -> PurePath:
         """Rename a damaged checkpoint so that nobody takes it for a good one; returns its new path."""
+        there, number = self.set_aside(), 1
+        while (name := f"corrupt-{self.path(step).name}-{number}") in there:
+            number += 1
         with translated(f"cannot quarantine {self.path(step)}"):
-            number = 1
-            while (target := self.directory / f"corrupt-{self.path(step).name}-{number}").exists():
-                number += 1
-            rename(self.path(step), target)
-            fsync_directory(self.directory)
-        return target
+            self._storage.rename(self.path(step), self.directory / name)
+        return self.directory / name
 
-    def move_aside(self, after_step: int = -1) -> Path | None:
+    def move_aside(self, after_step: int = -1) -> PurePath | None:
         """Move the checkpoints newer than `after_step` (all by default, and what else lies there) to a
         sibling checkpoints-before-<UTC time>, which is returned; None when there are none to move."""
         newer = [step for step in self.steps() if step > after_step]
+        everything = after_step < 0 and bool(self._entries())
+        if not newer and not everything:
+            return None
+        name = time.strftime("checkpoints-before-%Y%m%dT%H%M%SZ", time.gmtime())
         with translated(f"cannot move the checkpoints in {self.directory} aside"):
-            everything = after_step < 0 and self.directory.is_dir() and any(self.directory.iterdir())
-            if not newer and not everything:
-                return None
-            name = time.strftime("checkpoints-before-%Y%m%dT%H%M%SZ", time.gmtime())
             aside, number = self.directory.with_name(name), 1
-            while aside.exists():
+            while self._storage.list(aside):
                 aside, number = aside.with_name(f"{name}-{number + 1}"), number + 1
             if everything:
-                rename(self.directory, aside)
-                self._anchored = False
-                fsync_directory(self.directory.parent)
-                return aside
-            make_directory(aside)
-            for step in newer:  # newest first: killed half-way, the rest is still one line of training
-                rename(self.path(step), aside / self.path(step).name)
-            fsync_directory(aside)
-            fsync_directory(self.directory)
+                self._storage.rename(self.directory, aside)
+            else:  # newest first: killed half-way, the rest is still one line of training
+                for step in newer:
+                    self._storage.rename(self.path(step), aside / self.path(step).name)
         return aside
 
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest: step, written_at (Unix seconds), files, info. Raises CorruptCheckpointError."""
         path = self.path(step) / MANIFEST
-        if (manifest := parse_manifest(path, read_or_corrupt(path, content)))["step"] != step:
+        if (manifest := parse_manifest(path, self._content(path)))["step"] != step:
             raise CorruptCheckpointError(f"{path} is of step {manifest['step']}, its directory of {step}")
         return manifest
 
@@ -250,22 +191,40 @@ class CheckpointStore:
         return dict(self.manifest(step)["info"])
 
     def size_bytes(self, step: int) -> int:
-        with translated(f"cannot size {self.path(step)}"):
-            return sum(file.stat().st_size for file in self.path(step).iterdir())
+        """Of all its files; 0 where there are none."""
+        return sum(self._list().get(step, {}).values())
 
     def verify(self, step: int) -> None:
         """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""
         for name, wanted in self.manifest(step)["files"].items():
-            path = self.path(step) / name
-            check(path, wanted, *read_or_corrupt(path, size_and_sha256))
+            path, size, digest = self.path(step) / name, 0, hashlib.sha256()
+            with self._opened(path, from_disk=True) as read:
+                while chunk := read(CHUNK_BYTES):
+                    size += len(chunk)
+                    digest.update(chunk)
+            check(path, wanted, size, digest.hexdigest())
 
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
         """The state's bytes, hashed before they are returned, and info. Raises CorruptCheckpointError."""
         manifest = self.manifest(step)
-        path = self.path(step) / STATE
-        state = read_or_corrupt(path, content)
-        check(path, manifest["files"][STATE], len(state), hashlib.sha256(state).hexdigest())
+        ((name, wanted),) = manifest["files"].items()
+        state = self._content(self.path(step) / name)
+        check(self.path(step) / name, wanted, len(state), hashlib.sha256(state).hexdigest())
         return state, manifest["info"]
+
+    def _content(self, path: PurePath) -> bytes:
+        with self._opened(path) as read:
+            return read(-1)
+
+    @contextmanager
+    def _opened(self, path: PurePath, from_disk: bool = False) -> Iterator[Callable[[int], bytes]]:
+        """`read` of a file. A missing one raises CorruptCheckpointError, a failing volume CheckpointError."""
+        with translated(f"cannot read {path}"):
+            try:
+                with closing(self._storage.open(path, from_disk)) as file:
+                    yield file.read
+            except FileNotFoundError:
+                raise CorruptCheckpointError(f"{path} is missing") from None
 
     def newest_valid(self, on_corrupt: OnCorrupt) -> tuple[int, bytes, dict[str, Any]] | None:
         """(step, state, info) of the newest checkpoint whose hashes hold; damaged ones are quarantined."""
@@ -283,13 +242,13 @@ class CheckpointStore:
         """
         if quarantine:
             with translated(f"cannot mend {self.directory}"):
-                unstale(self._restore_replaced)
+                self._storage.mend(self.directory)
         for step in self.steps():
             try:
                 return step, read(step)
             except CorruptCheckpointError as error:
                 problem = str(error)
-            if not self.is_there(step):  # pruned by a writer, which has a newer one: look anew
+            if step not in self.steps():  # pruned by a writer, which has a newer one: look anew
                 return self.newest(read, on_corrupt, quarantine)
             on_corrupt(step, problem + (self._set_aside(step) if quarantine else ""))
         return None
@@ -302,6 +261,13 @@ class CheckpointStore:
             return f"; {error}, so it stays where it is"
 
 
+def checkpoints_of(run: str | PurePath) -> PurePath:
+    """Where the checkpoints of a run lie, or `run` itself where that is a directory of checkpoints."""
+    path = address(run)
+    inner = path / "checkpoints"
+    return inner if (inner.is_dir() if isinstance(inner, Path) else CheckpointStore(inner).steps()) else path
+
+
 def locate(text: str) -> tuple[CheckpointStore, int | None]:
     """PATH[@STEP] -> the store and the step (None: the newest); PATH is a run, its checkpoints, or one step.
 
@@ -309,12 +275,14 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
     """
     name, at, number = text.rpartition("@")
     step = int(number) if at and number.isdecimal() and not Path(text).exists() else None
-    path = Path(text if step is None else name)
-    if not os.path.isdir(path):
-        raise ConfigError(f"{path} is no directory; give a run, its checkpoints, or one step-... of them")
-    if step is None and (match := STEP_NAME.fullmatch(path.resolve().name)):
-        path, step = path.resolve().parent, int(match[1])
-    store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    path = address(text if step is None else name)
+    if isinstance(path, Path):
+        if not path.is_dir():
+            raise ConfigError(f"{path} is no directory; give a run, its checkpoints, or one step-... of them")
+        path = path.resolve()
+    if step is None and (match := STEP_NAME.fullmatch(path.name)):
+        path, step = path.parent, int(match[1])
+    store = CheckpointStore(checkpoints_of(path))
     steps = store.steps()
     if not steps:
         raise ConfigError(f"{store.directory} holds no checkpoint; give a run that has saved one")

@@ -64,7 +64,7 @@ class CheckpointWriter:
     """Rank 0's writer: one save at a time, prunes after the newest is verified, counts failures in a row.
 
     `report` hears of each save that ended, `verified` of each step that was read back before older ones
-    were removed; both from the writing thread.
+    were removed; `before` is called before each save. All three from the writing thread.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class CheckpointWriter:
         failures_allowed: int,
         report: Callable[[SaveOutcome], None] = lambda outcome: None,
         verified: Callable[[int], None] = lambda step: None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._keep, self._allowed = store, keep, failures_allowed
-        self._report, self._verified = report, verified
+        self._report, self._verified, self._before = report, verified, before
         self._buffers = Buffers()
         self._thread: threading.Thread | None = None
         self._checked = False
@@ -119,6 +120,7 @@ class CheckpointWriter:
         self, step: int, state: dict[Any, Any], info: dict[str, Any], began: float, held: float
     ) -> None:
         try:
+            self._before()
             size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), info).bytes
             self.failures_in_a_row, self.last_step = 0, step
         except CheckpointError as error:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandem.checkpoint.storage import address
+from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
 from tandem.launch.node import resolve_run_dir, run_lone_rank, run_this_node, simulate, with_port
@@ -27,7 +29,7 @@ def launch(flags: Flags, environ: Environment) -> int:
     if not environ.get("TANDEM_COMPOSE_PROJECT"):
         return _launch(flags, environ)
     # Compose would start this container again also where that cannot help.
-    run_dir, container = Path(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
+    run_dir, container = local_folder(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
     code = stay_down_code(run_dir, container)
     if code is not None:
         return code
@@ -82,5 +84,7 @@ def _begin(flags: Flags, environ: Environment) -> tuple[Settings, Placement]:
 
 def where(run_dir: Path) -> str:
     """Where a person finds what the run makes; the first log line says where its page is."""
-    shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    return f"run          {shown}\ncheckpoints  {shown}/checkpoints\nlogs         {shown}/log"
+    place, folder = address(run_dir), local_folder(run_dir)
+    shown = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
+    logs = shown if folder == place else folder
+    return f"run          {shown}\ncheckpoints  {shown}/checkpoints\nlogs         {logs}/log"

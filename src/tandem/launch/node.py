@@ -18,6 +18,8 @@ from pathlib import Path
 
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.storage import address
+from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
@@ -54,18 +56,26 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
         name = settings.task.rpartition(":")[2] if ":" in settings.task else settings.task
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         run_dir = Path("runs") / f"{name.replace('/', '-')}-{stamp}"
-    return settings.replace(run_dir=run_dir.absolute(), data_dir=settings.data_dir.absolute())
+    if isinstance(where := address(run_dir), Path):
+        run_dir = where.absolute()
+    return settings.replace(run_dir=run_dir, data_dir=settings.data_dir.absolute())
 
 
-def prepare_run_dir(run_dir: Path, settings: Settings) -> None:
-    """Make the run directory, write config.json. Raises ConfigError."""
+def prepare_run_dir(settings: Settings) -> Copies:
+    """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError."""
+    where, copies = address(str(settings.run_dir)), Copies(str(settings.run_dir))
+    folder = local_folder(where)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(run_dir / "config.json", settings.to_dict())
+        make_folder(folder)
+        write_json_atomic(folder / "config.json", settings.to_dict())
+        copies.begin((folder / "config.json").read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the run directory {run_dir}: {error.strerror or error}; give another --run-dir"
+            f"cannot write to the run directory {where}: {error.strerror or error}; give another --run-dir"
         ) from error
+    if folder != where:
+        log.info("logs and all that stays on this machine are in %s", folder)
+    return copies
 
 
 def simulate(
@@ -80,7 +90,7 @@ def simulate(
     Node 0 keeps the terminal, the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
     started again, as a cluster's platform would, up to --max-restarts times.
     """
-    run_dir = Path(str(settings.run_dir))
+    run_dir = local_folder(str(settings.run_dir))
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = int(probe.getsockname()[1])
@@ -88,7 +98,7 @@ def simulate(
     nodes = [
         _SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
-            + ["--master", f"{placement.master_host}:{port}", "--run-dir", str(run_dir)]
+            + ["--master", f"{placement.master_host}:{port}", "--run-dir", str(settings.run_dir)]
             + ["--log-format", settings.log_format],
             None if index == 0 else run_dir / "log" / f"node-{index}.log",
             {**environ, **_share(gpus, index, placement.nodes)},
@@ -187,17 +197,17 @@ def run_this_node(
     from tandem.report.access import load_access
     from tandem.tasks.base import load_task
 
-    run_dir, is_first = Path(str(settings.run_dir)), placement.node_rank == 0
+    run_dir, is_first = local_folder(str(settings.run_dir)), placement.node_rank == 0
     nproc = placement.nproc or _ranks_for_gpus(settings)
-    decision, access = ResumeDecision("fresh"), None
+    decision, access, copies = ResumeDecision("fresh"), None, None
     try:
         if is_first:
             access = load_access(settings)
-            decision = decide(settings, run_dir)
+            decision = decide(settings)
             if decision.kind == "complete":
                 announce(placement, FINISHED)
                 return FINISHED
-            prepare_run_dir(run_dir, settings)
+            copies = prepare_run_dir(settings)
         load_task(settings.task, settings.task_fields, settings.data_dir, settings.download)
     except TandemError as error:
         log.error("%s", error)
@@ -233,12 +243,15 @@ def run_this_node(
                 report.reason,
             )
         view.ended(report.code, report.reason, report.worlds_opened)
+        if copies is not None:
+            copies.push()
         view.linger(settings.metrics_linger, lambda: bool(stop))
         return report.code
 
 
-def decide(settings: Settings, run_dir: Path) -> ResumeDecision:
+def decide(settings: Settings) -> ResumeDecision:
     """Where the run begins, decided once on node 0 before any rank starts, and said in a line each."""
+    run_dir = address(str(settings.run_dir))
     decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
     if decision.kind == "complete":
         log.info(
@@ -276,7 +289,7 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
     """Train as one rank without an agent: under torchrun, srun or mpirun, or all alone."""
     from tandem.distributed.group import Position
 
-    run_dir, rank = Path(str(settings.run_dir)), placement.rank or 0
+    run_dir, rank = local_folder(str(settings.run_dir)), placement.rank or 0
     world_size = placement.world_size or 1
     if placement.nodes == 1 or placement.nodes_share_host:
         use_loopback()
@@ -304,13 +317,14 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
     from tandem.report.access import load_access
 
     access = load_access(settings)
-    position = replace(position, resume=decide(settings, run_dir))
-    prepare_run_dir(run_dir, settings)
+    position = replace(position, resume=decide(settings))
+    copies = prepare_run_dir(settings)
     with (
         scratch() as folder,
         contextlib.closing(NodeView(settings, placement, None, folder, run_dir, access)) as view,
     ):
         code = rank_function(settings.to_dict(), replace(position, sample_socket=str(view.socket_path)))
         view.ended(code, f"the rank ended with code {code}", 1)
+        copies.push()
         view.linger(settings.metrics_linger, lambda: False)
         return code

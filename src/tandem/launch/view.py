@@ -5,11 +5,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from tandem.checkpoint.storage import address
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.distributed.group import Position
-from tandem.errors import FINISHED, STOPPED
+from tandem.errors import FINISHED, STOPPED, CheckpointError
 from tandem.platforms.placement import Placement
 from tandem.report.access import Access
 from tandem.report.history import History
@@ -42,6 +44,7 @@ class NodeView:
         stop: StopFlag | None = None,
     ) -> None:
         self._settings, self._placement, self._run_dir = settings, placement, run_dir
+        self._checkpoints = address(str(settings.run_dir or run_dir)) / "checkpoints"
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
         self._pids: Mapping[int, int] = {}
@@ -75,7 +78,7 @@ class NodeView:
 
     def _open_to_the_world(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
         """Node 0: journal, history and server."""
-        self._journal, self._history = Journal(run_dir), History(run_dir)
+        self._journal, self._history = Journal(run_dir), History(run_dir, self._checkpoints)
         self._replays = life.Replays(self._history.last_step)
         host, port = settings.metrics_host, settings.metrics_port
         server = MetricsServer(self.metrics, host, port, self.status, self._history.curves, access)
@@ -287,11 +290,13 @@ class NodeView:
             "weights_sha256": None,
             "restarts": max(0, worlds - 1),
             "resumed_from_step": None,
-            "last_checkpoint_step": newest_checkpoint(self._run_dir),
+            "last_checkpoint_step": newest_checkpoint(self._checkpoints),
         }
 
 
-def newest_checkpoint(run_dir: Path) -> int | None:
-    """The newest committed step by the names on disk, for a summary after a failure."""
-    steps = [int(path.parent.name[5:]) for path in run_dir.glob("checkpoints/step-*/manifest.json")]
-    return max(steps, default=None)
+def newest_checkpoint(checkpoints: PurePath) -> int | None:
+    """The newest committed step by the names on the volume, for a summary after a failure."""
+    try:
+        return max(CheckpointStore(checkpoints).steps(), default=None)
+    except CheckpointError:
+        return None

@@ -10,9 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePath
 from typing import Any
 
+from tandem.checkpoint.store import CheckpointStore
+from tandem.errors import CheckpointError
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
 from tandem.timeouts import LIST_SECONDS
 
@@ -27,8 +30,8 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{9,})")
 class History:
     """Takes rank 0's messages and this agent's events; bounded, thread-safe."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._checkpoints_dir = run_dir / "checkpoints"
+    def __init__(self, run_dir: Path, checkpoints: PurePath | None = None) -> None:
+        self._checkpoints_dir = checkpoints or run_dir / "checkpoints"
         self._lock = threading.Lock()
         self._points: list[dict[str, Any]] = []
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
@@ -40,6 +43,8 @@ class History:
             self._add_point(record)
         for record in read_lines(run_dir / "events.jsonl"):
             self._add_event(record)
+        if not isinstance(self._checkpoints_dir, Path):
+            self._look()
 
     @property
     def last_step(self) -> int:
@@ -96,29 +101,28 @@ class History:
             }
 
     def _checkpoints(self) -> list[dict[str, object]]:
-        """What lies on the volume, looked at every two seconds at most."""
+        """What lies on the volume, looked at every two seconds at most; nobody waits for an object store."""
         now = time.monotonic()
         if now - self._listed[0] > LIST_SECONDS:
-            self._listed = (now, list(self._list_checkpoints()))
+            self._listed = (now, self._listed[1])
+            if isinstance(self._checkpoints_dir, Path):
+                self._look()
+            else:
+                threading.Thread(target=self._look, name="tandem-listing", daemon=True).start()
         return self._listed[1]
 
+    def _look(self) -> None:
+        with suppress(CheckpointError):  # as it was, then
+            self._listed = (time.monotonic(), list(self._list_checkpoints()))
+
     def _list_checkpoints(self) -> Iterator[dict[str, object]]:
-        try:
-            names = sorted(os.listdir(self._checkpoints_dir), reverse=True)
-        except OSError:
-            return
-        for name in names:
-            found = CHECKPOINT_NAME.fullmatch(name)
-            if not found:
-                continue
-            try:
-                manifest = json.loads((self._checkpoints_dir / name / "manifest.json").read_bytes())
+        store = CheckpointStore(self._checkpoints_dir)
+        for step in store.steps():
+            with suppress(CheckpointError, KeyError, TypeError, ValueError):  # damaged, or just pruned
+                manifest = store.manifest(step)
                 size = sum(int(file["bytes"]) for file in manifest["files"].values())
-                written = float(manifest["written_at"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                continue  # not committed, or just pruned
-            step = int(found[1])
-            yield {"step": step, "time": written, "bytes": size, "state": self._states.get(step, "written")}
+                written, state = float(manifest["written_at"]), self._states.get(step, "written")
+                yield {"step": step, "time": written, "bytes": size, "state": state}
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.checkpoint.storage import address
+from tandem.checkpoint.storage.copies import at_hand
 from tandem.errors import ConfigError
 from tandem.report.history import History
 from tandem.report.pages import report_page
@@ -28,13 +30,18 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> None:
 
 def read_run(run_dir: Path) -> dict[str, Any]:
     """What report.js reads of one run. Raises ConfigError if `run_dir` holds none."""
-    settings = _read_json(run_dir / "config.json")
-    history = History(run_dir)
+    with at_hand(run_dir) as folder:
+        return _read_run(address(run_dir), folder)
+
+
+def _read_run(run_dir: PurePath, folder: Path) -> dict[str, Any]:
+    settings = _read_json(folder / "config.json")
+    history = History(folder, run_dir / "checkpoints")
     points: list[dict[str, Any]] = list(history.curves()["points"])  # type: ignore[call-overload]
     if not settings and not points:
         raise ConfigError(f"{run_dir} holds no run: it has neither config.json nor metrics.jsonl")
-    summary, now = _read_json(run_dir / "summary.json"), history.now()
-    name = str(settings.get("run_name") or run_dir.resolve().name)
+    summary, now = _read_json(folder / "summary.json"), history.now()
+    name = str(settings.get("run_name") or Path(run_dir).resolve().name)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
     events = now["events"]
     assert isinstance(events, list)
@@ -54,7 +61,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "settings": {key: value for key, value in settings.items() if key not in NOT_COMPARED},
         "points": points,
         "phases": _phases(points),
-        "activities": _activities(run_dir / "metrics.prom"),
+        "activities": _activities(folder / "metrics.prom"),
         "checkpoints": now["checkpoints"],
         "events": events,
         "ended": events[0].get("time") if events else None,

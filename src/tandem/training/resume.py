@@ -13,7 +13,7 @@ from torch import nn
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, say_damaged
 from tandem.checkpoint.snapshot import newest_snapshot
 from tandem.checkpoint.state import deserialize, serialize
-from tandem.checkpoint.store import CheckpointStore
+from tandem.checkpoint.store import CheckpointStore, checkpoints_of
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import ConfigError, CorruptCheckpointError
@@ -44,6 +44,7 @@ def begin(world: ProcessGroup, store: CheckpointStore, position: Position, recor
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
     elif world.is_first:
+        store.open_for_writing()
         found = _newest(store, position, decision, recorder)
     step, slot = world.broadcast_json([found.step, found.slot])
     if step <= 0:
@@ -129,15 +130,20 @@ def load_state(
     schedule.load(state["schedule"])
 
 
+def _newest_of(run: Path) -> bytes | None:
+    store = CheckpointStore(checkpoints_of(run))
+    found = store.newest(store.read, say_damaged, quarantine=False)
+    return None if found is None else found[1][0]
+
+
 def load_weights(world: ProcessGroup, strategy: Strategy, path: Path, model: nn.Module) -> None:
     """`--init-from`: load the keys whose names and shapes match, and say which did not."""
     raw: bytes | None = None
     if world.is_first:
-        found = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         if path.is_file():
             raw = path.read_bytes()
-        elif (newest := found.newest(found.read, say_damaged, quarantine=False)) is not None:
-            raw = newest[1][0]
+        elif (newest := _newest_of(path)) is not None:
+            raw = newest
         else:
             raise ConfigError(f"--init-from {path}: no checkpoint or weights file there")
     state = deserialize(world.broadcast_bytes(raw))

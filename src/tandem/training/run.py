@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.storage import address
+from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.config import Settings
@@ -67,7 +69,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
     started = time.monotonic()
     stop = StopFlag().install()
     settings = Settings.from_dict(settings_dict)
-    run_dir = Path(str(settings.run_dir))
+    run_dir = local_folder(str(settings.run_dir))
     try:
         _set_up_log(settings, position, run_dir)
         dump_stacks_on_request(run_dir / "log", position.rank)
@@ -134,7 +136,7 @@ def _run(
         run_dir / "log",
     )
     recorder = Recorder(position.rank, settings.batch_size, send, clock, position.node_rank)
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = CheckpointStore(address(str(settings.run_dir)) / "checkpoints")
     with clock.phase("rendezvous"):
         world = ProcessGroup.open(position, device, settings.first_step_timeout)
         world.check_same_settings({k: v for k, v in settings.to_dict().items() if k not in PER_NODE})
@@ -183,6 +185,7 @@ def _run(
             settings.checkpoint_failures_allowed,
             recorder.saved,
             lambda step: recorder.event("checkpoint_verified", step=step),
+            Copies(str(settings.run_dir)).push,
         ),
         lambda: {
             **strategy.whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()}),

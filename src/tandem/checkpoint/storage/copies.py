@@ -1,0 +1,96 @@
+"""A run whose directory is on an object store: what needs a local folder, and the copies of what it writes.
+
+Logs, TensorBoard, profiles and reports stay in the folder. RUN_FILES are written there as in any run;
+copies of them go to the store before every checkpoint and at the end, so the journal there always reaches
+as far as the newest checkpoint, and they come back when the run goes on with an empty disk.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+
+from tandem.checkpoint.storage import ObjectPath, address, storage_at
+from tandem.checkpoint.storage.objects import Objects
+
+log = logging.getLogger("tandem.run")
+
+RUN_FILES = ("config.json", "events.jsonl", "metrics.jsonl", "metrics.prom", "summary.json")
+
+
+def local_folder(run_dir: str | PurePath) -> Path:
+    """The run directory itself, or this user's folder for it in the temporary directory."""
+    where = address(run_dir)
+    if isinstance(where, Path):
+        return where
+    return Path(tempfile.gettempdir(), f"tandem-runs-{os.getuid()}", *where.parts[1:])
+
+
+def make_folder(folder: Path) -> None:
+    """Make a `local_folder`; one in the temporary directory is this user's alone. Raises OSError."""
+    top = Path(tempfile.gettempdir(), f"tandem-runs-{os.getuid()}")
+    if folder.is_relative_to(top):
+        top.mkdir(mode=0o700, exist_ok=True)
+        if top.is_symlink() or top.stat().st_uid != os.getuid():
+            raise PermissionError(f"{top} is somebody else's")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+class Copies:
+    """The run's files on its object store; nothing to do for a run in a folder."""
+
+    def __init__(self, run_dir: str | PurePath) -> None:
+        self._where, self._folder = address(run_dir), local_folder(run_dir)
+        self._pushed: dict[str, tuple[int, int]] = {}
+
+    def _store(self) -> Objects | None:
+        storage = storage_at(self._where) if isinstance(self._where, ObjectPath) else None
+        return storage if isinstance(storage, Objects) else None
+
+    def fetch(self, folder: Path) -> None:
+        """Bring what is on the store to `folder`, unless that has the same and more. Raises OSError."""
+        if (store := self._store()) is None:
+            return
+        for name in RUN_FILES:
+            content, path = store.read(self._where / name), folder / name
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif not path.exists() or not path.read_bytes().startswith(content):
+                path.write_bytes(content)
+
+    def begin(self, config: bytes) -> None:
+        """A run begins here: its journal comes back, its summary is not yet true. Raises OSError."""
+        if (store := self._store()) is not None:
+            store.write(self._where / "config.json", config)
+            store.remove([self._where / "summary.json"])
+            self.fetch(self._folder)
+
+    def push(self) -> None:
+        """Put what has changed since; a store that fails is a warning, the next push tries again."""
+        if (store := self._store()) is None:
+            return
+        for name in RUN_FILES:
+            try:
+                state = (self._folder / name).stat()
+                mark = (state.st_size, state.st_mtime_ns)
+                if self._pushed.get(name) != mark:
+                    store.write(self._where / name, (self._folder / name).read_bytes())
+                    self._pushed[name] = mark
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.warning("cannot copy %s to %s: %s", name, self._where, error)
+                return
+
+
+@contextmanager
+def at_hand(run_dir: str | PurePath) -> Iterator[Path]:
+    """A folder with the RUN_FILES of a run, wherever it lies. Raises OSError."""
+    if isinstance(where := address(run_dir), Path):
+        yield where
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        Copies(where).fetch(Path(folder))
+        yield Path(folder)

@@ -1,0 +1,131 @@
+"""Checkpoints on an object store, through fsspec: the manifest is put last, and only where there is none.
+
+Every save writes its state under a name of its own, so two writers never mix their bytes; a state without
+a manifest counts for nothing, and is removed a day later. What the server answers with 5xx, or not at all,
+the libraries ask again; then the save has failed.
+"""
+
+import errno
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import PurePath
+from typing import Any
+
+from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Reader, Sink
+from tandem.errors import ConfigError
+
+LEFT_OVER = timedelta(days=1)
+
+
+def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """`call(...)`; whatever a client library raises is an OSError of one line."""
+    try:
+        return call(*arguments, **options)
+    except OSError:
+        raise
+    except Exception as error:
+        said = (str(error) or "no answer").splitlines()[0]
+        raise OSError(errno.EIO, f"{type(error).__name__}: {said}") from error
+
+
+class Objects:
+    """One kind of object store by fsspec's name for it ("s3", "gs", "az"), as fsspec is configured."""
+
+    appears_whole = False
+
+    def __init__(self, scheme: str, install: str) -> None:
+        try:
+            import fsspec
+
+            self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
+        except ImportError as error:
+            raise ConfigError(
+                f"{scheme}:// needs a library that is missing; pip install {install}"
+            ) from error
+
+    def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for key, size in self._keys(directory).items():
+            entry, _, name = key.partition("/")
+            if name:
+                found.setdefault(entry, {})[name] = size
+        return found
+
+    def _keys(self, directory: PurePath) -> dict[str, int]:
+        """{key below `directory`: bytes}"""
+        prefix = self._fs._strip_protocol(str(directory)) + "/"
+        with suppress(FileNotFoundError):
+            found = ask(self._fs.find, str(directory), detail=True)
+            return {key.removeprefix(prefix): int(info["size"]) for key, info in found.items()}
+        return {}
+
+    def open(self, path: PurePath, from_disk: bool = False) -> Reader:
+        return ask(self._fs.open, str(path), "rb")  # type: ignore[no-any-return]
+
+    def read(self, path: PurePath) -> bytes | None:
+        """The whole of a small object; None where there is none."""
+        with suppress(FileNotFoundError):
+            return bytes(ask(self._fs.cat_file, str(path)))
+        return None
+
+    def write(self, path: PurePath, data: bytes, mode: str = "overwrite") -> None:
+        """Put an object; `mode` "create": only where there is none, if the server can tell."""
+        ask(self._fs.pipe_file, str(path), data, mode=mode)
+
+    def commit(
+        self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
+    ) -> int:
+        state, seal = target / f"state-{secrets.token_hex(8)}.pt", target / MANIFEST
+        sink = self._upload(str(state), payload)
+        raw = manifest({state.name: sink.entry()})
+        lost: OSError | None = None
+        if replace or self.read(seal) is None:  # looked for servers that know no condition
+            try:
+                self.write(seal, raw, "overwrite" if replace else "create")
+            except OSError as error:  # it may be there all the same, when only the answer was lost
+                lost = error
+        if (held := self.read(seal)) != raw:
+            if held is not None and not replace:
+                raise FileExistsError(errno.EEXIST, "another writer has saved this step") from lost
+            raise lost or OSError(errno.EIO, "the manifest there is not the one that was put")
+        if replace:
+            self._delete(target, self._keys(target).keys() - {state.name, MANIFEST})
+        return sink.bytes + len(raw)
+
+    def _upload(self, path: str, payload: Payload) -> Sink:
+        file = ask(self._fs.open, path, "wb")
+        sink = Sink(lambda data: ask(file.write, data))
+        try:
+            sink.take(payload)
+            ask(file.close)
+        except BaseException:
+            file.closed = True  # or else its destructor uploads what there is
+            with suppress(Exception):
+                file.discard()
+            raise
+        if (size := ask(self._fs.info, path)["size"]) != sink.bytes:
+            raise OSError(errno.EIO, f"{size} of {sink.bytes} bytes have arrived")
+        return sink
+
+    def mend(self, directory: PurePath) -> None:
+        before = datetime.now(UTC) - LEFT_OVER
+        for entry, names in self.list(directory).items():
+            for path in [directory / entry / name for name in names if MANIFEST not in names]:
+                if ask(self._fs.modified, str(path)) < before:
+                    ask(self._fs.rm_file, str(path))
+
+    def rename(self, source: PurePath, target: PurePath) -> None:
+        for key in sorted(self._keys(source), key=lambda key: key.endswith(MANIFEST)):
+            ask(self._fs.cp_file, str(source / key), str(target / key))
+        self.remove([source])
+
+    def remove(self, entries: Sequence[PurePath]) -> None:
+        for entry in entries:
+            self._delete(entry, sorted(self._keys(entry), key=lambda key: not key.endswith(MANIFEST)))
+
+    def _delete(self, directory: PurePath, keys: Any) -> None:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                ask(self._fs.rm_file, str(directory / key))
