@@ -8,6 +8,7 @@ One process writes to a directory at a time (rank 0); any number may read. How f
 killed writer leaves, is the storage's matter.
 """
 
+import errno
 import hashlib
 import re
 import time
@@ -148,6 +149,7 @@ class CheckpointStore:
             self.verify(max(kept))
         with translated(f"cannot remove old checkpoints in {self.directory}"):
             self._storage.remove([self.path(step) for step in doomed])
+            self._storage.mend(self.directory)  # what a killed prune left, too
         for step in doomed:
             self._scores.pop(step, None)
         return doomed
@@ -225,6 +227,10 @@ class CheckpointStore:
                     yield file.read
             except FileNotFoundError:
                 raise CorruptCheckpointError(f"{path} is missing") from None
+            except OSError as error:
+                if error.errno != errno.EBADMSG:  # the file system's or the object store's own checksum
+                    raise
+                raise CorruptCheckpointError(f"{path} is damaged: {error.strerror}") from None
 
     def newest_valid(self, on_corrupt: OnCorrupt) -> tuple[int, bytes, dict[str, Any]] | None:
         """(step, state, info) of the newest checkpoint whose hashes hold; damaged ones are quarantined."""

@@ -84,8 +84,13 @@ class Folder:
         return state.bytes + sealed.bytes
 
     def mend(self, directory: PurePath) -> None:
-        """Finish or undo a second save of one step that was killed between its two renames."""
-        unstale(lambda: _mend(Path(directory)))
+        """Finish what a killed prune left, and a second save of a step killed between its two renames."""
+
+        def once() -> None:
+            _mend(Path(directory))
+            _sweep(Path(directory), ".tmp-pruned-*")
+
+        unstale(once)
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         source, target = Path(source), Path(target)
@@ -145,7 +150,7 @@ def _remove(entries: Sequence[Path]) -> None:
     for entry in entries:  # renamed first: half removed, it must not look like a damaged one
         with suppress(FileNotFoundError):  # somebody else has just pruned it
             rename(entry, directory / f".tmp-pruned-{entry.name}-{secrets.token_hex(4)}")
-    _sweep(directory, ".tmp-pruned-*")  # what a killed prune left, too
+    _sweep(directory, ".tmp-pruned-*")
 
 
 def _sweep(directory: Path, pattern: str) -> None:

@@ -26,8 +26,21 @@ def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     except OSError:
         raise
     except Exception as error:
-        said = (str(error) or "no answer").splitlines()[0]
-        raise OSError(errno.EIO, f"{type(error).__name__}: {said}") from error
+        name, said = type(error).__name__, (str(error) or "no answer").splitlines()[0]
+        raise OSError(errno.EBADMSG if "Checksum" in name else errno.EIO, f"{name}: {said}") from error
+
+
+class _Reader:
+    """An open object."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read(self, size: int = -1, /) -> bytes:
+        return bytes(ask(self._file.read, size))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Objects:
@@ -62,7 +75,7 @@ class Objects:
         return {}
 
     def open(self, path: PurePath, from_disk: bool = False) -> Reader:
-        return ask(self._fs.open, str(path), "rb")  # type: ignore[no-any-return]
+        return _Reader(ask(self._fs.open, str(path), "rb"))
 
     def read(self, path: PurePath) -> bytes | None:
         """The whole of a small object; None where there is none."""

@@ -1,0 +1,34 @@
+"""The object stores of these tests, one process each for all tests of a module."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec.config
+import pytest
+from servers import SERVERS, ObjectServer, s3rver
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    module_processes: Any,
+    require: Any,
+) -> ObjectServer:
+    if request.param == "s3rver":
+        require("s3rver", s3rver() is not None, "npm install s3rver@3.7.1, and see tests/storage/README.md")
+    return ObjectServer(request.param, tmp_path_factory.mktemp(request.param), module_processes)
+
+
+@pytest.fixture
+def store_address(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix of this test's own, reachable from this process."""
+    from tandem.checkpoint.storage import _objects
+
+    _objects.cache_clear()
+    monkeypatch.setitem(fsspec.config.conf, "s3", json.loads(server.environment["FSSPEC_S3"]))
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.calm()
+    return f"s3://bucket/{tmp_path.name}/{server.kind}"

@@ -1,0 +1,111 @@
+"""The store on an object store does what it does in a folder; two writers, and a damaging network."""
+
+from pathlib import Path
+
+import pytest
+from servers import ObjectServer
+
+from tandem.checkpoint.listing import list_checkpoints
+from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.storage import address
+from tandem.checkpoint.store import CheckpointStore, checkpoints_of, locate
+from tandem.errors import CheckpointError
+
+pytestmark = pytest.mark.timeout(300)
+
+STATE = bytes(range(256)) * 4096 * 6  # more than one part
+
+
+def no_corruption(step: int, problem: str) -> None:
+    raise AssertionError(f"step {step}: {problem}")
+
+
+def damage(store: CheckpointStore, step: int) -> None:
+    (name,) = store.manifest(step)["files"]
+    store._storage.write(store.path(step) / name, b"rotten")  # type: ignore[attr-defined]
+
+
+def test_an_address_survives_being_taken_for_a_path() -> None:
+    for text in ("s3://bucket/a/b", "s3:/bucket/a/b"):
+        where = address(text)
+        assert str(where) == "s3://bucket/a/b" and str(where / "c") == "s3://bucket/a/b/c"
+        assert address(where) == where == address(Path(text)) and where.name == "b"
+    assert address("runs/x") == Path("runs/x")
+
+
+def test_a_life_on_an_object_store(store_address: str) -> None:
+    store = CheckpointStore(f"{store_address}/checkpoints")
+    assert store.steps() == [] and store.newest_valid(no_corruption) is None
+    for step in (1, 2, 3, 4):
+        result = store.save(step, STATE, {"eval": {"accuracy": step / 10}})
+        assert result.bytes == store.size_bytes(step)
+    assert store.steps() == [4, 3, 2, 1]
+    found = store.newest_valid(no_corruption)
+    assert found is not None and found[:2] == (4, STATE)
+    assert store.prune(Retention(3)) == [1]
+    damage(store, 4)
+    rows = list_checkpoints(store.directory, verify=True)
+    assert [(row.step, row.verified) for row in rows] == [(4, False), (3, True), (2, True)]
+    told: list[int] = []
+    found = store.newest_valid(lambda step, problem: told.append(step))
+    assert found is not None and found[:2] == (3, STATE) and told == [4]
+    assert store.steps() == [3, 2] and store.set_aside() == ["corrupt-step-000000004-1"]
+    store.save(3, b"again", {})
+    assert store.read(3)[0] == b"again" and len(store._list()[3]) == 2, "the old state is gone"
+    assert str(checkpoints_of(store_address)) == str(store.directory)
+    assert locate(f"{store_address}@2")[1] == 2 and locate(str(store.path(3)))[1] == 3
+    aside = store.move_aside()
+    assert aside is not None and CheckpointStore(aside).steps() == [3, 2] and store.steps() == []
+
+
+def test_a_save_without_its_manifest_counts_for_nothing(store_address: str) -> None:
+    store = CheckpointStore(store_address)
+    store.save(1, b"one", {})
+    store._storage.write(store.path(2) / "state-0.pt", b"two")  # type: ignore[attr-defined]
+    assert store.steps() == [1] and store.newest_valid(no_corruption) is not None
+    assert [row.step for row in list_checkpoints(store.directory, verify=True)] == [1]
+    store.save(2, b"another", {})
+    assert store.read(2)[0] == b"another"
+
+
+def test_of_two_writers_one_is_refused(store_address: str) -> None:
+    one, other = CheckpointStore(store_address), CheckpointStore(store_address)
+    one.open_for_writing()
+    other.open_for_writing()
+    one.save(1, b"one", {})
+    with pytest.raises(CheckpointError, match="another writer") as caught:
+        other.save(1, b"other", {})
+    assert "\n" not in str(caught.value) and one.read(1)[0] == b"one"
+    one.save(1, b"one again", {})
+    later = CheckpointStore(store_address)
+    later.save(1, b"later", {})  # it was there when this writer began: its own line of training
+    assert one.read(1)[0] == b"later"
+
+
+@pytest.mark.parametrize("rule", ["500", "503", "reset", "lose answer", "cut answer", "truncate", "stall"])
+def test_a_network_that_damages(server: ObjectServer, store_address: str, rule: str) -> None:
+    """Each request of a save is hit once: what is acknowledged is there, what is there is whole."""
+    store = CheckpointStore(store_address)
+    store.open_for_writing()
+    store.save(0, STATE, {})
+    before = server.requests()
+    store.save(1, STATE, {})
+    count = server.requests() - before
+    assert count >= 5
+    acknowledged = refused = 0
+    told: list[int] = []
+    for nth in range(count if rule != "stall" else 2):
+        step = 10 + nth
+        server.damage(rule, at=[nth])
+        try:
+            store.save(step, STATE, {})
+            acknowledged = step
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        server.calm()
+        fresh = CheckpointStore(store_address)
+        found = fresh.newest_valid(lambda bad, problem: told.append(bad))
+        assert found is not None and found[0] >= acknowledged and found[1] == STATE, f"request {nth}"
+    assert not told or rule == "truncate", "what was never acknowledged may be damaged by a lying network"
+    assert acknowledged and (rule == "truncate" or not refused), "one failure is asked again"
