@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from disk import Disk, Tree, materialise, policies
 from system_calls import can_trace, mark, points, trace
-from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.retention import Best, Retention
+from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
 
