@@ -1,9 +1,9 @@
 """What the page remembers: bounded, read back from the run directory, cut where a world goes on."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoint.store import CheckpointStore
 from tandem.report.history import FULL_POINTS, MAX_EVENTS, MAX_POINTS, History
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import Event, Point, RunStarted
@@ -15,10 +15,7 @@ def steps(history: History) -> list[int]:
 
 
 def checkpoint(run_dir: Path, step: int) -> None:
-    folder = run_dir / "checkpoints" / f"step-{step:09d}"
-    folder.mkdir(parents=True)
-    manifest = {"step": step, "written_at": 5.0, "files": {"state.pt": {"bytes": 7}}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    CheckpointStore(run_dir / "checkpoints").save(step, bytes(7), {})
 
 
 def test_a_new_agent_reads_it_back(tmp_path: Path) -> None:
