@@ -273,7 +273,7 @@ def test_compose_that_is_too_old(tmp_path: Path, version: str, said: str) -> Non
     fake.write_text(f'#!/bin/sh\n[ "$1" = version ] && exit 0\n{version}\n')
     fake.chmod(0o755)
     code, errors = make("compose-up", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert code == 2 and errors.startswith(f"tandem: docker compose is {said}; 2.20 or newer is needed")
+    assert code == 2 and errors.startswith(f"tandem: docker compose is {said}; 2.24 or newer is needed")
 
 
 def test_no_docker_at_all(tmp_path: Path) -> None:
