@@ -1,0 +1,273 @@
+"""What a framework costs a step: tandem, Accelerate and Lightning beside a bare DDP script, 2 ranks on CPUs.
+
+    python benchmarks/framework_cost.py [--rounds 9] [--steps 300] \\
+        [--json benchmarks/results/framework_cost.json]
+
+All train the same CNN of 11 thousand parameters on the same random pictures, 120 of them a rank and step,
+with SGD. Everybody but "batch-wise" reads a TensorDataset, the bare script through torch's own DataLoader. A
+step's time is from one forward pass on rank 0 to the next, taken by the model itself, so it is the same clock
+for all; a run counts by the median of its steps, a framework by the median over rounds. In a round all have
+their turn, each round beginning with another one, and ratios are of runs of the same round.
+
+Accelerate and Lightning are installed from PyPI into an environment of their own, --environment, which sees
+this one's packages, torch among them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from table import Row, render, write
+from tandem.data.datasets import Datasets, TensorImages
+from tandem.tasks.classification import strided_cnn
+
+RANKS, SHARE, SAMPLES = 2, 120, 12_000
+WARM_UP = 50
+LIMIT_SECONDS = 600
+LR, MOMENTUM = 0.05, 0.9
+TIMES, STEPS = "FRAMEWORK_COST_TIMES", "FRAMEWORK_COST_STEPS"  # what a run is told by its environment
+HERE = Path(__file__).resolve()
+MEAN, STD = 0.187, 0.209
+
+
+class Timed(nn.Module):
+    """The CNN; rank 0 notes when each of its training passes begins, and writes the times down at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cnn = strided_cnn()
+        self.times: list[float] = []
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        if self.training:
+            self.times.append(time.perf_counter())
+            if len(self.times) == int(os.environ[STEPS]) and torch.distributed.get_rank() == 0:
+                Path(os.environ[TIMES]).write_text(json.dumps(self.times))
+        logits: Tensor = self.cnn(pictures)
+        return logits
+
+
+def pictures() -> tuple[Tensor, Tensor]:
+    """uint8 [SAMPLES, 28, 28] and int64 labels."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (SAMPLES, 28, 28), dtype=torch.uint8, generator=generator)
+    return images, torch.randint(10, (SAMPLES,), generator=generator)
+
+
+def rows() -> TensorDataset:
+    """The pictures as float32 [SAMPLES, 1, 28, 28], normalised beforehand."""
+    images, labels = pictures()
+    return TensorDataset(images.unsqueeze(1).float().div_(255).sub_(MEAN).div_(STD), labels)
+
+
+class Plain:
+    """tandem's task with the TensorDataset."""
+
+    def build_model(self) -> nn.Module:
+        return Timed()
+
+    def build_datasets(self) -> Datasets:
+        return Datasets(rows(), TensorDataset(*rows()[:SHARE]))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class BatchWise(Plain):
+    """tandem's task with pictures as `digits` has them: uint8, normalised batch by batch."""
+
+    def build_datasets(self) -> Datasets:
+        images, labels = pictures()
+        every = TensorImages(images, labels, [MEAN], [STD])
+        return Datasets(every, TensorImages(images[:SHARE], labels[:SHARE], [MEAN], [STD]))
+
+
+def bare() -> None:
+    """The script that a tutorial teaches."""
+    torch.distributed.init_process_group("gloo")
+    data = rows()
+    sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
+    loader = DataLoader(data, SHARE, sampler=sampler, drop_last=True)
+    model = nn.parallel.DistributedDataParallel(Timed())
+    optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
+    done = epoch = 0
+    while done < int(os.environ[STEPS]):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            done += 1
+        epoch += 1
+    torch.distributed.destroy_process_group()
+
+
+def accelerate() -> None:
+    from accelerate import Accelerator  # type: ignore[import-not-found]
+
+    accelerator = Accelerator(cpu=True)
+    model = Timed()
+    optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
+    loader = DataLoader(rows(), SHARE, shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    done = 0
+    while done < int(os.environ[STEPS]):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            accelerator.backward(functional.cross_entropy(model(inputs), labels))
+            optimizer.step()
+            done += 1
+    accelerator.end_training()
+
+
+def lightning() -> None:
+    import pytorch_lightning  # type: ignore[import-not-found]
+
+    class Module(pytorch_lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Timed()
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            return functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), LR, MOMENTUM)
+
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy="ddp",
+        max_steps=int(os.environ[STEPS]),
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(rows(), SHARE, shuffle=True, drop_last=True))
+
+
+SCRIPTS: dict[str, Callable[[], None]] = {"bare": bare, "accelerate": accelerate, "lightning": lightning}
+
+
+def torchrun(python: str, name: str) -> list[str]:
+    module = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return [*module, str(HERE), "--as", name]
+
+
+def tandem(task: str) -> list[str]:
+    """With everything that it does by default: telemetry, checkpoints, snapshots, evaluation."""
+    return [
+        *(sys.executable, "-m", "tandem", "launch", "--task", f"{HERE}:{task}", "--nproc", str(RANKS)),
+        *("--batch-size", str(RANKS * SHARE), "--steps", os.environ[STEPS], "--lr", str(LR)),
+        *("--device", "cpu", "--metrics-port", "0", "--metrics-linger", "0", "--run-dir", "run"),
+    ]
+
+
+def make_environment(folder: Path) -> str:
+    """Its Python: one with Accelerate and Lightning, and this one's packages behind them."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        own = subprocess.check_output(
+            [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True
+        )
+        (Path(own.strip()) / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        install = [str(python), "-m", "pip", "install", "--quiet", "accelerate", "pytorch-lightning"]
+        subprocess.run(install, check=True)
+    return str(python)
+
+
+def median_step(command: list[str]) -> float:
+    """Milliseconds of the median step of one run, without its first WARM_UP."""
+    with tempfile.TemporaryDirectory(prefix="framework-cost-") as folder:
+        times = Path(folder) / "times.json"
+        source = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parent)])
+        foreign = ("TANDEM_", "OMP_", "PYTHONPATH")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        environment |= {TIMES: str(times), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=folder, env=environment, timeout=LIMIT_SECONDS, capture_output=True, text=True
+        )
+        if done.returncode != 0 or not times.exists():
+            raise SystemExit(f"{' '.join(command)} ended {done.returncode}:\n{done.stdout}{done.stderr}")
+        noted = json.loads(times.read_text())[WARM_UP:]
+    return statistics.median(b - a for a, b in zip(noted, noted[1:], strict=False)) * 1000
+
+
+def measure(rounds: int, steps: int, environment: Path) -> list[Row]:
+    os.environ[STEPS] = str(steps)
+    python = make_environment(environment)
+    commands = {
+        "bare DDP script, DataLoader": torchrun(sys.executable, "bare"),
+        "Accelerate": torchrun(python, "accelerate"),
+        "Lightning": torchrun(python, "lightning"),
+        "tandem, TensorDataset": tandem("Plain"),
+        "tandem, batch-wise dataset": tandem("BatchWise"),
+    }
+    found: dict[str, list[float]] = {name: [] for name in commands}
+    for number in range(rounds):
+        names = list(commands)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            found[name].append(median_step(commands[name]))
+            print(f"round {number + 1}: {name} {found[name][-1]:.2f} ms", file=sys.stderr, flush=True)
+    control, *others = commands
+    return [_row(name, found[name], found[control]) for name in others]
+
+
+def _row(name: str, mine: list[float], control: list[float]) -> Row:
+    ratio = statistics.median(a / b for a, b in zip(mine, control, strict=True))
+    limit = 1.05 if name == "tandem, TensorDataset" else None
+    return Row(
+        f"a step of {name}",
+        len(mine),
+        _spread(mine),
+        f"bare DDP script {_spread(control)}",
+        f"{ratio:.3f}",
+        f"at most {limit}" if limit else "",
+        limit is None or ratio <= limit,
+    )
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ms ({min(values):.2f} to {max(values):.2f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=300)
+    cache = Path(tempfile.gettempdir()) / "tandem-framework-cost"
+    parser.add_argument("--environment", type=Path, default=cache, help=f"[{cache}]")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument("--as", dest="script", choices=SCRIPTS, help="be a rank of this script")
+    asked = parser.parse_args()
+    if asked.script:
+        SCRIPTS[asked.script]()
+        return 0
+    table = measure(asked.rounds, asked.steps, asked.environment)
+    print(render(table))
+    if asked.json:
+        write(table, asked.json)
+    return int(not all(row.passed for row in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
