@@ -61,8 +61,7 @@ def test_an_interval_that_is_open_at_a_checkpoint_is_logged_whole(tmp_path: Path
     assert logged(tmp_path / "after") == logged(tmp_path / "calm") == [sum((1, 2, 3, 5, 6, 7)) / 3 / 6]
     # Of the task's sums as well: the mean over the interval, without the step that was left out.
     for folder in ("after", "calm"):
-        assert logged(tmp_path / folder, "accuracy") == [sum((1, 2, 3, 5, 6, 7)) / (6 * 8)]
-        assert logged(tmp_path / folder, "rare") == [None]
+        assert logged(tmp_path / folder, "scores") == [{"accuracy": sum((1, 2, 3, 5, 6, 7)) / (6 * 8)}]
 
 
 def test_an_interval_without_a_finite_loss_says_so(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ from typing import Any, cast
 
 import pytest
 from gathered import Here
-from torch import nn
 
-from tandem.config import Settings
 from tandem.distributed.consensus import Agreed
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
@@ -76,8 +74,6 @@ def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> 
     }
     made = Training(
         world=cast(ProcessGroup, SimpleNamespace(is_first=True, gather_rows=lambda row: Here([row]))),
-        settings=Settings(),
-        model=nn.Identity(),
         stepper=cast(Any, LateStepper(bad)),
         schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),
         timetable=Timetable({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),

@@ -13,7 +13,7 @@ from tandem.telemetry import recorder as recorder_module
 from tandem.telemetry.channel import MAX_MESSAGE_BYTES
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
-from tandem.telemetry.messages import Event, Message, Samples, decode, encode
+from tandem.telemetry.messages import Event, Message, Point, Samples, decode, encode
 from tandem.telemetry.meter import PHASES, Agreed, Costs, DeviceMemory, Readings, StepTimes
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.registry import Registry
@@ -87,6 +87,20 @@ def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
     assert wire.value("tandem_train_score", score="right") == 0.75
     assert wire.value("tandem_slowest_rank") == 1 and wire.value("tandem_loss", split="train") == 0.5
     assert "tandem_collect_errors_total{" not in wire.metrics.page().decode()
+
+
+def test_what_the_loss_returns_beside_it_is_a_mean_over_the_interval(wire: Wire, tmp_path: Path) -> None:
+    made = recorder(wire, Journal(tmp_path))
+    for step in range(100, 110):
+        made.end_step(Agreed(step, 0.5, False, False, 0, {"right": (step % 2, 4.0)}), 0.1)
+    made.log_interval(110, READINGS, Here([made.own_times()]))
+    made.end_step(Agreed(110, 0.5, False, False, 0, {"right": (4.0, 4.0)}), 0.1)
+    made.log_interval(111, READINGS, Here([made.own_times()]))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["scores"] for line in lines] == [{"right": 0.125}, {"right": 1.0}]
+    points = [message.values for message in wire.messages if isinstance(message, Point)]
+    assert [point["scores"]["right"] for point in points] == [0.125, 1.0]
+    assert wire.value("tandem_train_score", score="right") == 1.0
 
 
 def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:

@@ -171,8 +171,8 @@ class Recorder:
             "samples_per_second": interval.samples_per_second,
             **({"grad_norm": readings.grad_norm} if readings.grad_norm is not None else {}),
         }
-        numbers = means | numbers  # a task cannot take our names
-        self._point(step, "train", numbers, **numbers, phases=interval.phases)
+        scores = {"scores": means} if means else {}
+        self._point(step, "train", means | numbers, **numbers, **scores, phases=interval.phases)
         if self._progress is not None:
             self._progress.report(
                 step,

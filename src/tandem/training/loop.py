@@ -5,9 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
-from tandem.config import Settings
 from tandem.distributed.consensus import Agreed
 from tandem.distributed.group import ProcessGroup
 from tandem.schedule import Cadence
@@ -66,8 +63,6 @@ class Training:
     """A run, put together by `run.py`: `step` is the number of finished steps."""
 
     world: ProcessGroup
-    settings: Settings
-    model: nn.Module
     stepper: Stepper
     schedule: Schedule
     timetable: Timetable

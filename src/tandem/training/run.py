@@ -200,8 +200,6 @@ def _run(
     )
     training = Training(
         world=world,
-        settings=settings,
-        model=model,
         stepper=stepper,
         schedule=schedule,
         timetable=Timetable(
