@@ -1,5 +1,7 @@
 """The store on an object store does what it does in a folder; two writers, and a damaging network."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,9 @@ from servers import ObjectServer
 
 from tandem.checkpoint.listing import list_checkpoints
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.storage import address
+from tandem.checkpoint.storage import _objects, address
 from tandem.checkpoint.store import CheckpointStore, checkpoints_of, locate
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,6 +33,22 @@ def test_an_address_survives_being_taken_for_a_path() -> None:
         assert str(where) == "s3://bucket/a/b" and str(where / "c") == "s3://bucket/a/b/c"
         assert address(where) == where == address(Path(text)) and where.name == "b"
     assert address("runs/x") == Path("runs/x")
+
+
+@pytest.mark.parametrize(
+    "scheme, module, install",
+    [("s3", "s3fs", "'tandem[s3]'"), ("gs", "gcsfs", "gcsfs"), ("az", "adlfs", "adlfs")],
+)
+def test_a_missing_library_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, module: str, install: str
+) -> None:
+    _objects.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    known = importlib.import_module("fsspec.registry")._registry
+    monkeypatch.delitem(known, scheme, raising=False)
+    with pytest.raises(ConfigError, match=f"{scheme}:// needs a library that is missing; pip install") as caught:
+        CheckpointStore(f"{scheme}://bucket/run")
+    assert str(caught.value).endswith(install) and "\n" not in str(caught.value)
 
 
 def test_a_life_on_an_object_store(store_address: str) -> None:

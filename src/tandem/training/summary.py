@@ -4,7 +4,7 @@ import logging
 import platform as machine
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from tandem import __version__
 from tandem.checkpoint.state import weights_sha256
+from tandem.checkpoint.storage import address
 from tandem.config import Settings
 from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import Position, ProcessGroup
@@ -127,12 +128,19 @@ def write_summary(
         scores or "not evaluated",
         f"{recorder.meter.samples_per_second:,.0f}",
         digest[:12],
-        extra={"table": ending_table(summary, recorder.meter.seconds, recorder.meter.phases, run_dir)},
+        extra={
+            "table": ending_table(
+                summary,
+                recorder.meter.seconds,
+                recorder.meter.phases,
+                address(str(settings.run_dir or run_dir)),
+            )
+        },
     )
 
 
 def ending_table(
-    summary: Mapping[str, Any], step_seconds: float, phases: Mapping[str, float], run_dir: Path
+    summary: Mapping[str, Any], step_seconds: float, phases: Mapping[str, float], run_dir: PurePath
 ) -> dict[str, str]:
     """What a person wants to know at the end, {name: text}; `phases` are seconds of its steps."""
     resumed = summary["resumed_from_step"]

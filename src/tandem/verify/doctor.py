@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tandem import __version__
+from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.platforms.placement import detect
@@ -34,7 +35,7 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
     yield "cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in the machine"
     yield "memory", memory(Path("/"))
     yield "/dev/shm", _space(Path("/dev/shm"))
-    yield "run dir", _space(run_dir) if run_dir else "runs/TASK-TIME, made at the start"
+    yield "run dir", _space(local_folder(run_dir)) if run_dir else "runs/TASK-TIME, made at the start"
     yield "data", _space(settings.data.data_dir)
     yield (
         "placement",

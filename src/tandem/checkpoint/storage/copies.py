@@ -64,7 +64,7 @@ class Copies:
         """A run begins here: its journal comes back, its summary is not yet true. Raises OSError."""
         if (store := self._store()) is not None:
             store.write(self._where / "config.json", config)
-            store.remove([self._where / "summary.json"])
+            store.delete(self._where, ["summary.json"])
             self.fetch(self._folder)
 
     def push(self) -> None:

@@ -54,7 +54,7 @@ class Folder:
         stale NFS handle."""
         target = Path(target)
         unstale(lambda: self._prepare(target.parent))
-        if not replace and target.exists():
+        if not replace and unstale(target.exists):
             raise FileExistsError(errno.EEXIST, "another writer has saved this step")
         try:
             return self._write(target, payload, manifest)

@@ -7,7 +7,7 @@ the libraries ask again; then the save has failed.
 
 import errno
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePath
@@ -104,7 +104,7 @@ class Objects:
                 raise FileExistsError(errno.EEXIST, "another writer has saved this step") from lost
             raise lost or OSError(errno.EIO, "the manifest there is not the one that was put")
         if replace:
-            self._delete(target, self._keys(target).keys() - {state.name, MANIFEST})
+            self.delete(target, self._keys(target).keys() - {state.name, MANIFEST})
         return sink.bytes + len(raw)
 
     def _upload(self, path: str, payload: Payload) -> Sink:
@@ -136,9 +136,10 @@ class Objects:
 
     def remove(self, entries: Sequence[PurePath]) -> None:
         for entry in entries:
-            self._delete(entry, sorted(self._keys(entry), key=lambda key: not key.endswith(MANIFEST)))
+            self.delete(entry, sorted(self._keys(entry), key=lambda key: not key.endswith(MANIFEST)))
 
-    def _delete(self, directory: PurePath, keys: Any) -> None:
+    def delete(self, directory: PurePath, keys: Iterable[str]) -> None:
+        """Delete these objects below `directory`, in this order, as far as they are there."""
         for key in keys:
             with suppress(FileNotFoundError):
                 ask(self._fs.rm_file, str(directory / key))
