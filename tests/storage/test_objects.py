@@ -46,7 +46,7 @@ def test_a_missing_library_is_one_line(
     monkeypatch.setitem(sys.modules, module, None)
     known = importlib.import_module("fsspec.registry")._registry
     monkeypatch.delitem(known, scheme, raising=False)
-    with pytest.raises(ConfigError, match=f"{scheme}:// needs a library that is missing; pip install") as caught:
+    with pytest.raises(ConfigError, match=f"{scheme}:// needs a library that") as caught:
         CheckpointStore(f"{scheme}://bucket/run")
     assert str(caught.value).endswith(install) and "\n" not in str(caught.value)
 
