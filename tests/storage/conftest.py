@@ -17,7 +17,7 @@ def server(
     require: Any,
 ) -> ObjectServer:
     if request.param == "s3rver":
-        require("s3rver", s3rver() is not None, "npm install s3rver@3.7.1, and see tests/storage/README.md")
+        require("s3rver", s3rver() is not None, "type: make s3rver")
     return ObjectServer(request.param, tmp_path_factory.mktemp(request.param), module_processes)
 
 

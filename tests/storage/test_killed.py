@@ -17,7 +17,7 @@ from servers import ObjectServer
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(400)]
 
 WRITER = Path(__file__).with_name("killed_writer.py")
 SOURCE = Path(__file__).parents[2] / "src"
