@@ -19,7 +19,7 @@ from cluster import remove_metrics, start, wait
 from engine import HERE, Cluster, ClusterError, check_engine, docker
 from faults import FAULTS, POLL_SECONDS, Scene
 from network import Shape
-from tandem.launch.workers import job_code
+from tandem.launch.restarts import job_code
 
 READY_SECONDS = 400.0
 OUTCOME_SECONDS = 300.0

@@ -31,7 +31,7 @@ from engine import (
 )
 from network import Shape, check_shape, shape_node
 from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
-from tandem.launch.workers import job_code
+from tandem.launch.restarts import job_code
 
 POLL_SECONDS = 0.5
 START_SECONDS = 300.0

@@ -2,7 +2,6 @@
 
     TandemError
     ├── ConfigError             2    what the user asked for cannot be (never retried)
-    ├── TaskError               1    the task's own code failed (never retried)
     ├── CheckpointError         1    saving or reading a checkpoint failed
     │   └── CorruptCheckpointError   its bytes are not the bytes that were written
     ├── NonFiniteError          1    loss or gradients are not finite (never retried)
@@ -34,10 +33,6 @@ class ConfigError(TandemError):
     """The settings, the environment or the input data cannot be used as given."""
 
     exit_code: ClassVar[int] = MISCONFIGURED
-
-
-class TaskError(TandemError):
-    """The task's own code raised."""
 
 
 class CheckpointError(TandemError):

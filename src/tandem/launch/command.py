@@ -10,7 +10,9 @@ from tandem.checkpoint.storage import address
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
-from tandem.launch.node import resolve_run_dir, run_lone_rank, run_this_node, simulate, with_port
+from tandem.launch.node import run_this_node, with_port
+from tandem.launch.run_dir import resolve_run_dir
+from tandem.launch.simulated import simulate
 from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import setup, wants_json
 from tandem.platforms.placement import Placement, detect
@@ -50,9 +52,9 @@ def _launch(flags: Flags, environ: Environment) -> int:
     if placement.platform == "none":
         if settings.telemetry.log_format == "text":
             print(where(Path(str(settings.run.run_dir))), file=sys.stderr)
+        placement = with_port(placement)
         if placement.nodes > 1:
             return simulate(settings, placement, as_flags(flags), environ, stop)
-        placement = with_port(placement)
     state = environ.get("TANDEM_STATE_DIR")
     return run_this_node(settings, placement, RANK_FUNCTION, Path(state) if state else None, stop)
 
@@ -69,6 +71,8 @@ def train(flags: Flags, environ: Environment) -> int:
 
 
 def _train(settings: Settings, placement: Placement) -> int:
+    from tandem.launch.lone_rank import run_lone_rank
+
     return run_lone_rank(settings, placement, import_rank_function(RANK_FUNCTION))
 
 

@@ -1,7 +1,8 @@
-"""The worlds that a node takes part in, one after another: torch's elastic agent with our own decisions.
+"""One generation of the ranks after another: torch's elastic agent with our own decisions.
 
+A generation is what torchrun calls a restart: all ranks of all nodes, started together by one rendezvous.
 torch's engine gives the rendezvous (who is in, in which order) and the worker group. Stock agents restart
-after every failure; this one decides by the exit codes of its ranks (see `ranks.is_retried`).
+after every failure; this one decides by the exit codes of its ranks (see `restarts.is_retried`).
 """
 
 import contextlib
@@ -28,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tandem.checkpoint.decision import ResumeDecision
+from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
 from tandem.launch.rendezvous import (
@@ -40,9 +42,10 @@ from tandem.launch.rendezvous import (
     WatchfulBackend,
     stay_until_all_left,
 )
+from tandem.launch.restarts import RestartBudget, is_retried, job_code
 from tandem.launch.view import NodeView
 from tandem.launch.watchdog import Watchdog
-from tandem.launch.workers import RankProcesses, is_retried, job_code
+from tandem.launch.workers import Workers
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.telemetry.hangs import Alarm
@@ -65,51 +68,29 @@ log = logging.getLogger("tandem.agent")
 
 
 @dataclass(frozen=True)
-class AgentOptions:
-    """What the agent is told beside its placement. Times in seconds."""
+class Node:
+    """This node's part of a job, as every agent of it works with it."""
 
+    placement: Placement
     nproc: int
-    ranks_on_host: int
-    max_restarts: int
-    master_timeout: float
-    shutdown_timeout: float
-    sample_socket: str | None = None
-    resume: ResumeDecision = ResumeDecision("fresh")
-
-
-@dataclass
-class Ledger:
-    """Counts of this launch on this node: worlds opened, and incidents (failures of a world)."""
-
-    worlds: int = 0
-    incidents: int = 0
-
-
-def spent(options: AgentOptions) -> str:
-    return f"the restart budget (--max-restarts {options.max_restarts}) is spent"
+    config: LaunchConfig
+    workers: Workers
+    view: NodeView
+    stop: StopFlag
+    resume: ResumeDecision
 
 
 class NodeAgent(SimpleElasticAgent):
-    """One connection to the agents' store, and the worlds that this node takes part in through it."""
+    """One connection to the agents' store, and the generations that this node takes part in through it."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        ranks: RankProcesses,
-        options: AgentOptions,
-        stop: StopFlag,
-        store: TCPStore,
-        view: NodeView,
-        watchdog: Watchdog,
-        ledger: Ledger,
-    ) -> None:
-        self._placement, self._ranks, self._options, self._stop = placement, ranks, options, stop
-        self._root, self._view, self._ledger = store, view, ledger
-        self._watchdog = watchdog
+    def __init__(self, node: Node, store: TCPStore, watchdog: Watchdog, budget: RestartBudget) -> None:
+        self._node, self._root, self._watchdog, self._budget = node, store, watchdog, budget
+        self._workers, self._stop = node.workers, node.stop
         self._joining = False
         self._hung_node: int | None = None
         self._waiting_since = time.monotonic()
         self._next_word = 0.0
+        placement = node.placement
         low, high = placement.elastic or (placement.nodes, placement.nodes)
         # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
         handler = DynamicRendezvousHandler.from_backend(
@@ -120,7 +101,8 @@ class NodeAgent(SimpleElasticAgent):
             high,
             local_addr=f"{placement.node_rank:06d}.{placement.local_name}",
             timeout=RendezvousTimeout(
-                join=timedelta(seconds=options.master_timeout), last_call=timedelta(seconds=LAST_CALL_SECONDS)
+                join=timedelta(seconds=node.config.master_timeout),
+                last_call=timedelta(seconds=LAST_CALL_SECONDS),
             ),
             keep_alive_interval=KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
@@ -129,16 +111,16 @@ class NodeAgent(SimpleElasticAgent):
         self._handler = handler
         spec = WorkerSpec(
             role="default",
-            local_world_size=options.nproc,
+            local_world_size=node.nproc,
             rdzv_handler=handler,
-            fn=ranks.start,
-            max_restarts=options.max_restarts,
+            fn=node.workers.start,
+            max_restarts=node.config.max_restarts,
             monitor_interval=MONITOR_SECONDS,
         )
         super().__init__(spec)
 
-    def run_worlds(self) -> tuple[int, str]:
-        """Open worlds until one ends in a way that is not retried: (exit code, why)."""
+    def run_generations(self) -> tuple[int, str]:
+        """Start generations until one ends in a way that is not retried: (exit code, why)."""
         while True:
             self._waiting_since, self._next_word = time.monotonic(), 1.0
             self._joining = True
@@ -146,42 +128,43 @@ class NodeAgent(SimpleElasticAgent):
             self._joining = False
             self._hung_node = None
             code = self._watch()
-            self._watchdog.close_world(self._root)
+            self._watchdog.end_generation(self._root)
             if code is None:
-                self._ranks.kill()
-                log.info("a node wants to join: opening the next world")
+                self._workers.kill()
+                log.info("a node wants to join: starting the next generation")
                 continue
             if not is_retried(code):
-                self._ranks.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
-            codes = self._ranks.kill() or {0: code}
+                self._workers.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
+            codes = self._workers.kill() or {0: code}
             said = ", ".join(str(each) for each in sorted(set(codes.values())))
             if self._stop and is_retried(code) and code != INTERRUPTED_TWICE:
                 return KILLED, f"stopped by {self._stop.name} without a checkpoint (ranks ended with {said})"
             if self._stop or not is_retried(code):
                 return code, f"ranks ended with {said}"
             if self._is_to_blame(code):
-                self._ledger.incidents += 1
-            if self._ledger.incidents > self._options.max_restarts:
-                return PEER_LOST, spent(self._options)
-            log.warning("ranks ended with %s: opening world %d", said, self._ledger.worlds + 1)
+                self._budget.incidents += 1
+            if self._budget.is_spent:
+                return PEER_LOST, f"{self._budget} is spent"
+            log.warning("ranks ended with %s: starting generation %d", said, self._budget.generations + 1)
 
     def _is_to_blame(self, code: int) -> bool:
-        """Whether a failed world is an incident of this node: one that lost its peers spends no budget.
+        """Whether a failure is an incident of this node: one that only lost its peers spends no budget.
 
-        Unless it never trained: what keeps a world from beginning comes back every time.
+        Unless it never trained: what keeps a generation from beginning comes back every time.
         """
         if self._hung_node is not None:
-            return self._hung_node == self._placement.node_rank
+            return self._hung_node == self._node.placement.node_rank
         return code != PEER_LOST or not self._watchdog.has_trained
 
     def _watch(self) -> int | None:
-        """Watch one world: its exit code on this node, or None when nodes wait to be let in."""
+        """Watch one generation: its exit code on this node, or None when nodes wait to be let in."""
         forwarded_at: float | None = None
+        shutdown_timeout = self._node.config.shutdown_timeout
         next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
         while True:
-            self._ranks.pause(MONITOR_SECONDS)
+            self._workers.pause(MONITOR_SECONDS)
             now = time.monotonic()
-            codes = self._ranks.codes()
+            codes = self._workers.codes()
             ended = [code for code in codes.values() if code is not None]
             if any(code not in (0, 143) for code in ended) or len(ended) == len(codes):
                 return job_code(ended)
@@ -190,15 +173,17 @@ class NodeAgent(SimpleElasticAgent):
             if self._stop and forwarded_at is None:
                 forwarded_at = now
                 log.info("%s: asking all ranks to save and stop", self._stop.name)
-                self._ranks.signal(self._stop.signal_number or 15)
+                self._workers.signal(self._stop.signal_number or 15)
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
-            if forwarded_at is not None and now - forwarded_at > self._options.shutdown_timeout:
-                log.warning("ranks did not stop within %.0f s: killing them", self._options.shutdown_timeout)
+            if forwarded_at is not None and now - forwarded_at > shutdown_timeout:
+                log.warning(
+                    "ranks did not stop within %.0f s: killing them", self._node.config.shutdown_timeout
+                )
                 return KILLED
             if self._watchdog.has_trained and now > next_fork:
                 next_fork = now + STANDBY_SECONDS
-                self._ranks.stand_by(self._options.nproc)
+                self._workers.stand_by(self._node.nproc)
             if now > next_look:
                 next_look = now + MEMBERSHIP_SECONDS
                 if self._nodes_waiting() and not ended and forwarded_at is None:
@@ -207,9 +192,9 @@ class NodeAgent(SimpleElasticAgent):
     def _end_hang(self, alarm: Alarm) -> int:
         """Say who hangs, and let the ranks write their stacks before they are killed."""
         log.error("%s; stacks are in %s", alarm.text, "log/stacks-rank-*.txt")
-        self._view.hung(alarm)
+        self._node.view.hung(alarm)
         self._hung_node = alarm.node
-        self._ranks.signal(DUMP_SIGNAL)
+        self._workers.signal(DUMP_SIGNAL)
         time.sleep(STACKS_SECONDS)
         return PEER_LOST
 
@@ -234,9 +219,9 @@ class NodeAgent(SimpleElasticAgent):
             log.info(
                 "waiting: %s of %d nodes are here (%.0f of %.0f s)",
                 "some" if (here := nodes_here(self._handler)) is None else here,
-                self._placement.nodes,
+                self._node.placement.nodes,
                 waited,
-                self._options.master_timeout,
+                self._node.config.master_timeout,
             )
 
     def _raise_verdict(self) -> None:
@@ -249,59 +234,60 @@ class NodeAgent(SimpleElasticAgent):
     def leave(self, code: int) -> None:
         """Tell the others how the job ended; node 0 stays until they have heard it."""
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
-            if not is_retried(code) or self._ledger.incidents > self._options.max_restarts:
+            if not is_retried(code) or self._budget.is_spent:
                 self._root.compare_set(VERDICT_KEY, "", str(code))
             with contextlib.suppress(RendezvousClosedError):
                 stop_keep_alive(self._handler)
             left = self._root.add(LEFT_KEY, 1)
-            if self._placement.node_rank == 0:
-                stay_until_all_left(self._root, self._placement.nodes, left)
+            if self._node.placement.node_rank == 0:
+                stay_until_all_left(self._root, self._node.placement.nodes, left)
 
     # What torch's engine asks of an agent.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give every local rank its position and fork it."""
         group = cast(Any, worker_group)  # torch annotates what it fills in later as None
-        store = group.store
+        store, placement = group.store, self._node.placement
         if group.group_rank == 0:
-            store.set("tandem/world", uuid.uuid4().hex)
-        prefix = "world/" + store.get("tandem/world").decode()
-        self._ledger.worlds += 1
-        positions = {
-            worker.local_rank: Position(
-                rank=worker.global_rank,
-                local_rank=worker.local_rank,
-                world_size=worker.world_size,
-                local_world_size=self._options.nproc,
-                node_rank=group.group_rank,
-                nodes=group.group_world_size,
-                ranks_on_host=self._options.ranks_on_host,
-                platform=self._placement.platform,
-                node_name=self._placement.local_name or "localhost",
-                store=(self._placement.master_host, self._placement.master_port, prefix),
-                init="store",
-                restart=self._ledger.worlds - 1,
-                sample_socket=self._options.sample_socket,
-                resume=self._options.resume,
-            )
-            for worker in group.workers
-        }
-        self._view.world_opened(self._ledger.worlds, positions[0])
-        pids = self._ranks.start(positions)
-        everyone = range(max(self._placement.nodes, (self._placement.elastic or (0, 0))[1]))
+            store.set("tandem/generation", uuid.uuid4().hex)
+        prefix = "generation/" + store.get("tandem/generation").decode()
+        self._budget.generations += 1
+        positions = {worker.local_rank: self._position(worker, group, prefix) for worker in group.workers}
+        self._node.view.generation_started(self._budget.generations, positions[0])
+        pids = self._workers.start(positions)
+        everyone = range(max(placement.nodes, (placement.elastic or (0, 0))[1]))
         by_rank = {positions[local_rank].rank: pid for local_rank, pid in pids.items()}
-        self._view.ranks_started(by_rank)
-        self._watchdog.open_world(prefix, by_rank, everyone)
+        self._node.view.ranks_started(by_rank)
+        self._watchdog.begin_generation(prefix, by_rank, everyone)
         for local_rank, pid in pids.items():
             log.info("%s is process %d", positions[local_rank], pid)
         return dict(pids)
 
+    def _position(self, worker: Any, group: Any, prefix: str) -> Position:
+        placement, nproc = self._node.placement, self._node.nproc
+        return Position(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            world_size=worker.world_size,
+            local_world_size=nproc,
+            node_rank=group.group_rank,
+            nodes=group.group_world_size,
+            ranks_on_host=nproc * (placement.nodes if placement.nodes_share_host else 1),
+            platform=placement.platform,
+            node_name=placement.local_name or "localhost",
+            store=(placement.master_host, placement.master_port, prefix),
+            init="store",
+            restart=self._budget.generations - 1,
+            sample_socket=str(self._node.view.socket_path),
+            resume=self._node.resume,
+        )
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._ranks.kill()
+        self._workers.kill()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        codes = self._ranks.codes().values()
+        codes = self._workers.codes().values()
         return RunResult(state=WorkerState.HEALTHY if None in codes else WorkerState.STOPPED)
 
     def _shutdown(self, death_sig: Any = None, timeout: int = 30) -> None:
-        self._ranks.kill()
+        self._workers.kill()

@@ -91,14 +91,14 @@ class Watchdog:
         """The hang of the running world, if there is one."""
         return self._alarm
 
-    def open_world(self, world: str, pids: Mapping[int, int], nodes: Sequence[int]) -> None:
+    def begin_generation(self, world: str, pids: Mapping[int, int], nodes: Sequence[int]) -> None:
         """Watch the ranks {rank: pid} of a world from now on."""
         with self._lock:
             self._world, self._pids, self._alarm = world, dict(pids), None
             self._heartbeats, self._nodes, self.has_trained = {}, {}, False
             self._other_nodes = [node for node in nodes if node != self._node]
 
-    def close_world(self, store: TCPStore) -> None:
+    def end_generation(self, store: TCPStore) -> None:
         """Nobody is to be missed until the next world opens; node 0 hears that of the others."""
         if self._node != 0:
             with suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""The rank processes of one node: forked from a warm server, each on a pipe that tells when its agent dies.
+"""The worker processes of one node: forked from a warm server, each on a pipe that tells when its agent dies.
 
 No torch in here: the fork server has to be started before the agent imports torch, and imports it meanwhile.
 """
@@ -20,42 +20,13 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from tandem.checkpoint.memory import NodeMemory
-from tandem.errors import FAILED, FINISHED, KILLED, MISCONFIGURED, PEER_LOST, STOPPED
+from tandem.errors import KILLED, PEER_LOST
+from tandem.launch.restarts import shell_code
 from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
 
 PR_SET_NAME = 15
 
 RankFunction = Callable[[dict[str, object], Any], int]
-
-
-def job_code(codes: Sequence[int]) -> int:
-    """The code of a whole from those of its parts.
-
-    The first present in: 2, other 1..127, 137/139/134, other 128+n, 200, 143, 0.
-    """
-
-    def order(code: int) -> int:
-        if code == MISCONFIGURED:
-            return 0
-        if FAILED <= code <= 127:
-            return 1
-        if code in (137, 139, 134):
-            return 2
-        return {PEER_LOST: 4, STOPPED: 5, FINISHED: 6}.get(code, 3)
-
-    return min(codes, key=order, default=FINISHED)
-
-
-def is_retried(code: int) -> bool:
-    """Whether ranks are started again after this code: 128+n and 200, but not 143."""
-    return code >= 128 and code != STOPPED
-
-
-def shell_code(exitcode: int | None) -> int:
-    """multiprocessing's exit code (-9) as a shell's (137)."""
-    if exitcode is None:
-        return KILLED
-    return 128 - exitcode if exitcode < 0 else exitcode
 
 
 def use_loopback() -> None:
@@ -87,14 +58,14 @@ def start_fork_server(preload: Sequence[str]) -> None:
     forkserver.ensure_running()
 
 
-def _rank_main(
+def _worker_main(
     function: str,
     warm_up: str | None,
     settings: dict[str, object],
     memories: tuple[NodeMemory, ...],
     lifeline: Connection,
 ) -> None:
-    """Entry of every rank process: warms up, waits for its position, then is that rank."""
+    """Entry of every worker process: warms up, waits for its position, then is that rank."""
 
     def leave_with_agent() -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -123,15 +94,15 @@ def _name_process(name: str) -> None:
 
 
 @dataclass
-class _Rank:
+class _Worker:
     process: ForkServerProcess
     lifeline: Connection
 
 
-class RankProcesses:
-    """This node's ranks of one world after another, running `function` ("module:name"). Not thread-safe.
+class Workers:
+    """This node's ranks of one generation after another, running `function` ("module:name"). Not thread-safe.
 
-    Each rank is a new process; while a world trains, `stand_by` forks those of the next one in advance,
+    Each rank is a new process; while a generation trains, `stand_by` forks those of the next in advance,
     which call `warm_up(settings)` ("module:name") before they wait.
     """
 
@@ -144,8 +115,8 @@ class RankProcesses:
     ) -> None:
         self._arguments = function, warm_up, settings, tuple(memories)
         self._context = multiprocessing.get_context("forkserver")
-        self._ranks: dict[int, _Rank] = {}
-        self._standby: list[_Rank] = []
+        self._ranks: dict[int, _Worker] = {}
+        self._standby: list[_Worker] = []
 
     def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
         """Start one process per local rank; {local rank: pid}."""
@@ -156,11 +127,11 @@ class RankProcesses:
         return {local_rank: int(rank.process.pid or 0) for local_rank, rank in self._ranks.items()}
 
     def stand_by(self, count: int) -> None:
-        """Fork one more process for the next world, unless `count` are waiting (takes about 30 ms)."""
+        """Fork one more process for the next generation, unless `count` are waiting (takes about 30 ms)."""
         if len(self._standby) < count:
             self._standby.append(self._fork())
 
-    def _take_standby(self) -> "_Rank | None":
+    def _take_standby(self) -> "_Worker | None":
         while self._standby:
             rank = self._standby.pop()
             if rank.process.exitcode is None:
@@ -168,12 +139,12 @@ class RankProcesses:
             rank.lifeline.close()
         return None
 
-    def _fork(self) -> "_Rank":
+    def _fork(self) -> "_Worker":
         theirs, ours = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_rank_main, args=(*self._arguments, theirs))
+        process = self._context.Process(target=_worker_main, args=(*self._arguments, theirs))
         process.start()
         theirs.close()
-        return _Rank(process, ours)
+        return _Worker(process, ours)
 
     def codes(self) -> dict[int, int | None]:
         """{local rank: shell exit code, or None while it runs}."""
@@ -216,7 +187,7 @@ class RankProcesses:
         return codes
 
     def dismiss(self) -> None:
-        """There is no next world: those on standby leave."""
+        """There is no next generation: those on standby leave."""
         for rank in self._standby:
             rank.lifeline.close()
             rank.process.join(DISMISSED_SECONDS)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tandem.config import Settings
 from tandem.errors import FAILED, FINISHED, StoppedError, TandemError
-from tandem.launch.node import stop_with_parent
+from tandem.launch.simulated import stop_with_parent
 from tandem.signals import StopFlag
 from tandem.timeouts import END_POLL_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome, difference

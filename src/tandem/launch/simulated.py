@@ -1,0 +1,130 @@
+"""Simulated nodes: `tandem launch --nodes N` on a laptop starts N processes that are told they are nodes.
+
+Each is placed by hand at a loopback address of its own, as a cluster would place it.
+"""
+
+import contextlib
+import ctypes
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tandem.checkpoint.storage.copies import local_folder
+from tandem.config import Settings
+from tandem.launch.restarts import job_code
+from tandem.platforms.placement import Placement
+from tandem.signals import StopFlag
+from tandem.timeouts import SUPERVISE_SECONDS
+
+log = logging.getLogger("tandem.launch")
+
+PR_SET_PDEATHSIG = 1
+
+
+def simulate(
+    settings: Settings,
+    placement: Placement,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    stop: StopFlag,
+) -> int:
+    """Run `placement.nodes` nodes on this machine; the job's exit code.
+
+    Node 0 keeps the terminal, the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
+    started again, as a cluster's platform would, up to --max-restarts times.
+    """
+    run_dir = local_folder(str(settings.run.run_dir))
+    gpus = _gpus(environ)
+    nodes = [
+        SimulatedNode(
+            [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
+            + ["--master", f"{placement.master_host}:{placement.master_port}"]
+            + ["--run-dir", str(settings.run.run_dir)],
+            None if index == 0 else run_dir / "log" / f"node-{index}.log",
+            {**environ, **_share(gpus, index, placement.nodes)},
+        )
+        for index in range(placement.nodes)
+    ]
+    for node in nodes:
+        node.start()
+    _supervise(nodes, settings.max_restarts, stop)
+    return job_code([code for node in nodes if (code := node.code()) is not None])
+
+
+def _supervise(nodes: Sequence["SimulatedNode"], restarts_left: int, stop: StopFlag) -> None:
+    """Until all have ended: hand a stop signal on, start again what was killed."""
+    forwarded = False
+    while any(node.code() is None for node in nodes):
+        time.sleep(SUPERVISE_SECONDS)
+        if stop and not forwarded:
+            forwarded = True
+            for node in nodes:
+                node.signal(stop.signal_number or signal.SIGTERM)
+        for index, node in enumerate(nodes):
+            if node.was_killed() and not stop and restarts_left > 0 and _others_run(nodes, index):
+                restarts_left -= 1
+                log.warning("node %d was killed (%s): starting it again", index, node.code())
+                node.start("--resume", "auto")  # whatever this launch began with, it goes on now
+
+
+def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
+    others = [node for position, node in enumerate(nodes) if position != index]
+    return not others or any(node.code() is None or node.was_killed() for node in others)
+
+
+class SimulatedNode:
+    """One `tandem launch` process that stands for a node."""
+
+    def __init__(self, arguments: Sequence[str], output: Path | None, environment: Mapping[str, str]) -> None:
+        self._command = [sys.executable, "-m", "tandem", "launch", *arguments]
+        self._output, self._environment = output, environment
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *more: str) -> None:
+        with contextlib.ExitStack() as stack:
+            target = None
+            if self._output is not None:
+                self._output.parent.mkdir(parents=True, exist_ok=True)
+                target = stack.enter_context(self._output.open("ab"))
+            self._process = subprocess.Popen(
+                [*self._command, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=target,
+                stderr=target,
+                env=dict(self._environment),
+                preexec_fn=stop_with_parent,
+            )
+
+    def code(self) -> int | None:
+        if self._process is None or self._process.poll() is None:
+            return None
+        code = self._process.returncode
+        return 128 - code if code < 0 else code
+
+    def was_killed(self) -> bool:
+        return self._process is not None and (self._process.poll() or 0) < 0
+
+    def signal(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+def stop_with_parent() -> None:
+    """In the child: get SIGTERM when the launcher dies, however it dies (Linux: prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs of this machine, without importing torch."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return [gpu for gpu in environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def _share(gpus: Sequence[str], index: int, nodes: int) -> dict[str, str]:
+    """This simulated node's GPUs; with fewer GPUs than nodes the rest trains on CPUs."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index::nodes])} if gpus else {}
