@@ -132,9 +132,6 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
     # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
     if "TANDEM_THREADS" not in {**in_dotenv, **given}:
         variables["TANDEM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nodes))
-    # Where a person follows the logs; the nodes themselves see no terminal.
-    if sys.stdout.isatty() and "TANDEM_LOG_FORMAT" not in {**in_dotenv, **given}:
-        variables["TANDEM_LOG_FORMAT"] = "text"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", variables["RUN"]):
         raise ClusterError(f"RUN={variables['RUN']} is not a name; give letters, digits, dots and dashes")
     if options.epochs:

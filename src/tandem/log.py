@@ -1,6 +1,7 @@
 """The only logging set-up: everyone else asks for `logging.getLogger("tandem")` and writes.
 
-Text is for people (`14:02:07 rank 0 | resumed from step 500`), JSON lines are for collectors.
+Text is for people (`14:02:07 rank 0 | resumed from step 500`), also for those who pipe it to a file. JSON
+lines are for collectors, and whoever has one says so (`--log-format json`; our Kubernetes manifests do).
 """
 
 import json
@@ -10,22 +11,11 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
 
 from tandem.errors import ConfigError
 
 LOGGER_NAME = "tandem"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-def wants_json(log_format: str, on_laptop: bool, stream: TextIO | None = None) -> bool:
-    """Whether `--log-format` means JSON lines. auto: for a cluster's collector, that is off a terminal.
-
-    A laptop has no collector: who pipes the output to a file there reads it.
-    """
-    if log_format != "auto":
-        return log_format == "json"
-    return not on_laptop and not (sys.stderr if stream is None else stream).isatty()
 
 
 def setup(

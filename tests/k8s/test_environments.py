@@ -98,6 +98,7 @@ def test_tandem_reads_every_pods_place(
     pods = plan(change(documents(name)))
     places = [detect(pod.environment, pod.environment["HOSTNAME"]) for pod in pods]
     assert [place.node_rank for place in places] == [0, 1, 2]
+    assert {pod.environment["TANDEM_LOG_FORMAT"] for pod in pods} == {"json"}  # for the cluster's collector
     host, _, port = master.partition(":")
     for pod, place in zip(pods, places, strict=True):
         elastic = (1, 3) if name == "elastic" else None

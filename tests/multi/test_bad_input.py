@@ -54,7 +54,6 @@ def run_tandem(processes: Any, tmp_path: Path) -> Tandem:
     def run(*arguments: str, limit: float = LIMIT_SECONDS, **variables: str) -> tuple[int, str]:
         kept = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
         own = {"PYTHONPATH": str(Path(tandem.__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
-        own["TANDEM_LOG_FORMAT"] = "text"
         command = [sys.executable, "-m", "tandem", *arguments]
         code, output = processes.run(command, limit, cwd=tmp_path, env={**kept, **own, **variables})
         assert "Traceback" not in output, output

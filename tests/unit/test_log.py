@@ -1,6 +1,5 @@
 """One logger, two forms, a file that is only ever appended to."""
 
-import io
 import json
 import logging
 import re
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.log import setup, wants_json
+from tandem.log import setup
 from tandem.telemetry.clock import Clock
 
 
@@ -93,13 +92,3 @@ def test_a_line_says_the_step_that_the_process_is_at(tmp_path: Path) -> None:
     logger.warning("two", extra={"rank": 5})
     first, second = map(json.loads, (tmp_path / "log").read_text().splitlines())
     assert (first["step"], second["step"], second["rank"]) == (12, 12, 0)
-
-
-@pytest.mark.parametrize(("given", "laptop", "terminal", "expected"), [
-    ("auto", False, True, False), ("auto", False, False, True), ("text", False, False, False),
-    ("auto", True, True, False), ("auto", True, False, False), ("json", True, True, True),
-])  # fmt: skip
-def test_collectors_get_json_people_text(given: str, laptop: bool, terminal: bool, expected: bool) -> None:
-    stream = io.StringIO()
-    stream.isatty = lambda: terminal  # type: ignore[method-assign]
-    assert wants_json(given, laptop, stream) == expected

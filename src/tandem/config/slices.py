@@ -146,7 +146,7 @@ class TelemetryConfig:
 
     log_every: CadenceText = setting("50", "how often to log, and to write a line of metrics.jsonl")
     log_format: Literal["auto", "text", "json"] = setting(
-        "auto", "json lines or text; auto: text on a laptop and on a terminal", per_node=True
+        "auto", "json lines for a collector, or text; auto: text", per_node=True
     )
     progress: Literal["auto", "on", "off"] = setting("auto", "progress bar; auto: on a terminal")
     tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")

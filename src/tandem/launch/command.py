@@ -14,7 +14,7 @@ from tandem.launch.node import run_this_node, with_port
 from tandem.launch.run_dir import resolve_run_dir
 from tandem.launch.simulated import simulate
 from tandem.launch.workers import resolve as import_rank_function
-from tandem.log import setup, wants_json
+from tandem.log import setup
 from tandem.platforms.placement import Placement, detect
 from tandem.platforms.replica import note_end, stay_down_code, with_index
 from tandem.signals import StopFlag
@@ -50,7 +50,7 @@ def _launch(flags: Flags, environ: Environment) -> int:
     if placement.rank is not None:
         return _train(settings, placement)
     if placement.platform == "none":
-        if settings.telemetry.log_format == "text":
+        if settings.telemetry.log_format != "json":
             print(where(Path(str(settings.run.run_dir))), file=sys.stderr)
         placement = with_port(placement)
         if placement.nodes > 1:
@@ -79,10 +79,7 @@ def _train(settings: Settings, placement: Placement) -> int:
 def _begin(flags: Flags, environ: Environment) -> tuple[Settings, Placement]:
     settings = resolve(flags, environ).settings
     placement = detect(with_index(environ), socket.gethostname(), settings.launch)
-    # Decided once and handed on: the ranks' own output is a file, whatever a person looks at.
-    is_json = wants_json(settings.telemetry.log_format, placement.platform == "none")
-    settings = settings.replace(log_format="json" if is_json else "text")
-    setup(None, None, placement.node_rank, True, is_json)
+    setup(None, None, placement.node_rank, True, settings.telemetry.log_format == "json")
     return resolve_run_dir(settings, placement, time.time()), placement
 
 
