@@ -14,7 +14,6 @@ from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED, TandemError
 from tandem.launch.run_dir import decide, prepare_run_dir
 from tandem.launch.scratch import scratch
-from tandem.launch.view import NodeView
 from tandem.launch.workers import Workers, record_collectives, start_fork_server, use_loopback
 from tandem.log import setup
 from tandem.platforms.placement import Placement
@@ -31,8 +30,8 @@ def run_this_node(
     if placement.nodes_share_host or placement.nodes == 1:
         use_loopback()
     record_collectives()
-    start_fork_server([rank_function.partition(":")[0]])  # imports torch, while this process does
-    from tandem.launch.rendezvous import announce
+    start_fork_server([rank_function.partition(":")[0]])  # it imports torch while this process does
+    from tandem.launch.rendezvous import announce  # and torch with it
 
     try:
         prepared = _prepare(settings, placement)
@@ -82,6 +81,7 @@ def _run_agent(
 ) -> int:
     """The agent, and beside it what shows the run to the outside."""
     from tandem.launch.agent import Node, run_agent
+    from tandem.launch.view import NodeView
 
     run_dir, nproc = local_folder(str(settings.run_dir)), placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(nproc)]

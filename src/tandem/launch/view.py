@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from tandem.checkpoint.storage import address
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
+from tandem.distributed.group import Position
 from tandem.errors import FINISHED, STOPPED, CheckpointError
 from tandem.platforms.placement import Placement
 from tandem.report.access import Access
@@ -26,9 +26,6 @@ from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Sam
 from tandem.telemetry.metrics import FINAL_STATES
 from tandem.telemetry.registry import Registry
 from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, VOLUME_SECONDS
-
-if TYPE_CHECKING:  # torch comes later: the fork server imports it while this process reads on
-    from tandem.distributed.group import Position
 
 log = logging.getLogger("tandem.node")
 
@@ -92,7 +89,7 @@ class NodeView:
             [metrics.RUN_STATE.enter("starting"), metrics.RUN_START_TIMESTAMP_SECONDS.set(started)]
         )
 
-    def generation_started(self, number: int, position: "Position") -> None:
+    def generation_started(self, number: int, position: Position) -> None:
         """The agent is about to start its ranks."""
         self._last_progress = time.time()
         if self._journal is None:
