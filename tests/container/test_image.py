@@ -78,6 +78,7 @@ def test_a_node_without_a_heartbeat_is_not_healthy(image: str) -> None:
     assert ended.returncode == 1 and "no heartbeat" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_change_of_the_source_keeps_every_heavy_layer(image: str, tmp_path: Path) -> None:
     """The packages' layers are shared with the image that is there; only tandem's own is new."""
     for name in ("LICENSE", "pyproject.toml", "requirements.lock", "requirements-cpu.lock", ".dockerignore"):

@@ -95,6 +95,7 @@ class Small:
 BATCH = 20
 
 
+@pytest.mark.slow
 def test_another_world_size_keeps_batch_order_and_every_sample(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(TELLTALE)
 

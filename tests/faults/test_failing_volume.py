@@ -31,10 +31,13 @@ FAILURES = [
     (errno.ENOSPC, "forever"),
     (errno.EROFS, "forever"),
 ]
+TYPICAL = [(errno.EIO, "once"), (errno.EIO, "after"), (errno.ENOSPC, "forever")]
 
 
 @pytest.mark.parametrize(
-    "number, mode", FAILURES, ids=[f"{errno.errorcode[number]} {mode}" for number, mode in FAILURES]
+    "number, mode",
+    [pytest.param(*each, marks=() if each in TYPICAL else pytest.mark.slow) for each in FAILURES],
+    ids=[f"{errno.errorcode[number]} {mode}" for number, mode in FAILURES],
 )
 @pytest.mark.parametrize(
     "name", ["first save", "save and prune", "save of the same step", "quarantine, then save"]

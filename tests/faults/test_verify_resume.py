@@ -31,6 +31,7 @@ def verify(runs: Runs, trials: int, *flags: object) -> tuple[int, str]:
     return int(code), str(output)
 
 
+@pytest.mark.slow
 def test_a_sound_task_passes(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(GLOBAL_GENERATORS)
     code, output = verify(runs, 2, "--optimizer", "adamw", "--clip-norm", 1)
@@ -52,7 +53,6 @@ def test_a_generator_of_ones_own_is_found(runs: Runs) -> None:
     assert "loss of step" in output and "weights differ at the end, first" in output
 
 
-@pytest.mark.slow
 def test_a_task_that_cannot_run_is_said_with_its_code(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(TASK.replace("out = model(x)", "out = model(undefined)"))
     code, output = verify(runs, 1)

@@ -245,7 +245,12 @@ def reference(ranks: Any, found: dict[tuple[str, int], list[dict[str, Any]]]) ->
     return found["single", 1][0]
 
 
-over_all = pytest.mark.parametrize("ranks", CASES, ids=lambda case: f"{case[0]}-{case[1]}", indirect=True)
+over_all = pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(case, marks=pytest.mark.slow if case[1] == 3 else ()) for case in CASES],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+    indirect=True,
+)
 
 
 @over_all
@@ -354,6 +359,7 @@ def test_more_ranks_than_one_is_an_error_that_says_what_to_do(name: str) -> None
         strategies.load(name, group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_fsdp_has_the_losses_of_ddp_over_100_steps(size: int, tmp_path: Path, free_port: int) -> None:
     fsdp, ddp = (in_processes(name, size, free_port, hundred, tmp_path)[0] for name in ("fsdp", "ddp"))
