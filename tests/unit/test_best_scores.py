@@ -28,17 +28,16 @@ from tandem.training.summary import evaluations_are_saved, warn_of_missing_score
     ],
 )
 def test_evaluations_that_are_saved(evaluate: str, save: str, all_saved: bool) -> None:
-    settings = Settings().replace(eval_every=evaluate, checkpoint_every=save)
-    assert evaluations_are_saved(settings, steps_per_epoch=100, planned=400) == all_saved
+    assert evaluations_are_saved(evaluate, save, steps_per_epoch=100, planned=400) == all_saved
 
 
 def test_a_score_that_nobody_gives_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    warn_of_missing_score(Settings().replace(keep_best="accuracy"), 100, {"accuracy": 0.5, "loss": 1.0})
-    warn_of_missing_score(Settings().replace(keep_best="acuracy"), 100, {})
-    warn_of_missing_score(Settings(), 100, {"loss": 1.0})
+    warn_of_missing_score("accuracy", 100, {"accuracy": 0.5, "loss": 1.0})
+    warn_of_missing_score("acuracy", 100, {})
+    warn_of_missing_score(None, 100, {"loss": 1.0})
     assert not caplog.records
-    warn_of_missing_score(Settings().replace(keep_best="acuracy:max"), 100, {"accuracy": 0.5, "loss": 1.0})
+    warn_of_missing_score("acuracy:max", 100, {"accuracy": 0.5, "loss": 1.0})
     assert "the evaluation at step 100 gave accuracy, loss" in caplog.text
 
 

@@ -8,7 +8,7 @@ import torch
 from gathered import Here
 from torch import nn
 
-from tandem.config import Settings
+from tandem.config import OptimisationConfig
 from tandem.distributed.consensus import Agreed
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import Strategy as Single
@@ -77,9 +77,9 @@ def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: f
     model = nn.Linear(2, 1)
 
     def optimizer_and_schedule(decay: float) -> tuple[torch.optim.Optimizer, Schedule]:
-        settings = Settings().replace(weight_decay=decay)
-        optimizer = build_optimizer(settings, task, model)  # type: ignore[arg-type]
-        return optimizer, Schedule(settings, task, optimizer, 10, 10)  # type: ignore[arg-type]
+        config = OptimisationConfig(weight_decay=decay)
+        optimizer = build_optimizer(config, task, model)  # type: ignore[arg-type]
+        return optimizer, Schedule(config, 240, task, optimizer, 10, 10)  # type: ignore[arg-type]
 
     old, schedule = optimizer_and_schedule(0.1)
     model(torch.ones(1, 2)).sum().backward()

@@ -6,22 +6,12 @@ Deciding after every save or once at the end keeps the same ones, so a restart i
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+
+from tandem.config import CheckpointConfig
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")  # endings of score names
 
 Scores = Mapping[str, float]
-
-
-class RetentionSettings(Protocol):
-    """The part of config.Settings that says what to keep."""
-
-    @property
-    def checkpoint_keep(self) -> int: ...
-    @property
-    def keep_best(self) -> str | None: ...
-    @property
-    def keep_every(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -63,9 +53,10 @@ class Retention:
     every: int | None = None
 
     @classmethod
-    def of(cls, settings: RetentionSettings) -> "Retention":
-        best = settings.keep_best
-        return cls(settings.checkpoint_keep, Best.parse(best) if best else None, settings.keep_every)
+    def of(cls, config: CheckpointConfig) -> "Retention":
+        """What the settings say."""
+        best = config.keep_best
+        return cls(config.checkpoint_keep, Best.parse(best) if best else None, config.keep_every)
 
 
 def why_kept(scores: Mapping[int, Scores], rule: Retention) -> dict[int, list[str]]:

@@ -4,10 +4,10 @@ A component is built from its own slice of the settings (`slices`), which `Setti
 
     settings.run           RunConfig           task, task_fields, run_dir, run_name, epochs, steps, seed
     settings.data          DataConfig          data_dir, download, batch_size, micro_batch_size, workers
-    settings.optimisation  OptimisationConfig  optimizer, lr, momentum, weight_decay, schedule, warmup...
+    settings.optimisation  OptimisationConfig  optimizer, lr, momentum, ..., clip_norm, on_nonfinite
     settings.compute       ComputeConfig       strategy, sync_batchnorm, precision, device, compile, threads
     settings.launch        LaunchConfig        nodes, node_rank, master, nproc, elastic, restarts, timeouts
-    settings.reliability   ReliabilityConfig   hang_timeout, first_step_timeout, on_nonfinite, replica checks
+    settings.reliability   ReliabilityConfig   hang_timeout, first_step_timeout, replica_check_every
     settings.checkpoint    CheckpointConfig    checkpoint_every, keep..., snapshot_every, resume, init_from
     settings.evaluation    EvaluationConfig    eval_every
     settings.telemetry     TelemetryConfig     log_every, log_format, progress, tensorboard, profile

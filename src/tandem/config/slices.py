@@ -68,6 +68,9 @@ class OptimisationConfig:
     lr_base_batch_size: Count = setting(240, "the global batch that lr was found with")
     warmup: WarmupText = setting("0", "length of the linear warm-up")
     clip_norm: Positive | None = setting(None, "largest gradient norm; none: no clipping")
+    on_nonfinite: Literal["skip", "stop", "raise"] = setting(
+        "stop", "at a loss or gradients that are not finite"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +103,13 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityConfig:
-    """Hangs, numbers that are not finite, ranks that differ"""
+    """Hangs, and ranks that differ"""
 
     first_step_timeout: Positive = setting(
         1800.0, "seconds that the start, the first step, an evaluation or a save may take"
     )
     hang_timeout: Auto | Positive = setting(
         "auto", "seconds until a step is a hang; auto: five of the longest recent steps, at least 10"
-    )
-    on_nonfinite: Literal["skip", "stop", "raise"] = setting(
-        "stop", "at a loss or gradients that are not finite"
     )
     replica_check_every: CadenceText = setting("1epoch", "how often to compare the ranks' weights")
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tandem.config import Settings
+from tandem.config import OptimisationConfig
 from tandem.schedule import Cadence, learning_rate, scale_lr
 from tandem.tasks.base import Task
 
 
-def build_optimizer(settings: Settings, task: Task, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimisationConfig, task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """The task's own optimizer if it has one, else the one that the settings name.
 
     On GPUs it is a fused one, which can leave an update out without the host waiting (see `nonfinite.Guard`).
@@ -21,25 +21,27 @@ def build_optimizer(settings: Settings, task: Task, model: nn.Module) -> torch.o
         assert isinstance(optimizer, torch.optim.Optimizer)
         return optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
-    lr, decay = settings.lr, settings.weight_decay
+    lr, decay = config.lr, config.weight_decay
     fused = all(p.is_cuda for p in parameters) or None  # None: torch decides
-    if settings.optimizer == "sgd":
-        momentum = settings.momentum
+    if config.optimizer == "sgd":
+        momentum = config.momentum
         return torch.optim.SGD(
             parameters, lr=lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0, fused=fused
         )
-    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
 
 
-def learning_rate_of(settings: Settings, steps_per_epoch: int, steps_planned: int) -> Callable[[int], float]:
+def learning_rate_of(
+    config: OptimisationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int
+) -> Callable[[int], float]:
     """step (0-based, about to be taken) -> learning rate; a pure function, so nothing of it is saved."""
-    peak = scale_lr(settings.lr, settings.lr_scaling, settings.batch_size, settings.lr_base_batch_size)
-    warmup = Cadence.parse(settings.warmup).to_steps(steps_per_epoch, steps_planned) or 0
+    peak = scale_lr(config.lr, config.lr_scaling, batch_size, config.lr_base_batch_size)
+    warmup = Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0
 
     def at(step: int) -> float:
         return learning_rate(
-            step, peak=peak, warmup_steps=warmup, steps_planned=steps_planned, schedule=settings.schedule
+            step, peak=peak, warmup_steps=warmup, steps_planned=steps_planned, schedule=config.schedule
         )
 
     return at
@@ -49,12 +51,18 @@ class Schedule:
     """Sets the learning rate before each step: the settings' rule, or the task's own scheduler."""
 
     def __init__(
-        self, settings: Settings, task: Task, optimizer: torch.optim.Optimizer, epoch_steps: int, planned: int
+        self,
+        config: OptimisationConfig,
+        batch_size: int,
+        task: Task,
+        optimizer: torch.optim.Optimizer,
+        epoch_steps: int,
+        planned: int,
     ) -> None:
         self._optimizer = optimizer
         build = getattr(task, "build_scheduler", None)
         self._own: torch.optim.lr_scheduler.LRScheduler | None = build(optimizer) if build else None
-        self._rule = learning_rate_of(settings, epoch_steps, planned)
+        self._rule = learning_rate_of(config, batch_size, epoch_steps, planned)
         self._fixed = hasattr(task, "build_optimizer")
 
     @property

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from tandem.checkpoint.storage import address
 from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
-from tandem.config import Settings
+from tandem.config import DataConfig, EvaluationConfig, Settings
 from tandem.data.source import Reader, training_data
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup, choose_device, first_line
@@ -45,21 +45,6 @@ from tandem.training.summary import manifest_info, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
 
-PER_NODE = {
-    "node_rank",
-    "master",
-    "run_dir",
-    "data_dir",
-    "metrics_host",
-    "metrics_port",
-    "metrics_cert",
-    "metrics_key",
-    "metrics_token_file",
-    "threads",
-    "log_format",
-    "resume",
-}
-
 
 def run_rank(settings_dict: dict[str, object], position: Position, send: Send | None = None) -> int:
     """Train as the rank at `position`; the exit code (see `errors`). Handlers are installed first thing.
@@ -69,9 +54,9 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
     started = time.monotonic()
     stop = StopFlag().install()
     settings = Settings.from_dict(settings_dict)
-    run_dir = local_folder(str(settings.run_dir))
+    run_dir = local_folder(str(settings.run.run_dir))
     try:
-        _set_up_log(settings, position, run_dir)
+        _set_up_log(settings.telemetry.log_format, position, run_dir)
         dump_stacks_on_request(run_dir / "log", position.rank)
         send = send or _sender(position)
         if position.store is not None:  # without an agent, this process counts its messages already
@@ -91,23 +76,23 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
 def warm_up(settings_dict: dict[str, object]) -> None:
     """What a process that may become a rank does in advance: import the task and what ranks talk with."""
     settings = Settings.from_dict(settings_dict)
-    task_class(settings.task)
-    strategies.preload(settings.strategy)
+    task_class(settings.run.task)
+    strategies.preload(settings.compute.strategy)
     from tandem.telemetry import channel  # noqa: F401
 
 
-def _set_up_log(settings: Settings, position: Position, run_dir: Path) -> None:
+def _set_up_log(log_format: str, position: Position, run_dir: Path) -> None:
     path = run_dir / "log" / f"rank-{position.rank}.log"
     if position.rank != 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             redirect_output(path)
         except OSError:  # a worker needs no volume: without one its words go to the terminal
-            setup(None, position.rank, position.node_rank, True, settings.log_format == "json")
+            setup(None, position.rank, position.node_rank, True, log_format == "json")
             return
-        setup(None, position.rank, position.node_rank, True, settings.log_format == "json")
+        setup(None, position.rank, position.node_rank, True, log_format == "json")
     else:
-        setup(path, 0, position.node_rank, True, settings.log_format == "json")
+        setup(path, 0, position.node_rank, True, log_format == "json")
 
 
 def _sender(position: Position) -> Send:
@@ -121,8 +106,9 @@ def _sender(position: Position) -> Send:
 def _run(
     settings: Settings, position: Position, run_dir: Path, stop: StopFlag, send: Send, started: float
 ) -> int:
-    threads = set_threads(settings, position)
-    device = choose_device(settings.device, position.local_rank)
+    batch_size = settings.data.batch_size
+    threads = set_threads(settings.compute.threads, position)
+    device = choose_device(settings.compute.device, position.local_rank)
     clock = Clock(device)
     for handler in logging.getLogger("tandem").handlers:
         handler.addFilter(clock.stamp)
@@ -130,50 +116,62 @@ def _run(
         position.rank,
         clock,
         send,
-        None if settings.hang_timeout == "auto" else float(settings.hang_timeout),
-        settings.first_step_timeout,
+        None if settings.reliability.hang_timeout == "auto" else float(settings.reliability.hang_timeout),
+        settings.reliability.first_step_timeout,
         device.type == "cpu",
         run_dir / "log",
     )
-    recorder = Recorder(position.rank, settings.batch_size, send, clock, position.node_rank)
-    store = CheckpointStore(address(str(settings.run_dir)) / "checkpoints")
+    recorder = Recorder(position.rank, batch_size, send, clock, position.node_rank)
+    store = CheckpointStore(address(str(settings.run.run_dir)) / "checkpoints")
     with clock.phase("rendezvous"):
-        world = ProcessGroup.open(position, device, settings.first_step_timeout)
-        world.check_same_settings({k: v for k, v in settings.to_dict().items() if k not in PER_NODE})
-    task = load_task(settings.task, settings.task_fields, settings.data_dir, settings.download)
+        world = ProcessGroup.open(position, device, settings.reliability.first_step_timeout)
+        world.check_same_settings(settings.common_fields())
+    run, data_dir = settings.run, settings.data.data_dir
+    task = load_task(run.task, run.task_fields, data_dir, settings.data.download)
     prepare: Callable[[], None] = getattr(task, "prepare", lambda: None)
     world.once_per_node(prepare)
     datasets = task.build_datasets()
     collate = getattr(task, "collate", None)
-    reader = Reader(settings.data, settings.seed, world.rank, world.size, collate, device)
-    data = training_data(datasets.train, reader, settings.steps)
+    reader = Reader(settings.data, settings.run.seed, world.rank, world.size, collate, device)
+    data = training_data(datasets.train, reader, settings.run.steps)
     order = data.order
-    planned = settings.steps or settings.epochs * order.steps_per_epoch
-    strategy = strategies.load(settings.strategy, world)
-    seed_model(settings.seed)
+    planned = settings.run.steps or settings.run.epochs * order.steps_per_epoch
+    strategy = strategies.load(settings.compute.strategy, world)
+    seed_model(settings.run.seed)
     model = _place(task, task.build_model(), device)
-    if settings.sync_batchnorm:
+    if settings.compute.sync_batchnorm:
         model = world.synchronise_batchnorm(model)
     rank_zero_tensors = rank_zeros(model)
     model = strategy.spread(model)
-    optimizer = build_optimizer(settings, task, model)
-    schedule = Schedule(settings, task, optimizer, order.steps_per_epoch, planned)
+    optimizer = build_optimizer(settings.optimisation, task, model)
+    schedule = Schedule(settings.optimisation, batch_size, task, optimizer, order.steps_per_epoch, planned)
     with clock.phase("resume"):
         beginning = begin(world, store, position, recorder)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
         if world.is_first:
             (run_dir / "summary.json").unlink(missing_ok=True)
-        _check_division(settings, world, fresh=beginning.state is None)
+        _check_division(batch_size, world, fresh=beginning.state is None)
         if beginning.state is not None:
             load_state(beginning.state, strategy, model, optimizer, schedule)
             data.load(beginning.state.get("data", {}))
             recorder.load(beginning.state.get("log", {}))
-        elif settings.init_from is not None:
-            load_weights(world, strategy, settings.init_from, model)
+        elif settings.checkpoint.init_from is not None:
+            load_weights(world, strategy, settings.checkpoint.init_from, model)
         if beginning.state is not None and hasattr(task, "after_resume"):
             task.after_resume(model)
-    stepper = Stepper(world, strategy, settings, task, model, optimizer, clock)
+    stepper = Stepper(
+        world,
+        strategy,
+        settings.compute,
+        settings.optimisation,
+        batch_size,
+        settings.run.seed,
+        task,
+        model,
+        optimizer,
+        clock,
+    )
     if beginning.state is not None and "scaler" in beginning.state:
         stepper.scaler.load_state_dict(beginning.state["scaler"])
 
@@ -181,11 +179,11 @@ def _run(
         world,
         CheckpointWriter(
             store,
-            Retention.of(settings),
-            settings.checkpoint_failures_allowed,
+            Retention.of(settings.checkpoint),
+            settings.checkpoint.checkpoint_failures_allowed,
             recorder.saved,
             lambda step: recorder.event("checkpoint_verified", step=step),
-            Copies(str(settings.run_dir)).push,
+            Copies(str(settings.run.run_dir)).push,
         ),
         lambda: {
             **strategy.whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()}),
@@ -204,22 +202,22 @@ def _run(
         schedule=schedule,
         timetable=Timetable(
             {
-                "log": Cadence.parse(settings.log_every),
-                "eval": Cadence.parse(settings.eval_every),
-                "save": Cadence.parse(settings.checkpoint_every),
-                "check": Cadence.parse(settings.replica_check_every),
-                "snapshot": snapshot_cadence(settings, world, strategy),
+                "log": Cadence.parse(settings.telemetry.log_every),
+                "eval": Cadence.parse(settings.evaluation.eval_every),
+                "save": Cadence.parse(settings.checkpoint.checkpoint_every),
+                "check": Cadence.parse(settings.reliability.replica_check_every),
+                "snapshot": snapshot_cadence(settings.checkpoint.snapshot_every, world, strategy),
             },
             order.steps_per_epoch,
             planned,
         ),
         recorder=recorder,
         clock=clock,
-        nonfinite=Policy(settings.on_nonfinite, settings.precision, recorder),
+        nonfinite=Policy(settings.optimisation.on_nonfinite, settings.compute.precision, recorder),
         stop=stop,
         batches=profiled(
             _told(data.steps(beginning.step, planned), recorder),
-            settings.profile if world.is_first else None,
+            settings.telemetry.profile if world.is_first else None,
             beginning.step,
             run_dir / "profile" / "rank-0.json",
         ),
@@ -229,9 +227,9 @@ def _run(
             task,
             model,
             datasets.evaluation,
-            evaluation_batch_size(settings, world),
-            settings.precision,
-            settings.workers,
+            evaluation_batch_size(settings.evaluation, settings.data, world),
+            settings.compute.precision,
+            settings.data.workers,
         ).scores,
         check_replicas=lambda step: check_replicas(world, strategy, model, recorder, step),
         saver=saver,
@@ -254,25 +252,25 @@ def _run(
     return _leave(world, recorder, code)
 
 
-def set_threads(settings: Settings, position: Position) -> int:
+def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
     """CPU threads of this rank: what `--threads` says, or the cores it can count on."""
     cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // position.ranks_on_host) if settings.threads == "auto" else int(settings.threads)
+    threads = max(1, cores // position.ranks_on_host) if wanted == "auto" else int(wanted)
     torch.set_num_threads(threads)
     return threads
 
 
-def evaluation_batch_size(settings: Settings, world: ProcessGroup) -> int:
+def evaluation_batch_size(config: EvaluationConfig, data: DataConfig, world: ProcessGroup) -> int:
     """Samples per rank and evaluation pass: what is set, else as many as in a training pass."""
-    share = -(-settings.batch_size // world.size)
-    return settings.eval_batch_size or min(settings.micro_batch_size or share, share)
+    share = -(-data.batch_size // world.size)
+    return config.eval_batch_size or min(data.micro_batch_size or share, share)
 
 
-def _check_division(settings: Settings, world: ProcessGroup, fresh: bool) -> None:
-    if fresh and settings.batch_size % world.size:
-        below = settings.batch_size - settings.batch_size % world.size
+def _check_division(batch_size: int, world: ProcessGroup, fresh: bool) -> None:
+    if fresh and batch_size % world.size:
+        below = batch_size - batch_size % world.size
         raise ConfigError(
-            f"--batch-size {settings.batch_size} does not divide over {world.size} ranks; "
+            f"--batch-size {batch_size} does not divide over {world.size} ranks; "
             f"use {below or world.size} or {below + world.size}"
         )
 

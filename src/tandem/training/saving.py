@@ -10,7 +10,6 @@ from torch import nn
 from tandem.checkpoint.flatten import flatten
 from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.writer import CheckpointWriter
-from tandem.config import Settings
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.schedule import Cadence
@@ -98,9 +97,8 @@ def rank_zeros(model: nn.Module) -> frozenset[int]:
     return frozenset(own)
 
 
-def snapshot_cadence(settings: Settings, world: ProcessGroup, strategy: Strategy) -> Cadence:
+def snapshot_cadence(text: str, world: ProcessGroup, strategy: Strategy) -> Cadence:
     """`--snapshot-every auto`: every step where that is a copy within memory, every 5 s from a GPU."""
-    text = settings.snapshot_every
     if text == "auto":
         text = "1" if world.device.type == "cpu" else "5s"
     # Where each rank holds its share alone there is no whole state to keep: a checkpoint is the resume point.

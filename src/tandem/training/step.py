@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from tandem.config import Settings
+from tandem.config import ComputeConfig, OptimisationConfig
 from tandem.data.loader import batch_size_of
 from tandem.distributed.consensus import (
     LOSS_NOT_FINITE,
@@ -87,7 +87,10 @@ class Stepper:
         self,
         world: ProcessGroup,
         strategy: Strategy,
-        settings: Settings,
+        compute: ComputeConfig,
+        optimisation: OptimisationConfig,
+        batch_size: int,
+        seed: int,
         task: Task,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -95,16 +98,14 @@ class Stepper:
     ) -> None:
         self.clock = clock
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
-        self._precision, self._clip_norm, self._seed = settings.precision, settings.clip_norm, settings.seed
+        self._precision, self._clip_norm, self._seed = compute.precision, optimisation.clip_norm, seed
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        trained = torch.compile(model) if settings.compile else model
+        trained = torch.compile(model) if compute.compile else model
         assert isinstance(trained, nn.Module)
-        self._module = TrainingModule(
-            task, trained, world.device, settings.precision, world.size, settings.batch_size
-        )
+        self._module = TrainingModule(task, trained, world.device, compute.precision, world.size, batch_size)
         self._reader = AgreedReader(world, self._module.names)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
-        self._guard = Guard(settings.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
+        self._guard = Guard(optimisation.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._clipped_norm: Tensor | None = None
         self._clips = torch.zeros((), device=world.device)
 

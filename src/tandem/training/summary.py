@@ -45,11 +45,11 @@ def identity(
             nccl=".".join(map(str, version())) if on_gpu else "",
         ),
         metrics.RUN_INFO.says(
-            run=settings.run_name or run_dir.name,
-            task=settings.task,
+            run=settings.run.run_name or run_dir.name,
+            task=settings.run.task,
             platform=position.platform,
             backend="nccl" if on_gpu else "gloo",
-            precision=settings.precision,
+            precision=settings.compute.precision,
             config_hash=settings.digest(),
         ),
         metrics.WORLD_SIZE.set(position.world_size),
@@ -68,11 +68,11 @@ def manifest_info(
     scores: Mapping[str, float],
 ) -> dict[str, Any]:
     """What the manifest says about a checkpoint, so that the decision to resume needs no torch.load."""
-    warn_of_missing_score(settings, step, scores)
+    warn_of_missing_score(settings.checkpoint.keep_best, step, scores)
     return {
         "step": step,
         "epoch": step // order.steps_per_epoch,
-        "task": settings.task,
+        "task": settings.run.task,
         "settings": settings.to_dict(),
         "fingerprint": settings.fingerprint_fields(),
         "world_size": world.size,
@@ -102,13 +102,13 @@ def write_summary(
     summary = {
         "state": "finished" if code == FINISHED else "stopped",
         "exit_code": code,
-        "task": settings.task,
+        "task": settings.run.task,
         "platform": position.platform,
         "world_size": position.world_size,
         "nodes": position.nodes,
         "epoch": recorder.step // order.steps_per_epoch,
         "global_step": recorder.step,
-        "samples_seen": recorder.step * settings.batch_size,
+        "samples_seen": recorder.step * settings.data.batch_size,
         "loss": recorder.loss,
         "eval": recorder.scores,
         "samples_per_second": round(recorder.meter.samples_per_second, 1),
@@ -159,20 +159,20 @@ def ending_table(
     }
 
 
-def evaluations_are_saved(settings: Settings, steps_per_epoch: int, planned: int) -> bool:
+def evaluations_are_saved(eval_every: str, save_every: str, steps_per_epoch: int, planned: int) -> bool:
     """Whether a checkpoint is saved wherever an evaluation is due, so that --keep-best sees them all."""
-    evaluated, saved = Cadence.parse(settings.eval_every), Cadence.parse(settings.checkpoint_every)
+    evaluated, saved = Cadence.parse(eval_every), Cadence.parse(save_every)
     if evaluated == saved:
         return evaluated.unit != "never"
     between = [cadence.to_steps(steps_per_epoch, planned) for cadence in (evaluated, saved)]
     return None not in between and between[0] % between[1] == 0  # type: ignore[operator]
 
 
-def warn_of_missing_score(settings: Settings, step: int, scores: Mapping[str, float]) -> None:
+def warn_of_missing_score(keep_best: str | None, step: int, scores: Mapping[str, float]) -> None:
     """A name that no evaluation gives is a typo, and shows at the first evaluation only."""
-    if settings.keep_best and scores and settings.keep_best.partition(":")[0] not in scores:
+    if keep_best and scores and keep_best.partition(":")[0] not in scores:
         there = ", ".join(sorted(scores))
-        log.warning("--keep-best %s: the evaluation at step %d gave %s", settings.keep_best, step, there)
+        log.warning("--keep-best %s: the evaluation at step %d gave %s", keep_best, step, there)
 
 
 def open_displays(
@@ -195,31 +195,33 @@ def open_displays(
     journal.rewind(beginning.step)  # also to 0: a run that was killed before its first checkpoint
     if beginning.step:
         journal.event("resumed", step=beginning.step)
-    writer = EventWriter(run_dir / "tensorboard", beginning.step) if settings.tensorboard else None
-    progress = Progress(planned, start_step=beginning.step, mode=settings.progress)
+    writer = EventWriter(run_dir / "tensorboard", beginning.step) if settings.telemetry.tensorboard else None
+    progress = Progress(planned, start_step=beginning.step, mode=settings.telemetry.progress)
     recorder.begin_run(beginning.step, order.steps_per_epoch, planned, journal, progress, writer)
-    save_steps = Cadence.parse(settings.checkpoint_every).to_steps(order.steps_per_epoch, planned)
+    keep_best, save_every = settings.checkpoint.keep_best, settings.checkpoint.checkpoint_every
+    eval_every = settings.evaluation.eval_every
+    save_steps = Cadence.parse(save_every).to_steps(order.steps_per_epoch, planned)
     recorder.samples(*identity(settings, world.position, world.device, run_dir, save_steps))
-    if settings.keep_best and not evaluations_are_saved(settings, order.steps_per_epoch, planned):
+    if keep_best and not evaluations_are_saved(eval_every, save_every, order.steps_per_epoch, planned):
         log.warning(
             "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, and "
             "--checkpoint-every %s leaves out evaluations of --eval-every %s",
-            settings.keep_best,
-            settings.checkpoint_every,
-            settings.eval_every,
+            keep_best,
+            save_every,
+            eval_every,
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(
         "%s: %s samples, %s parameters; %d ranks on %d nodes (%s), %s of a batch of %d each, %s, %d threads",
-        settings.task,
+        settings.run.task,
         f"{order.n:,}",
         f"{parameters:,}",
         world.size,
         world.position.nodes,
         world.device.type,
-        f"{settings.batch_size / world.size:g}",
-        settings.batch_size,
-        settings.precision,
+        f"{settings.data.batch_size / world.size:g}",
+        settings.data.batch_size,
+        settings.compute.precision,
         threads,
     )
     log.info(
