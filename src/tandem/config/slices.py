@@ -36,7 +36,7 @@ class RunConfig:
     task: str = setting("digits", "a built-in task, FILE.py:Class or package.module:Class", fixed=True)
     task_fields: dict[str, str] = setting({}, "the task's own settings: --task.NAME VALUE", fixed=True)
     run_dir: Path | None = setting(
-        None, "all that a run writes; none: runs/TASK-TIME on a laptop", per_node=True
+        None, "for all that a run writes: a folder or s3://BUCKET/PREFIX; none: runs/TASK-TIME", per_node=True
     )
     run_name: RunName | None = setting(None, "the run's name in metrics and reports")
     epochs: Count = setting(4, "passes over the training set")
