@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
 
 from tandem.data.seeds import derive_seed
 from tandem.errors import ConfigError
@@ -56,7 +55,7 @@ def share(batch: Tensor, rank: int, world_size: int) -> Tensor:
     return batch[rank::world_size]
 
 
-class TrainBatches(Sampler[BatchKey]):
+class TrainBatches:
     """This rank's micro-batches of the steps `start_step` (included) to `stop_step` (left out), in order.
 
     Every rank makes the same number of micro-batches a step, none of them empty, so that collectives inside

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -41,6 +41,7 @@ BUILT_IN: Mapping[str, str] = {
     "cifar10": "tandem.tasks.cifar10:Cifar10",
     "image-folder": "tandem.tasks.image_folder:ImageFolder",
 }
+_VALID = f"valid are {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS and PACKAGE.MODULE:CLASS"
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 
 Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
@@ -77,8 +78,7 @@ def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bo
         raise
     except Exception as error:
         raise ConfigError(f"task {name} cannot be made with the fields given ({_where(error)})") from error
-    result: Task = task
-    return result
+    return cast(Task, task)
 
 
 def task_class(name: str) -> type[Any]:
@@ -90,14 +90,16 @@ def task_class(name: str) -> type[Any]:
     elif class_name or "." in location:
         module = _module_of_name(location, name)
     else:
-        raise ConfigError(f"unknown task {name!r}{_nearest(name, list(BUILT_IN))}: {_valid()}")
+        near = get_close_matches(name, BUILT_IN, n=1)
+        meant = f", did you mean {near[0]!r}" if near else ""
+        raise ConfigError(f"unknown task {name!r}{meant}: {_VALID}")
     if not class_name:
         return _only_task(module, name)
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         classes = [candidate.__name__ for candidate in _task_classes(module)]
         raise ConfigError(f"{location} has no class {class_name!r}; task classes in it: {_listed(classes)}")
-    if absent := [method for method in REQUIRED_METHODS if not callable(getattr(found, method, None))]:
+    if absent := _absent(found):
         raise ConfigError(
             f"{name} is no task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
         )
@@ -130,11 +132,10 @@ def _module_of_name(location: str, name: str) -> ModuleType:
     _search_also(Path.cwd())
     try:
         return importlib.import_module(location)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (location + ".").startswith(error.name + "."):
-            raise ConfigError(f"task {name!r}: there is no module {error.name!r}; {_valid()}") from error
-        raise ConfigError(f"task module {location} cannot be imported ({_where(error)})") from error
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{location}.".startswith(f"{missing}."):
+            raise ConfigError(f"task {name!r}: there is no module {missing!r}; {_VALID}") from error
         raise ConfigError(f"task module {location} cannot be imported ({_where(error)})") from error
 
 
@@ -152,12 +153,13 @@ def _only_task(module: ModuleType, name: str) -> type[Any]:
 
 
 def _task_classes(module: ModuleType) -> list[type[Any]]:
-    return [
-        found
-        for _, found in inspect.getmembers(module, inspect.isclass)
-        if found.__module__ == module.__name__
-        and all(callable(getattr(found, method, None)) for method in REQUIRED_METHODS)
-    ]
+    classes = (found for _, found in inspect.getmembers(module, inspect.isclass))
+    return [found for found in classes if found.__module__ == module.__name__ and not _absent(found)]
+
+
+def _absent(found: type[Any]) -> list[str]:
+    """Methods that every task has and this class has not."""
+    return [method for method in REQUIRED_METHODS if not callable(getattr(found, method, None))]
 
 
 def _where(error: Exception) -> str:
@@ -166,15 +168,6 @@ def _where(error: Exception) -> str:
         return one_line(error)  # says the file and the line itself
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
     return f"{one_line(error)}, {frames[-1].filename} line {frames[-1].lineno}" if frames else one_line(error)
-
-
-def _valid() -> str:
-    return f"valid are {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS and PACKAGE.MODULE:CLASS"
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f", did you mean {near[0]!r}" if near else ""
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:
