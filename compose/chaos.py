@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from cluster import remove_metrics, start, wait
 from engine import HERE, Cluster, ClusterError, check_engine, docker
 from faults import FAULTS, POLL_SECONDS, Scene
-from network import Shape
+from network import keep_shape
 from tandem.launch.restarts import job_code
 
 READY_SECONDS = 400.0
@@ -94,10 +94,11 @@ def break_it(cluster: Cluster, name: str, index: int) -> Row:
     began = time.monotonic()
     done = fault.inject(scene)
     lifted_at_step = live_step(cluster) or 0
-    happened = ""
+    happened, shaped = "", dict[str, str]()
 
     def is_there() -> bool:
         nonlocal happened
+        keep_shape(cluster, shaped)  # also where `make compose-up` has ended, as after the fault `stop`
         happened = fault.check(scene) or ""
         floor = scene.resumed()
         step = live_step(cluster)
@@ -117,7 +118,7 @@ def own_cluster(project: str, image: str, run: str) -> Cluster:
 
 def finish(cluster: Cluster) -> str:
     """Wait for the end, which has to be a good one; the weights' SHA-256. Raises OutcomeError."""
-    code = job_code(wait(cluster, Shape()))
+    code = job_code(wait(cluster))
     remove_metrics(cluster)
     summary = cluster.summary()
     if code or summary is None:

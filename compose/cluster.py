@@ -29,7 +29,7 @@ from engine import (
     is_watched,
     variables_in_dotenv,
 )
-from network import Shape, check_shape, shape_node
+from network import Shape, check_shape, keep_shape
 from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
 from tandem.launch.restarts import job_code
 
@@ -103,7 +103,7 @@ def up(options: argparse.Namespace) -> int:
         watch(cluster)
     start(cluster)
     forwarder = metrics_containers(cluster)
-    codes = follow(cluster, shape)
+    codes = follow(cluster)
     remove_metrics(cluster, forwarder)  # but not that of `compose-scale`, which ends this and starts anew
     code = job_code(codes)
     print(ending(cluster, code, codes), flush=True)
@@ -123,6 +123,9 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
         "TANDEM_TASK": task,
         "RUN": options.run or re.sub(r"[^A-Za-z0-9_.-]+", "-", task.rpartition(":")[2] or task),
         "GPUS": options.gpus,
+        "RATE": options.rate,
+        "LATENCY": options.latency,
+        "LOSS": options.loss,
         "COMMAND": shlex.join(["launch", *shlex.split(options.args)]),
     }
     if rules := os.environ.get("RULES"):
@@ -177,7 +180,7 @@ def start(cluster: Cluster) -> None:
     cluster.compose("up", "--detach", "--force-recreate", "--remove-orphans", *job, seconds=START_SECONDS)
 
 
-def follow(cluster: Cluster, shape: Shape) -> list[int]:
+def follow(cluster: Cluster) -> list[int]:
     """Show the logs until no node runs or is about to run again; the nodes' codes. Ctrl-C stops the nodes."""
     with subprocess.Popen(
         ["docker", *cluster.command("logs", "--follow", "node")],
@@ -187,7 +190,7 @@ def follow(cluster: Cluster, shape: Shape) -> list[int]:
     ) as logs:
         threading.Thread(target=show, args=[logs], daemon=True).start()
         try:
-            return wait(cluster, shape)
+            return wait(cluster)
         except KeyboardInterrupt:
             print("\nstopping: every node saves and ends; a second Ctrl-C kills them", flush=True)
             return stop(cluster)
@@ -205,22 +208,14 @@ def show(logs: subprocess.Popen[bytes]) -> None:
         sys.stdout.buffer.flush()
 
 
-def wait(cluster: Cluster, shape: Shape) -> list[int]:
-    """Wait until the job is over. A node that starts again has a new network: it is shaped again."""
+def wait(cluster: Cluster) -> list[int]:
+    """Wait until the job is over, and keep the network that the user asked for; the nodes' codes."""
     shaped: dict[str, str] = {}
     while True:
         nodes = cluster.nodes()
         if not any(node.is_unfinished for node in nodes):
             return [node.exit_code for node in nodes]
-        for node in nodes:
-            if shape and node.status == "running" and shaped.get(node.name) != node.started_at:
-                try:
-                    shape_node(cluster, node, shape)
-                    shaped[node.name] = node.started_at
-                except ClusterError:
-                    now = cluster.node(node.index)
-                    if now.status == "running" and now.started_at == node.started_at:
-                        raise
+        keep_shape(cluster, shaped)
         time.sleep(POLL_SECONDS)
 
 
@@ -316,6 +311,7 @@ def scale(options: argparse.Namespace) -> int:
     remove_metrics(found)
     cluster = replace(found, variables={**found.variables, "NODES": str(nodes)})
     start(cluster)
+    keep_shape(cluster, {})
     print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")
     return 0
 

@@ -69,6 +69,31 @@ def check_shape(cluster: Cluster, shape: Shape) -> None:
         )
 
 
+def shape_of(cluster: Cluster) -> Shape:
+    """What the user asked for when the cluster was started (RATE, LATENCY, LOSS)."""
+    asked = cluster.variables
+    return Shape(asked.get("RATE", ""), asked.get("LATENCY", ""), asked.get("LOSS", ""))
+
+
+def keep_shape(cluster: Cluster, shaped: dict[str, str]) -> None:
+    """Hold every running node to the user's shape, unless `shaped` ({name: start}) has it since its start.
+
+    A node that starts again has a new network. With an empty `shaped` all are held to it anew, whatever a
+    fault has left of it.
+    """
+    shape = shape_of(cluster)
+    for node in cluster.nodes() if shape else []:
+        if node.status != "running" or shaped.get(node.name) == node.started_at:
+            continue
+        try:
+            shape_node(cluster, node, shape)
+            shaped[node.name] = node.started_at
+        except ClusterError:
+            now = cluster.node(node.index)
+            if now.status == "running" and now.started_at == node.started_at:
+                raise
+
+
 def shape_node(cluster: Cluster, node: Node, shape: Shape) -> None:
     """Hold the node's sending side to `shape`; an empty one takes every limit away."""
     commands = shape.commands() if shape else [f"qdisc del dev {DEVICE} root"]
