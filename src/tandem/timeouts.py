@@ -21,7 +21,7 @@ STARTING_HANG_SECONDS = 60.0
 STACKS_SECONDS = 0.5
 """Between asking hung ranks for their stacks and killing them: faulthandler needs milliseconds."""
 
-# The agent and its worker processes (launch/generations.py, workers.py, node.py; signals.py)
+# The agent and its worker processes (launch/generations.py, workers.py, simulated.py; signals.py)
 
 MONITOR_SECONDS = 0.02
 """The agent looks at its ranks. A rank's end wakes it earlier; signals and alarms wait for this."""
