@@ -72,7 +72,7 @@ def test_files_that_cannot_be_used_are_an_error(
     monkeypatch.chdir(tmp_path)
     Path("empty").write_text(" \n")
     with pytest.raises(ConfigError, match="--metrics-"):
-        load_access(Settings.from_dict(settings))
+        load_access(Settings.from_dict(settings).metrics)
 
 
 def test_tls(tmp_path: Path) -> None:
@@ -84,7 +84,8 @@ def test_tls(tmp_path: Path) -> None:
         cwd=tmp_path, check=True, capture_output=True, timeout=60,
     )  # fmt: skip
     files = {"metrics_cert": str(tmp_path / "cert.pem"), "metrics_key": str(tmp_path / "key.pem")}
-    server = MetricsServer(Registry(), "127.0.0.1", 0, dict, access=load_access(Settings.from_dict(files)))
+    access = load_access(Settings.from_dict(files).metrics)
+    server = MetricsServer(Registry(), "127.0.0.1", 0, dict, access=access)
     try:
         assert server.url.startswith("https://")
         plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)

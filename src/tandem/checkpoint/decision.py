@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tandem.checkpoint.store import CheckpointStore, locate
+from tandem.config import Settings
 from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
@@ -23,21 +24,6 @@ BITS_MAY_DIFFER = {
     "micro_batch_size",
     "strategy",
 }
-
-
-class ResumeSettings(Protocol):
-    """The part of config.Settings that the decision reads."""
-
-    @property
-    def resume(self) -> str: ...
-    @property
-    def epochs(self) -> int: ...
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def batch_size(self) -> int: ...
-    def to_dict(self) -> dict[str, object]: ...
-    def fingerprint_fields(self) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,7 @@ class ResumeDecision:
     moved_to: PurePath | None = None  # where checkpoints of this run that no longer count lie now
 
 
-def decide_resume(settings: ResumeSettings, store: CheckpointStore) -> ResumeDecision:
+def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     """Decide where to begin; the first that applies:
 
     1. `--resume never`: fresh; what lies in `store` is moved to checkpoints-before-<UTC time> beside it.
@@ -73,14 +59,14 @@ def decide_resume(settings: ResumeSettings, store: CheckpointStore) -> ResumeDec
     less than the planned ones makes it "complete", whose bytes are read and hashed here: no rank will.
     Raises ConfigError (nothing there, fingerprint) and CheckpointError (damaged PATH@STEP, volume).
     """
-    if settings.resume == "never":
+    if settings.checkpoint.resume == "never":
         return ResumeDecision("fresh", moved_to=store.move_aside())
-    if settings.resume not in ("auto", "required"):
+    if settings.checkpoint.resume not in ("auto", "required"):
         return _from_path(settings, store)
     found = store.newest(lambda step: _look(settings, store, step), say_damaged)
     if found is not None:
-        return _begin_at(*found, needed=settings.resume == "required")
-    if settings.resume == "required":
+        return _begin_at(*found, needed=settings.checkpoint.resume == "required")
+    if settings.checkpoint.resume == "required":
         raise ConfigError(nothing_valid(store.directory))
     return ResumeDecision("fresh")
 
@@ -98,15 +84,15 @@ def say_damaged(step: int, problem: str) -> None:
     log.warning("checkpoint step %d is damaged (%s): using the one before", step, problem)
 
 
-def _from_path(settings: ResumeSettings, store: CheckpointStore) -> ResumeDecision:
+def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     here = store.newest(store.info, say_damaged, quarantine=False)
     if here is not None and _is_same_command(here[1], settings):
         decision = _begin_at(here[0], _look(settings, store, here[0]), needed=True)
         said = f"going on from step {here[0]} here, which this same --resume has reached"
         with suppress(ConfigError):
-            decision = replace(decision, elsewhere=_candidates(*locate(settings.resume)))
+            decision = replace(decision, elsewhere=_candidates(*locate(settings.checkpoint.resume)))
         return replace(decision, changes=(*decision.changes, said))
-    there, only = locate(settings.resume)
+    there, only = locate(settings.checkpoint.resume)
     same_line = _resolved(there.directory) == _resolved(store.directory)
     whole = same_line or bool(store.steps())  # nothing is moved aside for bytes that do not hold
     if only is not None:
@@ -130,12 +116,13 @@ def _candidates(there: CheckpointStore, only: int | None) -> tuple[tuple[PurePat
 
 
 def _look(
-    settings: ResumeSettings, store: CheckpointStore, step: int, whole: bool = False
+    settings: Settings, store: CheckpointStore, step: int, whole: bool = False
 ) -> tuple[bool, tuple[str, ...]]:
     """(complete, changes) of going on from `step`. Raises ConfigError for another fingerprint."""
     info = store.info(step)
     unknown = _check_fingerprint(settings, info, store.path(step))
-    planned = settings.steps or settings.epochs * (int(info["train_samples"]) // settings.batch_size)
+    steps_per_epoch = int(info["train_samples"]) // settings.data.batch_size
+    planned = settings.run.steps or settings.run.epochs * steps_per_epoch
     if whole or step >= planned:
         store.verify(step)
     return step >= planned, (*unknown, *_changes(info, settings))
@@ -146,13 +133,13 @@ def _begin_at(step: int, looked: tuple[bool, tuple[str, ...]], needed: bool) -> 
     return ResumeDecision("complete" if complete else "resume", step, needed=needed, changes=changes)
 
 
-def _is_same_command(info: Mapping[str, Any], settings: ResumeSettings) -> bool:
+def _is_same_command(info: Mapping[str, Any], settings: Settings) -> bool:
     """Whether a checkpoint has these settings; what only one of the two programs knows does not count."""
     old, new = info.get("settings", {}), _plain(settings.to_dict())
     return "resume" in old and all(old[key] == new[key] for key in old.keys() & new.keys())
 
 
-def _check_fingerprint(settings: ResumeSettings, info: Mapping[str, Any], path: PurePath) -> list[str]:
+def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePath) -> list[str]:
     """Raises ConfigError where old and new differ; a line for each that only one of the programs knows."""
     old, new = info.get("fingerprint", {}), _plain(settings.fingerprint_fields())
     known = old.keys() & new.keys()
@@ -174,7 +161,7 @@ def _check_fingerprint(settings: ResumeSettings, info: Mapping[str, Any], path: 
     ]
 
 
-def _changes(info: Mapping[str, Any], settings: ResumeSettings) -> list[str]:
+def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
     old, new = info.get("settings", {}), _plain(settings.to_dict())
     same = {*settings.fingerprint_fields(), "resume"}
     return [

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from tandem.config.fields import Setting, convert, settings_of, words_of
 from tandem.config.slices import (
@@ -23,32 +23,9 @@ from tandem.errors import ConfigError
 
 SEE = "See `tandem config --explain`"
 
-if TYPE_CHECKING:  # until every reader takes its slice: flat names, with their types
-
-    class _Flat(
-        RunConfig,
-        DataConfig,
-        OptimisationConfig,
-        ComputeConfig,
-        LaunchConfig,
-        ReliabilityConfig,
-        CheckpointConfig,
-        EvaluationConfig,
-        TelemetryConfig,
-        MetricsConfig,
-    ): ...
-
-else:
-
-    class _Flat:
-        def __getattr__(self, name: str) -> Any:
-            if name not in SETTINGS:
-                raise AttributeError(name)
-            return getattr(getattr(self, SETTINGS[name].slice), name)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(_Flat):
+class Settings:
     """The resolved settings of a run. Immutable; reads nothing by itself, `load` hands the values in."""
 
     run: RunConfig = RunConfig()

@@ -25,7 +25,7 @@ def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankF
             placement.master_host, placement.master_port, settings.launch.master_timeout, lambda: False
         )
         return rank_function(settings.to_dict(), position)
-    run_dir, access = local_folder(str(settings.run_dir)), load_access(settings)
+    run_dir, access = local_folder(str(settings.run.run_dir)), load_access(settings.metrics)
     position = replace(position, resume=decide(settings))
     copies = prepare_run_dir(settings)
     with (

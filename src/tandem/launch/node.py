@@ -60,14 +60,14 @@ def _prepare(settings: Settings, placement: Placement) -> _Prepared:
 
     prepared = _Prepared()
     if placement.node_rank == 0:
-        access, decision = load_access(settings), decide(settings)
+        access, decision = load_access(settings.metrics), decide(settings)
         if decision.kind == "complete":
             return _Prepared(decision)
         prepared = _Prepared(decision, access, prepare_run_dir(settings))
-    load_task(settings.task, settings.task_fields, settings.data_dir, settings.download)
+    load_task(settings.run.task, settings.run.task_fields, settings.data.data_dir, settings.data.download)
     if placement.node_rank == 0:
-        log_file = local_folder(str(settings.run_dir)) / "log" / "node-0.log"
-        setup(log_file, None, 0, True, settings.log_format == "json")
+        log_file = local_folder(str(settings.run.run_dir)) / "log" / "node-0.log"
+        setup(log_file, None, 0, True, settings.telemetry.log_format == "json")
     return prepared
 
 
@@ -83,7 +83,7 @@ def _run_agent(
     from tandem.launch.agent import Node, run_agent
     from tandem.launch.view import NodeView
 
-    run_dir, nproc = local_folder(str(settings.run_dir)), placement.nproc or _ranks_for_gpus(settings)
+    run_dir, nproc = local_folder(str(settings.run.run_dir)), placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(nproc)]
     warm_up = rank_function.partition(":")[0] + ":warm_up"
     workers = Workers(rank_function, settings.to_dict(), memories, warm_up)

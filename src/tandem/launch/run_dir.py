@@ -18,24 +18,24 @@ log = logging.getLogger("tandem.launch")
 
 def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Settings:
     """The settings with an absolute run directory; the default with the time in it is for laptops only."""
-    run_dir = settings.run_dir
+    run_dir = settings.run.run_dir
     if run_dir is None:
         if placement.platform != "none":
             raise ConfigError(
                 f"no run directory is given, and on {placement.platform} all nodes need the same one; "
                 "give --run-dir DIR (on the shared volume) or TANDEM_RUN_DIR"
             )
-        name = settings.task.rpartition(":")[2] if ":" in settings.task else settings.task
+        name = settings.run.task.rpartition(":")[2] if ":" in settings.run.task else settings.run.task
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         run_dir = Path("runs") / f"{name.replace('/', '-')}-{stamp}"
     if isinstance(where := address(run_dir), Path):
         run_dir = where.absolute()
-    return settings.replace(run_dir=run_dir, data_dir=settings.data_dir.absolute())
+    return settings.replace(run_dir=run_dir, data_dir=settings.data.data_dir.absolute())
 
 
 def prepare_run_dir(settings: Settings) -> Copies:
     """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError."""
-    where, copies = address(str(settings.run_dir)), Copies(str(settings.run_dir))
+    where, copies = address(str(settings.run.run_dir)), Copies(str(settings.run.run_dir))
     folder = local_folder(where)
     try:
         make_folder(folder)
@@ -52,7 +52,7 @@ def prepare_run_dir(settings: Settings) -> Copies:
 
 def decide(settings: Settings) -> ResumeDecision:
     """Where the run begins, decided once on node 0 before any rank starts, and said in a line each."""
-    run_dir = address(str(settings.run_dir))
+    run_dir = address(str(settings.run.run_dir))
     decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
     if decision.kind == "complete":
         log.info(

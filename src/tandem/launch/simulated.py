@@ -51,7 +51,7 @@ def simulate(
     ]
     for node in nodes:
         node.start()
-    _supervise(nodes, settings.max_restarts, stop)
+    _supervise(nodes, settings.launch.max_restarts, stop)
     return job_code([code for node in nodes if (code := node.code()) is not None])
 
 

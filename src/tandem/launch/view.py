@@ -44,15 +44,16 @@ class NodeView:
         stop: StopFlag | None = None,
     ) -> None:
         self._settings, self._placement, self._run_dir = settings, placement, run_dir
-        self._checkpoints = address(str(settings.run_dir or run_dir)) / "checkpoints"
+        self._checkpoints = address(str(settings.run.run_dir or run_dir)) / "checkpoints"
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
         self._pids: Mapping[int, int] = {}
         self._plan: RunStarted | None = None
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
-        hang_timeout = None if settings.hang_timeout == "auto" else float(settings.hang_timeout)
-        self._limits = health.Limits(settings.master_timeout, settings.first_step_timeout, hang_timeout)
+        timeouts, master = settings.reliability, settings.launch.master_timeout
+        hang = None if timeouts.hang_timeout == "auto" else float(timeouts.hang_timeout)
+        self._limits = health.Limits(master, timeouts.first_step_timeout, hang)
         self._restart_reason = "crash"
         self._state, self._last_progress = "starting", time.time()
         self._state_dir, self._stop = state_dir, stop
@@ -80,7 +81,7 @@ class NodeView:
         """Node 0: journal, history and server."""
         self._journal, self._history = Journal(run_dir), History(run_dir, self._checkpoints)
         self._replays = life.Replays(self._history.last_step)
-        host, port = settings.metrics_host, settings.metrics_port
+        host, port = settings.metrics.metrics_host, settings.metrics.metrics_port
         server = MetricsServer(self.metrics, host, port, self.status, self._history.curves, access)
         self._server = server
         log.info("live page at %s/, metrics at %s/metrics", server.url, server.url)
@@ -168,13 +169,13 @@ class NodeView:
         healthy, says = health.judge(record, time.time())
         step, rate = self._rank_zeros_step(), self._done.samples_per_second
         planned = self._plan.steps_planned if self._plan is not None else None
-        left = (planned - step) * self._settings.batch_size / rate if planned and rate > 0 else None
+        left = (planned - step) * self._settings.data.batch_size / rate if planned and rate > 0 else None
         return {
             "state": self.metrics.state,
             "healthy": healthy,
             "health": says,
-            "run": self._settings.run_name or self._run_dir.name,
-            "task": self._settings.task,
+            "run": self._settings.run.run_name or self._run_dir.name,
+            "task": self._settings.run.task,
             "platform": self._placement.platform,
             "nodes": self._nodes,
             "step": step,
@@ -184,7 +185,7 @@ class NodeView:
             "seconds_left": left,
             "seconds_since_progress": round(time.time() - self._last_progress, 1),
             "restarts": max(0, self._worlds - 1),
-            "checkpoint_every": self._settings.checkpoint_every,
+            "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "time": time.time(),
             **(self._history.now() if self._history is not None else {}),
         }
@@ -220,7 +221,7 @@ class NodeView:
 
     def _count_steps(self, unreported: int, again: int) -> None:
         """Steps that rank 0 had no time to report before it was killed, and those done again."""
-        samples = unreported * self._settings.batch_size
+        samples = unreported * self._settings.data.batch_size
         self.metrics.apply([
             metrics.STEPS.inc(unreported), metrics.SAMPLES.inc(samples), metrics.STEPS_REPLAYED.inc(again),
         ])  # fmt: skip
@@ -276,13 +277,13 @@ class NodeView:
             "state": "failed",
             "exit_code": code,
             "reason": reason,
-            "task": self._settings.task,
+            "task": self._settings.run.task,
             "platform": self._placement.platform,
             "world_size": self._placement.world_size,
             "nodes": self._placement.nodes,
             "epoch": None,
             "global_step": step,
-            "samples_seen": step * self._settings.batch_size,
+            "samples_seen": step * self._settings.data.batch_size,
             "loss": self._done.loss,
             "eval": {},
             "samples_per_second": self._done.samples_per_second,

@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config import Settings
+from tandem.config import MetricsConfig
 from tandem.errors import ConfigError
 
 OPEN_PATHS = ("/healthz", "/readyz")
@@ -36,20 +36,20 @@ class Access:
         return hmac.compare_digest(credentials.strip().encode(), self.token.encode())
 
 
-def load_access(settings: Settings) -> Access:
+def load_access(config: MetricsConfig) -> Access:
     """From --metrics-token-file, --metrics-cert and --metrics-key.
 
     Raises ConfigError when they cannot be used: what was to be protected is never served in the open.
     """
     token = None
-    if settings.metrics_token_file is not None:
+    if config.metrics_token_file is not None:
         try:
-            token = settings.metrics_token_file.read_text(encoding="utf-8").strip()
+            token = config.metrics_token_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--metrics-token-file {settings.metrics_token_file}: {error}") from error
+            raise ConfigError(f"--metrics-token-file {config.metrics_token_file}: {error}") from error
         if not token:
-            raise ConfigError(f"--metrics-token-file {settings.metrics_token_file} is empty; write a token")
-    return Access(token, _tls(settings.metrics_cert, settings.metrics_key))
+            raise ConfigError(f"--metrics-token-file {config.metrics_token_file} is empty; write a token")
+    return Access(token, _tls(config.metrics_cert, config.metrics_key))
 
 
 def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:

@@ -133,7 +133,7 @@ def write_summary(
                 summary,
                 recorder.meter.seconds,
                 recorder.meter.phases,
-                address(str(settings.run_dir or run_dir)),
+                address(str(settings.run.run_dir or run_dir)),
             )
         },
     )

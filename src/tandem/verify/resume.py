@@ -79,11 +79,13 @@ def verify(
     `arguments` are the flags that `settings` came from. Raises StoppedError, and RunFailedError where the
     task cannot run at all.
     """
-    steps = min(settings.steps or STEPS, STEPS)
+    steps = min(settings.run.steps or STEPS, STEPS)
     with tempfile.TemporaryDirectory(prefix="tandem-verify-") as folder:
         runner = Runner(arguments, environ, Path(folder), steps, stop)
         calm = runner.undisturbed()
-        say(f"verify-resume: {settings.task}, {steps} steps on {_ranks(calm.world_size)}, {trials} trials")
+        say(
+            f"verify-resume: {settings.run.task}, {steps} steps on {_ranks(calm.world_size)}, {trials} trials"
+        )
         shown = ", ".join(f"{name} {value[:12]}" for name, value in calm.digests().items())
         say(f"undisturbed: {shown}")
         done: list[Trial] = []
