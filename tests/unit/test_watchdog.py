@@ -1,8 +1,17 @@
-"""Who is named: the judge of the watchdog, with beats made by hand."""
+"""Who is named: the judge of the watchdog, with beats made by hand; and how nodes come to know it."""
 
+import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tandem.launch.watchdog import Watchdog
+from tandem.telemetry import metrics
 from tandem.telemetry.hangs import Beat, judge
+from tandem.telemetry.messages import Heartbeat
+from tandem.telemetry.registry import Registry
 
 WELL = Beat(
     rank=0,
@@ -54,3 +63,41 @@ def test_all_may_wait_as_long_as_a_start_takes() -> None:
     starting = replace(STUCK, phase="rendezvous", quiet=85.0, limit=1800.0, hang=60.0)
     assert judge([starting]) is None
     assert judge([starting, replace(starting, rank=1)]) is None
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_two_nodes_agree_on_a_hang_and_node_0_shows_what_node_1_knows() -> None:
+    """The exchange itself, through a real store; the ranks' processes are this one."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def connect() -> TCPStore:
+        return TCPStore("127.0.0.1", server.port, is_master=False)
+
+    registries = [Registry(node=node) for node in (0, 1)]
+    dogs = [Watchdog(node, "here", server.port, connect, registries[node]) for node in (0, 1)]
+    registries[1].apply([metrics.RANK_MEMORY_BYTES.set(5, rank=1)])
+    heard = Heartbeat(0, 7, "train", "backward", 0.0, 60.0, 60.0, trained=True, waiting=True)
+    try:
+        for node, dog in enumerate(dogs):
+            dog.start()
+            dog.begin_generation("world/a", {node: os.getpid()}, [0, 1])
+        dogs[0].hear(heard)
+        dogs[1].hear(replace(heard, rank=1, phase="data", quiet=61.0, waiting=False))
+        for dog in dogs:
+            wait_until(lambda dog=dog: dog.alarm)
+            named = dog.alarm
+            assert named is not None and (named.rank, named.node, named.phase) == (1, 1, "data")
+        value = registries[0].registry.get_sample_value
+        wait_until(lambda: value("tandem_rank_memory_bytes", {"rank": "1", "node": "1"}) == 5)
+        registries[1].apply([metrics.DATA_ERRORS.inc(reason="OSError")])
+        dogs[1].end_generation(server)
+    finally:
+        dogs[1].close(None)
+        dogs[0].close(server)
+    assert value("tandem_data_errors_total", {"reason": "OSError", "node": "1"}) == 1, "its last words"
