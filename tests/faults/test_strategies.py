@@ -1,0 +1,39 @@
+"""Whole runs with sharded parameters: a killed one has the bits of a calm one; ddp reads its checkpoints."""
+
+import json
+import os
+import signal
+
+import pytest
+from small_runs import Runs, rank_processes
+
+pytestmark = pytest.mark.timeout(300)
+
+FLAGS = ("--nproc", 2, "--device", "cpu", "--threads", 1, "--checkpoint-every", 10, "--log-every", 15)
+
+
+def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs) -> None:
+    calm = runs.finish("launch", "calm", *FLAGS, "--strategy", "fsdp", "--steps", 60)
+    broken = runs.start("launch", "broken", *FLAGS, "--strategy", "fsdp", "--steps", 60, delay=0.05)
+    runs.wait_for_step("broken", 20)
+    os.kill(rank_processes(broken.pid)["tandem-rank-1"], signal.SIGKILL)
+    code, output = runs.processes.wait(broken)
+    assert code == 0, output
+    summary = runs.summary("broken")
+    assert summary["restarts"] == 1 and summary["resumed_from_step"] >= 20
+    assert summary["weights_sha256"] == calm["weights_sha256"] and summary["loss"] == calm["loss"]
+    logged = [[json.loads(line).get("accuracy") for line in (runs.folder / run / "metrics.jsonl").open()]
+              for run in ("calm", "broken")]  # fmt: skip
+    assert logged[0] == logged[1] and any(logged[0])
+
+
+def test_a_run_changes_its_strategy_and_goes_on(runs: Runs) -> None:
+    for last, name in ((20, "fsdp"), (30, "ddp"), (40, "fsdp")):
+        runs.finish("launch", "run", *FLAGS, "--strategy", name, "--steps", last, "--schedule", "constant")
+    ddp = runs.finish("launch", "ddp", *FLAGS, "--strategy", "ddp", "--steps", 40, "--schedule", "constant")
+    changed = runs.summary("run")
+    assert changed["global_step"] == 40 and changed["resumed_from_step"] == 30
+    assert changed["loss"] == pytest.approx(ddp["loss"], abs=1e-5)
+    said = (runs.folder / "run" / "log" / "node-0.log").read_text()
+    assert said.count("strategy was 'fsdp' and is 'ddp' now") == 1, said
+    assert said.count("strategy was 'ddp' and is 'fsdp' now") == 1, said
