@@ -17,9 +17,9 @@ ARGS ?=
 
 # Seconds. A test has a limit of its own (pyproject.toml); these end a suite between two tests, with its summary
 # and exit code 1, and a suite that cannot even do that is killed two minutes later.
-UNIT_LIMIT := 300
-TEST_LIMIT := 900
-ALL_LIMIT := 2400
+UNIT_LIMIT := 600
+TEST_LIMIT := 1800
+ALL_LIMIT := 3600
 PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs --session-timeout=$(1)
 # A second object store, for the tests of the first; they skip where it is not there.
 S3RVER := build/node/node_modules/.bin/s3rver
