@@ -60,4 +60,6 @@ def test_a_pass_takes_no_more_than_one_of_the_training(
     settings: dict[str, int], ranks: int, expected: int
 ) -> None:
     made = Settings().replace(**settings)
-    assert evaluation_batch_size(made, cast(Any, SimpleNamespace(size=ranks))) == expected
+    assert (
+        evaluation_batch_size(made.evaluation, made.data, cast(Any, SimpleNamespace(size=ranks))) == expected
+    )
