@@ -119,8 +119,7 @@ def train(
         strategy.load_optimizer(optimizer, begin["optimizer"])
     task: Any = Classes()
     made = Settings().replace(batch_size=BATCH, on_nonfinite="skip", **settings)
-    slices = made.compute, made.optimisation, made.data.batch_size, made.run.seed
-    stepper = Stepper(group, strategy, *slices, task, model, optimizer, Clock())
+    stepper = Stepper(group, strategy, made, task, model, optimizer, Clock())
     if begin is not None:
         stepper.scaler.load_state_dict(begin["scaler"])
     seen = Trained(strategy, model, Evaluation(group, strategy, task, model, rows(101), 8))

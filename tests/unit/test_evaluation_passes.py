@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from tandem.config import Settings
 from tandem.data.datasets import TensorRows
-from tandem.training.evaluate import Evaluation
-from tandem.training.run import evaluation_batch_size
+from tandem.training.evaluate import Evaluation, evaluation_batch_size
 
 
 class Watching:

@@ -246,6 +246,10 @@ class Recorder:
             self.event("checkpoint", step=save.step, seconds=round(save.seconds, 3), bytes=save.bytes)
         self.samples(*save_samples(save))
 
+    def verified(self, step: int) -> None:
+        """A checkpoint was read back before older ones went; called from the same thread."""
+        self.event("checkpoint_verified", step=step)
+
     def event(self, kind: str, **fields: object) -> None:
         """One line in events.jsonl, and on the page (rank 0)."""
         if self._journal is not None:

@@ -7,11 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from tandem.config import DataConfig, EvaluationConfig, Settings
 from tandem.data.loader import batch_size_of, evaluation_batches
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.tasks.base import Task
 from tandem.training.precision import autocast
+
+
+def evaluation_batch_size(config: EvaluationConfig, data: DataConfig, world: ProcessGroup) -> int:
+    """Samples per rank and evaluation pass: what is set, else as many as in a training pass."""
+    share = -(-data.batch_size // world.size)
+    return config.eval_batch_size or min(data.micro_batch_size or share, share)
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,21 @@ class Evaluation:
     batch_size: int
     precision: str = "fp32"
     workers: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        world: ProcessGroup,
+        strategy: Strategy,
+        task: Task,
+        model: nn.Module,
+        dataset: Any,
+    ) -> "Evaluation":
+        """As the settings say; a pass is as large as one of the training unless they say another size."""
+        size = evaluation_batch_size(settings.evaluation, settings.data, world)
+        workers, precision = settings.data.workers, settings.compute.precision
+        return cls(world, strategy, task, model, dataset, size, precision, workers)
 
     def scores(self) -> dict[str, float]:
         """Means over the whole `dataset`, by score name, equal on all ranks; `loss` is always there.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.config import Settings
 from tandem.distributed.consensus import Agreed
 from tandem.distributed.group import ProcessGroup
 from tandem.schedule import Cadence
@@ -31,6 +32,18 @@ class Timetable:
     steps_planned: int
     clock: Callable[[], float] = time.monotonic
     _last: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Settings, snapshot: Cadence, steps_per_epoch: int, planned: int) -> "Timetable":
+        """The cadences of the settings; `snapshot` depends on the device as well."""
+        cadences = {
+            "log": Cadence.parse(settings.telemetry.log_every),
+            "eval": Cadence.parse(settings.evaluation.eval_every),
+            "save": Cadence.parse(settings.checkpoint.checkpoint_every),
+            "check": Cadence.parse(settings.reliability.replica_check_every),
+            "snapshot": snapshot,
+        }
+        return cls(cadences, steps_per_epoch, planned)
 
     def decisions(self, is_first: bool) -> int:
         """Rank 0's bits for this step; nothing from the others."""

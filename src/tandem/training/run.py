@@ -5,25 +5,24 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.storage import address
-from tandem.checkpoint.storage.copies import Copies, local_folder
+from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
-from tandem.checkpoint.writer import CheckpointWriter
-from tandem.config import DataConfig, EvaluationConfig, Settings
-from tandem.data.source import Reader, training_data
+from tandem.config import Settings
+from tandem.data.datasets import Datasets
+from tandem.data.source import Reader, TrainingData, training_data
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup, choose_device, first_line
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, ConfigError, StoppedError, TandemError
 from tandem.log import redirect_output, setup
-from tandem.schedule import Cadence
 from tandem.signals import StopFlag
 from tandem.tasks.base import Task, load_task, task_class
 from tandem.telemetry.clock import Clock
@@ -37,11 +36,12 @@ from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.profiling import profiled
 from tandem.training.replicas import check_replicas
-from tandem.training.resume import COMPLETE, begin, load_state, load_weights
+from tandem.training.resume import COMPLETE, begin, load_weights
 from tandem.training.saving import Saver, rank_zeros, snapshot_cadence
 from tandem.training.seeding import seed_model
+from tandem.training.state import TrainingState
 from tandem.training.step import Stepper
-from tandem.training.summary import manifest_info, open_displays, write_summary
+from tandem.training.summary import Facts, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
 
@@ -106,150 +106,111 @@ def _sender(position: Position) -> Send:
 def _run(
     settings: Settings, position: Position, run_dir: Path, stop: StopFlag, send: Send, started: float
 ) -> int:
-    batch_size = settings.data.batch_size
+    """From the process group to the summary; what is put together here builds itself."""
     threads = set_threads(settings.compute.threads, position)
     device = choose_device(settings.compute.device, position.local_rank)
-    clock = Clock(device)
-    for handler in logging.getLogger("tandem").handlers:
-        handler.addFilter(clock.stamp)
-    Heartbeats(
-        position.rank,
-        clock,
-        send,
-        None if settings.reliability.hang_timeout == "auto" else float(settings.reliability.hang_timeout),
-        settings.reliability.first_step_timeout,
-        device.type == "cpu",
-        run_dir / "log",
-    )
-    recorder = Recorder(position.rank, batch_size, send, clock, position.node_rank)
-    store = CheckpointStore(address(str(settings.run.run_dir)) / "checkpoints")
+    clock = _clock(settings, position, device, send, run_dir)
+    recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
     with clock.phase("rendezvous"):
         world = ProcessGroup.open(position, device, settings.reliability.first_step_timeout)
         world.check_same_settings(settings.common_fields())
-    run, data_dir = settings.run, settings.data.data_dir
-    task = load_task(run.task, run.task_fields, data_dir, settings.data.download)
-    prepare: Callable[[], None] = getattr(task, "prepare", lambda: None)
-    world.once_per_node(prepare)
-    datasets = task.build_datasets()
-    collate = getattr(task, "collate", None)
-    reader = Reader(settings.data, settings.run.seed, world.rank, world.size, collate, device)
+    task, datasets = _task(settings, world)
+    reader = Reader(
+        settings.data, settings.run.seed, world.rank, world.size, getattr(task, "collate", None), device
+    )
     data = training_data(datasets.train, reader, settings.run.steps)
     order = data.order
     planned = settings.run.steps or settings.run.epochs * order.steps_per_epoch
     strategy = strategies.load(settings.compute.strategy, world)
-    seed_model(settings.run.seed)
-    model = _place(task, task.build_model(), device)
-    if settings.compute.sync_batchnorm:
-        model = world.synchronise_batchnorm(model)
-    rank_zero_tensors = rank_zeros(model)
+    model = _model(settings, task, world)
+    rank_zero_tensors = rank_zeros(model)  # before a strategy makes them other tensors
     model = strategy.spread(model)
     optimizer = build_optimizer(settings.optimisation, task, model)
-    schedule = Schedule(settings.optimisation, batch_size, task, optimizer, order.steps_per_epoch, planned)
+    schedule = Schedule(
+        settings.optimisation, settings.data.batch_size, task, optimizer, order.steps_per_epoch, planned
+    )
+    stepper = Stepper(world, strategy, settings, task, model, optimizer, clock)
+    state = TrainingState(strategy, model, optimizer, schedule, stepper.scaler, data, recorder)
+    store = CheckpointStore(address(str(settings.run.run_dir)) / "checkpoints")
     with clock.phase("resume"):
         beginning = begin(world, store, position, recorder)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
         if world.is_first:
             (run_dir / "summary.json").unlink(missing_ok=True)
-        _check_division(batch_size, world, fresh=beginning.state is None)
+        _check_division(settings.data.batch_size, world, fresh=beginning.state is None)
         if beginning.state is not None:
-            load_state(beginning.state, strategy, model, optimizer, schedule)
-            data.load(beginning.state.get("data", {}))
-            recorder.load(beginning.state.get("log", {}))
+            state.load(beginning.state)
+            getattr(task, "after_resume", _nothing)(model)
         elif settings.checkpoint.init_from is not None:
             load_weights(world, strategy, settings.checkpoint.init_from, model)
-        if beginning.state is not None and hasattr(task, "after_resume"):
-            task.after_resume(model)
-    stepper = Stepper(
-        world,
-        strategy,
-        settings.compute,
-        settings.optimisation,
-        batch_size,
-        settings.run.seed,
-        task,
-        model,
-        optimizer,
-        clock,
-    )
-    if beginning.state is not None and "scaler" in beginning.state:
-        stepper.scaler.load_state_dict(beginning.state["scaler"])
-
-    saver = Saver(
-        world,
-        CheckpointWriter(
-            store,
-            Retention.of(settings.checkpoint),
-            settings.checkpoint.checkpoint_failures_allowed,
-            recorder.saved,
-            lambda step: recorder.event("checkpoint_verified", step=step),
-            Copies(str(settings.run.run_dir)).push,
-        ),
-        lambda: {
-            **strategy.whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()}),
-            "schedule": schedule.state(),
-            "scaler": stepper.scaler.state_dict(),
-            "data": data.state(),
-            "log": recorder.state(),
-        },
-        lambda step: manifest_info(settings, world, order, planned, step, threads, recorder.scores_at(step)),
-        rank_zero_tensors,
-        beginning.slot,
-    )
+    facts = Facts(settings, world, run_dir, order, planned, threads, beginning.step, started)
+    saver = Saver(facts, store, state, recorder, rank_zero_tensors, beginning.slot)
+    snapshots = snapshot_cadence(settings.checkpoint.snapshot_every, world, strategy)
     training = Training(
         world=world,
         stepper=stepper,
         schedule=schedule,
-        timetable=Timetable(
-            {
-                "log": Cadence.parse(settings.telemetry.log_every),
-                "eval": Cadence.parse(settings.evaluation.eval_every),
-                "save": Cadence.parse(settings.checkpoint.checkpoint_every),
-                "check": Cadence.parse(settings.reliability.replica_check_every),
-                "snapshot": snapshot_cadence(settings.checkpoint.snapshot_every, world, strategy),
-            },
-            order.steps_per_epoch,
-            planned,
-        ),
+        timetable=Timetable.of(settings, snapshots, order.steps_per_epoch, planned),
         recorder=recorder,
         clock=clock,
         nonfinite=Policy(settings.optimisation.on_nonfinite, settings.compute.precision, recorder),
         stop=stop,
-        batches=profiled(
-            _told(data.steps(beginning.step, planned), recorder),
-            settings.telemetry.profile if world.is_first else None,
-            beginning.step,
-            run_dir / "profile" / "rank-0.json",
-        ),
-        evaluate=Evaluation(
-            world,
-            strategy,
-            task,
-            model,
-            datasets.evaluation,
-            evaluation_batch_size(settings.evaluation, settings.data, world),
-            settings.compute.precision,
-            settings.data.workers,
-        ).scores,
-        check_replicas=lambda step: check_replicas(world, strategy, model, recorder, step),
+        batches=_batches(settings, data, facts, recorder),
+        evaluate=Evaluation.of(settings, world, strategy, task, model, datasets.evaluation).scores,
+        check_replicas=partial(check_replicas, world, strategy, model, recorder),
         saver=saver,
         step=beginning.step,
     )
-    open_displays(
-        settings, world, run_dir, recorder, order, planned, beginning, model, datasets.train, threads
-    )
+    open_displays(facts, recorder, model)
     with saver:
         finished = train(training)
         clock.begin("drain")
     if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
     code = FINISHED if finished else STOPPED
-    weights = strategy.whole(model.state_dict())
+    weights = state.weights()
     if world.is_first:
-        write_summary(
-            run_dir, settings, position, recorder, order, weights, saver.last_step, beginning, code, started
-        )
+        write_summary(facts, recorder, weights, saver.last_step, code)
     return _leave(world, recorder, code)
+
+
+def _clock(settings: Settings, position: Position, device: torch.device, send: Send, run_dir: Path) -> Clock:
+    """The clock of phases, with who reads it beside the training: lines of the log, and the heartbeat."""
+    clock, limits = Clock(device), settings.reliability
+    for handler in logging.getLogger("tandem").handlers:
+        handler.addFilter(clock.stamp)
+    hang_timeout = None if limits.hang_timeout == "auto" else float(limits.hang_timeout)
+    on_cpu, folder = device.type == "cpu", run_dir / "log"
+    Heartbeats(position.rank, clock, send, hang_timeout, limits.first_step_timeout, on_cpu, folder)
+    return clock
+
+
+def _task(settings: Settings, world: ProcessGroup) -> tuple[Task, Datasets]:
+    """The task, prepared once on each node, and its datasets."""
+    run, data = settings.run, settings.data
+    task = load_task(run.task, run.task_fields, data.data_dir, data.download)
+    prepare: Callable[[], None] = getattr(task, "prepare", _nothing)
+    world.once_per_node(prepare)
+    return task, task.build_datasets()
+
+
+def _model(settings: Settings, task: Task, world: ProcessGroup) -> nn.Module:
+    """The task's model on its device, with the same initial weights on every rank."""
+    seed_model(settings.run.seed)
+    model = _place(task, task.build_model(), world.device)
+    return world.synchronise_batchnorm(model) if settings.compute.sync_batchnorm else model
+
+
+def _batches(settings: Settings, data: TrainingData, facts: Facts, recorder: Recorder) -> Iterator[list[Any]]:
+    """The micro-batches of each step from here to the planned end; rank 0 may record some for --profile."""
+    steps = _told(data.steps(facts.first_step, facts.planned), recorder)
+    window = settings.telemetry.profile if facts.world.is_first else None
+    return profiled(steps, window, facts.first_step, facts.run_dir / "profile" / "rank-0.json")
+
+
+def _nothing(*_: object) -> None:
+    """In place of a method that a task does not have."""
 
 
 def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
@@ -258,12 +219,6 @@ def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
     threads = max(1, cores // position.ranks_on_host) if wanted == "auto" else int(wanted)
     torch.set_num_threads(threads)
     return threads
-
-
-def evaluation_batch_size(config: EvaluationConfig, data: DataConfig, world: ProcessGroup) -> int:
-    """Samples per rank and evaluation pass: what is set, else as many as in a training pass."""
-    share = -(-data.batch_size // world.size)
-    return config.eval_batch_size or min(data.micro_batch_size or share, share)
 
 
 def _check_division(batch_size: int, world: ProcessGroup, fresh: bool) -> None:

@@ -1,18 +1,22 @@
 """What is kept of a run while it trains: checkpoints on the volume, snapshots in the node's memory."""
 
 import logging
-from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
 
 from torch import nn
 
 from tandem.checkpoint.flatten import flatten
+from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Snapshots
+from tandem.checkpoint.storage.copies import Copies
+from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.schedule import Cadence
+from tandem.telemetry.recorder import Recorder
+from tandem.training.state import TrainingState
+from tandem.training.summary import Facts, manifest_info
 
 log = logging.getLogger("tandem.saving")
 
@@ -20,28 +24,30 @@ log = logging.getLogger("tandem.saving")
 class Saver:
     """Saves when it is told; leaving its `with` block waits for what is still being written.
 
-    `state()` gives the run's state with "model" first, `info(step)` what the manifest says of it, and
-    `own` the tensors (by order of appearance) of which only rank 0 has the values that count. `kept_slot`
-    is that of the snapshot this world began with.
+    `own`: the tensors of the state (by order of appearance) of which only rank 0 has the values that count.
+    `kept_slot` is that of the snapshot that this generation began with.
     """
 
     def __init__(
         self,
-        world: ProcessGroup,
-        writer: CheckpointWriter,
-        state: Callable[[], Mapping[str, Any]],
-        info: Callable[[int], Mapping[str, Any]],
+        facts: Facts,
+        store: CheckpointStore,
+        state: TrainingState,
+        recorder: Recorder,
         own: frozenset[int],
         kept_slot: int | None,
     ) -> None:
-        self._is_first, self._writer, self._state, self._info, self._own = (
-            world.is_first,
-            writer,
-            state,
-            info,
-            own,
+        self._facts, self._state, self._recorder, self._own = facts, state, recorder, own
+        config = facts.settings.checkpoint
+        self._writer = CheckpointWriter(
+            store,
+            Retention.of(config),
+            config.checkpoint_failures_allowed,
+            recorder.saved,
+            recorder.verified,
+            Copies(str(facts.settings.run.run_dir)).push,
         )
-        position = world.position
+        position = facts.world.position
         on_first_node = position.node_rank == 0 and bool(position.memories)
         self._snapshots = (
             Snapshots(position.memories, position.local_rank, kept_slot) if on_first_node else None
@@ -49,16 +55,17 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Rank 0 begins to save, see `CheckpointWriter.save`; the others help to gather the state."""
-        state = self._state()
-        if self._is_first:
-            self._writer.save(step, {**state, "step": step}, self._info(step))
+        state = self._state.whole()
+        if self._facts.world.is_first:
+            info = manifest_info(self._facts, step, self._recorder.scores_at(step))
+            self._writer.save(step, {**state, "step": step}, info)
 
     def snapshot(self, step: int) -> None:
         """This rank's part of a snapshot on the first node; nothing elsewhere."""
         if self._snapshots is None:
             return
         try:
-            self._snapshots.take(step, {**self._state(), "step": step}, self._own)
+            self._snapshots.take(step, {**self._state.whole(), "step": step}, self._own)
         except (ValueError, OSError) as error:
             log.warning("no more snapshots in memory, a restart goes back to a checkpoint: %s", error)
             self._snapshots = None

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from tandem.config import ComputeConfig, OptimisationConfig
+from tandem.config import Settings
 from tandem.data.loader import batch_size_of
 from tandem.distributed.consensus import (
     LOSS_NOT_FINITE,
@@ -87,18 +87,20 @@ class Stepper:
         self,
         world: ProcessGroup,
         strategy: Strategy,
-        compute: ComputeConfig,
-        optimisation: OptimisationConfig,
-        batch_size: int,
-        seed: int,
+        settings: Settings,
         task: Task,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         clock: Clock,
     ) -> None:
+        compute, optimisation, batch_size = settings.compute, settings.optimisation, settings.data.batch_size
         self.clock = clock
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
-        self._precision, self._clip_norm, self._seed = compute.precision, optimisation.clip_norm, seed
+        self._precision, self._clip_norm, self._seed = (
+            compute.precision,
+            optimisation.clip_norm,
+            settings.run.seed,
+        )
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         trained = torch.compile(model) if compute.compile else model
         assert isinstance(trained, nn.Module)

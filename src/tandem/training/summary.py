@@ -4,6 +4,7 @@ import logging
 import platform as machine
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -15,7 +16,7 @@ from tandem.checkpoint.state import weights_sha256
 from tandem.checkpoint.storage import address
 from tandem.config import Settings
 from tandem.data.sampler import GlobalOrder
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
 from tandem.errors import FINISHED
 from tandem.schedule import Cadence
 from tandem.telemetry import metrics
@@ -24,15 +25,32 @@ from tandem.telemetry.journal import Journal, write_json_atomic
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.tensorboard import EventWriter
-from tandem.training.resume import Beginning
 
 log = logging.getLogger("tandem.run")
 
 
-def identity(
-    settings: Settings, position: Position, device: torch.device, run_dir: Path, save_steps: int | None
-) -> list[Sample]:
-    """The identity group of the metrics, and `save_steps` between checkpoints (None: not by steps)."""
+@dataclass(frozen=True)
+class Facts:
+    """What does not change while this generation of a run trains.
+
+    `run_dir` is on this machine, `started` is of time.monotonic(); it goes on after `first_step` steps.
+    """
+
+    settings: Settings
+    world: ProcessGroup
+    run_dir: Path
+    order: GlobalOrder
+    planned: int
+    threads: int
+    first_step: int
+    started: float
+
+
+def identity(facts: Facts) -> list[Sample]:
+    """The identity group of the metrics, and the steps between checkpoints (0: not by steps)."""
+    settings, position, device = facts.settings, facts.world.position, facts.world.device
+    cadence = Cadence.parse(settings.checkpoint.checkpoint_every)
+    save_steps = cadence.to_steps(facts.order.steps_per_epoch, facts.planned)
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     on_gpu = device.type == "cuda"
     return [
@@ -45,7 +63,7 @@ def identity(
             nccl=".".join(map(str, version())) if on_gpu else "",
         ),
         metrics.RUN_INFO.says(
-            run=settings.run.run_name or run_dir.name,
+            run=settings.run.run_name or facts.run_dir.name,
             task=settings.run.task,
             platform=position.platform,
             backend="nccl" if on_gpu else "gloo",
@@ -58,16 +76,9 @@ def identity(
     ]
 
 
-def manifest_info(
-    settings: Settings,
-    world: ProcessGroup,
-    order: GlobalOrder,
-    planned: int,
-    step: int,
-    threads: int,
-    scores: Mapping[str, float],
-) -> dict[str, Any]:
+def manifest_info(facts: Facts, step: int, scores: Mapping[str, float]) -> dict[str, Any]:
     """What the manifest says about a checkpoint, so that the decision to resume needs no torch.load."""
+    settings, order = facts.settings, facts.order
     warn_of_missing_score(settings.checkpoint.keep_best, step, scores)
     return {
         "step": step,
@@ -75,10 +86,10 @@ def manifest_info(
         "task": settings.run.task,
         "settings": settings.to_dict(),
         "fingerprint": settings.fingerprint_fields(),
-        "world_size": world.size,
-        "threads": threads,
+        "world_size": facts.world.size,
+        "threads": facts.threads,
         "steps_per_epoch": order.steps_per_epoch,
-        "steps_planned": planned,
+        "steps_planned": facts.planned,
         "train_samples": order.n,
         "time": time.time(),
         "eval": dict(scores),
@@ -86,18 +97,10 @@ def manifest_info(
 
 
 def write_summary(
-    run_dir: Path,
-    settings: Settings,
-    position: Position,
-    recorder: Recorder,
-    order: GlobalOrder,
-    weights: Mapping[str, Any],
-    last_checkpoint_step: int | None,
-    beginning: Beginning,
-    code: int,
-    started: float,
+    facts: Facts, recorder: Recorder, weights: Mapping[str, Any], saved_step: int | None, code: int
 ) -> None:
     """RUN_DIR/summary.json, and the same as a line and a table on the terminal."""
+    settings, position = facts.settings, facts.world.position
     digest = weights_sha256(weights)
     summary = {
         "state": "finished" if code == FINISHED else "stopped",
@@ -106,19 +109,19 @@ def write_summary(
         "platform": position.platform,
         "world_size": position.world_size,
         "nodes": position.nodes,
-        "epoch": recorder.step // order.steps_per_epoch,
+        "epoch": recorder.step // facts.order.steps_per_epoch,
         "global_step": recorder.step,
         "samples_seen": recorder.step * settings.data.batch_size,
         "loss": recorder.loss,
         "eval": recorder.scores,
         "samples_per_second": round(recorder.meter.samples_per_second, 1),
-        "wall_seconds": round(time.monotonic() - started, 3),
+        "wall_seconds": round(time.monotonic() - facts.started, 3),
         "weights_sha256": digest,
         "restarts": position.restart,
-        "resumed_from_step": beginning.step or None,
-        "last_checkpoint_step": last_checkpoint_step,
+        "resumed_from_step": facts.first_step or None,
+        "last_checkpoint_step": saved_step,
     }
-    write_json_atomic(run_dir / "summary.json", summary)
+    write_json_atomic(facts.run_dir / "summary.json", summary)
     recorder.event(str(summary["state"]), step=recorder.step, exit_code=code)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in recorder.scores.items())
     log.info(
@@ -133,7 +136,7 @@ def write_summary(
                 summary,
                 recorder.meter.seconds,
                 recorder.meter.phases,
-                address(str(settings.run.run_dir or run_dir)),
+                address(str(settings.run.run_dir or facts.run_dir)),
             )
         },
     )
@@ -175,34 +178,29 @@ def warn_of_missing_score(keep_best: str | None, step: int, scores: Mapping[str,
         log.warning("--keep-best %s: the evaluation at step %d gave %s", keep_best, step, there)
 
 
-def open_displays(
-    settings: Settings,
-    world: ProcessGroup,
-    run_dir: Path,
-    recorder: Recorder,
-    order: GlobalOrder,
-    planned: int,
-    beginning: Beginning,
-    model: nn.Module,
-    dataset: Any,
-    threads: int,
-) -> None:
+def open_displays(facts: Facts, recorder: Recorder, model: nn.Module) -> None:
     """Rank 0 opens its journal, TensorBoard and progress display, and says the derived numbers once."""
-    if not world.is_first:
-        recorder.begin_run(beginning.step, order.steps_per_epoch, planned, None, None, None)
+    step, epoch_steps, planned = facts.first_step, facts.order.steps_per_epoch, facts.planned
+    if not facts.world.is_first:
+        recorder.begin_run(step, epoch_steps, planned, None, None, None)
         return
-    journal = Journal(run_dir)
-    journal.rewind(beginning.step)  # also to 0: a run that was killed before its first checkpoint
-    if beginning.step:
-        journal.event("resumed", step=beginning.step)
-    writer = EventWriter(run_dir / "tensorboard", beginning.step) if settings.telemetry.tensorboard else None
-    progress = Progress(planned, start_step=beginning.step, mode=settings.telemetry.progress)
-    recorder.begin_run(beginning.step, order.steps_per_epoch, planned, journal, progress, writer)
-    keep_best, save_every = settings.checkpoint.keep_best, settings.checkpoint.checkpoint_every
-    eval_every = settings.evaluation.eval_every
-    save_steps = Cadence.parse(save_every).to_steps(order.steps_per_epoch, planned)
-    recorder.samples(*identity(settings, world.position, world.device, run_dir, save_steps))
-    if keep_best and not evaluations_are_saved(eval_every, save_every, order.steps_per_epoch, planned):
+    journal = Journal(facts.run_dir)
+    journal.rewind(step)  # also to 0: a run that was killed before its first checkpoint
+    if step:
+        journal.event("resumed", step=step)
+    display = facts.settings.telemetry
+    writer = EventWriter(facts.run_dir / "tensorboard", step) if display.tensorboard else None
+    progress = Progress(planned, start_step=step, mode=display.progress)
+    recorder.begin_run(step, epoch_steps, planned, journal, progress, writer)
+    recorder.samples(*identity(facts))
+    _warn_of_unsaved_scores(facts)
+    _say_derived_numbers(facts, model)
+
+
+def _warn_of_unsaved_scores(facts: Facts) -> None:
+    keep_best, save_every = facts.settings.checkpoint.keep_best, facts.settings.checkpoint.checkpoint_every
+    eval_every, epoch_steps = facts.settings.evaluation.eval_every, facts.order.steps_per_epoch
+    if keep_best and not evaluations_are_saved(eval_every, save_every, epoch_steps, facts.planned):
         log.warning(
             "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, and "
             "--checkpoint-every %s leaves out evaluations of --eval-every %s",
@@ -210,11 +208,15 @@ def open_displays(
             save_every,
             eval_every,
         )
+
+
+def _say_derived_numbers(facts: Facts, model: nn.Module) -> None:
+    settings, world = facts.settings, facts.world
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(
         "%s: %s samples, %s parameters; %d ranks on %d nodes (%s), %s of a batch of %d each, %s, %d threads",
         settings.run.task,
-        f"{order.n:,}",
+        f"{facts.order.n:,}",
         f"{parameters:,}",
         world.size,
         world.position.nodes,
@@ -222,12 +224,12 @@ def open_displays(
         f"{settings.data.batch_size / world.size:g}",
         settings.data.batch_size,
         settings.compute.precision,
-        threads,
+        facts.threads,
     )
     log.info(
         "steps %d to %d, %d an epoch%s",
-        beginning.step,
-        planned,
-        order.steps_per_epoch,
-        f"; resumed from step {beginning.step}" if beginning.step else "",
+        facts.first_step,
+        facts.planned,
+        facts.order.steps_per_epoch,
+        f"; resumed from step {facts.first_step}" if facts.first_step else "",
     )
