@@ -1,4 +1,4 @@
-"""Whole runs with sharded parameters: a killed one has the bits of a calm one."""
+"""Whole runs with sharded parameters: a killed one has the bits of a calm one; ddp reads its states."""
 
 import json
 import os
@@ -27,3 +27,18 @@ def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs) -> None:
         for run in ("calm", "broken")
     )
     assert broken_lines == calm_lines and any(calm_lines)
+
+
+def test_a_run_changes_its_strategy_and_goes_on(runs: Runs) -> None:
+    said = ""
+    for last, name in ((20, "fsdp"), (30, "ddp"), (40, "fsdp")):
+        flags = (*FLAGS, "--strategy", name, "--steps", last, "--schedule", "constant")
+        code, output = runs.processes.wait(runs.start("launch", "run", *flags))
+        assert code == 0, output
+        said += output
+    ddp = runs.finish("launch", "ddp", *FLAGS, "--strategy", "ddp", "--steps", 40, "--schedule", "constant")
+    changed = runs.summary("run")
+    assert changed["global_step"] == 40 and changed["resumed_from_step"] == 30
+    assert changed["loss"] == pytest.approx(ddp["loss"], abs=1e-5)
+    assert said.count("strategy was 'fsdp' and is 'ddp' now") == 1, said
+    assert said.count("strategy was 'ddp' and is 'fsdp' now") == 1, said
