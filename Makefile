@@ -23,7 +23,7 @@ ALL_LIMIT := 3600
 PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs --session-timeout=$(1)
 # A second object store, for the tests of the first; they skip where it is not there.
 S3RVER := build/node/node_modules/.bin/s3rver
-export TANDEM_S3RVER ?= $(abspath $(wildcard $(S3RVER)))
+export S3RVER_PROGRAM ?= $(abspath $(wildcard $(S3RVER)))
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export --extra s3
 

@@ -22,8 +22,8 @@ def free_port() -> int:
 
 
 def s3rver() -> str | None:
-    """The program, from TANDEM_S3RVER or the PATH."""
-    return os.environ.get("TANDEM_S3RVER") or shutil.which("s3rver")
+    """The program, from S3RVER_PROGRAM or the PATH."""
+    return os.environ.get("S3RVER_PROGRAM") or shutil.which("s3rver")
 
 
 def wait_for(port: int) -> None:
