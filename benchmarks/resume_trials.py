@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome
-from tandem.verify.resume import STEPS, EndedFirstError, Kill, Runner, Trial
+from tandem.verify.resume import STEPS, Runner, Trial
+from tandem.verify.watched_run import EndedFirstError, Kill
 
 HERE = Path(__file__).parent
 COMMON = ("--task", f"{HERE / 'hard_task.py'}:Hard", "--batch-size", "24", "--lr", "0.05")
