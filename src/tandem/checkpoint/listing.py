@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from tandem.checkpoint.retention import Best, Retention, Scores
 from tandem.checkpoint.store import CheckpointStore
-from tandem.errors import CorruptCheckpointError
+from tandem.errors import CheckpointError, CorruptCheckpointError
 
 
 @dataclass(frozen=True)
@@ -104,3 +104,11 @@ def _age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def newest_step(directory: PurePath) -> int | None:
+    """The newest committed step by the names on the volume; None where there is none, or nothing answers."""
+    try:
+        return max(CheckpointStore(directory).steps(), default=None)
+    except CheckpointError:
+        return None

@@ -5,13 +5,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 
+from tandem.checkpoint.listing import newest_step
 from tandem.checkpoint.storage import address
-from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.distributed.group import Position
-from tandem.errors import FINISHED, STOPPED, CheckpointError
+from tandem.errors import FINISHED, STOPPED
 from tandem.platforms.placement import Placement
 from tandem.report.access import Access
 from tandem.report.history import History
@@ -291,13 +291,5 @@ class NodeView:
             "weights_sha256": None,
             "restarts": max(0, worlds - 1),
             "resumed_from_step": None,
-            "last_checkpoint_step": newest_checkpoint(self._checkpoints),
+            "last_checkpoint_step": newest_step(self._checkpoints),
         }
-
-
-def newest_checkpoint(checkpoints: PurePath) -> int | None:
-    """The newest committed step by the names on the volume, for a summary after a failure."""
-    try:
-        return max(CheckpointStore(checkpoints).steps(), default=None)
-    except CheckpointError:
-        return None

@@ -26,25 +26,22 @@ from tandem.timeouts import PROGRESS_SECONDS
 log = logging.getLogger("tandem.run")
 
 MAX_TIMES = 1000
-"""Steps of an interval that a rank's typical step is taken from: the last ones of a longer interval. As
-many fit into a message, which holds 64 KiB."""
+"""Steps that a rank's typical step is taken from, the last of an interval; a message of 64 KiB holds them."""
 
 
 class Recorder:
     """One launch of one rank. `send` takes its messages; `clock` says where it is."""
 
     def __init__(self, rank: int, batch_size: int, send: Send, clock: Clock, node: int = 0) -> None:
-        self.clock, self._send = clock, send
-        self.rank, self.node, self._batch_size = rank, node, batch_size
-        self.meter = Meter()
-        self._journal: Journal | None = None
+        self.rank, self.node, self.clock, self._send = rank, node, clock, send
+        self._batch_size, self.meter = batch_size, Meter()
+        self._journal: Journal | None = None  # the displays of rank 0, from `begin_run` on
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
         self._steps_per_epoch, self._steps_planned = 1, 1
         self._loss_sum, self._loss_count = 0.0, 0
         self._sums: dict[str, tuple[float, float]] = {}
-        self.loss = math.nan
-        self.rate = 0.0
+        self.loss, self.rate = math.nan, 0.0
         self.scores: dict[str, float] = {}
         self._scores_step = -1
         self._times: deque[StepTimes] = deque(maxlen=MAX_TIMES)
