@@ -71,8 +71,7 @@ def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Ste
     model = task.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = Settings.from_dict({"batch_size": batch * world.size})
-    slices = settings.compute, settings.optimisation, settings.data.batch_size, settings.run.seed
-    stepper = Stepper(world, load("ddp", world), *slices, task, model, optimizer, Clock())
+    stepper = Stepper(world, load("ddp", world), settings, task, model, optimizer, Clock())
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
     stepper.settle(micro_batches, 0, Costs())
     return stepper, micro_batches
