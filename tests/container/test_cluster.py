@@ -112,7 +112,7 @@ def test_a_wrong_setting_stays_down_with_2(cluster: TestedCluster, task: str) ->
 
 @pytest.mark.slow
 def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task: str) -> None:
-    flags = ("--nodes", "2", "--task", task, "--epochs", "15", "--args", SLOWLY)
+    flags = ("--nodes", "2", "--task", task, "--epochs", "40", "--args", SLOWLY)
     process = cluster.start(*flags)
     cluster.until(lambda: cluster.step() > 0, process, "first step")
     os.kill(process.pid, signal.SIGINT)
