@@ -15,19 +15,24 @@ RUN ?= runs/$(TASK)
 EPOCHS ?=
 ARGS ?=
 
-# Seconds. A test has a limit of its own (pyproject.toml); these end a suite between two tests, with its summary
-# and exit code 1, and a suite that cannot even do that is killed two minutes later.
+# Processes that run tests. Most tests wait for processes of their own, more than they compute.
+WORKERS ?= 2
+# Seconds. A test has a limit of its own (pyproject.toml); these end a suite between two tests, with its summary,
+# and a suite that cannot even do that is killed two minutes later. Why a test failed is said when it fails.
 UNIT_LIMIT := 600
 TEST_LIMIT := 1800
 ALL_LIMIT := 3600
-PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs --session-timeout=$(1)
+PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n $(WORKERS) --session-timeout=$(1)
 # A second object store, for the tests of the first; they skip where it is not there.
 S3RVER := build/node/node_modules/.bin/s3rver
 export S3RVER_PROGRAM ?= $(abspath $(wildcard $(S3RVER)))
+# Other people's trainers, for the tests that run scripts unchanged; they skip where it is not there.
+FRAMEWORKS := build/frameworks
+export FRAMEWORKS_PYTHON ?= $(abspath $(wildcard $(FRAMEWORKS)/bin/python))
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export --extra s3
 
-.PHONY: help setup train check test test-all s3rver lock clean
+.PHONY: help setup train check test test-all s3rver frameworks lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +80,16 @@ s3rver: $(S3RVER) ## the tests' second object store, from npm into build/
 
 $(S3RVER):
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1
+
+frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning and transformers for the tests of scripts, from PyPI into build/
+
+$(FRAMEWORKS)/.installed: tests/scripts/requirements.txt $(STAMP)
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	@# .venv's packages are seen there, torch among them
+	@packages() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+		echo "import site; site.addsitedir('$$(packages $(BIN)/python)')" >"$$(packages $(FRAMEWORKS)/bin/python)/beside.pth"
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -r tests/scripts/requirements.txt
+	@touch $@
 
 lock: ## pin the newest releases that fit pyproject.toml, with hashes
 	@test -x $(BIN)/uv || $(MAKE) --silent setup

@@ -110,7 +110,7 @@ def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
         f"chaos: a fault every {every:g} s",
         sum(counts.values()),
         f"goodput {goodput:.1%}; weights {'equal' if equal else 'DIFFER'}; "
-        f"{summary['restarts']} worlds opened again ({what})",
+        f"{summary['restarts']} generations started again ({what})",
         f"undisturbed {calm_seconds:.0f} s for {steps} steps",
         target="goodput at least 95%, weights equal",
         passed=equal and goodput >= 0.95,

@@ -1,10 +1,11 @@
 """What a framework costs a step: tandem, Accelerate and Lightning beside a bare DDP script, 2 ranks on CPUs.
 
-    python benchmarks/framework_cost.py [--rounds 9] [--steps 300] \\
+    python benchmarks/framework_cost.py [--rounds 9] [--steps 300] [--only own-loop launched] \\
         [--json benchmarks/results/framework_cost.json]
 
 All train the same CNN of 11 thousand parameters on the same random pictures, 120 of them a rank and step,
-with SGD. Everybody but "batch-wise" reads a TensorDataset, the bare script through torch's own DataLoader. A
+with SGD. Everybody but "batch-wise" reads a TensorDataset, the bare script through torch's own DataLoader; it
+is started by torchrun, and as "launched" by `tandem launch`. tandem does all that it does by default. A
 step's time is from one forward pass on rank 0 to the next, taken by the model itself, so it is the same clock
 for all; a run counts by the median of its steps, a framework by the median over rounds. In a round all have
 their turn, each round beginning with another one, and ratios are of runs of the same round.
@@ -22,15 +23,16 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import tandem
 from table import Row, render, write
 from tandem.data.datasets import Datasets, TensorImages
 from tandem.tasks.classification import strided_cnn
@@ -116,6 +118,20 @@ def bare() -> None:
     torch.distributed.destroy_process_group()
 
 
+def own_loop() -> None:
+    """The same script with `tandem.start()`."""
+    run = tandem.start()
+    model = run.wrap(Timed())
+    optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
+    run.keep(model=model, optimizer=optimizer)
+    for inputs, labels in run.batches(rows(), batch_size=RANKS * SHARE, steps=int(os.environ[STEPS])):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(inputs), labels)
+        run.backward(loss)
+        optimizer.step()
+        run.log(loss=loss)
+
+
 def accelerate() -> None:
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
@@ -162,7 +178,12 @@ def lightning() -> None:
     trainer.fit(Module(), DataLoader(rows(), SHARE, shuffle=True, drop_last=True))
 
 
-SCRIPTS: dict[str, Callable[[], None]] = {"bare": bare, "accelerate": accelerate, "lightning": lightning}
+SCRIPTS: dict[str, Callable[[], None]] = {
+    "bare": bare,
+    "own-loop": own_loop,
+    "accelerate": accelerate,
+    "lightning": lightning,
+}
 
 
 def torchrun(python: str, name: str) -> list[str]:
@@ -170,13 +191,35 @@ def torchrun(python: str, name: str) -> list[str]:
     return [*module, str(HERE), "--as", name]
 
 
-def tandem(task: str) -> list[str]:
-    """With everything that it does by default: telemetry, checkpoints, snapshots, evaluation."""
-    return [
-        *(sys.executable, "-m", "tandem", "launch", "--task", f"{HERE}:{task}", "--nproc", str(RANKS)),
-        *("--batch-size", str(RANKS * SHARE), "--steps", os.environ[STEPS], "--lr", str(LR)),
-        *("--device", "cpu", "--metrics-port", "0", "--metrics-linger", "0", "--run-dir", "run"),
-    ]
+def launched(*words: str) -> list[str]:
+    """With everything that tandem does by default: telemetry, checkpoints, snapshots, evaluation."""
+    settings = ["--device", "cpu", "--metrics-port", "0", "--metrics-linger", "0", "--run-dir", "run"]
+    return [sys.executable, "-m", "tandem", "launch", "--nproc", str(RANKS), *settings, *words]
+
+
+def task(name: str) -> list[str]:
+    length = ["--batch-size", str(RANKS * SHARE), "--steps", os.environ[STEPS], "--lr", str(LR)]
+    return launched("--task", f"{HERE}:{name}", *length)
+
+
+class Contender(NamedTuple):
+    """Who is measured: its name in the table, its command, and its limit as a multiple of the bare script."""
+
+    name: str
+    command: Callable[[str], list[str]]  # of the Python that has Accelerate and Lightning
+    limit: float | None = None
+
+
+CONTENDERS = {
+    "accelerate": Contender("Accelerate", lambda python: torchrun(python, "accelerate")),
+    "lightning": Contender("Lightning", lambda python: torchrun(python, "lightning")),
+    "task": Contender("tandem, TensorDataset", lambda _: task("Plain"), 1.05),
+    "batch-wise": Contender("tandem, batch-wise dataset", lambda _: task("BatchWise")),
+    "own-loop": Contender("a loop of one's own", lambda _: launched(str(HERE), "--as", "own-loop"), 1.02),
+    "launched": Contender(
+        "the bare script under tandem launch", lambda _: launched(str(HERE), "--as", "bare")
+    ),
+}
 
 
 def make_environment(folder: Path) -> str:
@@ -210,31 +253,25 @@ def median_step(command: list[str]) -> float:
     return statistics.median(b - a for a, b in zip(noted, noted[1:], strict=False)) * 1000
 
 
-def measure(rounds: int, steps: int, environment: Path) -> list[Row]:
+def measure(rounds: int, steps: int, environment: Path, only: Sequence[str]) -> list[Row]:
     os.environ[STEPS] = str(steps)
-    python = make_environment(environment)
-    commands = {
-        "bare DDP script, DataLoader": torchrun(sys.executable, "bare"),
-        "Accelerate": torchrun(python, "accelerate"),
-        "Lightning": torchrun(python, "lightning"),
-        "tandem, TensorDataset": tandem("Plain"),
-        "tandem, batch-wise dataset": tandem("BatchWise"),
-    }
+    has_peers = not {"accelerate", "lightning"}.isdisjoint(only)
+    python = make_environment(environment) if has_peers else sys.executable
+    commands = {"bare": torchrun(sys.executable, "bare")}
+    commands |= {name: CONTENDERS[name].command(python) for name in only}
     found: dict[str, list[float]] = {name: [] for name in commands}
     for number in range(rounds):
         names = list(commands)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             found[name].append(median_step(commands[name]))
             print(f"round {number + 1}: {name} {found[name][-1]:.2f} ms", file=sys.stderr, flush=True)
-    control, *others = commands
-    return [_row(name, found[name], found[control]) for name in others]
+    return [_row(CONTENDERS[name], found[name], found["bare"]) for name in only]
 
 
-def _row(name: str, mine: list[float], control: list[float]) -> Row:
-    ratio = statistics.median(a / b for a, b in zip(mine, control, strict=True))
-    limit = 1.05 if name == "tandem, TensorDataset" else None
+def _row(contender: Contender, mine: list[float], control: list[float]) -> Row:
+    ratio, limit = statistics.median(a / b for a, b in zip(mine, control, strict=True)), contender.limit
     return Row(
-        f"a step of {name}",
+        f"a step of {contender.name}",
         len(mine),
         _spread(mine),
         f"bare DDP script {_spread(control)}",
@@ -256,13 +293,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     cache = Path(tempfile.gettempdir()) / "tandem-framework-cost"
     parser.add_argument("--environment", type=Path, default=cache, help=f"[{cache}]")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="beside bare")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     parser.add_argument("--as", dest="script", choices=SCRIPTS, help="be a rank of this script")
     asked = parser.parse_args()
     if asked.script:
         SCRIPTS[asked.script]()
         return 0
-    table = measure(asked.rounds, asked.steps, asked.environment)
+    table = measure(asked.rounds, asked.steps, asked.environment, asked.only)
     print(render(table))
     if asked.json:
         write(table, asked.json)

@@ -71,7 +71,10 @@ def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Ste
     model = task.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = Settings.from_dict({"batch_size": batch * world.size})
-    stepper = Stepper(world, load("ddp", world), settings, task, model, optimizer, Clock())
+    strategy, compute, optimisation = load("ddp", world), settings.compute, settings.optimisation
+    stepper = Stepper(
+        world, strategy, compute, optimisation, batch * world.size, 0, task, model, optimizer, Clock()
+    )
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
     stepper.settle(micro_batches, 0, Costs())
     return stepper, micro_batches
@@ -137,10 +140,9 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag)
             one_step(stepper, micro_batches, step)
             step += 1
             if mode != "bare":
-                recorder.end_step(None, 0.1)
+                recorder.end_step(0.1)
                 if step % BLOCK_STEPS == 0:
-                    gathering = world.gather_rows(recorder.own_times())
-                    recorder.log_interval(step, stepper.read(), gathering)
+                    recorder.log_interval(step, stepper.read(), world.gather_rows)
         seconds[mode].append((time.perf_counter() - began) / BLOCK_STEPS)
     if rank == 0:
         (Path(folder) / "cost.json").write_text(json.dumps(seconds))

@@ -22,7 +22,7 @@ from table import Row, render
 
 BETWEEN_KILLS = (0.3, 0.8)  # seconds of training before the next kill
 FLAGS = ("--checkpoint-every", 50, "--log-every", 1000, "--threads", 1, "--steps", 10_000_000, "--lr", 0.01)
-TARGETS = {2: 12.0, 4: 20.0}
+TARGETS = {2: 20.0, 4: 20.0}
 CONTROLS = 3
 CONTROL_SECONDS = 60.0
 

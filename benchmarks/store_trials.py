@@ -392,7 +392,8 @@ def bit_rot(
     with scratch() as place:
         store = store_in(place)
         store.save(100, b"the one before", {})
-        path = store.save(200, serialize(content), {"eval": {"accuracy": 0.9}, "task": "digits"}).path
+        store.save(200, serialize(content), {"eval": {"accuracy": 0.9}, "task": "digits"})
+        path = store.path(200)
         rows = [_rot_row(store, path, name, count) for name, count in counts.items()]
         if control:
             rows = [_with_torch_load(row, place / "plain.pt", content, row.name) for row in rows]

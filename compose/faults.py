@@ -1,7 +1,8 @@
 """The faults: how each is put into a running cluster, and how its documented outcome is recognised.
 
-A fault is lifted before its `inject` returns. `check` then looks at what has happened since and answers with
-a short text once the outcome is there, or None while it is still to come.
+What `inject` has changed about a node (its link, its cores, its volume) it puts back before it returns; a
+process that it has killed or stopped is tandem's to bring back. `check` then looks at what has happened since
+and answers with a short text once the outcome is there, or None while it is still to come.
 """
 
 import time
@@ -189,7 +190,7 @@ def _stop(scene: Scene) -> str:
 
 def _next_world(scene: Scene) -> str | None:
     step = scene.resumed()
-    return None if step is None else f"the next world went on from step {step}"
+    return None if step is None else f"the next generation went on from step {step}"
 
 
 def _node_came_back(scene: Scene) -> str | None:

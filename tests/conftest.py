@@ -1,5 +1,6 @@
-"""What all tests share: honest skips, free ports, and processes that never outlive their test."""
+"""What all tests share: workers, honest skips, free ports, and processes that never outlive their test."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -19,6 +20,45 @@ for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
     os.environ.pop(name, None)
 
 DEFAULT_LIMIT_SECONDS = 100.0  # below pytest-timeout's 120, so that the process is named, not the test
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS_EACH = 1000
+REASON_CHARACTERS = 2000
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A module runs on one worker, so that what its fixtures start is started once; what needs the one engine
+    as well. Modules keep their order: the long ones of container/ and faults/ begin, the short ones of unit/
+    fill what is left.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "engine" if nodeid.startswith("tests/container/") else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByModule(config, log)
+
+
+class Reasons:
+    """Says why a test failed as soon as it has: a suite that a limit ends may not get to its summary."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = (crash.message if crash else report.longreprtext)[-REASON_CHARACTERS:]
+            self.reporter.write_line(f"\n{report.nodeid}, {report.when}: {reason}", red=True)
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal's own
+def pytest_configure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Reasons(reporter))
 
 
 def require(name: str, available: bool | None = None, why: str = "") -> None:
@@ -34,12 +74,27 @@ def require(name: str, available: bool | None = None, why: str = "") -> None:
     pytest.skip(message)
 
 
+_candidates = itertools.count(os.getpid() % PORTS_EACH)
+
+
+def a_free_port() -> int:
+    """A TCP port that was free a moment ago on every local address.
+
+    Below the ephemeral ones, so that no connection takes it before its test does, and no other worker's.
+    """
+    for number in itertools.islice(_candidates, PORTS_EACH):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port := 10_000 + WORKER * PORTS_EACH + number % PORTS_EACH))
+            except OSError:
+                continue
+            return port
+    pytest.fail("no port is free")
+
+
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port that was free a moment ago on every local address."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return a_free_port()
 
 
 class Processes:
@@ -77,7 +132,6 @@ class Processes:
         except ProcessLookupError:
             pass
 
-
     def end(self) -> None:
         """Kill what still runs, and close the pipes."""
         for process in self.started:
@@ -105,14 +159,8 @@ def module_processes() -> Iterator[Processes]:
 
 @pytest.fixture(scope="module")
 def module_ports() -> list[int]:
-    """Four different TCP ports that were free a moment ago."""
-    probes = [socket.socket() for _ in range(4)]
-    for probe in probes:
-        probe.bind(("", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """Four different ports, free as `free_port` is."""
+    return [a_free_port() for _ in range(4)]
 
 
 @pytest.fixture(name="require", scope="session")

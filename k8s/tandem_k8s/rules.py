@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from tandem.config import OTHER_VARIABLES, VARIABLES
+from tandem.config.sources import OTHER_VARIABLES, VARIABLES
 from tandem_k8s.documents import Document, PodTemplate, job_specs, pod_templates, title
 
 Problems = Iterator[str]

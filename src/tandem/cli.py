@@ -72,12 +72,19 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         near = get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean `tandem {near[0]}`?" if near else "see `tandem --help`"
         raise ConfigError(f"unknown verb {verb!r}; valid are {', '.join(VERBS)}; {hint}")
+    program = None
+    if verb == "launch":  # whose program's words are its own
+        from tandem.launch.program import split
+
+        words, program = split(words)
     if "-h" in words or "--help" in words:
         print(parser_of(verb).format_help(), end="")
         return FINISHED
     if verb == "health" and not words:  # asked every few seconds, by probes: it builds no parser
         return health(None, environ)
-    return VERBS[verb].run(parser_of(verb).read(words), environ)
+    options = parser_of(verb).read(words)
+    options.program = program
+    return VERBS[verb].run(options, environ)
 
 
 def parser_of(verb: str) -> "Parser":
@@ -93,14 +100,14 @@ def parser_of(verb: str) -> "Parser":
 
 def _line(verb: str) -> str:
     command = f"tandem {verb} {VERBS[verb].usage}"
-    return f"  {command:<46} {VERBS[verb].summary}"
+    return f"  {command:<47} {VERBS[verb].summary}"
 
 
 def launch(options: "Namespace", environ: Environment) -> int:
     """Node level: this node's agent, or all nodes of a laptop."""
     from tandem.launch import command
 
-    return command.launch(options.given, environ)
+    return command.launch(options.given, environ, options.program)
 
 
 def train(options: "Namespace", environ: Environment) -> int:
@@ -146,7 +153,7 @@ def _checkpoints_options(parser: "Parser") -> None:
 
 
 def verify_resume(options: "Namespace", environ: Environment) -> int:
-    """The proof, on this machine, that a killed run of this task resumes to the same bits."""
+    """The proof, on this machine, that a killed run of this task or script resumes to the same bits."""
     from tandem.config import Count, as_flags, checked, resolve
     from tandem.platforms.placement import detect
     from tandem.signals import StopFlag
@@ -156,17 +163,25 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     platform = detect(environ, socket.gethostname()).platform
     if platform != "none":
         raise ConfigError(f"verify-resume starts its own ranks, and this is a rank or node of {platform}")
+    script = None
+    if options.script is not None:
+        from tandem.launch.program import check
+        from tandem.script.job import Program
+
+        script = Program("script", options.script)
+        check(script, options.given)
     stop = StopFlag().install()
     from tandem.verify.resume import verify
 
     flags = as_flags(options.given)
-    return verify(settings, flags, environ, trials, stop, lambda line: print(line, flush=True))
+    return verify(settings, flags, environ, trials, stop, lambda line: print(line, flush=True), script)
 
 
 def _verify_resume_options(parser: "Parser") -> None:
     from tandem.config import Count
 
     parser.option("--trials", Count, "runs to kill; default 3, TANDEM_TRIALS")
+    parser.add_argument("--script", metavar="FILE", help="a script with a loop of its own (not a task)")
 
 
 def report(options: "Namespace", environ: Environment) -> int:
@@ -221,8 +236,14 @@ def health(_: "Namespace | None", environ: Environment) -> int:
 
 
 VERBS: dict[str, Verb] = {
-    "launch": Verb(launch, "[settings]", "train: find the platform, start this node's ranks, restart them"),
-    "train": Verb(train, "[settings]", "train as the rank that the environment says (torchrun, or alone)"),
+    "launch": Verb(
+        launch,
+        "[settings] [SCRIPT [ARGUMENTS]]",
+        "train a task, or run a script as torchrun does: start this node's ranks, restart them",
+    ),
+    "train": Verb(
+        train, "[settings]", "train a task as the rank that the environment says (torchrun, or alone)"
+    ),
     "checkpoints": Verb(
         checkpoints,
         "ls|verify|prune RUN_DIR",
@@ -239,8 +260,8 @@ VERBS: dict[str, Verb] = {
     ),
     "verify-resume": Verb(
         verify_resume,
-        "[--trials N] [settings]",
-        "kill a run of this task, resume it, compare every bit",
+        "[--script FILE] [settings]",
+        "kill a run of this task or script, resume it, compare every bit",
         _verify_resume_options,
     ),
     "config": Verb(

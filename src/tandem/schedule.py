@@ -74,14 +74,6 @@ class Cadence:
         period = _period_steps(self.value, self.unit, steps_per_epoch, steps_planned)
         return None if period is None else -(-period[0] // period[1])
 
-    def __str__(self) -> str:
-        if self.unit == "never":
-            return "never"
-        epochs = "epoch" if self.value == 1 else "epochs"
-        suffix = {"steps": "", "epochs": epochs, "seconds": "s", "percent": "%"}
-        number = int(self.value) if self.value % 1 == 0 else self.value
-        return f"{number}{suffix[self.unit]}"
-
 
 @lru_cache(maxsize=64)
 def _period_steps(

@@ -3,6 +3,7 @@
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
@@ -22,6 +23,7 @@ class StopFlag:
         self.interrupts = 0
         self.received: dict[str, int] = {}  # by name, repeats within the window left out
         self._last = float("-inf")
+        self._before: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
         return self.signal_number is not None
@@ -33,8 +35,13 @@ class StopFlag:
     def install(self) -> "StopFlag":
         """Take over the stop signals of this process (main thread only)."""
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         return self
+
+    def uninstall(self) -> None:
+        """Give the stop signals back to who had them before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

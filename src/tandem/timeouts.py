@@ -35,6 +35,12 @@ KILLED_SECONDS = 10.0
 """Until a rank killed by SIGKILL is gone; longer only in an uninterruptible wait for a volume."""
 DISMISSED_SECONDS = 1.0
 """Until a standby process whose pipe was closed is gone."""
+LEAVING_SECONDS = 10.0
+"""A script's threads and exit handlers, after it has failed: they may wait for peers that are gone."""
+BLAME_SECONDS = 5.0
+"""A script's rank has lost its peers: until the one here that is to blame, if there is one, has ended."""
+OTHERS_SECONDS = 1.0
+"""A script's rank has failed, or was asked to stop: until another node, or a signal, says why."""
 SUPERVISE_SECONDS = 0.1
 """The launcher of simulated nodes looks at them."""
 REPEAT_WINDOW_SECONDS = 2.0

@@ -23,6 +23,7 @@ tests/unit/test_torch_private.py takes them away one by one; pyproject.toml boun
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,13 @@ _PUBLIC_BATCHNORMS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
+
+
+def buffer_argument(broadcasts: bool) -> dict[str, Any]:
+    """DDP's argument for buffers: torch 2.15 renamed it and warns about the old name."""
+    parameters = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    new = "forward_sync_buffers"
+    return {new if new in parameters else "broadcast_buffers": broadcasts}
 
 
 def is_batchnorm(module: nn.Module) -> bool:

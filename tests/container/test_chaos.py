@@ -18,10 +18,11 @@ from faults import FAULTS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.faults]
 
-STEPS = "--steps 1000 --checkpoint-every 10 --eval-every 1000 --checkpoint-failures-allowed 20"
+STEPS = "--steps 1000 --checkpoint-every 5 --eval-every 1000 --checkpoint-failures-allowed 20"
 COMMAND = f"launch {STEPS} --max-restarts 20 --threads 1 --hang-timeout 10 --metrics-linger 0"
 SAME_RANKS = {"pause", "slow-node", "disk-full"}  # all others open a new world
-# The digits with a pause in every step for as long as a fault is still to come.
+# The digits with a pause in every step for as long as a fault is still to come: seven minutes of steps, since
+# a busy machine has to be through with the faults before the run ends.
 TASK = """
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ from tandem.tasks.digits import Digits
 class WhileBroken(Digits):
     def loss(self, model, batch):
         if model.training and Path(__file__).with_name("slowly").exists():
-            time.sleep(0.15)
+            time.sleep(0.4)
         return super().loss(model, batch)
 """
 

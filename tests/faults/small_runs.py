@@ -91,10 +91,13 @@ class Runs:
         return self.summary(run)
 
     def undisturbed(self, *flags: object) -> str:
-        """The weights' SHA-256 of a calm launch on two nodes; it runs once for all tests that ask for it."""
+        """The weights' SHA-256 of a calm launch of two ranks; it runs once for all tests that ask for it.
+
+        On one node: two of them start twice the processes, and have the same bits.
+        """
         asked = ((self.folder / "small.py").read_text(), flags)
         if asked not in UNDISTURBED:
-            UNDISTURBED[asked] = self.finish("launch", "calm", "--nodes", 2, *flags)["weights_sha256"]
+            UNDISTURBED[asked] = self.finish("launch", "calm", "--nproc", 2, *flags)["weights_sha256"]
         return UNDISTURBED[asked]
 
     def summary(self, run: str) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def test_a_full_and_a_read_only_volume(processes: Any, tmp_path: Path, namespace
 def test_a_run_outlives_a_full_volume(runs: Runs, namespace: list[str]) -> None:
     volume = runs.folder / "volume"
     volume.mkdir()
-    flags = ("--steps", 100, "--checkpoint-every", 5, "--checkpoint-failures-allowed", 100)
+    flags = ("--steps", 100, "--checkpoint-every", 5, "--checkpoint-failures-allowed", 100, "--threads", 1)
     train = runs.command("train", "volume/run", *flags, delay=0.03)
     command = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, str(volume), *train]
     environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}

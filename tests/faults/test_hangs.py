@@ -49,7 +49,7 @@ def named(runs: Runs, run: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
-    undisturbed = runs.undisturbed(*FLAGS)
+    undisturbed = runs.undisturbed("--steps", 200)
     process = runs.start("launch", "stopped", "--nodes", 2, *FLAGS, delay=SLOW)
     runs.wait_for_step("stopped", 40)
     os.kill(rank_processes(process.pid)[f"tandem-rank-{rank}"], signal.SIGSTOP)
@@ -155,7 +155,7 @@ def link(require: Callable[..., None]) -> Iterator[Link]:
 
 @pytest.mark.slow
 def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Runs, link: Link) -> None:
-    undisturbed = runs.undisturbed(*FLAGS)
+    undisturbed = runs.undisturbed("--steps", 200)
     runs.environment["GLOO_SOCKET_IFNAME"] = "cable"
     place = ("--nodes", 2, "--master", "10.77.0.1:29500")
     nodes = [

@@ -29,7 +29,7 @@ def test_every_launcher_ends_with_the_same_weights(runs: Runs, nodes: int) -> No
 
 
 def test_a_killed_rank_costs_one_restart_and_no_bit(runs: Runs) -> None:
-    undisturbed = runs.undisturbed(*EVERY)
+    undisturbed = runs.undisturbed("--steps", 200)
     process = runs.start("launch", "killed", "--nodes", 2, *EVERY, delay=SLOW)
     runs.wait_for_step("killed", 40)
     os.kill(rank_processes(process.pid)["tandem-rank-1"], signal.SIGKILL)
@@ -44,7 +44,7 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(runs: Runs) -> None:
 
 @pytest.mark.parametrize("target", ["launcher", pytest.param("every process", marks=pytest.mark.slow)])
 def test_a_stop_signal_saves_once_and_the_next_start_goes_on(runs: Runs, target: str) -> None:
-    undisturbed = runs.undisturbed(*EVERY)
+    undisturbed = runs.undisturbed("--steps", 200)
     process = runs.start("launch", "stopped", "--nodes", 2, *EVERY, delay=SLOW)
     runs.wait_for_step("stopped", 20)
     if target == "launcher":
@@ -63,8 +63,8 @@ def test_a_stop_signal_saves_once_and_the_next_start_goes_on(runs: Runs, target:
     assert resumed["weights_sha256"] == undisturbed
 
 
-def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs) -> None:
-    flags = ("--nodes", 2, "--node-rank", 0, "--master", "127.0.0.1:0".replace(":0", ":29871"))
+def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs, free_port: int) -> None:
+    flags = ("--nodes", 2, "--node-rank", 0, "--master", f"127.0.0.1:{free_port}")
     process = runs.start("launch", "early", *flags)
     log = runs.folder / "early" / "log" / "node-0.log"
     runs.until(lambda: log.exists() and "waiting" in log.read_text(), "word about waiting")
@@ -171,7 +171,7 @@ def test_digits_reach_98_percent_while_metrics_rise(runs: Runs, free_port: int) 
         "-m",
         "tandem",
         "launch",
-        "--nodes",
+        "--nproc",
         "2",
         "--run-dir",
         "digits",

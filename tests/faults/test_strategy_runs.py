@@ -29,6 +29,7 @@ def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs) -> None:
     assert broken_lines == calm_lines and any(calm_lines)
 
 
+@pytest.mark.slow
 def test_a_run_changes_its_strategy_and_goes_on(runs: Runs) -> None:
     said = ""
     for last, name in ((20, "fsdp"), (30, "ddp"), (40, "fsdp")):

@@ -91,8 +91,8 @@ class Small:
 @pytest.mark.parametrize("plain", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_killed_and_stopped_in_a_stream_is_continued_with_equal_bits(runs: Runs, plain: str) -> None:
     (runs.folder / "small.py").write_text(TASK)
-    flags = ("--nodes", 2, "--task.plain", plain, "--steps", 120, "--checkpoint-every", 20)
-    calm = runs.finish("launch", "calm", *flags, delay=SLOW)  # 54 steps an epoch: it ends in the third
+    flags = ("--nproc", 2, "--task.plain", plain, "--steps", 120, "--checkpoint-every", 20)
+    calm = runs.finish("launch", "calm", *flags)  # 54 steps an epoch: it ends in the third
     process = runs.start("launch", "hard", *flags, delay=SLOW)
     runs.wait_for_step("hard", 20)
     os.kill(rank_processes(process.pid)["tandem-rank-1"], signal.SIGKILL)  # goes on from the snapshot

@@ -1,7 +1,6 @@
 """`tandem verify-resume`: passes a sound task, and says what is wrong with one that is not."""
 
 import signal
-from pathlib import Path
 
 import pytest
 from small_runs import TASK, Runs
@@ -62,9 +61,8 @@ def test_a_task_that_cannot_run_is_said_with_its_code(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_after_a_stop(runs: Runs, tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+def test_nothing_is_left_after_a_stop(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:
+    scratch = tmp_path_factory.mktemp("scratch")  # short: a fork server's socket is below it
     environment = {**runs.environment, "TMPDIR": str(scratch)}
     command = runs.command("verify-resume", "unused", delay=1.0)
     process = runs.processes.start(command, cwd=runs.folder, env=environment)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class Podman:
     """Calls podman with storage below `folder`, and with limits that an unprivileged runner allows."""
 
     def __init__(self, folder: Path) -> None:
-        self._store = ["--root", str(folder / "store"), "--runroot", str(folder / "run")]
+        self._run = Path(tempfile.mkdtemp(prefix="podman-"))  # podman refuses more than 50 characters here
+        self._store = ["--root", str(folder / "store"), "--runroot", str(self._run)]
         self._environment = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         runtime = "runc" if shutil.which("runc") else "crun"  # crun refuses hosts with both cgroup versions
@@ -104,6 +106,7 @@ class Podman:
     def reset(self) -> None:
         self.call("pod", "rm", "--all", "--force", "--time", "0")
         self.call("system", "reset", "--force")
+        shutil.rmtree(self._run, ignore_errors=True)
 
 
 def _mount(name: str, path: str) -> Document:

@@ -104,7 +104,13 @@ FLAG_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", FLAG_CASES)
+# Each is the whole program; these ask again what unit/test_tasks.py asks of the parser alone.
+AGAIN = ("missing-task-file", "task-file-is-a-directory", "task-class-missing", "task-field-unknown")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in AGAIN else ()) for case in FLAG_CASES]
+)
 def test_wrong_flags_exit_2_with_one_line(case: str, run_tandem: Tandem, tmp_path: Path) -> None:
     arguments, expected = FLAG_CASES[case]
     (tmp_path / "broken.py").write_text("class Mine(:\n")
@@ -157,7 +163,7 @@ def test_a_busy_metrics_port_is_only_a_warning(run_tandem: Tandem, tmp_path: Pat
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 5
 
 
-@pytest.mark.parametrize("verb", ["launch", "train"])
+@pytest.mark.parametrize("verb", ["launch", pytest.param("train", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "variables",
     [{"RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}],

@@ -14,6 +14,7 @@ from torch.nn import functional
 from tandem.data.datasets import TensorRows
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import load
+from tandem.tasks.base import WholeTask
 from tandem.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.multi
@@ -75,7 +76,6 @@ def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size:
         rank=rank,
         local_rank=rank,
         world_size=size,
-        local_world_size=size,
         ranks_on_host=size,
         init="master" if size > 1 else "alone",
         master=("127.0.0.1", port),
@@ -90,7 +90,7 @@ def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size:
     for task in (ByLoss(), ByEvaluateBatch()):
         model.train()
         evaluation = Evaluation(
-            world, load("ddp", world), task, model, set_of(samples), batch_size  # type: ignore[arg-type]
+            world, load("ddp", world), WholeTask(task), model, set_of(samples), batch_size  # type: ignore[arg-type]
         )
         scores = evaluation.scores()
         assert model.training

@@ -14,19 +14,22 @@ def server(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     module_processes: Any,
+    module_ports: list[int],
     require: Any,
 ) -> ObjectServer:
     if request.param == "s3rver":
         require("s3rver", s3rver() is not None, "type: make s3rver")
-    return ObjectServer(request.param, tmp_path_factory.mktemp(request.param), module_processes)
+    first = 2 * SERVERS.index(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    return ObjectServer(request.param, folder, module_processes, module_ports[first : first + 2])
 
 
 @pytest.fixture
 def store_address(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix of this test's own, reachable from this process."""
-    from tandem.checkpoint.storage import _objects
+    from tandem.checkpoint.storage import _made
 
-    _objects.cache_clear()
+    _made.cache_clear()
     monkeypatch.setitem(fsspec.config.conf, "s3", json.loads(server.environment["FSSPEC_S3"]))
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

@@ -12,14 +12,15 @@ import s3fs  # noqa: F401  imported once, before the forks; connections are each
 
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
+from tandem.config.address import address
 
 STATE = bytes(range(256)) * 2048
 
 
-def write(address: str, control: Path, rule: str, nth: int, told: int) -> None:
+def write(prefix: str, control: Path, rule: str, nth: int, told: int) -> None:
     """Two checkpoints and a prune; killed at the `nth` request after the first of them was acknowledged."""
     control.write_text("{}")
-    store = CheckpointStore(f"{address}/{nth}/checkpoints")
+    store = CheckpointStore(address(f"{prefix}/{nth}/checkpoints"))
     store.save(1, b"1" + STATE, {})
     os.write(told, b"1")
     since = int(control.with_suffix(".count").read_text())

@@ -15,12 +15,6 @@ PROXY = Path(__file__).with_name("proxy.py")
 SERVERS = ("moto", "s3rver")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def s3rver() -> str | None:
     """The program, from S3RVER_PROGRAM or the PATH."""
     return os.environ.get("S3RVER_PROGRAM") or shutil.which("s3rver")
@@ -44,11 +38,12 @@ class ObjectServer:
     kind: str
     folder: Path
     processes: Any
+    ports: list[int]
     control: Path = field(init=False)
     environment: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        port, upstream = free_port(), free_port()
+        port, upstream = self.ports
         self.folder.mkdir(parents=True, exist_ok=True)
         quiet = {"stdout": (self.folder / "server.log").open("w")}
         if self.kind == "moto":

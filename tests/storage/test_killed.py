@@ -16,6 +16,7 @@ from servers import ObjectServer
 
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
+from tandem.config.address import address
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -39,7 +40,7 @@ def test_a_writer_killed_at_every_request(
     assert len(trials) > 8 and not trials[-1]["killed"] and all(each["killed"] for each in trials[:-1])
     assert {each["acknowledged"] for each in trials} == {1, 2}
     for each in trials:
-        store = CheckpointStore(f"{store_address}/{each['nth']}/checkpoints")
+        store = CheckpointStore(address(f"{store_address}/{each['nth']}/checkpoints"))
         found = store.newest_valid(damaged)
         assert found is not None, each
         assert found[0] >= each["acknowledged"] and found[1] == b"%d" % found[0] + STATE, each
@@ -65,7 +66,11 @@ def small_task(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_goes_on_from_the_store_with_an_empty_disk(
-    server: ObjectServer, store_address: str, processes: Any, small_task: Path
+    server: ObjectServer,
+    store_address: str,
+    processes: Any,
+    small_task: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     kept = {name: text for name, text in os.environ.items() if not name.startswith("TANDEM_")}
     environment = {**kept, **server.environment, "PYTHONPATH": str(SOURCE)}
@@ -85,16 +90,18 @@ def test_a_run_goes_on_from_the_store_with_an_empty_disk(
         flags += ["--task.delay", str(delay)]
         return [sys.executable, "-m", "tandem", "launch", "--run-dir", run, *flags]
 
+    disks = tmp_path_factory.mktemp("disks")  # short: a fork server's socket is below it, in 107 characters
+
     def start(run: str, disk: str, delay: float = 0.0) -> Any:
-        (small_task / disk).mkdir()
-        where = {**environment, "TMPDIR": str(small_task / disk)}
+        (disks / disk).mkdir()
+        where = {**environment, "TMPDIR": str(disks / disk)}
         return processes.start(command(run, delay), cwd=small_task, env=where)
 
     code, output = processes.wait(start("calm", "disk-0", delay=0.2), 200)
     assert code == 0, output
     run = f"{store_address}/run"
     killed = start(run, "disk-1", delay=0.2)
-    store = CheckpointStore(f"{run}/checkpoints")
+    store = CheckpointStore(address(f"{run}/checkpoints"))
     deadline = time.monotonic() + 200
     while 16 not in store.steps() and killed.poll() is None:
         assert time.monotonic() < deadline, "no checkpoint"
@@ -102,7 +109,7 @@ def test_a_run_goes_on_from_the_store_with_an_empty_disk(
     os.killpg(killed.pid, signal.SIGKILL)
     code, output = processes.wait(killed, 30)
     assert code == -signal.SIGKILL, output
-    shutil.rmtree(small_task / "disk-1")
+    shutil.rmtree(disks / "disk-1")
     code, output = processes.wait(start(run, "disk-2", delay=0.2), 200)
     assert code == 0, output
     calm = json.loads((small_task / "calm" / "summary.json").read_text())

@@ -9,8 +9,9 @@ from servers import ObjectServer
 
 from tandem.checkpoint.listing import list_checkpoints
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.storage import _objects, address
+from tandem.checkpoint.storage import _made
 from tandem.checkpoint.store import CheckpointStore, checkpoints_of, locate
+from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.timeout(300)
@@ -42,21 +43,21 @@ def test_an_address_survives_being_taken_for_a_path() -> None:
 def test_a_missing_library_is_one_line(
     monkeypatch: pytest.MonkeyPatch, scheme: str, module: str, install: str
 ) -> None:
-    _objects.cache_clear()
+    _made.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     known = importlib.import_module("fsspec.registry")._registry
     monkeypatch.delitem(known, scheme, raising=False)
     with pytest.raises(ConfigError, match=f"{scheme}:// needs a library that") as caught:
-        CheckpointStore(f"{scheme}://bucket/run")
+        CheckpointStore(address(f"{scheme}://bucket/run"))
     assert str(caught.value).endswith(install) and "\n" not in str(caught.value)
 
 
 def test_a_life_on_an_object_store(store_address: str) -> None:
-    store = CheckpointStore(f"{store_address}/checkpoints")
+    store = CheckpointStore(address(f"{store_address}/checkpoints"))
     assert store.steps() == [] and store.newest_valid(no_corruption) is None
     for step in (1, 2, 3, 4):
-        result = store.save(step, STATE, {"eval": {"accuracy": step / 10}})
-        assert result.bytes == store.size_bytes(step)
+        size = store.save(step, STATE, {"eval": {"accuracy": step / 10}})
+        assert size == store.size_bytes(step)
     assert store.steps() == [4, 3, 2, 1]
     found = store.newest_valid(no_corruption)
     assert found is not None and found[:2] == (4, STATE)
@@ -77,7 +78,7 @@ def test_a_life_on_an_object_store(store_address: str) -> None:
 
 
 def test_a_save_without_its_manifest_counts_for_nothing(store_address: str) -> None:
-    store = CheckpointStore(store_address)
+    store = CheckpointStore(address(store_address))
     store.save(1, b"one", {})
     store._storage.write(store.path(2) / "state-0.pt", b"two")  # type: ignore[attr-defined]
     assert store.steps() == [1] and store.newest_valid(no_corruption) is not None
@@ -87,7 +88,7 @@ def test_a_save_without_its_manifest_counts_for_nothing(store_address: str) -> N
 
 
 def test_of_two_writers_one_is_refused(store_address: str) -> None:
-    one, other = CheckpointStore(store_address), CheckpointStore(store_address)
+    one, other = CheckpointStore(address(store_address)), CheckpointStore(address(store_address))
     one.open_for_writing()
     other.open_for_writing()
     one.save(1, b"one", {})
@@ -95,7 +96,7 @@ def test_of_two_writers_one_is_refused(store_address: str) -> None:
         other.save(1, b"other", {})
     assert "\n" not in str(caught.value) and one.read(1)[0] == b"one"
     one.save(1, b"one again", {})
-    later = CheckpointStore(store_address)
+    later = CheckpointStore(address(store_address))
     later.save(1, b"later", {})  # it was there when this writer began: its own line of training
     assert one.read(1)[0] == b"later"
 
@@ -103,7 +104,7 @@ def test_of_two_writers_one_is_refused(store_address: str) -> None:
 @pytest.mark.parametrize("rule", ["500", "503", "reset", "lose answer", "cut answer", "truncate", "stall"])
 def test_a_network_that_damages(server: ObjectServer, store_address: str, rule: str) -> None:
     """Each request of a save is hit once: what is acknowledged is there, what is there is whole."""
-    store = CheckpointStore(store_address)
+    store = CheckpointStore(address(store_address))
     store.open_for_writing()
     store.save(0, STATE, {})
     before = server.requests()
@@ -122,7 +123,7 @@ def test_a_network_that_damages(server: ObjectServer, store_address: str, rule: 
             assert "\n" not in str(error)
             refused += 1
         server.calm()
-        fresh = CheckpointStore(store_address)
+        fresh = CheckpointStore(address(store_address))
         found = fresh.newest_valid(lambda bad, problem: told.append(bad))
         assert found is not None and found[0] >= acknowledged and found[1] == STATE, f"request {nth}"
     assert not told or rule == "truncate", "what was never acknowledged may be damaged by a lying network"

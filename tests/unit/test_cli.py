@@ -71,6 +71,11 @@ def test_every_verb_lists_what_it_takes(verb: str, tmp_path: Path) -> None:
         (["report"], "the following arguments are required: RUN_DIR. See `tandem report --help`"),
         (["verify-resume", "--trials", "0"], "--trials got '0', valid is a whole number of at least 1"),
         (["verify-resume", "--trials"], "--trials needs a value: a whole number of at least 1"),
+        (["verify-resume", "--script", "nothing.py"], "there is no script nothing.py in "),
+        (
+            ["verify-resume", "--script", __file__, "--task", "digits"],
+            f"--task names a task, and {__file__} is a program of its own; give one of them",
+        ),
         (["doctor", "--epoch", "1"], "unknown flag --epoch; did you mean --epochs?"),
         (["health", "--fast"], "unknown flag --fast. See `tandem health --help`"),
     ],

@@ -86,7 +86,8 @@ def step(clock: Clock) -> list[Any]:
 
 
 def test_the_host_never_waits_for_a_device_that_is_a_few_steps_behind(device: None) -> None:
-    clock = Clock(torch.device("cuda"))
+    clock = Clock()
+    clock.measure(torch.device("cuda"))
     assert [step(clock) for _ in range(RING_STEPS)] == [[]] * RING_STEPS
     assert FakeEvent.passed == 0
     (oldest,) = step(clock)  # further behind than the ring is long: now it does
@@ -96,7 +97,8 @@ def test_the_host_never_waits_for_a_device_that_is_a_few_steps_behind(device: No
 
 
 def test_times_come_in_as_the_device_gets_on(device: None) -> None:
-    clock = Clock(torch.device("cuda"))
+    clock = Clock()
+    clock.measure(torch.device("cuda"))
     step(clock)
     step(clock)
     FakeEvent.passed = FakeEvent.now
@@ -104,7 +106,8 @@ def test_times_come_in_as_the_device_gets_on(device: None) -> None:
 
 
 def test_what_is_between_two_steps_belongs_to_none(device: None) -> None:
-    clock = Clock(torch.device("cuda"))
+    clock = Clock()
+    clock.measure(torch.device("cuda"))
     step(clock)
     FakeEvent.now += 100  # straight on: the device stood idle for data
     step(clock)

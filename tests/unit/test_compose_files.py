@@ -32,10 +32,13 @@ NOT_HANDED_ON = "NODES NODE_RANK MASTER METRICS_PORT SHUTDOWN_TIMEOUT".split()
 
 
 @pytest.fixture
-def given_to_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+def given_to_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[..., None]
+) -> Callable[..., dict[str, str]]:
     """The TANDEM_ variables and others of a node by Compose's own account, for a text of .env and a shell."""
-    if subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode:
-        pytest.skip("no docker compose here")
+    require("docker")
+    compose = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    require("docker", compose.returncode == 0, "no compose plugin; type: sudo make docker-host")
     for name in [name for name in os.environ if name.startswith("TANDEM_")]:
         monkeypatch.delenv(name)
     (tmp_path / "compose").mkdir()

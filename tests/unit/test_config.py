@@ -3,17 +3,23 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config import FIELDS, SETTINGS, Settings, as_toml, explain, load, markdown
+from tandem.config import SETTINGS, Parser, Settings, as_toml, explain, markdown, resolve
+from tandem.config.sources import FIELDS, Loaded
 from tandem.errors import ConfigError
 
 FLAGS = [SETTINGS[name].flag for name in FIELDS]
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str], dotenv: Path | None) -> Loaded:
+    """As a verb without options of its own reads them."""
+    return resolve(Parser("launch", "", "").read(argv).given, environ, dotenv)
 
 
 def settings_of(*argv: str, **environ: str) -> Settings:

@@ -8,10 +8,11 @@ import torch
 from gathered import Here
 from torch import nn
 
-from tandem.config import OptimisationConfig
-from tandem.distributed.consensus import Agreed
+from tandem.config.slices import OptimisationConfig
+from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import Strategy as Single
+from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.recorder import Recorder
@@ -40,9 +41,10 @@ def recorder(folder: Path) -> Recorder:
 def steps(of: Recorder, first: int, last: int) -> None:
     for step in range(first, last + 1):
         loss = float("nan") if step == 4 else step / 3
-        agreed = Agreed(step - 1, loss, False, step == 4, 0, {"accuracy": (step, 8.0), "rare": (0.0, 0.0)})
+        agreed = Consensus(step - 1, loss, False, step == 4, 0, {"accuracy": (step, 8.0), "rare": (0.0, 0.0)})
         of.clock.begin_step()
-        of.end_step(agreed, 0.1)
+        of.end_step(0.1)
+        of.agreed(agreed)
 
 
 def logged(folder: Path, name: str = "loss") -> list[object]:
@@ -52,12 +54,12 @@ def logged(folder: Path, name: str = "loss") -> list[object]:
 def test_an_interval_that_is_open_at_a_checkpoint_is_logged_whole(tmp_path: Path) -> None:
     calm = recorder(tmp_path / "calm")
     steps(calm, 1, 7)
-    calm.log_interval(7, READINGS, Here([calm.own_times()]))
+    calm.log_interval(7, READINGS, lambda row: Here([row]))
     before, after = recorder(tmp_path / "before"), recorder(tmp_path / "after")
     steps(before, 1, 5)
     after.load(before.state())
     steps(after, 6, 7)
-    after.log_interval(7, READINGS, Here([after.own_times()]))
+    after.log_interval(7, READINGS, lambda row: Here([row]))
     assert logged(tmp_path / "after") == logged(tmp_path / "calm") == [sum((1, 2, 3, 5, 6, 7)) / 3 / 6]
     # Of the task's sums as well: the mean over the interval, without the step that was left out.
     for folder in ("after", "calm"):
@@ -67,7 +69,7 @@ def test_an_interval_that_is_open_at_a_checkpoint_is_logged_whole(tmp_path: Path
 def test_an_interval_without_a_finite_loss_says_so(tmp_path: Path) -> None:
     only = recorder(tmp_path)
     steps(only, 4, 4)
-    only.log_interval(4, READINGS, Here([only.own_times()]))
+    only.log_interval(4, READINGS, lambda row: Here([row]))
     assert logged(tmp_path) == ["NaN"]
 
 
@@ -77,9 +79,9 @@ def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: f
     model = nn.Linear(2, 1)
 
     def optimizer_and_schedule(decay: float) -> tuple[torch.optim.Optimizer, Schedule]:
-        config = OptimisationConfig(weight_decay=decay)
-        optimizer = build_optimizer(config, task, model)  # type: ignore[arg-type]
-        return optimizer, Schedule(config, 240, task, optimizer, 10, 10)  # type: ignore[arg-type]
+        config, whole = OptimisationConfig(weight_decay=decay), WholeTask(task)  # type: ignore[arg-type]
+        optimizer = build_optimizer(config, whole, model)
+        return optimizer, Schedule(config, 240, whole, optimizer, 10, 10)
 
     old, schedule = optimizer_and_schedule(0.1)
     model(torch.ones(1, 2)).sum().backward()

@@ -196,6 +196,29 @@ def test_another_fingerprint_is_refused(
     assert store.steps() == [40] and other.steps() == [40]  # nothing was touched
 
 
+def test_rotten_bytes_refuse_nothing(store: CheckpointStore) -> None:
+    """Another run's checkpoint is refused where it is whole; where it is not, the one before it counts."""
+    save(store, 10, make())
+    save(store, 20, make(seed=1))
+    with pytest.raises(ConfigError, match="seed was 1 and is 0 now"):
+        decide_resume(make(), store)
+    assert store.steps() == [20, 10] and not store.set_aside()
+    (store.path(20) / "state.pt").write_bytes(b"state 99")
+    assert begin(decide_resume(make(), store)) == ("resume", 10)
+    assert store.set_aside() == ["corrupt-step-000000020-1"]
+
+
+def test_an_address_spelled_as_a_path_is_the_same(store: CheckpointStore) -> None:
+    """Checkpoints from before say s3:/bucket where the settings say s3://bucket."""
+    settings = make(run_dir="s3://bucket/run", init_from="s3:/bucket/other")
+    assert settings.to_dict()["run_dir"] == "s3://bucket/run"
+    assert settings.to_dict()["init_from"] == "s3://bucket/other"
+    old = {**settings.to_dict(), "run_dir": "s3:/bucket/run"}
+    info = {"settings": old, "fingerprint": settings.fingerprint_fields(), "train_samples": TRAIN_SAMPLES}
+    store.save(10, b"state", info)
+    assert decide_resume(settings, store).changes == ()
+
+
 def test_other_changes_are_told(store: CheckpointStore) -> None:
     save(store, 10, make())
     changes = decide_resume(make(lr=0.05, nodes=2, epochs=9), store).changes

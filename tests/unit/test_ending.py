@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tandem.telemetry.meter import Interval
 from tandem.training.summary import ending_table
 
 SUMMARY: dict[str, Any] = {
@@ -13,7 +14,9 @@ SUMMARY: dict[str, Any] = {
 
 
 def test_a_run_that_was_resumed_and_restarted() -> None:
-    assert ending_table(SUMMARY, 16.0, {"forward": 4.0, "backward": 12.0}, Path("runs/digits")) == {
+    assert ending_table(
+        SUMMARY, Interval(9, 90, {"forward": 4.0, "backward": 12.0}), Path("runs/digits")
+    ) == {
         "steps": "1,500, epoch 2; resumed from step 1,250",
         "samples": "360,000 in all, 21,132 a second",
         "loss": "0.0200",
@@ -27,6 +30,6 @@ def test_a_run_that_was_resumed_and_restarted() -> None:
 
 def test_a_run_that_did_nothing() -> None:
     nothing = SUMMARY | {"eval": {}, "resumed_from_step": None, "last_checkpoint_step": None}
-    table = ending_table(nothing, 0.0, {"forward": 0.0}, Path("runs/digits"))
+    table = ending_table(nothing, Interval(), Path("runs/digits"))
     assert (table["a step"], table["checkpoint"]) == ("none taken", "none saved")
     assert table["steps"] == "1,500, epoch 2" and "accuracy" not in table

@@ -1,8 +1,13 @@
 import json
+import tracemalloc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tandem.telemetry import journal as journal_module
 from tandem.telemetry.journal import Journal, write_json_atomic
 
 
@@ -29,6 +34,65 @@ def test_rewind_drops_later_and_torn_lines(tmp_path: Path) -> None:
     assert journal.rewind(20) == 2
     assert [line["step"] for line in lines(journal.metrics_path)] == [10, 20]
     assert list(tmp_path.iterdir()) == [journal.metrics_path]
+
+
+def kept_of_all(content: bytes, step: int) -> list[bytes]:
+    """What `rewind` keeps, from a parse of the whole file."""
+    kept = []
+    for line in content.splitlines(keepends=True):
+        try:
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept
+
+
+launches = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 200)), max_size=12),  # steps on, bytes of a line
+        st.binary(max_size=300),  # what the last write left, torn or not
+        st.integers(-1, 40),  # where the next launch goes on
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(launches, st.integers(1, 200))
+def test_rewind_keeps_what_a_parse_of_the_whole_file_keeps(
+    runs: list[tuple[list[tuple[int, int]], bytes, int]], block: int
+) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "BLOCK_BYTES", block, raising=False)
+        journal, step = Journal(Path(folder)), 0
+        for steps, torn, resumed in runs:
+            for further, size in steps:
+                step += further
+                journal.metrics(step, text="x" * size)
+            with journal.metrics_path.open("ab") as file:
+                file.write(torn)
+            before = journal.metrics_path.read_bytes()
+            kept = kept_of_all(before, resumed)
+            dropped = journal.rewind(resumed)
+            assert journal.metrics_path.read_bytes() == b"".join(kept)
+            assert dropped == len(before.splitlines()) - len(kept)
+            step = max(0, min(step, resumed))
+
+
+def test_rewind_reads_the_end_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    many = b"".join(b'{"step": %d, "text": "%s"}\n' % (step, b"x" * 100) for step in range(50_000))
+    journal.metrics_path.write_bytes(many)
+    tracemalloc.start()
+    try:
+        assert journal.rewind(49_000) == 999
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert many.startswith(journal.metrics_path.read_bytes())
+    assert lines(journal.metrics_path)[-1]["step"] == 49_000
+    assert peak_bytes < len(many) / 5
 
 
 def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:

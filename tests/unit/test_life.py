@@ -13,28 +13,47 @@ from hypothesis import strategies as st
 
 from tandem.signals import StopFlag
 from tandem.telemetry import life, metrics
+from tandem.telemetry.meter import ACTIVITIES
 from tandem.telemetry.registry import Registry
 
 
-def test_all_time_since_the_process_began_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(life.time, "monotonic", lambda: now)
-    monkeypatch.setattr(life, "process_age_seconds", lambda: 3.0)
-    clock = life.Clock()
-    spent: dict[str, float] = {}
-    for state, seconds in (
-        ("rendezvous", 2.0),
-        ("training", 5.0),
-        ("no such state", 1.0),
-        ("succeeded", 4.0),
-    ):
-        now += seconds
-        clock.enter(state)
-        rows: Any = clock.increments()
+@given(
+    st.lists(st.tuples(st.sampled_from(list(life.ACTIVITY_OF)), st.floats(0, 10), st.booleans()), max_size=40)
+)
+def test_activities_add_up_to_wall_time(switches: list[tuple[str, float, bool]]) -> None:
+    now = start = 1000.0
+    activities, spent = life.Activities(start), dict.fromkeys(ACTIVITIES, 0.0)
+
+    def take() -> None:
+        rows: Any = activities.take(now)
         for _, labels, value in rows:
-            spent[labels["activity"]] = spent.get(labels["activity"], 0.0) + value
-    assert spent == {"startup": 5.0, "rendezvous": 5.0, "train": 5.0}
-    assert clock.increments() == []
+            spent[labels["activity"]] += value
+
+    for state, seconds, takes in switches:
+        now += seconds
+        activities.enter(state, now)
+        if takes:
+            take()
+    take()
+    assert sum(spent.values()) == pytest.approx(now - start)
+    assert activities.take(now) == []
+
+
+def test_time_belongs_to_the_state_that_the_run_is_in() -> None:
+    activities = life.Activities(-3.0)
+    for state, now in (("rendezvous", 2.0), ("training", 4.0), ("checkpointing", 9.0), ("training", 10.0)):
+        activities.enter(state, now)
+    activities.enter("succeeded", 14.0)
+    rows: Any = activities.take(15.0)
+    spent = {labels["activity"]: value for _, labels, value in rows}
+    assert spent == {"startup": 5.0, "rendezvous": 2.0, "train": 9.0, "checkpoint": 1.0, "drain": 1.0}
+
+
+def test_a_clock_that_steps_back_counts_nothing() -> None:
+    activities = life.Activities(10.0)
+    activities.enter("training", 5.0)
+    rows: Any = activities.take(11.0)
+    assert [value for _, _, value in rows] == [1.0]
 
 
 def test_the_age_of_a_process_grows() -> None:

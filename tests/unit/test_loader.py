@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 
 from tandem.data.datasets import TensorImages, TensorRows, random_crop_flip
 from tandem.data.fetch import answers_in_batches
-from tandem.data.loader import evaluation_batches, to_device, train_batches
+from tandem.data.kinds import evaluation_batches
+from tandem.data.loader import to_device, train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed, kept_generators
 

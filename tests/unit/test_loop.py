@@ -6,12 +6,14 @@ from typing import Any, cast
 
 import pytest
 from gathered import Here
+from torch import nn
 
-from tandem.distributed.consensus import Agreed
+from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
+from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, Readings, StepTimes
 from tandem.telemetry.recorder import Recorder
@@ -33,7 +35,7 @@ class LateStepper:
 
     def __init__(self, bad: Set[int]) -> None:
         self.bad = bad
-        self.pending: Agreed | None = None
+        self.pending: Consensus | None = None
 
     def settle(self, *_: Any) -> Costs:
         return Costs()
@@ -41,17 +43,19 @@ class LateStepper:
     def read(self) -> Readings:
         return Readings(None, None, 0, 0.0, None)
 
-    def take(self, _batches: Any, step: int, proposal: Proposal) -> Agreed | None:
+    def take(self, _batches: Any, step: int, proposal: Proposal) -> Consensus | None:
         before, bad = self.pending, step + 1 in self.bad
-        self.pending = Agreed(step, float("nan") if bad else 1.0, proposal.stop, bad, proposal.decisions)
+        self.pending = Consensus(step, float("nan") if bad else 1.0, proposal.stop, bad, proposal.decisions)
         return before
 
-    def drain(self) -> Agreed | None:
+    def drain(self) -> Consensus | None:
         last, self.pending = self.pending, None
         return last
 
 
-def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> tuple[Training, list[int]]:
+def training(
+    bad: Set[int] = frozenset(), stop_at: int = 0, task: Any = None, policy: str = "stop", **cadences: str
+) -> tuple[Training, list[int]]:
     """20 steps; a stop signal comes while step `stop_at` is prepared. The list fills with steps saved."""
     saved: list[int] = []
     stop = StopFlag()
@@ -74,12 +78,14 @@ def training(bad: Set[int] = frozenset(), stop_at: int = 0, **cadences: str) -> 
     }
     made = Training(
         world=cast(ProcessGroup, SimpleNamespace(is_first=True, gather_rows=lambda row: Here([row]))),
+        task=WholeTask(task),
+        model=nn.Identity(),
         stepper=cast(Any, LateStepper(bad)),
         schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),
         timetable=Timetable({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
         recorder=recorder,
         clock=clock,
-        nonfinite=Policy("stop", "fp32", recorder),
+        nonfinite=Policy(policy, "fp32", recorder),
         stop=stop,
         batches=batches(),
         evaluate=dict,
@@ -121,3 +127,18 @@ def test_a_decision_by_the_clock_is_not_lost_when_it_is_heard_at_a_log_line() ->
     made.timetable.clock = lambda: next(times)
     assert train(made) is True
     assert saved == [10, 20]
+
+
+def test_a_task_is_called_after_every_step_before_what_is_due_then() -> None:
+    """Also after steps that are left out."""
+    called: list[int] = []
+
+    class Averaged:
+        def after_step(self, model: nn.Module, step: int) -> None:
+            assert isinstance(model, nn.Identity)
+            called.append(step)
+
+    made, saved = training(bad={7, 8}, task=Averaged(), policy="skip", save="5")
+    made.saver = cast(Any, SimpleNamespace(save=lambda step: saved.append(called[-1]), snapshot=None))
+    assert train(made) is True
+    assert called == [*range(1, 21)] and saved == [5, 10, 15, 20]

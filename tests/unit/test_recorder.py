@@ -14,7 +14,7 @@ from tandem.telemetry.channel import MAX_MESSAGE_BYTES
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import Event, Message, Point, Samples, decode, encode
-from tandem.telemetry.meter import PHASES, Agreed, Costs, DeviceMemory, Readings, StepTimes
+from tandem.telemetry.meter import PHASES, Consensus, Costs, DeviceMemory, Readings, StepTimes
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.registry import Registry
 
@@ -64,13 +64,14 @@ def recorder(wire: Wire, journal: Journal | None = None, begin: int = 100) -> Re
 
 def train(made: Recorder, steps: int, begin: int = 100) -> None:
     for step in range(begin, begin + steps):
-        made.end_step(Agreed(step, 0.5, False, False, 0, {"right": (3.0, 4.0)}), 0.1)
+        made.end_step(0.1)
+        made.agreed(Consensus(step, 0.5, False, False, 0, {"right": (3.0, 4.0)}))
 
 
 def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
     made = recorder(wire)
     train(made, 20)
-    made.log_interval(120, READINGS, Here([made.own_times(), [1.0] + [0.03] * 8]))
+    made.log_interval(120, READINGS, lambda row: Here([row, [1.0] + [0.03] * 8]))
     train(made, 5, 120)
     made.close()
     assert wire.value("tandem_steps_total") == 25 and wire.value("tandem_samples_total") == 25 * 24
@@ -92,10 +93,12 @@ def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
 def test_what_the_loss_returns_beside_it_is_a_mean_over_the_interval(wire: Wire, tmp_path: Path) -> None:
     made = recorder(wire, Journal(tmp_path))
     for step in range(100, 110):
-        made.end_step(Agreed(step, 0.5, False, False, 0, {"right": (step % 2, 4.0)}), 0.1)
-    made.log_interval(110, READINGS, Here([made.own_times()]))
-    made.end_step(Agreed(110, 0.5, False, False, 0, {"right": (4.0, 4.0)}), 0.1)
-    made.log_interval(111, READINGS, Here([made.own_times()]))
+        made.end_step(0.1)
+        made.agreed(Consensus(step, 0.5, False, False, 0, {"right": (step % 2, 4.0)}))
+    made.log_interval(110, READINGS, lambda row: Here([row]))
+    made.end_step(0.1)
+    made.agreed(Consensus(110, 0.5, False, False, 0, {"right": (4.0, 4.0)}))
+    made.log_interval(111, READINGS, lambda row: Here([row]))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["scores"] for line in lines] == [{"right": 0.125}, {"right": 1.0}]
     points = [message.values for message in wire.messages if isinstance(message, Point)]
@@ -106,7 +109,7 @@ def test_what_the_loss_returns_beside_it_is_a_mean_over_the_interval(wire: Wire,
 def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:
     made = recorder(wire, begin=0)
     train(made, 20_000, 0)
-    made.log_interval(20_000, READINGS, Here([made.own_times()]))
+    made.log_interval(20_000, READINGS, lambda row: Here([row]))
     assert wire.value("tandem_step_duration_seconds_count") == 20_000
 
 
@@ -114,7 +117,7 @@ def test_a_straggler_is_an_event_once(wire: Wire, tmp_path: Path) -> None:
     made = recorder(wire, Journal(tmp_path))
     for at in range(100, 180, 20):
         train(made, 20, at)
-        made.log_interval(at + 20, READINGS, Here([made.own_times(), [1.0] + [0.03] * 8]))
+        made.log_interval(at + 20, READINGS, lambda row: Here([row, [1.0] + [0.03] * 8]))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["rank"], event["node"]) for event in events] == [("straggler", 1, 1)]
     assert len([message for message in wire.messages if isinstance(message, Event)]) == 1
@@ -136,7 +139,7 @@ def test_what_is_remembered_of_steps_is_bounded_without_log_lines(
     made.begin_run(0, 50, 10**6, None, None, None)
     monkeypatch.setattr(recorder_module, "PROGRESS_SECONDS", 0.0)  # a message after every step
     train(made, 3000, 0)
-    assert len(made._times) <= 1000 and len(made._unsent) <= 1
+    assert len(made._stragglers._times) <= 1000 and len(made._unsent) <= 1
 
 
 def test_other_ranks_are_silent_but_for_their_gpu_and_their_errors(wire: Wire) -> None:
@@ -144,7 +147,7 @@ def test_other_ranks_are_silent_but_for_their_gpu_and_their_errors(wire: Wire) -
     made.begin_run(0, 50, 1000, None, None, None)
     memory = DeviceMemory(gpu=1, allocated=5, reserved=6, peak=7, retries=2, ooms=0)
     for _ in range(2):
-        made.log_interval(0, replace(READINGS, memory=memory), Here([]))
+        made.log_interval(0, replace(READINGS, memory=memory), lambda row: Here([]))
     made.data_error("OSError")
     made.event("anything")
     assert wire.value("tandem_torch_memory_peak_bytes", gpu="1", node="0") == 7

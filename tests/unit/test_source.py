@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.config.slices import DataConfig
-from tandem.data.loader import evaluation_batches
-from tandem.data.source import Reader, training_data
+from tandem.data.kinds import evaluation_batches, training_data
+from tandem.data.source import Reader
 from tandem.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -41,16 +41,15 @@ def names(store: CheckpointStore) -> list[str]:
 
 def test_what_was_saved_is_read_back(store: CheckpointStore) -> None:
     assert store.steps() == [] and store.newest_valid(no_corruption) is None
-    result = store.save(500, STATE, INFO)
+    size = store.save(500, STATE, INFO)
     store.save(1000, lambda sink: (sink.write(b"in "), sink.write(b"parts")), INFO)
-    assert result.path == store.directory / "step-000000500"
-    assert result.bytes == store.size_bytes(500) and result.seconds >= 0
+    assert size == store.size_bytes(500)
     assert store.steps() == [1000, 500]
     assert store.newest_valid(no_corruption) == (1000, b"in parts", INFO)
     assert store.read(500) == (STATE, INFO) and store.info(500) == INFO
     assert names(store) == ["step-000000500", "step-000001000"]
-    assert sorted(os.listdir(result.path)) == ["manifest.json", "state.pt"]
-    entry = json.loads((result.path / "manifest.json").read_text())["files"]["state.pt"]
+    assert sorted(os.listdir(store.directory / "step-000000500")) == ["manifest.json", "state.pt"]
+    entry = json.loads((store.path(500) / "manifest.json").read_text())["files"]["state.pt"]
     assert entry["bytes"] == len(STATE) and len(entry["sha256"]) == 64
 
 
@@ -126,7 +125,8 @@ def test_any_damage_is_found_and_the_older_one_is_used(
 ) -> None:
     store = CheckpointStore(tmp_path_factory.mktemp("damage"))
     store.save(1, b"good", INFO)
-    path = store.save(2, STATE, INFO).path
+    store.save(2, STATE, INFO)
+    path = store.path(2)
     raw = (path / name).read_bytes()
     (path / name).write_bytes(damage(raw, place))
     with pytest.raises(CorruptCheckpointError):
@@ -139,7 +139,8 @@ def test_any_damage_is_found_and_the_older_one_is_used(
 
 
 def test_every_bit_of_the_manifest_counts(store: CheckpointStore) -> None:
-    path = store.save(2, STATE, {"lr": 1e-05, "name": "é"}).path / "manifest.json"
+    store.save(2, STATE, {"lr": 1e-05, "name": "é"})
+    path = store.path(2) / "manifest.json"
     raw = path.read_bytes()
     for bit in random.Random(0).sample(range(len(raw) * 8), 800):
         path.write_bytes(flip(raw, bit))
@@ -288,6 +289,41 @@ def test_a_rename_that_worked_but_says_stale(store: CheckpointStore, monkeypatch
     for _ in range(2):
         store.save(1, STATE, INFO)
     assert store.newest_valid(no_corruption) == (1, STATE, INFO)
+
+
+class StaleFile:
+    """An open file whose handle goes stale in the middle: NFS says so at a read, not at the open."""
+
+    def __init__(self, file: Any, state: dict[str, int]) -> None:
+        self._file, self._state = file, state
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(1000 if size < 0 or self._state["left"] else size)
+        if self._state["left"]:
+            self._state["left"] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return data + (self._file.read() if size < 0 else b"")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.mark.parametrize("times, works", [(1, True), (2, True), (9, False)])
+def test_a_handle_that_goes_stale_in_a_read(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, times: int, works: bool
+) -> None:
+    store.save(1, STATE, INFO)
+    state = {"left": 0}
+    real = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: StaleFile(real(descriptor, mode), state))
+    for read in (store.read, store.verify, store.info):
+        state["left"] = times
+        if works:
+            read(1)
+        else:
+            with pytest.raises(CheckpointError, match="Stale file handle"):
+                read(1)
+    assert store.steps() == [1] and not store.set_aside()
 
 
 def test_the_best_survives_a_restart(store: CheckpointStore) -> None:

@@ -11,10 +11,11 @@ from PIL import Image
 from test_datasets import write_set
 
 from tandem.data import datasets, digits
-from tandem.data.loader import evaluation_batches, train_batches
+from tandem.data.kinds import evaluation_batches
+from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.errors import ConfigError
-from tandem.tasks.base import BUILT_IN, load_task
+from tandem.tasks.base import BUILT_IN, WholeTask, load_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BINARY = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
@@ -246,3 +247,24 @@ def test_a_download_that_fails_is_one_line() -> None:
 
     with pytest.raises(ConfigError, match="could not be downloaded .RuntimeError: Error downloading x"):
         datasets.download("mnist", fail)
+
+
+def test_what_a_task_does_not_have_is_filled_in() -> None:
+    class Bare:
+        def loss(self, model: torch.nn.Module, batch: torch.Tensor):
+            return batch.mean(), {"ones": (batch.sum(), len(batch))}
+
+    class Own(Bare):
+        def collate(self, samples: list) -> str:
+            return "own"
+
+        def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=3.0)
+
+    model, (bare, own) = torch.nn.Linear(1, 1), (WholeTask(kind()) for kind in (Bare, Own))  # type: ignore[arg-type]
+    assert bare.own == set() and own.own == {"collate", "build_optimizer"}
+    assert bare.collate is None and own.collate is not None and own.collate([]) == "own"
+    assert bare.build_optimizer(model) is None and own.build_optimizer(model).defaults["lr"] == 3.0  # type: ignore[union-attr]
+    assert bare.place(model, torch.device("cpu")) is model and bare.after_step(model, 1) is None  # type: ignore[func-returns-value]
+    scores = own.evaluate_batch(model, torch.ones(4))
+    assert scores["loss"] == (4.0, 4) and scores["ones"] == (4.0, 4)

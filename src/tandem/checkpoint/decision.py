@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from tandem.checkpoint.store import CheckpointStore, locate
 from tandem.config import Settings
+from tandem.config.address import address
 from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
@@ -24,6 +25,7 @@ BITS_MAY_DIFFER = {
     "micro_batch_size",
     "strategy",
 }
+PLACES = ("run_dir", "init_from")
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     5. `required`: none here is an error.
     6. `auto`: fresh.
 
-    For 2 to 4: another fingerprint than the settings' is an error and nothing is moved; a step that is not
-    less than the planned ones makes it "complete", whose bytes are read and hashed here: no rank will.
+    For 2 to 4: another fingerprint than the settings' is an error and nothing is moved, if the bytes hold; a
+    step that is not less than the planned ones makes it "complete", whose bytes are read and hashed here: no
+    rank will.
     Raises ConfigError (nothing there, fingerprint) and CheckpointError (damaged PATH@STEP, volume).
     """
     if settings.checkpoint.resume == "never":
@@ -120,7 +123,11 @@ def _look(
 ) -> tuple[bool, tuple[str, ...]]:
     """(complete, changes) of going on from `step`. Raises ConfigError for another fingerprint."""
     info = store.info(step)
-    unknown = _check_fingerprint(settings, info, store.path(step))
+    try:
+        unknown = _check_fingerprint(settings, info, store.path(step))
+    except ConfigError:
+        store.verify(step)  # bytes that do not hold are passed over, whatever run they were of
+        raise
     steps_per_epoch = int(info["train_samples"]) // settings.data.batch_size
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
     if whole or step >= planned:
@@ -135,7 +142,7 @@ def _begin_at(step: int, looked: tuple[bool, tuple[str, ...]], needed: bool) -> 
 
 def _is_same_command(info: Mapping[str, Any], settings: Settings) -> bool:
     """Whether a checkpoint has these settings; what only one of the two programs knows does not count."""
-    old, new = info.get("settings", {}), _plain(settings.to_dict())
+    old, new = _saved(info), _plain(settings.to_dict())
     return "resume" in old and all(old[key] == new[key] for key in old.keys() & new.keys())
 
 
@@ -162,7 +169,7 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
 
 
 def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
-    old, new = info.get("settings", {}), _plain(settings.to_dict())
+    old, new = _saved(info), _plain(settings.to_dict())
     same = {*settings.fingerprint_fields(), "resume"}
     return [
         f"{key} was {old.get(key)!r} and is {new[key]!r} now"
@@ -170,6 +177,12 @@ def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
         for key in new
         if key not in same and old.get(key) != new[key]
     ]
+
+
+def _saved(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint; some were saved with s3:/bucket where they said s3://bucket."""
+    saved = dict(info.get("settings", {}))
+    return saved | {name: str(address(saved[name])) for name in PLACES if saved.get(name)}
 
 
 def _plain(values: object) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class CheckpointRow:
 
 
 def list_checkpoints(
-    directory: str | PurePath, verify: bool = False, now: float | None = None, rule: Retention | None = None
+    directory: PurePath, verify: bool = False, now: float | None = None, rule: Retention | None = None
 ) -> list[CheckpointRow]:
     """Rows, newest first; `now` in Unix seconds; `rule` as `rule_of` by default. Changes nothing.
 
@@ -77,7 +77,7 @@ def rule_of(
     )
 
 
-def table(rows: list[CheckpointRow], directory: str | PurePath) -> str:
+def table(rows: list[CheckpointRow], directory: PurePath) -> str:
     """Aligned lines, and one on what lies beside the checkpoints."""
     cells = [("step", "bytes", "age", "", "kept as", "scores")]
     for row in rows:

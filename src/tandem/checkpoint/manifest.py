@@ -5,9 +5,11 @@ import json
 import time
 from typing import Any
 
+from tandem.checkpoint.storage.protocol import Reader
 from tandem.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT = 1
+CHUNK_BYTES = 2**20
 
 
 def render_manifest(step: int, files: dict[str, dict[str, object]], info: dict[str, Any]) -> bytes:
@@ -41,3 +43,12 @@ def check(path: object, wanted: dict[str, Any], size: int, digest: str) -> None:
         raise CorruptCheckpointError(f"{path} has {size} bytes, {wanted['bytes']} were written")
     if digest != wanted["sha256"]:
         raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 is not that of the bytes written")
+
+
+def measured(file: Reader) -> tuple[int, str]:
+    """(bytes, SHA-256) of a file, read a piece at a time."""
+    size, digest = 0, hashlib.sha256()
+    while chunk := file.read(CHUNK_BYTES):
+        size += len(chunk)
+        digest.update(chunk)
+    return size, digest.hexdigest()

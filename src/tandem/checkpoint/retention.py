@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tandem.config import CheckpointConfig
+from tandem.config.slices import CheckpointConfig
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")  # endings of score names
 

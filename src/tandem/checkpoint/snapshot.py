@@ -149,7 +149,7 @@ class Snapshots:
         else:
             memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
             GEOMETRY.pack_into(memory, GEOMETRY_AT, data, slot_bytes)
-        for slot in (0, 1):  # a mark of another world must not meet those of this one
+        for slot in (0, 1):  # a mark of another generation must not meet those of this
             if slot != self._slot or not self._is_kept:
                 SLOT.pack_into(memory, slot * SLOT.size, 0, 0)
         self._layout, self._part, self._memory = layout, layout.part(self._rank), memory

@@ -14,18 +14,17 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from tandem.checkpoint.manifest import check, parse_manifest, render_manifest
+from tandem.checkpoint.manifest import check, measured, parse_manifest, render_manifest
 from tandem.checkpoint.retention import Retention, Scores, why_kept
-from tandem.checkpoint.storage import address, storage_at
-from tandem.checkpoint.storage.protocol import MANIFEST, Payload
+from tandem.checkpoint.storage import storage_at
+from tandem.checkpoint.storage.protocol import MANIFEST, Payload, Reader, unstale
+from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 STEP_NAME = re.compile(r"step-(\d{9,})")
-CHUNK_BYTES = 2**20
 T = TypeVar("T")
 OnCorrupt = Callable[[int, str], None]  # step, problem
 
@@ -40,22 +39,11 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
         raise CheckpointError(f"{what}: {reason}" + (f"; {advice}" if advice else "")) from error
 
 
-@dataclass(frozen=True)
-class SaveResult:
-    """A committed checkpoint: its step, directory, size of all files and the seconds that it took."""
-
-    step: int
-    path: PurePath
-    bytes: int
-    seconds: float
-
-
 class CheckpointStore:
-    """The checkpoints of one run, in `directory` (made by the first save): a path or s3://bucket/prefix."""
+    """The checkpoints of one run, in `directory` (made by the first save): a Path or an ObjectPath."""
 
-    def __init__(self, directory: str | PurePath) -> None:
-        self.directory = address(directory)
-        self._storage = storage_at(self.directory)
+    def __init__(self, directory: PurePath) -> None:
+        self.directory, self._storage = directory, storage_at(directory)
         self._ours: set[int] | None = None  # steps that a save may replace
         self._scores: dict[int, Scores] = {}
 
@@ -90,22 +78,21 @@ class CheckpointStore:
         """From now on what others save here is another writer's: a save does not replace it."""
         self._ours = set(self.steps())
 
-    def save(self, step: int, payload: Payload, info: dict[str, Any]) -> SaveResult:
-        """Write one checkpoint; when this returns, it is whole and there for good under its name.
+    def save(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
+        """Write one checkpoint; when this returns its bytes, it is whole and there for good under its name.
 
         `payload` is the state's bytes, or a function that writes them to the sink it is given and that
         can be called twice. Scores in `info["eval"]` are those of the weights of this step.
         Raises CheckpointError (full, read-only or failing volume; another writer has saved this step);
         older checkpoints are as they were.
         """
-        begin = time.monotonic()
         free = "free space or mend the volume there; older checkpoints are untouched"
         with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
             if self._ours is None:
                 self.open_for_writing()
             size = self._commit(step, payload, info)
         self._scores.pop(step, None)
-        return SaveResult(step, self.path(step), size, time.monotonic() - begin)
+        return size
 
     def _commit(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
         assert self._ours is not None
@@ -185,7 +172,7 @@ class CheckpointStore:
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest: step, written_at (Unix seconds), files, info. Raises CorruptCheckpointError."""
         path = self.path(step) / MANIFEST
-        if (manifest := parse_manifest(path, self._content(path)))["step"] != step:
+        if (manifest := parse_manifest(path, self._read(path, lambda file: file.read())))["step"] != step:
             raise CorruptCheckpointError(f"{path} is of step {manifest['step']}, its directory of {step}")
         return manifest
 
@@ -199,32 +186,30 @@ class CheckpointStore:
     def verify(self, step: int) -> None:
         """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""
         for name, wanted in self.manifest(step)["files"].items():
-            path, size, digest = self.path(step) / name, 0, hashlib.sha256()
-            with self._opened(path, from_disk=True) as read:
-                while chunk := read(CHUNK_BYTES):
-                    size += len(chunk)
-                    digest.update(chunk)
-            check(path, wanted, size, digest.hexdigest())
+            path = self.path(step) / name
+            check(path, wanted, *self._read(path, measured, from_disk=True))
 
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
         """The state's bytes, hashed before they are returned, and info. Raises CorruptCheckpointError."""
         manifest = self.manifest(step)
         ((name, wanted),) = manifest["files"].items()
-        state = self._content(self.path(step) / name)
+        state = self._read(self.path(step) / name, lambda file: file.read())
         check(self.path(step) / name, wanted, len(state), hashlib.sha256(state).hexdigest())
         return state, manifest["info"]
 
-    def _content(self, path: PurePath) -> bytes:
-        with self._opened(path) as read:
-            return read(-1)
+    def _read(self, path: PurePath, use: Callable[[Reader], T], from_disk: bool = False) -> T:
+        """What `use` makes of a file; begun again where its handle is stale.
 
-    @contextmanager
-    def _opened(self, path: PurePath, from_disk: bool = False) -> Iterator[Callable[[int], bytes]]:
-        """`read` of a file. A missing one raises CorruptCheckpointError, a failing volume CheckpointError."""
+        A missing file raises CorruptCheckpointError, a failing volume CheckpointError.
+        """
+
+        def once() -> T:
+            with closing(self._storage.open(path, from_disk)) as file:
+                return use(file)
+
         with translated(f"cannot read {path}"):
             try:
-                with closing(self._storage.open(path, from_disk)) as file:
-                    yield file.read
+                return unstale(once)
             except FileNotFoundError:
                 raise CorruptCheckpointError(f"{path} is missing") from None
             except OSError as error:

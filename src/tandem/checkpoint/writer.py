@@ -121,7 +121,7 @@ class CheckpointWriter:
     ) -> None:
         try:
             self._before()
-            size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), info).bytes
+            size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), info)
             self.failures_in_a_row, self.last_step = 0, step
         except CheckpointError as error:
             size = None

@@ -5,12 +5,11 @@ argparse, not pydantic-settings: that takes 0.3 s to import, knows no nearest na
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.config.fields import Setting, convert, plain, words_of
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
-from tandem.config.sources import PREFIX, TASK_VALID, Given, Loaded, resolve, task_key
+from tandem.config.sources import PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
 
 
@@ -130,14 +129,6 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"got {text!r}, valid is {words_of(annotation)}") from None
 
     return read
-
-
-def load(argv: Sequence[str], environ: Mapping[str, str], dotenv: Path | None = Path(".env")) -> Loaded:
-    """Settings from the flags after a verb that has no options of its own, and from all other sources.
-
-    Raises ConfigError, one line, for an unknown name (with the nearest match), a bad value or a bad file.
-    """
-    return resolve(Parser("launch", "", "").read(argv).given, environ, dotenv)
 
 
 def as_flags(given: Mapping[str, Given]) -> list[str]:

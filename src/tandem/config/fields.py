@@ -4,10 +4,11 @@ import dataclasses
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
+from tandem.config.address import address
 from tandem.schedule import CADENCE_VALID, Cadence
 
 if TYPE_CHECKING:
@@ -33,11 +34,29 @@ class Valid:
         return no_info_after_validator_function(check, handler(source))
 
 
+class _Place:
+    """A path, or the address of a place elsewhere."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        from pydantic_core.core_schema import no_info_plain_validator_function
+
+        def check(value: Any) -> PurePath:
+            if not isinstance(value, str | PurePath):
+                raise ValueError("a path")
+            return address(value)
+
+        return no_info_plain_validator_function(check)
+
+
 def _is_cadence(text: str, not_in: str = "") -> bool:
     try:
         return Cadence.parse(text).unit != not_in
     except ValueError:
         return False
+
+
+def _is_resume(text: str) -> bool:
+    return bool(address(text))
 
 
 def _is_address(text: str) -> bool:
@@ -66,6 +85,7 @@ CadenceText = Annotated[str, Valid(CADENCE_VALID, _is_cadence)]
 WarmupText = Annotated[
     str, Valid("steps, epochs or percent such as 0, 200, 1epoch, 5%", lambda s: _is_cadence(s, "seconds"))
 ]
+Place = Annotated[PurePath, _Place()]
 Address = Annotated[str, Valid("HOST:PORT", _is_address)]
 NodeRange = Annotated[
     str, Valid("MIN:MAX nodes, such as 1:4", lambda s: _is_pair(s, lambda low, high: 1 <= low <= high))
@@ -83,7 +103,7 @@ RunName = Annotated[
         _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
     ),
 ]
-ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]")]
+ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_resume)]
 
 
 def setting(default: Any, description: str, *, fixed: bool = False, per_node: bool = False) -> Any:
@@ -168,7 +188,8 @@ def words_of(annotation: Any) -> str:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(arguments)
     if get_origin(annotation) in (Union, UnionType):
         return ", or ".join(words_of(argument) for argument in arguments)
-    names: dict[object, str] = {bool: "true or false", Path: "a path", str: "text", NoneType: "none"}
+    names: dict[object, str] = {bool: "true or false", str: "text", NoneType: "none"}
+    names |= {Path: "a path", PurePath: "a path"}
     return names.get(annotation, "text, a number, true or false")
 
 

@@ -3,22 +3,11 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NoReturn
 
+from tandem.config import slices
 from tandem.config.fields import Setting, convert, settings_of, words_of
-from tandem.config.slices import (
-    CheckpointConfig,
-    ComputeConfig,
-    DataConfig,
-    EvaluationConfig,
-    LaunchConfig,
-    MetricsConfig,
-    OptimisationConfig,
-    ReliabilityConfig,
-    RunConfig,
-    TelemetryConfig,
-)
 from tandem.errors import ConfigError
 
 SEE = "See `tandem config --explain`"
@@ -28,21 +17,21 @@ SEE = "See `tandem config --explain`"
 class Settings:
     """The resolved settings of a run. Immutable; reads nothing by itself, `load` hands the values in."""
 
-    run: RunConfig = RunConfig()
-    data: DataConfig = DataConfig()
-    optimisation: OptimisationConfig = OptimisationConfig()
-    compute: ComputeConfig = ComputeConfig()
-    launch: LaunchConfig = LaunchConfig()
-    reliability: ReliabilityConfig = ReliabilityConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    metrics: MetricsConfig = MetricsConfig()
+    run: slices.RunConfig = slices.RunConfig()
+    data: slices.DataConfig = slices.DataConfig()
+    optimisation: slices.OptimisationConfig = slices.OptimisationConfig()
+    compute: slices.ComputeConfig = slices.ComputeConfig()
+    launch: slices.LaunchConfig = slices.LaunchConfig()
+    reliability: slices.ReliabilityConfig = slices.ReliabilityConfig()
+    checkpoint: slices.CheckpointConfig = slices.CheckpointConfig()
+    evaluation: slices.EvaluationConfig = slices.EvaluationConfig()
+    telemetry: slices.TelemetryConfig = slices.TelemetryConfig()
+    metrics: slices.MetricsConfig = slices.MetricsConfig()
 
     def to_dict(self) -> dict[str, object]:
         """Flat plain values that JSON can hold; `from_dict` is its inverse."""
         values = {name: self.value(name) for name in SETTINGS}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        return {name: str(value) if isinstance(value, PurePath) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, tolerant: bool = False) -> "Settings":
@@ -64,8 +53,8 @@ class Settings:
         by_slice: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             by_slice.setdefault(SETTINGS[name].slice, {})[name] = value
-        slices = {name: dataclasses.replace(getattr(self, name), **new) for name, new in by_slice.items()}
-        return dataclasses.replace(self, **slices)
+        changed = {name: dataclasses.replace(getattr(self, name), **new) for name, new in by_slice.items()}
+        return dataclasses.replace(self, **changed)
 
     def value(self, name: str) -> Any:
         """The value of one setting by its flat name."""

@@ -4,7 +4,7 @@ A new setting is one line here: flag, TANDEM_ variable, TOML key, help, docs and
 """
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from tandem.config.fields import (
@@ -17,6 +17,7 @@ from tandem.config.fields import (
     Natural,
     NodeRange,
     NonNegative,
+    Place,
     Port,
     Positive,
     ResumeText,
@@ -35,13 +36,19 @@ class RunConfig:
 
     task: str = setting("digits", "a built-in task, FILE.py:Class or package.module:Class", fixed=True)
     task_fields: dict[str, str] = setting({}, "the task's own settings: --task.NAME VALUE", fixed=True)
-    run_dir: Path | None = setting(
+    run_dir: Place | None = setting(
         None, "for all that a run writes: a folder or s3://BUCKET/PREFIX; none: runs/TASK-TIME", per_node=True
     )
     run_name: RunName | None = setting(None, "the run's name in metrics and reports")
     epochs: Count = setting(4, "passes over the training set")
     steps: Count | None = setting(None, "optimizer steps to train; overrides epochs")
     seed: Seed = setting(0, "decides initial weights, order, augmentation and dropout", fixed=True)
+
+    @property
+    def place(self) -> PurePath:
+        """The run directory of a run that has begun (see launch/run_dir.py)."""
+        assert self.run_dir is not None
+        return self.run_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +106,8 @@ class LaunchConfig:
     master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")
     shutdown_timeout: Positive = setting(25.0, "seconds ranks get to save and end after a signal")
     max_restarts: Natural = setting(5, "incidents that are restarted on this node before giving up")
+    restart_on_error: bool = setting(False, "start a script again after its own errors, too")
+    cold: bool = setting(False, "start each rank of a script as a new interpreter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +121,11 @@ class ReliabilityConfig:
         "auto", "seconds until a step is a hang; auto: five of the longest recent steps, at least 10"
     )
     replica_check_every: CadenceText = setting("1epoch", "how often to compare the ranks' weights")
+
+    @property
+    def hang_seconds(self) -> float | None:
+        """What `hang_timeout` says; None for auto."""
+        return None if self.hang_timeout == "auto" else float(self.hang_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +141,7 @@ class CheckpointConfig:
     )
     checkpoint_failures_allowed: Natural = setting(3, "failed saves in a row before the run fails")
     resume: ResumeText = setting("auto", "whether to go on from a checkpoint, and from which", per_node=True)
-    init_from: Path | None = setting(None, "weights to start from: matching keys are loaded")
+    init_from: Place | None = setting(None, "weights to start from: matching keys are loaded")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,11 @@ class Loaded:
     settings: Settings
     sources: dict[str, str]
 
+    @property
+    def chosen(self) -> frozenset[str]:
+        """The settings that somebody has given a value, be it the default."""
+        return frozenset(name for name, source in self.sources.items() if source != "default")
+
 
 def resolve(
     flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path | None = Path(".env")

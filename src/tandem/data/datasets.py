@@ -1,7 +1,7 @@
 """Datasets that answer for a whole batch at once, and readers for the usual ones.
 
-A dataset is map-style (`__len__`, `__getitem__`) or iterable (see `source.StreamedData`). A map-style one may
-also answer for many indices at once, which is what makes small models fast:
+A dataset is map-style (`__len__`, `__getitem__`) or iterable (see `streamed.py`). A map-style one may also
+answer for many indices at once, which is what makes small models fast:
 
     __getitems__(indices) -> batch                  a finished batch, not a list of samples
     augmented(indices, epoch, seed) -> batch        the same for training, where it augments: with randomness

@@ -5,16 +5,14 @@ torch's DataLoader and its workers. No state of a loader is ever saved: it start
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
-from tandem.data.fetch import BATCH, Batch, Collate, Samples, is_stream, whole_fetch
+from tandem.data.fetch import Batch, Collate, Samples, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
-from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
 from tandem.signals import ignore_stop_signals
 
 
@@ -36,7 +34,7 @@ def train_batches(
         yield moved(fetch(indices, epoch, seed), device)
 
 
-def evaluation_batches(
+def share_batches(
     dataset: Any,
     rank: int,
     world_size: int,
@@ -47,14 +45,7 @@ def evaluation_batches(
     collate: Collate | None = None,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """This rank's strided share of the whole set: no padding, every sample on exactly one rank.
-
-    The last batch may be smaller; a rank beyond the set's size gets none. The epoch is always 0: an
-    evaluation sees the same samples every time.
-    """
-    if is_stream(dataset):
-        yield from _streamed(dataset, slice(rank, None, world_size), batch_size, seed, collate, device)
-        return
+    """As `kinds.evaluation_batches`, of a map-style dataset."""
     share = range(rank, len(dataset), world_size)
     batches = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     fetch = whole_fetch(dataset, collate)
@@ -64,21 +55,6 @@ def evaluation_batches(
         return
     for indices in batches:
         yield moved(fetch(torch.tensor(indices), 0, seed), device)
-
-
-def _streamed(
-    dataset: Any, share: slice, batch_size: int, seed: int, collate: Collate | None, device: torch.device
-) -> Iterator[Batch]:
-    """An iterable dataset to its end, in batches of the samples in `share`."""
-    samples = islice(dataset, share.start, share.stop, share.step)
-    for number in count():
-        with kept_generators():
-            seed_host_generators(derive_seed(seed, number, BATCH))
-            batch = list(islice(samples, batch_size))
-            if not batch:
-                return
-            collated = (collate or default_collate)(batch)
-        yield moved(collated, device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -1,5 +1,7 @@
-"""Seeds made from positions: the same parts give the same number on every machine and in every process.
+"""Randomness by counting: each draw's seed follows from where it happens, never from what came before.
 
+The same parts give the same number on every machine and in every process, and a resumed run needs no saved
+generator state to draw the same numbers again.
 Each part is folded in with the finaliser of splitmix64 (Steele, Lea and Flood, 2014), so that neighbouring
 steps, epochs and indices give unrelated generators.
 """
@@ -18,6 +20,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _MASK = 2**64 - 1
+
+
+MODEL, STEP = 1, 2  # what a seed is for, so that no two uses share one
 
 
 def derive_seed(*parts: int, start: int = 0) -> int:
@@ -106,3 +111,13 @@ def _signed(value: int) -> int:
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
     return (state >> bits) & (1 << (64 - bits)) - 1  # int64 shifts copy the sign in; a hash wants zeros
+
+
+def seed_model(seed: int) -> None:
+    """Before the model is built: the same initial weights on every rank."""
+    torch.manual_seed(derive_seed(seed, MODEL))
+
+
+def seed_micro_step(seed: int, step: int, micro_step: int, rank: int) -> None:
+    """Before a forward pass: dropout differs between ranks and never depends on the past."""
+    seed_generators(derive_seed(seed, STEP, step, micro_step, rank))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.distributed.group import ProcessGroup
-from tandem.telemetry.meter import Agreed as Agreed
+from tandem.telemetry.meter import Consensus as Consensus
 
 STOP, LOSS, LOSS_NOT_FINITE, DECISIONS = range(4)
 SLOTS = 4
@@ -43,14 +43,14 @@ def left_out(exchanged: Tensor) -> Tensor:
     return ((exchanged[LOSS_NOT_FINITE] + exchanged[GRADIENTS_NOT_FINITE]) > 0).float()
 
 
-class AgreedReader:
+class ConsensusReader:
     """Reads what was exchanged: at once on CPUs, one step later on GPUs (no host synchronisation)."""
 
     def __init__(self, group: ProcessGroup, names: Sequence[str]) -> None:
         self._group, self._names = group, names
         self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 
-    def read(self, step: int, exchanged: Tensor) -> Agreed | None:
+    def read(self, step: int, exchanged: Tensor) -> Consensus | None:
         """What was agreed in `step` (CPU) or in the step before it (GPU; None at the first)."""
         if self._group.device.type != "cuda":
             return self._decode(step, exchanged.tolist())
@@ -62,7 +62,7 @@ class AgreedReader:
         self._pending = (step, copy, event)
         return before
 
-    def drain(self) -> Agreed | None:
+    def drain(self) -> Consensus | None:
         """The last numbers still on their way from the GPU."""
         if self._pending is None:
             return None
@@ -71,9 +71,9 @@ class AgreedReader:
         event.synchronize()
         return self._decode(step, copy.tolist())
 
-    def _decode(self, step: int, mean: list[float]) -> Agreed:
+    def _decode(self, step: int, mean: list[float]) -> Consensus:
         totals = [value * self._group.size for value in mean[SLOTS:GRADIENTS_NOT_FINITE]]
-        return Agreed(
+        return Consensus(
             step=step,
             loss=math.nan if mean[LOSS_NOT_FINITE] > 0 else mean[LOSS],
             stop=mean[STOP] > 0,

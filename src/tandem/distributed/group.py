@@ -5,58 +5,22 @@ Everything here is called by all ranks together; no caller puts it under `if ran
 
 import io
 import json
-import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from tandem.checkpoint.decision import ResumeDecision
-from tandem.checkpoint.memory import NodeMemory
+from tandem.distributed.position import Position as Position
 from tandem.errors import ConfigError, PeerLostError
 from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
 
-log = logging.getLogger("tandem.world")
-
 BROADCAST_CHUNK_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where this process stands in the job.
-
-    `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
-    found: "env" (torchrun's variables), "alone" (a world of one) or "master" (rank 0 hosts a store).
-    `resume` is where the run begins, decided once before any rank starts; it counts on rank 0.
-    `memories` outlive the node's ranks, one region for each of them; none without an agent.
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node_rank: int = 0
-    nodes: int = 1
-    ranks_on_host: int = 1
-    platform: str = "none"
-    node_name: str = "localhost"
-    store: tuple[str, int, str] | None = None
-    init: str = "alone"
-    master: tuple[str, int] | None = None
-    restart: int = 0
-    sample_socket: str | None = None
-    resume: ResumeDecision = ResumeDecision("fresh")
-    memories: tuple[NodeMemory, ...] = ()
-
-    def __str__(self) -> str:
-        rank, node = f"rank {self.rank} of {self.world_size}", f"node {self.node_rank} of {self.nodes}"
-        return f"{rank} on {node} ({self.node_name})"
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -69,6 +33,14 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise ConfigError(f"local rank {local_rank} has no GPU: torch sees {count}; use --nproc {count}")
     return torch.device("cuda", local_rank)
+
+
+def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
+    """CPU threads of this rank: what `--threads` says, or the cores it can count on."""
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // position.ranks_on_host) if wanted == "auto" else int(wanted)
+    torch.set_num_threads(threads)
+    return threads
 
 
 class ProcessGroup:
@@ -128,6 +100,14 @@ class ProcessGroup:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return [float(value) for value in tensor.tolist()]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Element-wise mean over ranks of a tensor on the device; nobody waits for it."""
+        if self.size == 1:
+            return values
+        total = values.clone()
+        dist.all_reduce(total)
+        return total / self.size
 
     def gather(self, value: int) -> list[int]:
         """One whole number below 2**63 from every rank, in the order of ranks, on all of them."""

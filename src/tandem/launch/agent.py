@@ -36,8 +36,8 @@ class AgentReport:
     generations: int
 
 
-def run_agent(node: Node) -> AgentReport:
-    """Run this node's ranks until the job is over, going round again as the exit codes say."""
+def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
+    """Run this node's ranks until the job is over, going round again as an agent of this `kind` decides."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     hasten_rendezvous(RENDEZVOUS_POLL_SECONDS)
     placement = node.placement
@@ -53,20 +53,22 @@ def run_agent(node: Node) -> AgentReport:
     node.view.on_heartbeat = watchdog.hear
     watchdog.start()
     try:
-        return _run_connections(node, watchdog, server)
+        return _run_connections(node, kind, watchdog, server)
     finally:
         watchdog.close(server)
         node.workers.dismiss()
 
 
-def _run_connections(node: Node, watchdog: Watchdog, server: TCPStore | None) -> AgentReport:
+def _run_connections(
+    node: Node, kind: type[NodeAgent], watchdog: Watchdog, server: TCPStore | None
+) -> AgentReport:
     """One agent after another, as often as the store is lost."""
     budget, patience = RestartBudget(node.config.max_restarts), node.config.master_timeout
     while True:
         agent: NodeAgent | None = None
         try:
             store = server or join_store(node.placement, patience, node.stop)
-            agent = NodeAgent(node, store, watchdog, budget)
+            agent = kind(node, store, watchdog, budget)
             code, reason = agent.run_generations()
         except StopRequestedError:
             code, reason = KILLED, f"{node.stop.name} came before training started; nothing to save"

@@ -4,19 +4,20 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from tandem.checkpoint.storage import address
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
-from tandem.launch.node import run_this_node, with_port
+from tandem.launch.node import run_this_node, script_work, task_work, with_port
+from tandem.launch.program import check
 from tandem.launch.run_dir import resolve_run_dir
 from tandem.launch.simulated import simulate
 from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect
 from tandem.platforms.replica import note_end, stay_down_code, with_index
+from tandem.script.job import Program
 from tandem.signals import StopFlag
 
 Flags = Mapping[str, Given]
@@ -26,17 +27,22 @@ Environment = Mapping[str, str]
 RANK_FUNCTION = "tandem.training.run:run_rank"
 
 
-def launch(flags: Flags, environ: Environment) -> int:
-    """Node level: this node's agent, or all nodes of a laptop. Raises TandemError."""
+def launch(flags: Flags, environ: Environment, program: Program | None = None) -> int:
+    """Node level: this node's agent, or all nodes of a laptop, for a task or a `program`.
+
+    Raises TandemError.
+    """
+    if program is not None:
+        check(program, flags)
     if not environ.get("TANDEM_COMPOSE_PROJECT"):
-        return _launch(flags, environ)
+        return _launch(flags, environ, program)
     # Compose would start this container again also where that cannot help.
     run_dir, container = local_folder(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
     code = stay_down_code(run_dir, container)
     if code is not None:
         return code
     try:
-        code = _launch(flags, environ)
+        code = _launch(flags, environ, program)
     except TandemError as error:
         note_end(run_dir, container, error.exit_code)
         raise
@@ -44,24 +50,30 @@ def launch(flags: Flags, environ: Environment) -> int:
     return code
 
 
-def _launch(flags: Flags, environ: Environment) -> int:
+def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     stop = StopFlag().install()
-    settings, placement = _begin(flags, environ)
+    settings, placement, chosen = _begin(flags, environ, program)
+    if placement.rank is not None and program is not None:
+        raise ConfigError(
+            f"{placement.platform} starts each rank itself, and `tandem launch {program}` would start them "
+            "again; start one task per node, or the program without tandem"
+        )
     if placement.rank is not None:
         return _train(settings, placement)
     if placement.platform == "none":
         if settings.telemetry.log_format != "json":
-            print(where(Path(str(settings.run.run_dir))), file=sys.stderr)
+            print(where(settings.run.place, program is not None), file=sys.stderr)
         placement = with_port(placement)
         if placement.nodes > 1:
-            return simulate(settings, placement, as_flags(flags), environ, stop)
+            return simulate(settings, placement, as_flags(flags), environ, stop, program)
     state = environ.get("TANDEM_STATE_DIR")
-    return run_this_node(settings, placement, RANK_FUNCTION, Path(state) if state else None, stop)
+    work = script_work(program, settings, chosen) if program else task_work(RANK_FUNCTION, settings)
+    return run_this_node(settings, placement, work, Path(state) if state else None, stop)
 
 
 def train(flags: Flags, environ: Environment) -> int:
     """Rank level: what the environment says, or alone. Raises TandemError."""
-    settings, placement = _begin(flags, environ)
+    settings, placement, _ = _begin(flags, environ)
     if placement.rank is None and placement.nodes > 1:
         raise ConfigError(
             f"`tandem train` is one rank, and no environment says which of {placement.nodes} nodes' it is; "
@@ -76,16 +88,23 @@ def _train(settings: Settings, placement: Placement) -> int:
     return run_lone_rank(settings, placement, import_rank_function(RANK_FUNCTION))
 
 
-def _begin(flags: Flags, environ: Environment) -> tuple[Settings, Placement]:
-    settings = resolve(flags, environ).settings
+def _begin(
+    flags: Flags, environ: Environment, program: Program | None = None
+) -> tuple[Settings, Placement, frozenset[str]]:
+    """The settings, this node's place, and the names of the settings that somebody has given a value."""
+    loaded = resolve(flags, environ)
+    settings = loaded.settings
+    if program is not None:
+        settings = settings.replace(task=program.name, task_fields={})
     placement = detect(with_index(environ), socket.gethostname(), settings.launch)
     setup(None, None, placement.node_rank, True, settings.telemetry.log_format == "json")
-    return resolve_run_dir(settings, placement, time.time()), placement
+    return resolve_run_dir(settings, placement, time.time()), placement, loaded.chosen
 
 
-def where(run_dir: Path) -> str:
-    """Where a person finds what the run makes; the first log line says where its page is."""
-    place, folder = address(run_dir), local_folder(run_dir)
-    shown = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
-    logs = shown if folder == place else folder
-    return f"run          {shown}\ncheckpoints  {shown}/checkpoints\nlogs         {logs}/log"
+def where(run_dir: PurePath, is_script: bool = False) -> str:
+    """Where a person finds what the run makes (a script's checkpoints are its own affair)."""
+    folder = local_folder(run_dir)
+    shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    logs = shown if folder == run_dir else folder
+    checkpoints = "" if is_script else f"checkpoints  {shown}/checkpoints\n"
+    return f"run          {shown}\n{checkpoints}logs         {logs}/log"

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -86,10 +87,9 @@ class NodeAgent(SimpleElasticAgent):
     def __init__(self, node: Node, store: TCPStore, watchdog: Watchdog, budget: RestartBudget) -> None:
         self._node, self._root, self._watchdog, self._budget = node, store, watchdog, budget
         self._workers, self._stop = node.workers, node.stop
-        self._joining = False
+        self._joining, self._restart, self._positions = False, 0, dict[int, Position]()
         self._hung_node: int | None = None
-        self._waiting_since = time.monotonic()
-        self._next_word = 0.0
+        self._waiting_since, self._next_word = time.monotonic(), 0.0
         placement = node.placement
         low, high = placement.elastic or (placement.nodes, placement.nodes)
         # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
@@ -133,19 +133,29 @@ class NodeAgent(SimpleElasticAgent):
                 self._workers.kill()
                 log.info("a node wants to join: starting the next generation")
                 continue
-            if not is_retried(code):
+            if not self._is_retried(code):
                 self._workers.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
             codes = self._workers.kill() or {0: code}
-            said = ", ".join(str(each) for each in sorted(set(codes.values())))
-            if self._stop and is_retried(code) and code != INTERRUPTED_TWICE:
-                return KILLED, f"stopped by {self._stop.name} without a checkpoint (ranks ended with {said})"
-            if self._stop or not is_retried(code):
-                return code, f"ranks ended with {said}"
+            said = self._said(codes)
+            if self._stop and self._is_retried(code) and code != INTERRUPTED_TWICE:
+                return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
+            if self._stop or not self._is_retried(code):
+                return code, said
             if self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
                 return PEER_LOST, f"{self._budget} is spent"
-            log.warning("ranks ended with %s: starting generation %d", said, self._budget.generations + 1)
+            log.warning("%s: starting generation %d", said, self._budget.generations + 1)
+
+    _is_retried = staticmethod(is_retried)
+
+    def _said(self, codes: Mapping[int, int]) -> str:
+        """How a generation ended on this node, in words."""
+        return "ranks ended with " + ", ".join(str(each) for each in sorted(set(codes.values())))
+
+    def _explained(self, codes: Mapping[int, int | None]) -> int:
+        """The node's code, once a rank has failed or all have ended: {local rank: code, if any}."""
+        return job_code([code for code in codes.values() if code is not None])
 
     def _is_to_blame(self, code: int) -> bool:
         """Whether a failure is an incident of this node: one that only lost its peers spends no budget.
@@ -167,7 +177,7 @@ class NodeAgent(SimpleElasticAgent):
             codes = self._workers.codes()
             ended = [code for code in codes.values() if code is not None]
             if any(code not in (0, 143) for code in ended) or len(ended) == len(codes):
-                return job_code(ended)
+                return self._explained(codes)
             if (alarm := self._watchdog.alarm) is not None:
                 return self._end_hang(alarm)
             if self._stop and forwarded_at is None:
@@ -177,9 +187,7 @@ class NodeAgent(SimpleElasticAgent):
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
             if forwarded_at is not None and now - forwarded_at > shutdown_timeout:
-                log.warning(
-                    "ranks did not stop within %.0f s: killing them", self._node.config.shutdown_timeout
-                )
+                log.warning("ranks did not stop within %.0f s: killing them", shutdown_timeout)
                 return KILLED
             if self._watchdog.has_trained and now > next_fork:
                 next_fork = now + STANDBY_SECONDS
@@ -216,13 +224,9 @@ class NodeAgent(SimpleElasticAgent):
         waited = time.monotonic() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
-            log.info(
-                "waiting: %s of %d nodes are here (%.0f of %.0f s)",
-                "some" if (here := nodes_here(self._handler)) is None else here,
-                self._node.placement.nodes,
-                waited,
-                self._node.config.master_timeout,
-            )
+            here, nodes = nodes_here(self._handler), self._node.placement.nodes
+            here_of = f"{'some' if here is None else here} of {nodes} nodes are here"
+            log.info("waiting: %s (%.0f of %.0f s)", here_of, waited, self._node.config.master_timeout)
 
     def _raise_verdict(self) -> None:
         try:
@@ -234,7 +238,7 @@ class NodeAgent(SimpleElasticAgent):
     def leave(self, code: int) -> None:
         """Tell the others how the job ended; node 0 stays until they have heard it."""
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
-            if not is_retried(code) or self._budget.is_spent:
+            if not self._is_retried(code) or self._budget.is_spent:
                 self._root.compare_set(VERDICT_KEY, "", str(code))
             with contextlib.suppress(RendezvousClosedError):
                 stop_keep_alive(self._handler)
@@ -249,10 +253,13 @@ class NodeAgent(SimpleElasticAgent):
         group = cast(Any, worker_group)  # torch annotates what it fills in later as None
         store, placement = group.store, self._node.placement
         if group.group_rank == 0:
-            store.set("tandem/generation", uuid.uuid4().hex)
-        prefix = "generation/" + store.get("tandem/generation").decode()
+            store.set("tandem/generation", f"{self._budget.generations}.{uuid.uuid4().hex}")
+        generation = store.get("tandem/generation").decode()
+        prefix, self._restart = f"generation/{generation}", int(generation.partition(".")[0])
         self._budget.generations += 1
-        positions = {worker.local_rank: self._position(worker, group, prefix) for worker in group.workers}
+        self._positions = positions = {
+            worker.local_rank: self._position(worker, group, prefix) for worker in group.workers
+        }
         self._node.view.generation_started(self._budget.generations, positions[0])
         pids = self._workers.start(positions)
         everyone = range(max(placement.nodes, (placement.elastic or (0, 0))[1]))
@@ -269,7 +276,6 @@ class NodeAgent(SimpleElasticAgent):
             rank=worker.global_rank,
             local_rank=worker.local_rank,
             world_size=worker.world_size,
-            local_world_size=nproc,
             node_rank=group.group_rank,
             nodes=group.group_world_size,
             ranks_on_host=nproc * (placement.nodes if placement.nodes_share_host else 1),
@@ -277,7 +283,7 @@ class NodeAgent(SimpleElasticAgent):
             node_name=placement.local_name or "localhost",
             store=(placement.master_host, placement.master_port, prefix),
             init="store",
-            restart=self._budget.generations - 1,
+            restart=self._restart,
             sample_socket=str(self._node.view.socket_path),
             resume=self._node.resume,
         )

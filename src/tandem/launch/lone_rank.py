@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import replace
 
+from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.distributed.group import Position
@@ -17,26 +18,42 @@ from tandem.report.access import load_access
 
 def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankFunction) -> int:
     """Train as the rank that the environment says; its exit code. Rank 0 also hosts page and metrics."""
-    if placement.nodes == 1 or placement.nodes_share_host:
-        use_loopback()
-    position = position_of(placement)
-    if position.rank != 0:
-        wait_for_master(
-            placement.master_host, placement.master_port, settings.launch.master_timeout, lambda: False
-        )
-        return rank_function(settings.to_dict(), position)
-    run_dir, access = local_folder(str(settings.run.run_dir)), load_access(settings.metrics)
-    position = replace(position, resume=decide(settings))
-    copies = prepare_run_dir(settings)
-    with (
-        scratch() as folder,
-        contextlib.closing(NodeView(settings, placement, None, folder, run_dir, access)) as view,
-    ):
-        code = rank_function(settings.to_dict(), replace(position, sample_socket=str(view.socket_path)))
-        view.ended(code, f"the rank ended with code {code}", 1)
-        copies.push()
-        view.linger(settings.metrics.metrics_linger, lambda: False)
+    decision = decide(settings) if not placement.rank else ResumeDecision("fresh")
+    with contextlib.closing(LoneRank(settings, placement)) as rank:
+        code = rank_function(settings.to_dict(), replace(rank.position, resume=decision))
+        rank.ended(code, f"the rank ended with code {code}")
         return code
+
+
+class LoneRank:
+    """A rank without an agent, from its place in the world to `close`: rank 0 hosts page and metrics."""
+
+    def __init__(self, settings: Settings, placement: Placement) -> None:
+        self._settings, self._opened = settings, contextlib.ExitStack()
+        self._view: NodeView | None = None
+        if placement.nodes == 1 or placement.nodes_share_host:
+            use_loopback()
+        self.position = position_of(placement)
+        if self.position.rank != 0:
+            patience = settings.launch.master_timeout
+            wait_for_master(placement.master_host, placement.master_port, patience, lambda: False)
+            return
+        run_dir, access = local_folder(settings.run.place), load_access(settings.metrics)
+        self._copies = prepare_run_dir(settings)
+        folder = self._opened.enter_context(scratch())
+        self._view = NodeView(settings, placement, None, folder, run_dir, access)
+        self._opened.callback(self._view.close)
+        self.position = replace(self.position, sample_socket=str(self._view.socket_path))
+
+    def ended(self, code: int, reason: str) -> None:
+        """The training is over: rank 0 shows it, and waits for the last scrape, if there was any."""
+        if self._view is not None:
+            self._view.ended(code, reason, 1)
+            self._copies.push()
+            self._view.linger(self._settings.metrics.metrics_linger, lambda: False)
+
+    def close(self) -> None:
+        self._opened.close()
 
 
 def position_of(placement: Placement) -> Position:
@@ -46,7 +63,6 @@ def position_of(placement: Placement) -> Position:
         rank=placement.rank or 0,
         local_rank=placement.local_rank or 0,
         world_size=world_size,
-        local_world_size=placement.nproc or 1,
         node_rank=placement.node_rank,
         nodes=placement.nodes,
         ranks_on_host=placement.nproc or 1,

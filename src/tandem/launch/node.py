@@ -3,38 +3,68 @@
 import contextlib
 import logging
 import socket
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED, TandemError
+from tandem.launch.program import job_of
 from tandem.launch.run_dir import decide, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.workers import Workers, record_collectives, start_fork_server, use_loopback
 from tandem.log import setup
 from tandem.platforms.placement import Placement
 from tandem.report.access import Access, load_access
+from tandem.script.job import Program
 from tandem.signals import StopFlag
 
 log = logging.getLogger("tandem.launch")
 
 
+class Work(NamedTuple):
+    """What a node's ranks do: functions ("module:name") that get `job`; modules that are imported before."""
+
+    rank_function: str
+    warm_up: str
+    job: Any
+    preload: Sequence[str]
+    is_script: bool = False
+
+
+def task_work(rank_function: str, settings: Settings) -> Work:
+    """Train a task."""
+    module = rank_function.partition(":")[0]
+    return Work(rank_function, f"{module}:warm_up", settings.to_dict(), ["tandem.launch.warm", module])
+
+
+def script_work(program: Program, settings: Settings, chosen: Collection[str]) -> Work:
+    """Run a program of a person's own; a new interpreter needs no fork server that is warm.
+
+    `chosen`: the names of the settings that somebody has given a value.
+    """
+    job, module = job_of(program, settings, chosen), "tandem.script.rank"
+    cold = job.cold or program.kind == "command"
+    preload = ["tandem.launch.deaf" if cold else "tandem.launch.warm", module]
+    return Work(f"{module}:run_rank", f"{module}:warm_up", job, preload, is_script=True)
+
+
 def run_this_node(
-    settings: Settings, placement: Placement, rank_function: str, state_dir: Path | None, stop: StopFlag
+    settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
 ) -> int:
     """Everything one node does in a run; the exit code (see `errors`)."""
     if placement.nodes_share_host or placement.nodes == 1:
         use_loopback()
     record_collectives()
-    start_fork_server([rank_function.partition(":")[0]])  # it imports torch while this process does
+    start_fork_server(work.preload)  # it imports torch while this process does
     from tandem.launch.rendezvous import announce  # and torch with it
 
     try:
-        prepared = _prepare(settings, placement)
+        prepared = _prepare_script(settings, placement) if work.is_script else _prepare(settings, placement)
     except TandemError as error:
         log.error("%s", error)
         announce(placement, error.exit_code)
@@ -42,7 +72,7 @@ def run_this_node(
     if prepared.decision.kind == "complete":
         announce(placement, FINISHED)
         return FINISHED
-    return _run_agent(settings, placement, rank_function, state_dir, stop, prepared)
+    return _run_agent(settings, placement, work, state_dir, stop, prepared)
 
 
 class _Prepared(NamedTuple):
@@ -65,28 +95,42 @@ def _prepare(settings: Settings, placement: Placement) -> _Prepared:
             return _Prepared(decision)
         prepared = _Prepared(decision, access, prepare_run_dir(settings))
     load_task(settings.run.task, settings.run.task_fields, settings.data.data_dir, settings.data.download)
-    if placement.node_rank == 0:
-        log_file = local_folder(str(settings.run.run_dir)) / "log" / "node-0.log"
-        setup(log_file, None, 0, True, settings.telemetry.log_format == "json")
+    _log_of_first_node(settings, placement)
     return prepared
+
+
+def _prepare_script(settings: Settings, placement: Placement) -> _Prepared:
+    """The same for a program: where it begins is its own affair. Raises TandemError."""
+    if placement.node_rank != 0:
+        return _Prepared()
+    prepared = _Prepared(access=load_access(settings.metrics), copies=prepare_run_dir(settings))
+    _log_of_first_node(settings, placement)
+    return prepared
+
+
+def _log_of_first_node(settings: Settings, placement: Placement) -> None:
+    if placement.node_rank == 0:
+        log_file = local_folder(settings.run.place) / "log" / "node-0.log"
+        setup(log_file, None, 0, True, settings.telemetry.log_format == "json")
 
 
 def _run_agent(
     settings: Settings,
     placement: Placement,
-    rank_function: str,
+    work: Work,
     state_dir: Path | None,
     stop: StopFlag,
     prepared: _Prepared,
 ) -> int:
     """The agent, and beside it what shows the run to the outside."""
     from tandem.launch.agent import Node, run_agent
+    from tandem.launch.generations import NodeAgent
+    from tandem.launch.script_agent import ScriptAgent
     from tandem.launch.view import NodeView
 
-    run_dir, nproc = local_folder(str(settings.run.run_dir)), placement.nproc or _ranks_for_gpus(settings)
+    run_dir, nproc = local_folder(settings.run.place), placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(nproc)]
-    warm_up = rank_function.partition(":")[0] + ":warm_up"
-    workers = Workers(rank_function, settings.to_dict(), memories, warm_up)
+    workers = Workers(work.rank_function, work.job, memories, work.warm_up, by_position=work.is_script)
     with (
         scratch() as folder,
         contextlib.closing(
@@ -94,9 +138,13 @@ def _run_agent(
         ) as view,
     ):
         log.info("%s", placement)
-        report = run_agent(Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision))
+        node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision)
+        agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
+        report = run_agent(node, agent)
         if report.code not in (FINISHED, STOPPED):
-            said_already = report.code in (1, 2) and placement.node_rank == 0  # by rank 0, which is here
+            said_already = (  # by rank 0, which is here
+                report.code in (1, 2) and placement.node_rank == 0 and not work.is_script
+            )
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
         view.ended(report.code, report.reason, report.generations)
@@ -115,10 +163,19 @@ def _ranks_for_gpus(settings: Settings) -> int:
     return max(1, torch.cuda.device_count())
 
 
+_reserved: list[socket.socket] = []
+
+
 def with_port(placement: Placement) -> Placement:
-    """A node alone, and simulated ones, need no agreed port: take a free one."""
+    """A node alone, and simulated ones, need no agreed port: take a free one, and keep it.
+
+    A socket that is bound and does not listen keeps others from being given the port; the store, which sets
+    SO_REUSEADDR as well, may listen there (Linux: ip(7), socket(7)).
+    """
     if placement.master_port:
         return placement
-    with socket.socket() as probe:
-        probe.bind((placement.master_host, 0))
-        return replace(placement, master_port=int(probe.getsockname()[1]))
+    keeper = socket.socket()
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeper.bind((placement.master_host, 0))
+    _reserved.append(keeper)
+    return replace(placement, master_port=int(keeper.getsockname()[1]))

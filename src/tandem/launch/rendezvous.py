@@ -41,8 +41,8 @@ class StopRequestedError(Exception):
 class VerdictError(Exception):
     """Another node ended the job with this code."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(f"another node ended the job with code {code}")
+    def __init__(self, code: int, why: str | None = None) -> None:
+        super().__init__(why or f"another node ended the job with code {code}")
         self.code = code
 
 

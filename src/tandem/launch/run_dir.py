@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
-from tandem.checkpoint.storage import address
 from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
@@ -28,14 +27,14 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
         name = settings.run.task.rpartition(":")[2] if ":" in settings.run.task else settings.run.task
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         run_dir = Path("runs") / f"{name.replace('/', '-')}-{stamp}"
-    if isinstance(where := address(run_dir), Path):
-        run_dir = where.absolute()
+    if isinstance(run_dir, Path):
+        run_dir = run_dir.absolute()
     return settings.replace(run_dir=run_dir, data_dir=settings.data.data_dir.absolute())
 
 
 def prepare_run_dir(settings: Settings) -> Copies:
     """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError."""
-    where, copies = address(str(settings.run.run_dir)), Copies(str(settings.run.run_dir))
+    where, copies = settings.run.place, Copies(settings.run.place)
     folder = local_folder(where)
     try:
         make_folder(folder)
@@ -52,7 +51,7 @@ def prepare_run_dir(settings: Settings) -> Copies:
 
 def decide(settings: Settings) -> ResumeDecision:
     """Where the run begins, decided once on node 0 before any rank starts, and said in a line each."""
-    run_dir = address(str(settings.run.run_dir))
+    run_dir = settings.run.place
     decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
     if decision.kind == "complete":
         log.info(

@@ -4,7 +4,6 @@ Each is placed by hand at a loopback address of its own, as a cluster would plac
 """
 
 import contextlib
-import ctypes
 import logging
 import signal
 import subprocess
@@ -17,12 +16,12 @@ from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.launch.restarts import job_code
 from tandem.platforms.placement import Placement
+from tandem.process import end_with_parent
+from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.timeouts import SUPERVISE_SECONDS
 
 log = logging.getLogger("tandem.launch")
-
-PR_SET_PDEATHSIG = 1
 
 
 def simulate(
@@ -31,21 +30,23 @@ def simulate(
     argv: Sequence[str],
     environ: Mapping[str, str],
     stop: StopFlag,
+    program: Program | None = None,
 ) -> int:
     """Run `placement.nodes` nodes on this machine; the job's exit code.
 
     Node 0 keeps the terminal, the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
     started again, as a cluster's platform would, up to --max-restarts times.
     """
-    run_dir = local_folder(str(settings.run.run_dir))
+    run_dir = local_folder(settings.run.place)
     gpus = _gpus(environ)
     nodes = [
         SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
             + ["--master", f"{placement.master_host}:{placement.master_port}"]
-            + ["--run-dir", str(settings.run.run_dir)],
+            + ["--run-dir", str(settings.run.place)],
             None if index == 0 else run_dir / "log" / f"node-{index}.log",
             {**environ, **_share(gpus, index, placement.nodes)},
+            program.words() if program is not None else (),
         )
         for index in range(placement.nodes)
     ]
@@ -79,8 +80,15 @@ def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
 class SimulatedNode:
     """One `tandem launch` process that stands for a node."""
 
-    def __init__(self, arguments: Sequence[str], output: Path | None, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        output: Path | None,
+        environment: Mapping[str, str],
+        program: Sequence[str] = (),
+    ) -> None:
         self._command = [sys.executable, "-m", "tandem", "launch", *arguments]
+        self._program = program
         self._output, self._environment = output, environment
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -91,7 +99,7 @@ class SimulatedNode:
                 self._output.parent.mkdir(parents=True, exist_ok=True)
                 target = stack.enter_context(self._output.open("ab"))
             self._process = subprocess.Popen(
-                [*self._command, *more],
+                [*self._command, *more, *self._program],
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,
@@ -114,8 +122,8 @@ class SimulatedNode:
 
 
 def stop_with_parent() -> None:
-    """In the child: get SIGTERM when the launcher dies, however it dies (Linux: prctl(2))."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """In the child: get SIGTERM when the launcher dies."""
+    end_with_parent(signal.SIGTERM)
 
 
 def _gpus(environ: Mapping[str, str]) -> list[str]:

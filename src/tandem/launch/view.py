@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tandem.checkpoint.listing import newest_step
-from tandem.checkpoint.storage import address
 from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.errors import FINISHED, STOPPED
@@ -43,8 +42,8 @@ class NodeView:
         access: Access | None = None,
         stop: StopFlag | None = None,
     ) -> None:
-        self._settings, self._placement, self._run_dir = settings, placement, run_dir
-        self._checkpoints = address(str(settings.run.run_dir or run_dir)) / "checkpoints"
+        self._settings, self._placement, self.run_dir = settings, placement, run_dir
+        self._checkpoints = (settings.run.run_dir or run_dir) / "checkpoints"
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
         self._pids: Mapping[int, int] = {}
@@ -52,14 +51,14 @@ class NodeView:
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         timeouts, master = settings.reliability, settings.launch.master_timeout
-        hang = None if timeouts.hang_timeout == "auto" else float(timeouts.hang_timeout)
-        self._limits = health.Limits(master, timeouts.first_step_timeout, hang)
+        self._limits = health.Limits(master, timeouts.first_step_timeout, timeouts.hang_seconds)
         self._restart_reason = "crash"
         self._state, self._last_progress = "starting", time.time()
         self._state_dir, self._stop = state_dir, stop
-        self._worlds, self._nodes = 0, placement.nodes
+        self._health_failed = False
+        self._generations, self._nodes = 0, placement.nodes
         self._signals_counted: dict[str, int] = {}
-        self._clock, self._clock_lock = life.Clock(), threading.Lock()
+        self._activities = life.Activities(self._began - life.process_age_seconds())
         self._replays = life.Replays()
         self.socket_path = scratch / "samples.sock"
         self.metrics = Registry(node=placement.node_rank)
@@ -69,7 +68,7 @@ class NodeView:
         self._history: History | None = None
         self._server: MetricsServer | None = None
         if placement.node_rank == 0:
-            self._open_to_the_world(settings, run_dir, access)
+            self._open_on_first_node(settings, run_dir, access)
         life.count_log_messages(self._receive)
         self._receiver = Receiver(self.socket_path, self._receive, self.metrics.count_error)
         self._thread = threading.Thread(target=self._tick, name="tandem-node", daemon=True)
@@ -77,7 +76,7 @@ class NodeView:
         # Asking a volume or a driver can hang, so nobody waits for this thread.
         threading.Thread(target=self._watch_hardware, name="tandem-hardware", daemon=True).start()
 
-    def _open_to_the_world(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
+    def _open_on_first_node(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
         """Node 0: journal, history and server."""
         self._journal, self._history = Journal(run_dir), History(run_dir, self._checkpoints)
         self._replays = life.Replays(self._history.last_step)
@@ -96,7 +95,7 @@ class NodeView:
         if self._journal is None:
             return
         reason = "elastic" if position.nodes != self._nodes else self._restart_reason
-        self._worlds, self._nodes = number, position.nodes
+        self._generations, self._nodes = number, position.nodes
         self._event("world", number=number, world_size=position.world_size, nodes=position.nodes)
         self._enter("rendezvous")
         if number > 1:
@@ -114,13 +113,12 @@ class NodeView:
 
     def _enter(self, state: str) -> None:
         """The run is in this state from now on, and time is charged to it."""
-        with self._clock_lock:
-            self._clock.enter(state)
+        self._activities.enter(state, time.monotonic())
         self._state = state
         self.metrics.apply([metrics.RUN_STATE.enter(state)])
 
     def hung(self, alarm: Alarm) -> None:
-        """The watchdog named a rank; the world is about to be opened again."""
+        """The watchdog named a rank; the next generation is about to begin."""
         self._restart_reason = "hang"
         if self._journal is not None:
             self._event(
@@ -132,22 +130,22 @@ class NodeView:
                 seconds=alarm.seconds,
             )
 
-    def ended(self, code: int, reason: str, worlds: int) -> None:
+    def ended(self, code: int, reason: str, generations: int) -> None:
         """The job is over: final state, and the summary where rank 0 could not write one."""
         state = "succeeded" if code == FINISHED else "failed"
         if self._journal is None:
             self._state = state
             return
-        summary = self._run_dir / "summary.json"
+        summary = self.run_dir / "summary.json"
         if code not in (FINISHED, STOPPED):
             self._event("failed", exit_code=code, reason=reason)
             try:
-                write_json_atomic(summary, self._failed_summary(code, reason, worlds))
+                write_json_atomic(summary, self._failed_summary(code, reason, generations))
             except OSError as error:
                 log.warning("cannot write %s: %s", summary, error)
         self._enter(state)
         try:
-            self.metrics.write_last_page(self._run_dir / "metrics.prom")
+            self.metrics.write_last_page(self.run_dir / "metrics.prom")
         except OSError as error:
             log.warning("cannot write metrics.prom: %s", error)
 
@@ -174,7 +172,7 @@ class NodeView:
             "state": self.metrics.state,
             "healthy": healthy,
             "health": says,
-            "run": self._settings.run.run_name or self._run_dir.name,
+            "run": self._settings.run.run_name or self.run_dir.name,
             "task": self._settings.run.task,
             "platform": self._placement.platform,
             "nodes": self._nodes,
@@ -184,7 +182,7 @@ class NodeView:
             "samples_per_second": rate,
             "seconds_left": left,
             "seconds_since_progress": round(time.time() - self._last_progress, 1),
-            "restarts": max(0, self._worlds - 1),
+            "restarts": max(0, self._generations - 1),
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "time": time.time(),
             **(self._history.now() if self._history is not None else {}),
@@ -229,8 +227,7 @@ class NodeView:
     def _bring_up_to_date(self) -> None:
         """Counters that grow by themselves (wall time and signals), and what the ranks weigh."""
         if self._journal is not None:
-            with self._clock_lock:
-                samples = self._clock.increments()
+            samples = self._activities.take(time.monotonic())
             if self._stop is not None:
                 samples += life.signal_increments(self._stop.received, self._signals_counted)
             self.metrics.apply(samples)
@@ -244,7 +241,7 @@ class NodeView:
         seconds = GPU_SECONDS if len(gpus) else VOLUME_SECONDS
         while True:
             if self._journal is not None:
-                self.metrics.apply(life.volume_sizes(self._run_dir))
+                self.metrics.apply(life.volume_sizes(self.run_dir))
             self.metrics.apply(gpus.sample())
             if self._closing.wait(seconds):
                 return
@@ -267,11 +264,13 @@ class NodeView:
         try:
             os.makedirs(state_dir, exist_ok=True)
             health.write_health(state_dir, self._health())
+            self._health_failed = False
         except OSError as error:
-            log.warning("cannot write health to %s: %s", state_dir, error)
-            self._state_dir = None
+            if not self._health_failed:
+                log.warning("cannot write health to %s: %s; trying again", state_dir, error)
+            self._health_failed = True
 
-    def _failed_summary(self, code: int, reason: str, worlds: int) -> dict[str, object]:
+    def _failed_summary(self, code: int, reason: str, generations: int) -> dict[str, object]:
         step = self._rank_zeros_step()
         return {
             "state": "failed",
@@ -289,7 +288,7 @@ class NodeView:
             "samples_per_second": self._done.samples_per_second,
             "wall_seconds": round(time.monotonic() - self._began, 3),
             "weights_sha256": None,
-            "restarts": max(0, worlds - 1),
+            "restarts": max(0, generations - 1),
             "resumed_from_step": None,
             "last_checkpoint_step": newest_step(self._checkpoints),
         }

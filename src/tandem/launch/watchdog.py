@@ -49,7 +49,7 @@ class _Heard:
 
 
 class Watchdog:
-    """One node's part. `hear` is called from any thread; the agent opens and closes worlds.
+    """One node's part. `hear` is called from any thread; the agent begins and ends generations.
 
     `registry` is this node's: what it alone knows goes to node 0 by the same way, where it is shown.
     """
@@ -61,14 +61,14 @@ class Watchdog:
         self._registry = registry
         self._samples_heard: dict[int, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
-        self._world = ""
+        self._generation = ""
         self._pids: dict[int, int] = {}
         self._heartbeats: dict[int, _Heard] = {}
         self._nodes: dict[int, _Heard] = {}
         self._other_nodes: list[int] = []
         self._last_exchange: float | None = None  # None: not reached since it was last given up
         self._alarm: Alarm | None = None
-        self.has_trained = False  # a rank here has finished a step of the last world
+        self.has_trained = False  # a rank here has finished a step of the last generation
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"tandem-{work.__name__.strip('_')}", daemon=True)
@@ -88,25 +88,25 @@ class Watchdog:
 
     @property
     def alarm(self) -> Alarm | None:
-        """The hang of the running world, if there is one."""
+        """The hang of the running generation, if there is one."""
         return self._alarm
 
-    def begin_generation(self, world: str, pids: Mapping[int, int], nodes: Sequence[int]) -> None:
-        """Watch the ranks {rank: pid} of a world from now on."""
+    def begin_generation(self, generation: str, pids: Mapping[int, int], nodes: Sequence[int]) -> None:
+        """Watch the ranks {rank: pid} of a generation from now on."""
         with self._lock:
-            self._world, self._pids, self._alarm = world, dict(pids), None
+            self._generation, self._pids, self._alarm = generation, dict(pids), None
             self._heartbeats, self._nodes, self.has_trained = {}, {}, False
             self._other_nodes = [node for node in nodes if node != self._node]
 
     def end_generation(self, store: TCPStore) -> None:
-        """Nobody is to be missed until the next world opens; node 0 hears that of the others."""
+        """Nobody is to be missed until the next generation begins; node 0 hears that of the others."""
         if self._node != 0:
             with suppress(RuntimeError):
                 words = {"number": time.monotonic_ns(), "beats": []}
-                store.set(f"{self._world}/pulse/{self._node}", json.dumps(words))
+                store.set(f"{self._generation}/pulse/{self._node}", json.dumps(words))
                 self._tell_samples(store)
         with self._lock:
-            self._world, self._alarm = "", None
+            self._generation, self._alarm = "", None
 
     def hear(self, beat: Heartbeat) -> None:
         """A rank of this node said where it is."""
@@ -141,7 +141,7 @@ class Watchdog:
             last = now
             with self._lock:
                 beats = self._local_beats(now) + self._remote_beats(now)
-                if self._node == 0 and self._world and self._alarm is None:
+                if self._node == 0 and self._generation and self._alarm is None:
                     self._alarm = judge(beats)
                 limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
                 since = self._last_exchange
@@ -162,22 +162,22 @@ class Watchdog:
 
     def _exchange(self) -> None:
         store: TCPStore | None = None
-        known, told_at = False, 0.0  # before the first world there may be no store
+        known, told_at = False, 0.0  # before the first generation there may be no store
         while not self._closing.wait(WATCHDOG_TICK_SECONDS):
             with self._lock:
-                world, others = self._world, list(self._other_nodes)
+                generation, others = self._generation, list(self._other_nodes)
                 beats = [asdict(beat) for beat in self._local_beats(time.monotonic())]
                 alarm = self._alarm
-            known = known or bool(world)
+            known = known or bool(generation)
             if not known or (self._node == 0 and not others):
                 continue
             try:
                 store = store or self._connect()
                 if self._node == 0:
-                    self._read_others(store, world, others, alarm)
+                    self._read_others(store, generation, others, alarm)
                     self._read_samples(store, others)
                 else:
-                    self._tell_first(store, world, beats)
+                    self._tell_first(store, generation, beats)
                     if time.monotonic() - told_at > NODE_TICK_SECONDS:
                         told_at = time.monotonic()
                         self._tell_samples(store)
@@ -186,32 +186,34 @@ class Watchdog:
                 store = None
                 self._closing.wait(STORE_RETRY_SECONDS)
 
-    def _read_others(self, store: TCPStore, world: str, others: Sequence[int], alarm: Alarm | None) -> None:
-        for node in others if world else ():
-            key = f"{world}/pulse/{node}"
+    def _read_others(
+        self, store: TCPStore, generation: str, others: Sequence[int], alarm: Alarm | None
+    ) -> None:
+        for node in others if generation else ():
+            key = f"{generation}/pulse/{node}"
             if store.check([key]):
                 words = json.loads(store.get(key))
                 heard = _Heard([Beat(**beat) for beat in words["beats"]], words["number"], time.monotonic())
                 with self._lock:
                     before = self._nodes.get(node)
-                    if world == self._world and (before is None or before.number != heard.number):
+                    if generation == self._generation and (before is None or before.number != heard.number):
                         self._nodes[node] = heard
         if alarm is not None:
-            store.set(f"{world}/alarm", json.dumps(asdict(alarm)))
+            store.set(f"{generation}/alarm", json.dumps(asdict(alarm)))
 
-    def _tell_first(self, store: TCPStore, world: str, beats: list[dict[str, Any]]) -> None:
-        key = f"{world}/alarm"
-        if world:
+    def _tell_first(self, store: TCPStore, generation: str, beats: list[dict[str, Any]]) -> None:
+        key = f"{generation}/alarm"
+        if generation:
             words = {"number": time.monotonic_ns(), "beats": beats}
-            store.set(f"{world}/pulse/{self._node}", json.dumps(words))
+            store.set(f"{generation}/pulse/{self._node}", json.dumps(words))
         alarm = Alarm(**json.loads(store.get(key))) if store.check([key]) else None
         with self._lock:
             self._last_exchange = time.monotonic()
-            if world == self._world and alarm is not None:
+            if generation == self._generation and alarm is not None:
                 self._alarm = alarm
 
     def _tell_samples(self, store: TCPStore) -> None:
-        """Whether a world is open or not: the last words of a run count too."""
+        """Whether a generation runs or not: the last words of a run count too."""
         store.set(f"metrics/{self._node}", pack_samples(self._registry.own()))
 
     def _read_samples(self, store: TCPStore, others: Sequence[int]) -> None:

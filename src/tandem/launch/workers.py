@@ -4,7 +4,6 @@ No torch in here: the fork server has to be started before the agent imports tor
 """
 
 import contextlib
-import ctypes
 import importlib
 import io
 import multiprocessing
@@ -22,11 +21,10 @@ from typing import Any
 from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import KILLED, PEER_LOST
 from tandem.launch.restarts import shell_code
+from tandem.process import name_process
 from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
 
-PR_SET_NAME = 15
-
-RankFunction = Callable[[dict[str, object], Any], int]
+RankFunction = Callable[[Any, Any], int]
 
 
 def use_loopback() -> None:
@@ -50,101 +48,114 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def start_fork_server(preload: Sequence[str]) -> None:
-    """Start the warm process that ranks are forked from; it imports while the caller goes on.
+    """Start the process that ranks are forked from; it imports `preload` while the caller goes on.
 
-    Importing torch here is what makes a restart fast: 0.1 to 0.3 s instead of 4 (see docs/architecture.md).
+    Importing torch there is what makes a restart fast: 0.1 to 0.3 s instead of 4 (see docs/architecture.md).
     """
-    multiprocessing.set_forkserver_preload(["tandem.launch.warm", *preload])
+    multiprocessing.set_forkserver_preload(list(preload))
     forkserver.ensure_running()
 
 
 def _worker_main(
     function: str,
     warm_up: str | None,
-    settings: dict[str, object],
+    job: Any,
     memories: tuple[NodeMemory, ...],
     lifeline: Connection,
+    expected: Any,
 ) -> None:
-    """Entry of every worker process: warms up, waits for its position, then is that rank."""
+    """Entry of every worker process: warms up, waits for its position, then is that rank.
+
+    `expected` is the position that it will most likely get, where one is known.
+    """
 
     def leave_with_agent() -> None:
         with contextlib.suppress(EOFError, OSError):
             lifeline.recv_bytes()
         os._exit(PEER_LOST)
 
-    _name_process("tandem-standby")
+    name_process("tandem-standby")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
-            resolve(warm_up)(settings)  # what fails here fails again, and is reported, in the rank
+            resolve(warm_up)(job, expected)  # what fails here fails again, and is reported, in the rank
     try:
         position = replace(lifeline.recv(), memories=memories)
     except (EOFError, OSError):
         os._exit(PEER_LOST)
-    _name_process(f"tandem-rank-{position.rank}")
+    name_process(f"tandem-rank-{position.rank}")
     threading.Thread(target=leave_with_agent, name="agent-lifeline", daemon=True).start()
-    code = resolve(function)(settings, position)
+    code = resolve(function)(job, position)
     sys.stdout.flush()
     sys.stderr.flush()
     raise SystemExit(code)
 
 
-def _name_process(name: str) -> None:
-    """What `ps` and `pkill` know this process by (Linux: prctl(2), 15 characters)."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+def _place(position: Any) -> tuple[int, ...] | None:
+    """What a program may look at while it is imported."""
+    return position and (position.rank, position.local_rank, position.world_size, position.nodes)
 
 
 @dataclass
 class _Worker:
     process: ForkServerProcess
     lifeline: Connection
+    expected: Any  # the position that it was warmed up for
 
 
 class Workers:
     """This node's ranks of one generation after another, running `function` ("module:name"). Not thread-safe.
 
     Each rank is a new process; while a generation trains, `stand_by` forks those of the next in advance,
-    which call `warm_up(settings)` ("module:name") before they wait.
+    which call `warm_up(job, expected position)` ("module:name") before they wait. Where that depends on the
+    rank (`by_position`), a standby is taken for no other.
     """
 
     def __init__(
         self,
         function: str,
-        settings: dict[str, object],
+        job: Any,
         memories: Sequence[NodeMemory],
         warm_up: str | None = None,
+        by_position: bool = False,
     ) -> None:
-        self._arguments = function, warm_up, settings, tuple(memories)
+        self._arguments = function, warm_up, job, tuple(memories)
+        self._by_position = by_position
+        self._positions: Mapping[int, Any] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Worker] = {}
         self._standby: list[_Worker] = []
 
     def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
         """Start one process per local rank; {local rank: pid}."""
-        self._ranks = {}
+        self._ranks, self._positions = {}, positions
         for local_rank, position in positions.items():
-            self._ranks[local_rank] = rank = self._take_standby() or self._fork()
+            self._ranks[local_rank] = rank = self._take_standby(position) or self._fork(position)
             rank.lifeline.send(position)
         return {local_rank: int(rank.process.pid or 0) for local_rank, rank in self._ranks.items()}
 
     def stand_by(self, count: int) -> None:
         """Fork one more process for the next generation, unless `count` are waiting (takes about 30 ms)."""
         if len(self._standby) < count:
-            self._standby.append(self._fork())
+            taken = {_place(worker.expected) for worker in self._standby}
+            free = [each for each in self._positions.values() if _place(each) not in taken]
+            self._standby.append(self._fork(free[0] if free else None))
 
-    def _take_standby(self) -> "_Worker | None":
-        while self._standby:
-            rank = self._standby.pop()
-            if rank.process.exitcode is None:
-                return rank
-            rank.lifeline.close()
+    def _take_standby(self, position: Any) -> "_Worker | None":
+        for worker in list(self._standby):
+            if worker.process.exitcode is not None:
+                self._standby.remove(worker)
+                worker.lifeline.close()
+            elif not self._by_position or _place(worker.expected) == _place(position):
+                self._standby.remove(worker)
+                return worker
         return None
 
-    def _fork(self) -> "_Worker":
+    def _fork(self, expected: Any = None) -> "_Worker":
         theirs, ours = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_worker_main, args=(*self._arguments, theirs))
+        process = self._context.Process(target=_worker_main, args=(*self._arguments, theirs, expected))
         process.start()
         theirs.close()
-        return _Worker(process, ours)
+        return _Worker(process, ours, expected)
 
     def codes(self) -> dict[int, int | None]:
         """{local rank: shell exit code, or None while it runs}."""

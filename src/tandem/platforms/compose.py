@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tandem.errors import ConfigError
 from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set
 
-ORDER = 80
+ORDER = 80  # its variables are tandem's own: before what is set by hand is all that matters
 MARKS = ("TANDEM_COMPOSE_NODES", "TANDEM_COMPOSE_INDEX", "TANDEM_COMPOSE_PROJECT")
 COLUMNS = Columns(("TANDEM_COMPOSE_NODES",), host=(), port=())
 

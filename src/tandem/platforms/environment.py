@@ -1,7 +1,7 @@
 """What every platform's reader works with: the placement it gives, and the facts that it may look at.
 
 Every variable that says the same thing stands in the same column, together with the flag for it: those that
-are set must agree. Pure: nothing is resolved or opened here.
+are set must agree. No name is resolved and no connection opened here.
 """
 
 import re

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set
 from tandem.platforms.pods import pod_name
 
-ORDER = 70
+ORDER = 70  # what is made of Indexed Jobs has been asked before
 MARKS = ("JOB_COMPLETION_INDEX",)
 COLUMNS = Columns(("NNODES",), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
 

@@ -7,13 +7,12 @@ Each platform is one module of this package, and whoever adds one touches nothin
     detect(environ) -> bool       whether it stands here
     read(facts) -> Placement      what it says; raises ConfigError
 
-The order is from the most specific to the most general, each for the reason beside its ORDER:
-
-    10 torchrun   20 openmpi   30 slurm   40 sagemaker   45 azureml   50 kubeflow   60 jobset   70 indexed_job
-    80 compose    90 by_hand   100 laptop
+The order is from the most specific to the most general: what may run inside another is asked before it, and
+beside each ORDER stands its reason. No two are equal.
 
 What is missing or contradicts is a `ConfigError` that names the variables; a cluster never becomes a silent
-world of one. Pure: nothing is resolved or opened here.
+world of one. No name is resolved and no connection opened here; a list of hosts that a scheduler has put into
+a file may be read.
 """
 
 import functools
@@ -24,7 +23,7 @@ from dataclasses import replace
 from typing import Protocol, cast
 
 import tandem.platforms
-from tandem.config import LaunchConfig
+from tandem.config.slices import LaunchConfig
 from tandem.errors import ConfigError
 from tandem.platforms.environment import Columns, Facts, Placement, said, split_address, value_range
 

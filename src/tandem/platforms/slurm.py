@@ -9,7 +9,7 @@ from tandem.platforms import by_hand
 from tandem.platforms.environment import Columns, Facts, Placement, any_set, said, whole
 from tandem.platforms.laptop import alone
 
-ORDER = 30
+ORDER = 30  # its steps may be inside nothing but the two before it
 MARKS = ("SLURM_JOB_ID",)
 COLUMNS = Columns(("SLURM_STEP_NUM_NODES",), ("SLURM_NODEID",))
 

@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config import MetricsConfig
+from tandem.config.slices import MetricsConfig
 from tandem.errors import ConfigError
 
 OPEN_PATHS = ("/healthz", "/readyz")

@@ -5,7 +5,6 @@ It outlives rank 0, and an agent that starts anew reads it back from the run dir
 
 import json
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -24,7 +23,6 @@ FULL_POINTS = 200
 """The newest points that are never thinned out."""
 MAX_EVENTS = 100
 TAIL_BYTES = 4 * 2**20
-CHECKPOINT_NAME = re.compile(r"step-(\d{9,})")
 
 
 class History:

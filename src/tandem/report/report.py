@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.checkpoint.storage import address
-from tandem.checkpoint.storage.copies import at_hand
+from tandem.checkpoint.storage.copies import at_hand, local_folder, make_folder
+from tandem.config.address import address
 from tandem.errors import ConfigError
 from tandem.report.history import History
 from tandem.report.pages import report_page
@@ -23,6 +23,10 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> None:
     """Write the report of `run_dirs`, the first one in full if it is alone. Raises ConfigError."""
     page = report_page({"runs": [read_run(run_dir) for run_dir in run_dirs]})
     try:
+        if output.parent == local_folder(
+            run_dirs[0]
+        ):  # not there where the run has never been on this machine
+            make_folder(output.parent)
         write_bytes_atomic(output, page)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}; give --output FILE") from error

@@ -1,18 +1,9 @@
 """What a task is, and how one is found by its name.
 
-A task is a plain class; three methods are enough, and tandem owns the sampler, loader, loop, precision, DDP,
-checkpoints and metrics. A dataclass's fields are its settings, given with `--task.FIELD VALUE`; a field named
-`data_dir` or `download` is filled from `--data-dir` and `--download`.
-
-Methods a task may have besides, each looked for by name:
-
-    prepare(self) -> None                           once on each node, before `build_datasets`: downloads
-    evaluate_batch(self, model, batch)              as `loss`, for evaluation
-    build_optimizer(self, model) -> Optimizer       instead of --optimizer
-    build_scheduler(self, optimizer)                instead of --schedule
-    collate(self, samples) -> batch                 instead of torch's default_collate
-    place(self, model, device) -> nn.Module         instead of model.to(device)
-    after_resume(self, model) -> None               called when a checkpoint has been loaded
+A task is a plain class; the three methods of `Task` are enough, and tandem owns the sampler, loader, loop,
+precision, DDP, checkpoints and metrics. What it may have besides is said once, by `WholeTask`. A dataclass's
+fields are its settings, given with `--task.FIELD VALUE`; a field named `data_dir` or `download` is filled
+from `--data-dir` and `--download`.
 
 How a dataset answers for many indices at once, and how it augments, is said in `tandem/data/datasets.py`.
 """
@@ -22,15 +13,19 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from tandem.data.datasets import Datasets, one_line
+from tandem.data.fetch import Collate
+from tandem.data.loader import batch_size_of
 from tandem.errors import ConfigError, TandemError
 from tandem.tasks.fields import convert_fields
 
@@ -49,7 +44,7 @@ Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 
 
 class Task(Protocol):
-    """The contract; see the top of this file for what a task may have besides."""
+    """What every task has."""
 
     def build_model(self) -> nn.Module: ...
 
@@ -58,6 +53,57 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Sums]:
         """The mean loss over the batch, a scalar on the model's device, and sums for further numbers."""
         ...
+
+
+class WholeTask:
+    """A task with all methods there are: its own, and those that stand here where it has none.
+
+    `own`: the names of the methods here that are the task's own.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.own = frozenset(name for name in vars(WholeTask) if name[0] != "_" and hasattr(task, name))
+        for name in self.own.union(REQUIRED_METHODS):
+            setattr(self, name, getattr(task, name, None))
+
+    build_model: Callable[[], nn.Module]
+    build_datasets: Callable[[], Datasets]
+    loss: Callable[[nn.Module, Any], Tensor | tuple[Tensor, Sums]]
+
+    collate: Collate | None = None
+    """(samples) -> batch, instead of torch's default_collate."""
+
+    def prepare(self) -> None:
+        """Once on each node, before `build_datasets`: downloads."""
+
+    def place(self, model: nn.Module, device: torch.device) -> nn.Module | None:
+        """The model on the device; None where it has been moved in place."""
+        return model.to(device)
+
+    def build_optimizer(self, _model: nn.Module) -> torch.optim.Optimizer | None:
+        """Instead of --optimizer; its learning rates are left as they are."""
+        return None
+
+    def build_scheduler(self, _optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+        """Instead of --schedule; stepped once per optimizer step."""
+        return None
+
+    def after_resume(self, model: nn.Module) -> None:
+        """When a checkpoint has been loaded."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        """On every rank after each optimizer step, and before what is due after it (evaluation, save).
+
+        `step` counts finished steps, from 1. Also after a step whose update was left out, of which a host
+        with GPUs does not know yet: the weights are those from before it.
+        """
+
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> Sums:
+        """Sums for the scores of an evaluation; `loss` gives them where this is not there."""
+        outcome = self.loss(model, batch)
+        loss, sums = outcome if isinstance(outcome, tuple) else (outcome, {})
+        count = batch_size_of(batch)
+        return {"loss": (float(loss) * count, count), **sums}
 
 
 def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bool) -> Task:
@@ -104,6 +150,13 @@ def task_class(name: str) -> type[Any]:
             f"{name} is no task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
         )
     return found
+
+
+def model_of(task: WholeTask, device: torch.device) -> nn.Module:
+    """The task's model on the device."""
+    model = task.build_model()
+    placed = task.place(model, device)
+    return placed if isinstance(placed, nn.Module) else model
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.telemetry.messages import Message, decode, encode
+from tandem.telemetry.messages import Message, Send, decode, encode
 
 logger = logging.getLogger("tandem")
 
@@ -125,6 +125,11 @@ class Sender:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def sender(path: str | None) -> Send:
+    """Where a rank's messages go: to the receiver at `path`, or nowhere."""
+    return Sender(Path(path)).send if path is not None else lambda message: None
 
 
 def _at_path(path: Path, use: Callable[[str], object]) -> None:

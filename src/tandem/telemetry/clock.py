@@ -34,14 +34,18 @@ class Clock:
     `entered` counts its changes. `on_activity` is called when another activity has begun.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._timer = DeviceTimer() if device is not None and device.type == "cuda" else HostTimer()
+    def __init__(self) -> None:
+        self._timer: HostTimer | DeviceTimer = HostTimer()
         self.activity = self.current = "startup"
         self.since, self.entered = time.monotonic(), 0
         self.step = self.first_step = 0
         self.on_activity: Callable[[], None] = lambda: None
         self._durations = [0.0] * RECENT_STEPS
         self._step_began, self._open = self.since, "other"
+
+    def measure(self, device: torch.device) -> None:
+        """From now on steps are timed where they run."""
+        self._timer = DeviceTimer() if device.type == "cuda" else HostTimer()
 
     @contextmanager
     def phase(self, activity: str) -> Iterator[None]:
@@ -99,6 +103,11 @@ class Clock:
     def drain(self) -> list[StepTimes]:
         """The times that have not come in yet; on GPUs this waits for the device."""
         return self._timer.drain()
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether work is done when the host has gone on: on CPUs."""
+        return isinstance(self._timer, HostTimer)
 
     @property
     def has_trained(self) -> bool:

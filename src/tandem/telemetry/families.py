@@ -66,7 +66,7 @@ class Gauge(Family):
         return Sample(self.name, labels, value)
 
     def clear(self) -> Sample:
-        """Forget all series, such as ranks of a world that has shrunk."""
+        """Forget all series, such as ranks that are gone."""
         return Sample(self.name, {}, None)
 
 

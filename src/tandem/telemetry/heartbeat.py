@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from tandem.config.slices import ReliabilityConfig
 from tandem.telemetry.clock import STEP_PHASES, Clock
 from tandem.telemetry.messages import Heartbeat, Send
 from tandem.timeouts import BEAT_SECONDS, SHORTEST_HANG_SECONDS, STARTING_HANG_SECONDS
@@ -27,34 +28,23 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 class Heartbeats:
-    """One rank's signs of life. `hang_timeout` in seconds; None: five of the longest steps, at least 10.
+    """One rank's signs of life, as `limits` say how long something may take.
 
-    `patience` is the limit in seconds of what may take long: start, first step, evaluation, saves.
-    A rank that is stuck for a hang's time writes torch's flight recorder to `directory`.
+    `--hang-timeout auto` is five of the longest steps, at least 10 seconds. A rank that is stuck for a hang's
+    time writes torch's flight recorder to `directory`.
     """
 
     def __init__(
-        self,
-        rank: int,
-        clock: Clock,
-        send: Send,
-        hang_timeout: float | None,
-        patience: float,
-        on_cpu: bool,
-        directory: Path,
+        self, rank: int, clock: Clock, send: Send, limits: ReliabilityConfig, directory: Path
     ) -> None:
         self._rank, self._clock, self._send = rank, clock, send
-        self._hang_timeout, self._patience, self._on_cpu = hang_timeout, patience, on_cpu
+        self._hang_timeout, self._patience = limits.hang_seconds, limits.first_step_timeout
         self._path = directory / f"flight-rank-{rank}.json"
         self._trainer = threading.main_thread().ident or 0
         self._cpu: list[tuple[float, float]] = []
         self._one_at_a_time = threading.Lock()
-        self._closing = threading.Event()
         clock.on_activity = self.send
         threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
-
-    def close(self) -> None:
-        self._closing.set()
 
     def hang_seconds(self) -> float:
         """How long a training phase may take, and how long a rank may say nothing."""
@@ -85,7 +75,8 @@ class Heartbeats:
 
     def _beat(self) -> None:
         recorded = -1
-        while not self._closing.wait(BEAT_SECONDS):
+        while True:
+            time.sleep(BEAT_SECONDS)
             self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
             self.send()
             stuck = time.monotonic() - self._clock.since > self.hang_seconds()
@@ -99,7 +90,7 @@ class Heartbeats:
         frame = sys._current_frames().get(self._trainer)
         if _in_distributed(frame):
             return True
-        if not self._on_cpu:  # kernels are awaited where their results are
+        if not self._clock.is_of_host:  # kernels are awaited where their results are
             return self._clock.current in ("backward", "optimizer")
         return self._clock.current == "backward" and not self._busy()
 

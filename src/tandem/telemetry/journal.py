@@ -6,9 +6,14 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 logger = logging.getLogger("tandem")
+
+BLOCK_BYTES = 64 * 1024
 
 
 def plain(value: object) -> object:
@@ -31,11 +36,16 @@ def to_json(value: object, indent: int | None = None) -> str:
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`, see `_replace`. Raises OSError."""
+    _replace(path, lambda file: file.write(content))
+
+
+def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace `path`, durably: readers see the old or the new content, never a part. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -72,23 +82,28 @@ class Journal:
         self._append(self.metrics_path, {"time": time.time(), "step": step, **fields})
 
     def rewind(self, step: int) -> int:
-        """Drop the lines of metrics.jsonl after `step`, and torn ones; returns how many went."""
+        """Drop the lines of metrics.jsonl after `step`, and torn ones; returns how many went.
+
+        Lines stand in the order of their steps, so those to drop are the last ones: they are read backwards,
+        and what stands before them is copied as it is by the kernel, however long the run.
+        """
         with self._lock:
+            dropped = kept_bytes = 0
             try:
-                lines = self.metrics_path.read_bytes().splitlines(keepends=True)
+                with self.metrics_path.open("rb") as file:
+                    for end, line in _lines_backwards(file):
+                        if line.endswith(b"\n") and _step_of(line) <= step:
+                            kept_bytes = end
+                            break
+                        dropped += 1
+                    if dropped:
+                        _replace(self.metrics_path, partial(_copy_start, file, kept_bytes))
             except FileNotFoundError:
                 return 0
             except OSError as error:
                 self._failed(self.metrics_path, error)
                 return 0
-            kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-            if len(kept) < len(lines):
-                try:
-                    write_bytes_atomic(self.metrics_path, b"".join(kept))
-                except OSError as error:
-                    self._failed(self.metrics_path, error)
-                    return 0
-            return len(lines) - len(kept)
+            return dropped
 
     def _append(self, path: Path, record: dict[str, object]) -> None:
         line = (to_json(record) + "\n").encode()
@@ -113,6 +128,28 @@ def _is_torn(descriptor: int) -> bool:
     """True if the file's last line has no end: its writer was killed."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
+def _copy_start(source: BinaryIO, count: int, target: BinaryIO) -> None:
+    """The first `count` bytes of `source`, which no buffer of ours has to hold."""
+    done = 0
+    while done < count:
+        done += os.sendfile(target.fileno(), source.fileno(), done, count - done)
+
+
+def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(where it ends in the file, the line) for each line, the last one first."""
+    end, block = file.seek(0, os.SEEK_END), BLOCK_BYTES
+    while end > 0:
+        start = max(0, end - block)
+        file.seek(start)
+        content = file.read(end - start)
+        if start > 0:  # what comes before the first line end may have begun earlier
+            content = content[content.find(b"\n") + 1 :] if b"\n" in content[:-1] else b""
+        block = BLOCK_BYTES if content else 2 * block  # a line longer than the block
+        for line in reversed(content.splitlines(keepends=True)):
+            yield end, line
+            end -= len(line)
 
 
 def _step_of(line: bytes) -> float:

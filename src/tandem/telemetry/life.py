@@ -3,14 +3,14 @@
 import logging
 import os
 import shutil
-import time
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
 from tandem.telemetry.messages import Samples, Send
-from tandem.telemetry.meter import Activities
+from tandem.telemetry.meter import ACTIVITIES
 
 STATE_OF = {
     "startup": "starting",
@@ -27,21 +27,35 @@ ACTIVITY_OF = {state: activity for activity, state in STATE_OF.items()} | dict.f
 )
 
 
-class Clock:
-    """Charges wall time since the process began to the state that the run is in."""
+class Activities:
+    """Charges wall time to activities, exactly one at any moment; `now` is any clock in seconds.
 
-    def __init__(self) -> None:
-        self._activities = Activities(time.monotonic() - process_age_seconds())
+    One that steps back counts as standing still. Thread-safe.
+    """
 
-    def enter(self, state: str) -> None:
-        """From now on time belongs to this state."""
-        if state in ACTIVITY_OF:
-            self._activities.switch(ACTIVITY_OF[state], time.monotonic())
+    def __init__(self, now: float) -> None:
+        self._spent = dict.fromkeys(ACTIVITIES, 0.0)
+        self._current, self._since = ACTIVITIES[0], now
+        self._lock = threading.Lock()
 
-    def increments(self) -> list[Sample]:
-        """What was added since the last call."""
-        spent = self._activities.take(time.monotonic())
-        return [metrics.ACTIVITY_SECONDS.inc(seconds, activity=name) for name, seconds in spent.items()]
+    def enter(self, state: str, now: float) -> None:
+        """From now on time belongs to this state of the run."""
+        with self._lock:
+            self._charge(now)
+            self._current = ACTIVITY_OF[state]
+
+    def take(self, now: float) -> list[Sample]:
+        """What has been spent since the last call."""
+        with self._lock:
+            self._charge(now)
+            spent, self._spent = self._spent, dict.fromkeys(ACTIVITIES, 0.0)
+        return [
+            metrics.ACTIVITY_SECONDS.inc(seconds, activity=name) for name, seconds in spent.items() if seconds
+        ]
+
+    def _charge(self, now: float) -> None:
+        self._spent[self._current] += max(0.0, now - self._since)
+        self._since = max(now, self._since)
 
 
 def process_age_seconds() -> float:
@@ -64,7 +78,7 @@ def resident_bytes(pid: int) -> int:
 
 
 class Replays:
-    """Counts steps done again because a world began earlier, and those a killed rank could not report."""
+    """Counts steps done again after a restart, and those that a killed rank could not report."""
 
     def __init__(self, reached: int = 0) -> None:
         self._done = self._reached = reached
@@ -72,7 +86,7 @@ class Replays:
         self._has_begun = False
 
     def begin(self, step: int) -> tuple[int, int]:
-        """A world begins at `step`: (steps done in this launch but never reported, those of them again)."""
+        """A generation begins at `step`: (steps of this launch never reported, those of them done again)."""
         unreported = max(0, step - self._done) if self._has_begun else 0
         again = self.advance(step) if unreported else 0
         self._has_begun = True

@@ -1,11 +1,12 @@
-"""Where the time went, from numbers given to it: no clock is read here.
+"""What is measured of a rank's steps, from numbers given to it: no clock is read here.
 
-`Meter` splits steps into phases that add up to the step; `Activities` splits a launch into activities that
-add up to wall time. All durations are seconds.
+`Meter` splits steps into phases that add up to the step. All durations are seconds.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
 ACTIVITIES = ("startup", "rendezvous", "resume", "train", "eval", "checkpoint", "drain")
@@ -65,7 +66,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Consensus:
     """What all ranks know after a step.
 
     `loss` is NaN when it is not finite on some rank; `left_out`: the step has changed nothing, because
@@ -104,67 +105,56 @@ class SaveOutcome:
     bytes: int | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Interval:
-    """The steps between two calls of `Meter.interval`; `phases`, all of PHASES, add up to `seconds`."""
+    """Some steps: how many, the samples of all ranks in them, and seconds by name of PHASES."""
 
-    steps: int
-    samples: int
-    seconds: float
-    phases: dict[str, float]
+    steps: int = 0
+    samples: int = 0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def add(self, samples: int, times: StepTimes) -> None:
+        self.steps += 1
+        self.samples += samples
+        for phase, seconds in times.phases().items():
+            self.phases[phase] += seconds
+
+    def __add__(self, other: "Interval") -> "Interval":
+        phases = {name: self.phases[name] + other.phases[name] for name in PHASES}
+        return Interval(self.steps + other.steps, self.samples + other.samples, phases)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
 
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def seconds_per_step(self) -> float:
-        return self.seconds / self.steps if self.steps else 0.0
 
 
 class Meter:
     """Phases and throughput of one rank's steps."""
 
     def __init__(self, warmup_steps: int = WARMUP_STEPS) -> None:
-        self.steps = 0
-        self.samples = 0
-        self.seconds = 0.0
+        self._closed, self._open, self._warmup = Interval(), Interval(), Interval()
         self._warmup_steps = warmup_steps
-        self._warmup_samples = 0
-        self._warmup_seconds = 0.0
-        self._closed_phases = dict.fromkeys(PHASES, 0.0)
-        self._reset_interval()
-
-    def _reset_interval(self) -> None:
-        self._interval_steps = 0
-        self._interval_samples = 0
-        self._interval_phases = dict.fromkeys(PHASES, 0.0)
 
     def step(self, samples: int, times: StepTimes) -> None:
         """A step is over: `samples` of all ranks, and where its time went."""
-        for phase, seconds in times.phases().items():
-            self._interval_phases[phase] += seconds
-        self._interval_steps += 1
-        self._interval_samples += samples
-        self.steps += 1
-        self.samples += samples
-        self.seconds += times.total
-        if self.steps <= self._warmup_steps:
-            self._warmup_samples += samples
-            self._warmup_seconds += times.total
+        self._open.add(samples, times)
+        if self._warmup.steps < self._warmup_steps:
+            self._warmup.add(samples, times)
 
     def interval(self) -> Interval:
-        """What happened since the last call, and begin anew; an open step goes to the next interval."""
-        phases = self._interval_phases
-        closed = Interval(self._interval_steps, self._interval_samples, sum(phases.values()), phases)
-        self._closed_phases = self.phases
-        self._reset_interval()
+        """The steps since the last call; an open step goes to the next interval."""
+        closed, self._open = self._open, Interval()
+        self._closed += closed
         return closed
 
     @property
-    def phases(self) -> dict[str, float]:
-        """Seconds of all steps so far by name of PHASES; they add up to `seconds`."""
-        return {name: self._closed_phases[name] + self._interval_phases[name] for name in PHASES}
+    def total(self) -> Interval:
+        """All steps so far."""
+        return self._closed + self._open
 
     @property
     def samples_per_second(self) -> float:
@@ -172,52 +162,46 @@ class Meter:
 
         A launch of 20 steps or fewer has nothing else, so there all of its steps count; 0.0 before the first.
         """
-        samples, seconds = self.samples, self.seconds
-        if self.steps > self._warmup_steps:
-            samples, seconds = samples - self._warmup_samples, seconds - self._warmup_seconds
-        return samples / seconds if seconds > 0 else 0.0
+        total, warmup = self.total, self._warmup
+        if total.steps <= self._warmup_steps:
+            return total.samples_per_second
+        seconds = total.seconds - warmup.seconds
+        return (total.samples - warmup.samples) / seconds if seconds > 0 else 0.0
 
 
-class Activities:
-    """What a launch spends its wall time on: exactly one activity at any moment.
+class Means:
+    """Means over the steps of a log interval: the loss, and the task's sums over their counts."""
 
-    `now` is any clock in seconds; one that steps back counts as standing still.
-    """
+    def __init__(self) -> None:
+        self._loss_sum, self._loss_count = 0.0, 0
+        self._sums: dict[str, tuple[float, float]] = {}
 
-    def __init__(self, now: float, activity: str = "startup") -> None:
-        self._totals = dict.fromkeys(ACTIVITIES, 0.0)
-        self._taken = dict.fromkeys(ACTIVITIES, 0.0)
-        self._since = now
-        self.current = _known_activity(activity)
+    def add(self, consensus: Consensus) -> None:
+        """One more step, unless its loss is not finite."""
+        if not math.isfinite(consensus.loss):
+            return
+        self._loss_sum += consensus.loss
+        self._loss_count += 1
+        self.add_sums(consensus.sums)
 
-    def switch(self, activity: str, now: float) -> str:
-        """Begin another activity; returns the one it replaces, to switch back to.
+    def add_sums(self, sums: Mapping[str, tuple[float, float]]) -> None:
+        """{name: (sum, count)} of all ranks."""
+        for name, (total, count) in sums.items():
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (before[0] + total, before[1] + count)
 
-        Raises ValueError for a name not in ACTIVITIES.
-        """
-        previous, following = self.current, _known_activity(activity)
-        self._advance(now)
-        self.current = following
-        return previous
+    def close(self) -> tuple[float, dict[str, float]]:
+        """(loss, NaN without a step; means by name), and begin anew."""
+        loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
+        means = {name: total / count for name, (total, count) in self._sums.items() if count}
+        self.load({})
+        return loss, means
 
-    def totals(self, now: float) -> dict[str, float]:
-        """Seconds since the start for every name of ACTIVITIES; they add up to the wall time until `now`."""
-        self._advance(now)
-        return dict(self._totals)
+    def state(self) -> dict[str, Any]:
+        """The open interval, for a checkpoint."""
+        sums = {name: list(pair) for name, pair in self._sums.items()}
+        return {"loss_sum": self._loss_sum, "loss_count": self._loss_count, "sums": sums}
 
-    def take(self, now: float) -> dict[str, float]:
-        """Seconds per activity since the last `take`, for counters; activities without any are left out."""
-        totals, before = self.totals(now), self._taken
-        self._taken = totals
-        return {name: totals[name] - before[name] for name in ACTIVITIES if totals[name] > before[name]}
-
-    def _advance(self, now: float) -> None:
-        if now > self._since:
-            self._totals[self.current] += now - self._since
-            self._since = now
-
-
-def _known_activity(name: str) -> str:
-    if name not in ACTIVITIES:
-        raise ValueError(f"activity {name!r}: valid are {', '.join(ACTIVITIES)}")
-    return name
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._loss_sum, self._loss_count = state.get("loss_sum", 0.0), int(state.get("loss_count", 0))
+        self._sums = {name: (total, count) for name, (total, count) in state.get("sums", {}).items()}

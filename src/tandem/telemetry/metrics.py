@@ -27,8 +27,8 @@ RUN_INFO = Info("run_info",
     "What this run is.", "identity", labels("run", "task", "platform", "backend", "precision", "config_hash"))
 RUN_STATE = StateSet("run_state",
     "What the run is doing; exactly one state is 1.", "identity", {"tandem_run_state": STATES})
-WORLD_SIZE = Gauge("world_size", "Ranks in the current world.", "identity")
-NODES = Gauge("nodes", "Nodes in the current world.", "identity")
+WORLD_SIZE = Gauge("world_size", "Ranks of the current generation.", "identity")
+NODES = Gauge("nodes", "Nodes of the current generation.", "identity")
 RUN_START_TIMESTAMP_SECONDS = Gauge("run_start_timestamp_seconds",
     "When this launch started, Unix time.", "identity")
 
@@ -119,7 +119,7 @@ CHECKPOINT_VOLUME_SIZE_BYTES = Gauge("checkpoint_volume_size_bytes",
     "Size of the checkpoint volume.", "checkpoints")
 
 RESTARTS = Counter("restarts",
-    "Worlds opened again, by reason.", "life cycle", labels(reason=RESTART_REASONS))
+    "Generations started again, by reason.", "life cycle", labels(reason=RESTART_REASONS))
 SIGNALS_RECEIVED = Counter("signals",
     "Stop signals that node 0 received.", "life cycle", labels(signal=SIGNALS))
 LOG_MESSAGES = Counter("log_messages",

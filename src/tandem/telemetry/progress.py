@@ -26,10 +26,6 @@ class Progress:
         if not self._silent and (mode == "on" or mode == "auto" and self._stream.isatty()):
             self._bar = _open_bar(steps_planned, start_step, self._stream)
 
-    @property
-    def has_bar(self) -> bool:
-        return self._bar is not None
-
     def advance(self, step: int) -> None:
         """`step` steps are done."""
         if self._bar is not None and step > self._step:

@@ -7,8 +7,7 @@ Rank 0 writes the journal, TensorBoard and the progress display, and sends its n
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.telemetry import metrics, stragglers
@@ -16,40 +15,54 @@ from tandem.telemetry.clock import Clock
 from tandem.telemetry.families import Sample
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import Event, Point, RunStarted, Samples, Send, StepsDone
-from tandem.telemetry.meter import Agreed, Costs, DeviceMemory, Meter, Readings, SaveOutcome, StepTimes
+from tandem.telemetry.meter import (
+    Consensus,
+    Costs,
+    DeviceMemory,
+    Means,
+    Meter,
+    Readings,
+    SaveOutcome,
+    StepTimes,
+)
 from tandem.telemetry.progress import Progress
-from tandem.telemetry.samples import interval_samples, memory_samples, save_samples, time_samples
-from tandem.telemetry.stragglers import Gathering
+from tandem.telemetry.samples import (
+    interval_samples,
+    memory_samples,
+    position_samples,
+    progress_samples,
+    save_samples,
+    time_samples,
+)
+from tandem.telemetry.stragglers import Gathering, RankTimes
 from tandem.telemetry.tensorboard import EventWriter
 from tandem.timeouts import PROGRESS_SECONDS
 
 log = logging.getLogger("tandem.run")
 
 MAX_TIMES = 1000
-"""Steps that a rank's typical step is taken from, the last of an interval; a message of 64 KiB holds them."""
+"""Steps whose times fit a message of 64 KiB."""
 
 
 class Recorder:
     """One launch of one rank. `send` takes its messages; `clock` says where it is."""
 
     def __init__(self, rank: int, batch_size: int, send: Send, clock: Clock, node: int = 0) -> None:
-        self.rank, self.node, self.clock, self._send = rank, node, clock, send
+        self.rank, self.clock, self._send = rank, clock, send
         self._batch_size, self.meter = batch_size, Meter()
         self._journal: Journal | None = None  # the displays of rank 0, from `begin_run` on
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
         self._steps_per_epoch, self._steps_planned = 1, 1
-        self._loss_sum, self._loss_count = 0.0, 0
-        self._sums: dict[str, tuple[float, float]] = {}
+        self._means = Means()
         self.loss, self.rate = math.nan, 0.0
         self.scores: dict[str, float] = {}
         self._scores_step = -1
-        self._times: deque[StepTimes] = deque(maxlen=MAX_TIMES)
         self._unsent: list[StepTimes] = []
+        self._stragglers = stragglers.Stragglers(node)
         self._watch = stragglers.StragglerWatch()
-        self._gathering: Gathering | None = None
-        self._costs = Costs()
         self._memory: DeviceMemory | None = None
+        self.known_costs = Costs()  # what `costs` was told last, or what the loaded state says of it
         self._steps_sent, self._sent_at = 0, 0.0
 
     def begin_run(
@@ -73,112 +86,92 @@ class Recorder:
 
     def costs(self, costs: Costs) -> None:
         """What a step costs; what is not known keeps its metrics away."""
-        self._costs = costs
+        self.known_costs = costs
         if costs.device_flops:
             self.samples(metrics.PEAK_FLOPS.set(costs.devices * costs.device_flops))
-
-    @property
-    def known_costs(self) -> Costs:
-        """What `costs` was told last, or what the loaded state says of it."""
-        return self._costs
 
     @property
     def step(self) -> int:
         """Finished steps."""
         return self.clock.step
 
-    def end_step(self, agreed: Agreed | None, rate: float) -> None:
+    def end_step(self, rate: float) -> None:
         """One more step is finished; on GPUs its times and what was agreed in it come in later."""
-        self.timed(self.clock.end_step())
+        self._timed(self.clock.end_step())
         self.rate = rate
-        self.late(agreed)
-        self._look_at_ranks()
+        self._judge_ranks(self._stragglers.arrived())
         if self._progress is not None:
             self._progress.advance(self.step)
         if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
             self._send_progress()
 
-    def timed(self, times: Sequence[StepTimes]) -> None:
+    def _timed(self, times: Sequence[StepTimes]) -> None:
         """Where the time of some steps went, whenever that is known."""
         for each in times:
             self.meter.step(self._batch_size, each)
-        self._times += times
+        self._stragglers.took(times)
         if self.rank == 0:
             self._unsent += times
 
-    def late(self, agreed: Agreed | None) -> Agreed | None:
-        """Take loss and sums of what was agreed, whenever it arrives, if the loss is finite; returns it."""
-        if agreed is not None and math.isfinite(agreed.loss):
-            self._loss_sum += agreed.loss
-            self._loss_count += 1
-            for name, (total, count) in agreed.sums.items():
-                before = self._sums.get(name, (0.0, 0.0))
-                self._sums[name] = (before[0] + total, before[1] + count)
-        return agreed
+    def agreed(self, consensus: Consensus) -> None:
+        """Loss and sums of a step, whenever they arrive."""
+        self._means.add(consensus)
+
+    def logged(self, sums: Mapping[str, tuple[float, float]]) -> None:
+        """{name: (sum, count)} of all ranks, from a loop of the user's own."""
+        self._means.add_sums(sums)
 
     def state(self) -> dict[str, Any]:
         """The open log interval and the costs, for a checkpoint.
 
         A resumed run then logs what a calm one logs, and counts no FLOPs again.
         """
+        costs = self.known_costs
         return {
-            "loss_sum": self._loss_sum,
-            "loss_count": self._loss_count,
-            "sums": {name: list(pair) for name, pair in self._sums.items()},
-            "sum_names": None if self._costs.sums is None else list(self._costs.sums),
-            "flops_per_sample": self._costs.flops_per_sample,
-            "devices": self._costs.devices,
+            **self._means.state(),
+            "sum_names": None if costs.sums is None else list(costs.sums),
+            "flops_per_sample": costs.flops_per_sample,
+            "devices": costs.devices,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on with a log interval that was open when a checkpoint was saved."""
-        self._loss_sum, self._loss_count = state.get("loss_sum", 0.0), int(state.get("loss_count", 0))
-        self._sums = {name: (total, count) for name, (total, count) in state.get("sums", {}).items()}
+        self._means.load(state)
         names = state.get("sum_names")
-        self._costs = Costs(
+        self.known_costs = Costs(
             state.get("flops_per_sample", 0.0),
             devices=int(state.get("devices", 0)),
             sums=None if names is None else tuple(names),
         )
 
-    def own_times(self) -> list[float]:
-        """This rank's row for the gather that names the slowest rank; begins a new interval of times."""
-        self.timed(self.clock.drain())
-        row = stragglers.row_of(self.node, self._times)
-        self._times.clear()
-        return row
+    def log_interval(
+        self, step: int, readings: Readings, exchange: Callable[[list[float]], Gathering]
+    ) -> None:
+        """The log cadence is due: one line, one row, one message.
 
-    def log_interval(self, step: int, readings: Readings, gathering: Gathering) -> None:
-        """The log cadence is due: one line, one row, one message. `gathering`: every rank's `own_times`."""
+        `exchange` begins to gather a row of every rank, for the name of the slowest (see `stragglers`).
+        """
+        self._timed(self.clock.drain())
+        self._judge_ranks(self._stragglers.arrived(wait=True))
+        self._stragglers.gather(exchange)
         interval = self.meter.interval()
-        self.loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
-        means = {name: total / count for name, (total, count) in self._sums.items() if count}
-        self._loss_sum, self._loss_count, self._sums = 0.0, 0, {}
+        self.loss, means = self._means.close()
         if readings.memory is not None:
             self._send(Samples(memory_samples(readings.memory, self._memory)))
             self._memory = readings.memory
-        self._look_at_ranks(wait=True)
-        self._gathering = gathering
-        self._look_at_ranks()
+        self._judge_ranks(self._stragglers.arrived())
         if self.rank != 0:
             return
-        numbers = {
-            "loss": self.loss,
-            "learning_rate": self.rate,
-            "samples_per_second": interval.samples_per_second,
-            **({"grad_norm": readings.grad_norm} if readings.grad_norm is not None else {}),
-        }
+        speed = interval.samples_per_second
+        numbers = {"loss": self.loss, "learning_rate": self.rate, "samples_per_second": speed}
+        if readings.grad_norm is not None:
+            numbers["grad_norm"] = readings.grad_norm
         scores = {"scores": means} if means else {}
         self._point(step, "train", means | numbers, **numbers, **scores, phases=interval.phases)
         if self._progress is not None:
-            self._progress.report(
-                step,
-                epoch=-(-step // self._steps_per_epoch),
-                loss=self.loss,
-                samples_per_second=interval.samples_per_second,
-            )
-        hidden = interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
-        self.samples(*interval_samples(self.loss, self.rate, readings, hidden, means))
+            epoch = -(-step // self._steps_per_epoch)
+            self._progress.report(step, epoch=epoch, loss=self.loss, samples_per_second=speed)
+        self.samples(*interval_samples(interval, readings, self.loss, self.rate, means))
         self._send_progress()
 
     def _point(self, step: int, group: str, numbers: Mapping[str, float], **fields: Any) -> None:
@@ -189,16 +182,8 @@ class Recorder:
             self._tensorboard.scalars(step, {f"{group}/{name}": value for name, value in numbers.items()})
         self._send(Point(step, time.time(), fields))
 
-    def _look_at_ranks(self, wait: bool = False) -> None:
-        """Judge the rows that every rank has sent, once they are all here."""
-        if self._gathering is None or not (wait or self._gathering.is_here()):
-            return
-        rows, self._gathering = self._gathering.rows(), None
-        if self.rank == 0:
-            self._judge_ranks(stragglers.from_rows(rows))
-
-    def _judge_ranks(self, ranks: list[stragglers.RankTimes]) -> None:
-        if not any(each.own for each in ranks):  # an interval without a step whose times are known
+    def _judge_ranks(self, ranks: list[RankTimes]) -> None:
+        if self.rank != 0 or not ranks:
             return
         verdict = stragglers.judge(ranks)
         self.samples(*stragglers.samples_of(ranks, verdict))
@@ -261,7 +246,7 @@ class Recorder:
 
     def close(self) -> None:
         """Send what is left and let go of the displays."""
-        self._look_at_ranks(wait=True)
+        self._judge_ranks(self._stragglers.arrived(wait=True))
         self._send_progress()
         if self._progress is not None:
             self._progress.close()
@@ -269,11 +254,7 @@ class Recorder:
             self._tensorboard.close()
 
     def _position(self) -> list[Sample]:
-        return [
-            metrics.GLOBAL_STEP.set(self.step),
-            metrics.EPOCH.set(self.step / self._steps_per_epoch),
-            metrics.PROGRESS_RATIO.set(self.step / self._steps_planned),
-        ]
+        return position_samples(self.step, self._steps_per_epoch, self._steps_planned)
 
     def _send_progress(self) -> None:
         self._sent_at = time.monotonic()
@@ -281,20 +262,10 @@ class Recorder:
             return
         new_steps, self._steps_sent = self.step - self._steps_sent, self.step
         rate = self.meter.samples_per_second
-        samples = self._position()
-        if new_steps:
-            samples.append(metrics.LAST_STEP_TIMESTAMP_SECONDS.set(time.time()))
-            if rate > 0:
-                left = (self._steps_planned - self.step) * self._batch_size / rate
-                samples.append(metrics.ESTIMATED_COMPLETION_TIMESTAMP_SECONDS.set(time.time() + left))
-        flops = round(self._batch_size * self._costs.flops_per_sample)
+        left = (self._steps_planned - self.step) * self._batch_size / rate if rate > 0 else None
+        flops = round(self._batch_size * self.known_costs.flops_per_sample)
         self._send(StepsDone(self.step, self.loss if math.isfinite(self.loss) else None, round(rate, 1)))
-        self.samples(
-            *samples,
-            metrics.STEPS.inc(new_steps),
-            metrics.SAMPLES.inc(new_steps * self._batch_size),
-            metrics.MODEL_FLOPS.inc(new_steps * flops),
-        )
+        self.samples(*self._position(), *progress_samples(new_steps, self._batch_size, flops, left))
         times, self._unsent = self._unsent, []
         for start in range(0, len(times), MAX_TIMES):
-            self.samples(*time_samples(times[start : start + MAX_TIMES], self._costs.sync_bytes))
+            self.samples(*time_samples(times[start : start + MAX_TIMES], self.known_costs.sync_bytes))

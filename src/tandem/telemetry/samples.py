@@ -5,7 +5,33 @@ from collections.abc import Mapping, Sequence
 
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
-from tandem.telemetry.meter import PHASES, DeviceMemory, Readings, SaveOutcome, StepTimes
+from tandem.telemetry.meter import PHASES, DeviceMemory, Interval, Readings, SaveOutcome, StepTimes
+
+
+def position_samples(step: int, steps_per_epoch: int, steps_planned: int) -> list[Sample]:
+    """Where the run stands after `step` finished steps."""
+    return [
+        metrics.GLOBAL_STEP.set(step),
+        metrics.EPOCH.set(step / steps_per_epoch),
+        metrics.PROGRESS_RATIO.set(step / steps_planned),
+    ]
+
+
+def progress_samples(
+    new_steps: int, batch_size: int, step_flops: int, seconds_left: float | None
+) -> list[Sample]:
+    """What has been done since the last ones; `seconds_left` at the present pace, where that is known."""
+    samples = [
+        metrics.STEPS.inc(new_steps),
+        metrics.SAMPLES.inc(new_steps * batch_size),
+        metrics.MODEL_FLOPS.inc(new_steps * step_flops),
+    ]
+    if new_steps:
+        now = time.time()
+        samples.append(metrics.LAST_STEP_TIMESTAMP_SECONDS.set(now))
+        if seconds_left is not None:
+            samples.append(metrics.ESTIMATED_COMPLETION_TIMESTAMP_SECONDS.set(now + seconds_left))
+    return samples
 
 
 def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
@@ -22,9 +48,13 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
 
 
 def interval_samples(
-    loss: float, rate: float, readings: Readings, hidden_seconds: float, scores: Mapping[str, float]
+    interval: Interval, readings: Readings, loss: float, rate: float, scores: Mapping[str, float]
 ) -> list[Sample]:
-    """The state of the optimisation at a log line; what there is not (a loss scale, a norm) stays away."""
+    """The state of the optimisation at a log line; what there is not (a loss scale, a norm) stays away.
+
+    `scores` are the means of what the task's loss gives besides, over the steps of the interval.
+    """
+    hidden_seconds = interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
     known = [(metrics.GRAD_NORM, readings.grad_norm), (metrics.LOSS_SCALE, readings.loss_scale)]
     return [
         metrics.LOSS.set(loss, split="train"),

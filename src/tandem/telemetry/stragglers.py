@@ -4,7 +4,8 @@ In synchronous training all steps last equally long, because the fast wait for t
 all-reduce. What differs is a rank's own time: the step without that wait.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from statistics import median, median_low
 from typing import Any
@@ -17,6 +18,8 @@ from tandem.telemetry.meter import PHASES, StepTimes
 MARK_RATIO = 1.2
 """A rank is marked when its quick steps take this many times the median rank's; see `judge`."""
 MAX_RANK_SERIES = 64
+MAX_TIMES = 1000
+"""Steps that a rank's typical step is taken from, the last of an interval."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,31 @@ def rows_for_page(ranks: Sequence[RankTimes], verdict: Verdict) -> Ranks:
         for each in shown
     ]
     return Ranks(rows, str(verdict) if verdict.marked else None)
+
+
+class Stragglers:
+    """This rank's steps since the last interval, and the rows of all ranks while they are on their way."""
+
+    def __init__(self, node: int) -> None:
+        self._node = node
+        self._times: deque[StepTimes] = deque(maxlen=MAX_TIMES)
+        self._gathering: Gathering | None = None
+
+    def took(self, times: Sequence[StepTimes]) -> None:
+        """Where the time of some steps went."""
+        self._times += times
+
+    def gather(self, exchange: Callable[[list[float]], Gathering]) -> None:
+        """Begin to gather every rank's row; nobody waits for it here."""
+        self._gathering = exchange(row_of(self._node, self._times))
+        self._times.clear()
+
+    def arrived(self, wait: bool = False) -> list[RankTimes]:
+        """All ranks, once their rows are here and one had steps to tell of; nothing before, and again."""
+        if self._gathering is None or not (wait or self._gathering.is_here()):
+            return []
+        ranks, self._gathering = from_rows(self._gathering.rows()), None
+        return ranks if any(each.own for each in ranks) else []
 
 
 class StragglerWatch:

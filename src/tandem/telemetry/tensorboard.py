@@ -1,7 +1,8 @@
 """TensorBoard event files, for those who installed the extra."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +31,19 @@ class EventWriter:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write `values` (name -> number) at `step`."""
-        try:
+        with self._told_once():
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
-        except OSError as error:
-            self._fail(error)
-
-    def flush(self) -> None:
-        try:
-            self._writer.flush()
-        except OSError as error:
-            self._fail(error)
 
     def close(self) -> None:
-        try:
+        with self._told_once():
             self._writer.close()
-        except OSError as error:
-            self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
-        if not self._failed:
-            logger.warning("cannot write TensorBoard events (%s); training goes on", error)
-        self._failed = True
+    @contextmanager
+    def _told_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                logger.warning("cannot write TensorBoard events (%s); training goes on", error)
+            self._failed = True

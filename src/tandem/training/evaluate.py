@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.config import DataConfig, EvaluationConfig, Settings
-from tandem.data.loader import batch_size_of, evaluation_batches
+from tandem.config.slices import DataConfig, EvaluationConfig
+from tandem.data.kinds import evaluation_batches
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
-from tandem.tasks.base import Task
+from tandem.tasks.base import WholeTask
 from tandem.training.precision import autocast
 
 
@@ -27,27 +27,12 @@ class Evaluation:
 
     world: ProcessGroup
     strategy: Strategy
-    task: Task
+    task: WholeTask
     model: nn.Module
     dataset: Any
     batch_size: int
     precision: str = "fp32"
     workers: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        world: ProcessGroup,
-        strategy: Strategy,
-        task: Task,
-        model: nn.Module,
-        dataset: Any,
-    ) -> "Evaluation":
-        """As the settings say; a pass is as large as one of the training unless they say another size."""
-        size = evaluation_batch_size(settings.evaluation, settings.data, world)
-        workers, precision = settings.data.workers, settings.compute.precision
-        return cls(world, strategy, task, model, dataset, size, precision, workers)
 
     def scores(self) -> dict[str, float]:
         """Means over the whole `dataset`, by score name, equal on all ranks; `loss` is always there.
@@ -74,17 +59,19 @@ class Evaluation:
     def _passes(self) -> Iterator[tuple[Any, bool]]:
         """This rank's batches, and whether they count.
 
-        Where a forward pass needs all ranks, each makes as many as rank 0, whose share is the largest: one
-        with fewer batches runs a sample that is another rank's.
+        Where a forward pass needs all ranks, each makes as many as the rank with the most batches, however
+        the data are divided: before each pass they ask whether any has one left. Who has none runs its last
+        batch again, or the first of all.
         """
-        made = 0
-        for batch in self._batches(self.world.rank, self.world.size):
-            made += 1
-            yield batch, True
-        if self.strategy.is_sharded and len(self.dataset):
-            share = -(-len(self.dataset) // self.world.size)
-            for _ in range(-(-share // self.batch_size) - made):
-                yield next(self._batches(0, len(self.dataset))), False
+        batches, spare = self._batches(self.world.rank, self.world.size), None
+        if not self.strategy.shares_parameters:
+            yield from ((batch, True) for batch in batches)
+            return
+        while self.world.sum([float((batch := next(batches, None)) is not None)])[0]:
+            if batch is None and spare is None:
+                spare = next(self._batches(0, 1))
+            yield (spare, False) if batch is None else (batch, True)
+            spare = spare if batch is None else batch
 
     def _batches(self, rank: int, size: int) -> Iterator[Any]:
         return evaluation_batches(
@@ -93,17 +80,11 @@ class Evaluation:
             size,
             self.batch_size,
             workers=self.workers,
-            collate=getattr(self.task, "collate", None),
+            collate=self.task.collate,
             device=self.world.device,
         )
 
     def _scores_of(self, batch: Any) -> dict[str, tuple[Any, Any]]:
-        """{name: (sum, count)} of one batch: the task's own `evaluate_batch`, else its loss and sums."""
-        own = getattr(self.task, "evaluate_batch", None)
+        """{name: (sum, count)} of one batch."""
         with autocast(self.world.device, self.precision):
-            if own is not None:
-                return dict(own(self.model, batch))
-            outcome = self.task.loss(self.model, batch)
-        loss, sums = outcome if isinstance(outcome, tuple) else (outcome, {})
-        count = batch_size_of(batch)
-        return {"loss": (float(loss) * count, count), **sums}
+            return dict(self.task.evaluate_batch(self.model, batch))

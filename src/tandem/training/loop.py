@@ -3,14 +3,17 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from tandem.config import Settings
-from tandem.distributed.consensus import Agreed
+from torch import nn
+
+from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import ProcessGroup
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
+from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
+from tandem.telemetry.meter import Readings
 from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
@@ -34,16 +37,21 @@ class Timetable:
     _last: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, settings: Settings, snapshot: Cadence, steps_per_epoch: int, planned: int) -> "Timetable":
-        """The cadences of the settings; `snapshot` depends on the device as well."""
-        cadences = {
-            "log": Cadence.parse(settings.telemetry.log_every),
-            "eval": Cadence.parse(settings.evaluation.eval_every),
-            "save": Cadence.parse(settings.checkpoint.checkpoint_every),
-            "check": Cadence.parse(settings.reliability.replica_check_every),
-            "snapshot": snapshot,
-        }
-        return cls(cadences, steps_per_epoch, planned)
+    def of(cls, steps_per_epoch: int, steps_planned: int, **every: str) -> "Timetable":
+        """What each of EVENTS is every: "200", "1epoch", "30s", "10%" or "never"."""
+        cadences = {event: Cadence.parse(every[event]) for event in EVENTS}
+        return cls(cadences, steps_per_epoch, steps_planned)
+
+    def steps_between(self, event: str) -> int | None:
+        """Steps until `event` is first due; None where that is not by steps."""
+        return self.cadences[event].to_steps(self.steps_per_epoch, self.steps_planned)
+
+    def saves_every_evaluation(self) -> bool:
+        """Whether a checkpoint is saved wherever an evaluation is due, so that --keep-best sees them all."""
+        if self.cadences["eval"] == self.cadences["save"]:
+            return self.cadences["eval"].unit != "never"
+        evaluated, saved = self.steps_between("eval"), self.steps_between("save")
+        return evaluated is not None and saved is not None and evaluated % saved == 0
 
     def decisions(self, is_first: bool) -> int:
         """Rank 0's bits for this step; nothing from the others."""
@@ -57,37 +65,53 @@ class Timetable:
                 bits |= 1 << position
         return bits
 
-    def due(self, step: int, agreed: Agreed | None) -> set[str]:
+    def due(self, step: int, consensus: Consensus | None) -> set[str]:
         """The events that happen after `step` finished steps; a stop that was agreed on means a save."""
-        due = {event for event in EVENTS if self.is_due(event, step, agreed)}
-        return due | {"save"} if agreed is not None and agreed.stop else due
+        due = {event for event in EVENTS if self.is_due(event, step, consensus)}
+        return due | {"save"} if consensus is not None and consensus.stop else due
 
-    def is_due(self, event: str, step: int, agreed: Agreed | None) -> bool:
+    def is_due(self, event: str, step: int, consensus: Consensus | None) -> bool:
         """Whether `event` happens after `step` finished steps; the last step counts for all of them."""
-        by_clock = agreed is not None and bool(agreed.decisions & (1 << EVENTS.index(event)))
+        by_clock = consensus is not None and bool(consensus.decisions & (1 << EVENTS.index(event)))
         cadence = self.cadences[event]
         if step == self.steps_planned:
             return cadence.unit != "never" or event == "save"
         return by_clock or cadence.is_due(step, self.steps_per_epoch, self.steps_planned)
 
 
+class Stepping(Protocol):
+    """What is asked of whoever takes the steps: `Stepper`, or a loop of the user's own."""
+
+    def read(self) -> Readings: ...
+    def drain(self) -> Consensus | None: ...
+
+
 @dataclass
-class Training:
-    """A run, put together by `run.py`: `step` is the number of finished steps."""
+class Course:
+    """What follows each step of a run; `step` is the number of finished steps."""
 
     world: ProcessGroup
-    stepper: Stepper
-    schedule: Schedule
+    stepper: Stepping
     timetable: Timetable
     recorder: Recorder
     clock: Clock
     nonfinite: Policy
-    stop: StopFlag
-    batches: Iterator[Sequence[Any]]
     evaluate: Callable[[], dict[str, float]]
     check_replicas: Callable[[int], None]
     saver: Saver
     step: int
+
+
+@dataclass
+class Training(Course):
+    """A run of a task, put together by `run.py`."""
+
+    task: WholeTask
+    model: nn.Module
+    stepper: Stepper
+    schedule: Schedule
+    stop: StopFlag
+    batches: Iterator[Sequence[Any]]
 
 
 def train(t: Training) -> bool:
@@ -106,34 +130,45 @@ def train(t: Training) -> bool:
             t.recorder.costs(t.stepper.settle(micro_batches, t.step, t.recorder.known_costs))
         rate = t.schedule.set(t.step)
         proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
-        agreed = t.stepper.take(micro_batches, t.step, proposal)
+        consensus = t.stepper.take(micro_batches, t.step, proposal)
         t.schedule.advance()
-        t.step += 1
-        if t.step == first + 1:
-            t.recorder.event("training", step=t.step)
-        t.recorder.end_step(agreed, rate)
-        t.nonfinite.consider(agreed)
-        due = t.timetable.due(t.step, agreed)
-        if due & {"log", "save", "snapshot"}:
-            last = t.recorder.late(t.stepper.drain())
-            t.nonfinite.consider(last)
-            due |= t.timetable.due(t.step, last)
-            agreed = last or agreed
-        if due:
-            t.clock.pause()
-        if "check" in due:
-            t.check_replicas(t.step)
-        if "log" in due:
-            gathering = t.world.gather_rows(t.recorder.own_times())
-            t.recorder.log_interval(t.step, t.stepper.read(), gathering)
-        if "eval" in due:
-            with t.clock.phase("eval"):
-                t.recorder.evaluated(t.step, t.evaluate())
-        if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
-            t.saver.snapshot(t.step)
-        if "save" in due:
-            with t.clock.phase("checkpoint"):
-                t.saver.save(t.step)
-        if agreed is not None and agreed.stop and t.step < planned:
+        t.task.after_step(t.model, t.step + 1)
+        if after_step(t, consensus, rate, is_first=t.step == first):
             return False
     return True
+
+
+def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bool) -> bool:
+    """What follows a step, whoever took it; whether a signal ends the run here. Raises as `train`."""
+    t.step += 1
+    if is_first:
+        t.recorder.event("training", step=t.step)
+    t.recorder.end_step(rate)
+    due = heed(t, consensus)
+    if due & {"log", "save", "snapshot"}:
+        last = t.stepper.drain()
+        due |= heed(t, last)
+        consensus = last or consensus
+    if due:
+        t.clock.pause()
+    if "check" in due:
+        t.check_replicas(t.step)
+    if "log" in due:
+        t.recorder.log_interval(t.step, t.stepper.read(), t.world.gather_rows)
+    if "eval" in due:
+        with t.clock.phase("eval"):
+            t.recorder.evaluated(t.step, t.evaluate())
+    if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
+        t.saver.snapshot(t.step)
+    if "save" in due:
+        with t.clock.phase("checkpoint"):
+            t.saver.save(t.step)
+    return consensus is not None and consensus.stop and t.step < t.timetable.steps_planned
+
+
+def heed(t: Course, consensus: Consensus | None) -> set[str]:
+    """What the ranks agreed on in a step is counted, whenever it is known; the events that are due now."""
+    if consensus is not None:
+        t.recorder.agreed(consensus)
+        t.nonfinite.consider(consensus)
+    return t.timetable.due(t.step, consensus)

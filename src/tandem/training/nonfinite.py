@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.distributed.consensus import Agreed
+from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import NonFiniteError
@@ -48,7 +48,7 @@ class Guard:
         self._strategy = strategy
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._keeps_buffers = policy != "stop"  # after a stop nobody reads them
-        self._reads_at_once = device.type == "cpu" or policy == "raise" or strategy.is_sharded
+        self._reads_at_once = device.type == "cpu" or policy == "raise" or strategy.shares_parameters
         self._one = torch.ones((), device=device)
         self._buffers: list[Tensor] = []
         self.raises = policy == "raise"
@@ -93,16 +93,7 @@ class Guard:
             buffer.copy_(before)
 
     def _gradients_by_type(self) -> Iterator[list[Tensor]]:
-        groups: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                if parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.coalesce()
-                values = self._strategy.local(parameter.grad)
-                values = values.values() if values.is_sparse else values
-                values = torch.view_as_real(values) if values.is_complex() else values
-                groups.setdefault(values.dtype, []).append(values)
-        yield from groups.values()
+        return gradients_by_type(self._parameters, self._strategy)
 
     def _show_scaler(self, found: Tensor) -> None:
         """GradScaler looks at gradients alone: a loss that is not finite has to show in them."""
@@ -118,6 +109,20 @@ class Guard:
         return can_skip_on_device(self._optimizer) and bool(self._optimizer.state)
 
 
+def gradients_by_type(parameters: Sequence[nn.Parameter], strategy: Strategy) -> Iterator[list[Tensor]]:
+    """The gradients that this rank holds, as real and dense tensors, those of one type together."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+            values = strategy.local(parameter.grad)
+            values = values.values() if values.is_sparse else values
+            values = torch.view_as_real(values) if values.is_complex() else values
+            groups.setdefault(values.dtype, []).append(values)
+    yield from groups.values()
+
+
 class Policy:
     """What a step that was left out means for the run; every rank holds one, and all decide alike."""
 
@@ -125,11 +130,11 @@ class Policy:
         self._name, self._precision, self._recorder = name, precision, recorder
         self._skipped = self._last_step = self._in_a_row = 0
 
-    def consider(self, agreed: Agreed | None) -> None:
+    def consider(self, consensus: Consensus) -> None:
         """Count a step that was left out. Raises NonFiniteError where the run has to end for it."""
-        if agreed is None or not agreed.left_out:
+        if not consensus.left_out:
             return
-        step, in_loss = agreed.step + 1, math.isnan(agreed.loss)
+        step, in_loss = consensus.step + 1, math.isnan(consensus.loss)
         overflow = self._precision == "fp16" and not in_loss
         reason = "nonfinite_loss" if in_loss else "amp_overflow" if overflow else "nonfinite_grad"
         self._recorder.samples(metrics.STEPS_SKIPPED.inc(reason=reason))

@@ -1,25 +1,24 @@
 """The optimizer and the learning rate of each step."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
-from tandem.config import OptimisationConfig
+from tandem.config.slices import OptimisationConfig
 from tandem.schedule import Cadence, learning_rate, scale_lr
-from tandem.tasks.base import Task
+from tandem.tasks.base import WholeTask
 
 
-def build_optimizer(config: OptimisationConfig, task: Task, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimisationConfig, task: WholeTask, model: nn.Module) -> torch.optim.Optimizer:
     """The task's own optimizer if it has one, else the one that the settings name.
 
     On GPUs it is a fused one, which can leave an update out without the host waiting (see `nonfinite.Guard`).
     """
-    own = getattr(task, "build_optimizer", None)
-    if own is not None:
-        optimizer = own(model)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        return optimizer
+    if (own := task.build_optimizer(model)) is not None:
+        assert isinstance(own, torch.optim.Optimizer)
+        return own
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr, decay = config.lr, config.weight_decay
     fused = all(p.is_cuda for p in parameters) or None  # None: torch decides
@@ -38,13 +37,9 @@ def learning_rate_of(
     """step (0-based, about to be taken) -> learning rate; a pure function, so nothing of it is saved."""
     peak = scale_lr(config.lr, config.lr_scaling, batch_size, config.lr_base_batch_size)
     warmup = Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0
-
-    def at(step: int) -> float:
-        return learning_rate(
-            step, peak=peak, warmup_steps=warmup, steps_planned=steps_planned, schedule=config.schedule
-        )
-
-    return at
+    return partial(
+        learning_rate, peak=peak, warmup_steps=warmup, steps_planned=steps_planned, schedule=config.schedule
+    )
 
 
 class Schedule:
@@ -54,16 +49,15 @@ class Schedule:
         self,
         config: OptimisationConfig,
         batch_size: int,
-        task: Task,
+        task: WholeTask,
         optimizer: torch.optim.Optimizer,
         epoch_steps: int,
         planned: int,
     ) -> None:
         self._optimizer = optimizer
-        build = getattr(task, "build_scheduler", None)
-        self._own: torch.optim.lr_scheduler.LRScheduler | None = build(optimizer) if build else None
+        self._own = task.build_scheduler(optimizer)
         self._rule = learning_rate_of(config, batch_size, epoch_steps, planned)
-        self._fixed = hasattr(task, "build_optimizer")
+        self._fixed = "build_optimizer" in task.own
 
     @property
     def is_by_settings(self) -> bool:

@@ -28,7 +28,7 @@ def check_replicas(
     Raises ReplicaMismatchError, on all ranks, naming each rank that differs and its first tensor. Right is
     what most ranks have; where no more ranks have one thing than another, what rank 0 has.
     """
-    if world.size == 1 or strategy.is_sharded:
+    if world.size == 1 or strategy.shares_parameters:
         return
     named = comparable(model)
     sums = torch.stack([checksum(tensor) for tensor in named.values()])

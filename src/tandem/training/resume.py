@@ -1,10 +1,10 @@
-"""How a world begins: rank 0 reads a checkpoint, every rank gets it, shapes are compared before loading."""
+"""How a generation begins: rank 0 reads a checkpoint, all get it, shapes are compared before loading."""
 
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import torch
@@ -28,18 +28,26 @@ COMPLETE = -1
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where this world begins: the state to load (None: fresh) and its step, equal on all ranks.
+    """Where this generation begins: the state to load (None: fresh) and its step, equal on all ranks.
 
-    `slot`: of the snapshot that the state came from; None when it came from elsewhere.
+    `slot`: of the snapshot that the state came from; None when it came from elsewhere. `weights`: those that
+    a fresh run starts from.
     """
 
     step: int
     state: dict[str, Any] | None
     slot: int | None = None
+    weights: dict[str, Any] | None = None
 
 
-def begin(world: ProcessGroup, store: CheckpointStore, position: Position, recorder: Recorder) -> Beginning:
-    """Rank 0 finds the newest state, see `_newest`; all get it by broadcast."""
+def begin(
+    world: ProcessGroup,
+    store: CheckpointStore,
+    init_from: PurePath | None,
+    position: Position,
+    recorder: Recorder,
+) -> Beginning:
+    """Rank 0 finds the newest state, see `_newest`, or the weights to start from; all get it by broadcast."""
     found, decision = _Found(0), position.resume
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
@@ -47,6 +55,11 @@ def begin(world: ProcessGroup, store: CheckpointStore, position: Position, recor
         store.open_for_writing()
         found = _newest(store, position, decision, recorder)
     step, slot = world.broadcast_json([found.step, found.slot])
+    if step == 0 and init_from is not None:
+        raw = _weights_at(init_from) if world.is_first else None
+        weights = deserialize(world.broadcast_bytes(raw))
+        log.info("starting from the weights in %s", init_from)
+        return Beginning(step, None, weights=weights)
     if step <= 0:
         return Beginning(step, None)
     began, state = time.monotonic(), found.state
@@ -112,15 +125,8 @@ def load_state(
     The optimizer's numbers (weight decay, momentum) are those of the settings, which may have changed, unless
     the task made the optimizer or moves its learning rate by a scheduler of its own.
     """
-    mine, theirs = model.state_dict(), state["model"]
-    for name in sorted({*mine, *theirs}):
-        here = tuple(mine[name].shape) if name in mine else "missing"
-        there = tuple(theirs[name].shape) if name in theirs else "missing"
-        if here != there:
-            raise ConfigError(
-                f"the checkpoint is of another model: {name} is {there} in it and {here} in this model; "
-                "give another --run-dir or --resume never"
-            )
+    theirs = state["model"]
+    check_shapes(model.state_dict(), theirs)
     strategy.load_model(model, theirs)
     groups = [dict(group) for group in optimizer.param_groups]
     strategy.load_optimizer(optimizer, state["optimizer"])
@@ -130,36 +136,39 @@ def load_state(
     schedule.load(state["schedule"])
 
 
-def _newest_of(run: Path) -> bytes | None:
-    store = CheckpointStore(checkpoints_of(run))
+def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ConfigError naming the first tensor in which a model's state and a checkpoint's differ."""
+    for name in sorted({*mine, *theirs}):
+        here = tuple(getattr(mine[name], "shape", ())) if name in mine else "missing"
+        there = tuple(getattr(theirs[name], "shape", ())) if name in theirs else "missing"
+        if here != there:
+            raise ConfigError(
+                f"the checkpoint is of another model: {name} is {there} in it and {here} in this model; "
+                "give another --run-dir or --resume never"
+            )
+
+
+def _weights_at(path: PurePath) -> bytes:
+    """`--init-from`: a file, or the newest checkpoint of a run. Raises ConfigError where there is none."""
+    if isinstance(path, Path) and path.is_file():
+        return path.read_bytes()
+    store = CheckpointStore(checkpoints_of(path))
     found = store.newest(store.read, say_damaged, quarantine=False)
-    return None if found is None else found[1][0]
+    if found is None:
+        raise ConfigError(f"--init-from {path}: no checkpoint or weights file there")
+    return found[1][0]
 
 
-def load_weights(world: ProcessGroup, strategy: Strategy, path: Path, model: nn.Module) -> None:
-    """`--init-from`: load the keys whose names and shapes match, and say which did not."""
-    raw: bytes | None = None
-    if world.is_first:
-        if path.is_file():
-            raw = path.read_bytes()
-        elif (newest := _newest_of(path)) is not None:
-            raw = newest
-        else:
-            raise ConfigError(f"--init-from {path}: no checkpoint or weights file there")
-    state = deserialize(world.broadcast_bytes(raw))
-    weights = state.get("model", state)
-    mine = model.state_dict()
+def load_weights(state: Mapping[str, Any], strategy: Strategy, model: nn.Module) -> None:
+    """Load the keys whose names and shapes match, and say which did not."""
+    weights, mine = state.get("model", state), model.state_dict()
     fitting = {
         name: value
         for name, value in weights.items()
         if name in mine and isinstance(value, torch.Tensor) and value.shape == mine[name].shape
     }
     strategy.load_model(model, fitting, strict=False)
-    left = sorted(set(mine) - set(fitting))
+    left = ", ".join(sorted(set(mine) - set(fitting)))
     log.info(
-        "loaded %d of %d tensors from %s%s",
-        len(fitting),
-        len(mine),
-        path,
-        f"; left at their start: {', '.join(left)}" if left else "",
+        "loaded %d of %d tensors%s", len(fitting), len(mine), f"; left at their start: {left}" if left else ""
     )

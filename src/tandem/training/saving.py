@@ -1,51 +1,61 @@
 """What is kept of a run while it trains: checkpoints on the volume, snapshots in the node's memory."""
 
 import logging
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any, Protocol
 
-from torch import nn
-
-from tandem.checkpoint.flatten import flatten
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.storage.copies import Copies
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
+from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
-from tandem.schedule import Cadence
 from tandem.telemetry.recorder import Recorder
-from tandem.training.state import TrainingState
 from tandem.training.summary import Facts, manifest_info
 
 log = logging.getLogger("tandem.saving")
 
 
+class Learning(Protocol):
+    """What is saved: a task's `Learner`, or what a loop of the user's own keeps."""
+
+    @property
+    def rank_zeros(self) -> frozenset[int]:
+        """Which tensors of the flattened state rank 0 alone is sure to have right."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The state by part, "model" first; tensors are whole on rank 0, and all ranks call this."""
+        ...
+
+
 class Saver:
     """Saves when it is told; leaving its `with` block waits for what is still being written.
 
-    `own`: the tensors of the state (by order of appearance) of which only rank 0 has the values that count.
     `kept_slot` is that of the snapshot that this generation began with.
     """
 
     def __init__(
         self,
+        config: CheckpointConfig,
         facts: Facts,
         store: CheckpointStore,
-        state: TrainingState,
+        learner: Learning,
         recorder: Recorder,
-        own: frozenset[int],
         kept_slot: int | None,
     ) -> None:
-        self._facts, self._state, self._recorder, self._own = facts, state, recorder, own
-        config = facts.settings.checkpoint
+        self._facts, self._learner, self._recorder = facts, learner, recorder
+        self._keep_best = config.keep_best
         self._writer = CheckpointWriter(
             store,
             Retention.of(config),
             config.checkpoint_failures_allowed,
             recorder.saved,
             recorder.verified,
-            Copies(str(facts.settings.run.run_dir)).push,
+            Copies(facts.run.place).push,
         )
         position = facts.world.position
         on_first_node = position.node_rank == 0 and bool(position.memories)
@@ -55,9 +65,11 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Rank 0 begins to save, see `CheckpointWriter.save`; the others help to gather the state."""
-        state = self._state.whole()
+        state = self._learner.whole()
         if self._facts.world.is_first:
-            info = manifest_info(self._facts, step, self._recorder.scores_at(step))
+            scores = self._recorder.scores_at(step)
+            warn_of_missing_score(self._keep_best, step, scores)
+            info = manifest_info(self._facts, step, scores)
             self._writer.save(step, {**state, "step": step}, info)
 
     def snapshot(self, step: int) -> None:
@@ -65,19 +77,23 @@ class Saver:
         if self._snapshots is None:
             return
         try:
-            self._snapshots.take(step, {**self._state.whole(), "step": step}, self._own)
+            self._snapshots.take(step, {**self._learner.whole(), "step": step}, self._learner.rank_zeros)
         except (ValueError, OSError) as error:
             log.warning("no more snapshots in memory, a restart goes back to a checkpoint: %s", error)
             self._snapshots = None
 
     @property
     def last_step(self) -> int | None:
-        """The newest step that this world has saved."""
+        """The newest step that this generation has saved."""
         return self._writer.last_step
 
     def kept(self, step: int, finished: bool) -> bool:
         """Whether the run may end at `step`: saved, or finished with no failure that is still unmended."""
         return self.last_step == step or (finished and self._writer.failures_in_a_row == 0)
+
+    def settle(self) -> None:
+        """Wait for a save on its way, where the run has failed: whatever becomes of it."""
+        self._writer.settle()
 
     def __enter__(self) -> "Saver":
         return self
@@ -88,25 +104,31 @@ class Saver:
         if kind is None:
             self._writer.wait()
         else:
-            self._writer.settle()
+            self.settle()
 
 
-def rank_zeros(model: nn.Module) -> frozenset[int]:
-    """Which tensors of a flattened `model.state_dict()` are buffers: ranks differ in running statistics."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    own: set[int] = set()
-    index = 0
-    for name, value in model.state_dict().items():
-        count = len(flatten({name: value})[1])
-        if name not in parameters:
-            own.update(range(index, index + count))
-        index += count
-    return frozenset(own)
-
-
-def snapshot_cadence(text: str, world: ProcessGroup, strategy: Strategy) -> Cadence:
+def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
     """`--snapshot-every auto`: every step where that is a copy within memory, every 5 s from a GPU."""
-    if text == "auto":
-        text = "1" if world.device.type == "cpu" else "5s"
     # Where each rank holds its share alone there is no whole state to keep: a checkpoint is the resume point.
-    return Cadence.parse(text if world.position.memories and not strategy.is_sharded else "never")
+    if strategy.shares_state or not world.position.memories:
+        return "never"
+    return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"
+
+
+def warn_of_missing_score(keep_best: str | None, step: int, scores: Mapping[str, float]) -> None:
+    """A name that no evaluation gives is a typo, and shows at the first evaluation only."""
+    if keep_best and scores and keep_best.partition(":")[0] not in scores:
+        there = ", ".join(sorted(scores))
+        log.warning("--keep-best %s: the evaluation at step %d gave %s", keep_best, step, there)
+
+
+def warn_of_unsaved_scores(config: CheckpointConfig, eval_every: str) -> None:
+    """For rank 0 where checkpoints and evaluations do not meet (see `Timetable.saves_every_evaluation`)."""
+    if config.keep_best:
+        log.warning(
+            "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, and "
+            "--checkpoint-every %s leaves out evaluations of --eval-every %s",
+            config.keep_best,
+            config.checkpoint_every,
+            eval_every,
+        )

@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from tandem.config import Settings
+from tandem.config.slices import ComputeConfig, OptimisationConfig
 from tandem.data.loader import batch_size_of
+from tandem.data.seeds import seed_micro_step
 from tandem.distributed.consensus import (
     LOSS_NOT_FINITE,
     SLOTS,
-    Agreed,
-    AgreedReader,
+    Consensus,
+    ConsensusReader,
     left_out,
     proposal_slots,
 )
@@ -27,7 +28,6 @@ from tandem.telemetry.meter import Costs, DeviceMemory, Readings
 from tandem.training.flops import buffers_kept, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.precision import autocast
-from tandem.training.seeding import seed_micro_step
 
 Sums = Mapping[str, tuple[Any, Any]]
 """{name: (sum, count)}, what a task's loss gives besides the loss."""
@@ -87,25 +87,23 @@ class Stepper:
         self,
         world: ProcessGroup,
         strategy: Strategy,
-        settings: Settings,
+        compute: ComputeConfig,
+        optimisation: OptimisationConfig,
+        batch_size: int,
+        seed: int,
         task: Task,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         clock: Clock,
     ) -> None:
-        compute, optimisation, batch_size = settings.compute, settings.optimisation, settings.data.batch_size
         self.clock = clock
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
-        self._precision, self._clip_norm, self._seed = (
-            compute.precision,
-            optimisation.clip_norm,
-            settings.run.seed,
-        )
+        self._precision, self._clip_norm, self._seed = compute.precision, optimisation.clip_norm, seed
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         trained = torch.compile(model) if compute.compile else model
         assert isinstance(trained, nn.Module)
         self._module = TrainingModule(task, trained, world.device, compute.precision, world.size, batch_size)
-        self._reader = AgreedReader(world, self._module.names)
+        self._reader = ConsensusReader(world, self._module.names)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
         self._guard = Guard(optimisation.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._clipped_norm: Tensor | None = None
@@ -148,8 +146,8 @@ class Stepper:
 
         return flops_of(loss_and_gradients) / batch_size_of(batch), tuple(names)
 
-    def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Agreed | None:
-        """One optimizer step on this rank's micro-batches; what the ranks agreed on (see AgreedReader).
+    def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Consensus | None:
+        """One optimizer step on this rank's micro-batches; what the ranks agreed on (see ConsensusReader).
 
         Raises NonFiniteError, with the name of the first tensor, under `--on-nonfinite raise`.
         """
@@ -157,12 +155,12 @@ class Stepper:
         self._accumulate(micro_batches, step, proposal)
         self.clock.enter("optimizer")
         exchanged = self._strategy.exchange(self._guard.look())
-        agreed = self._reader.read(step, exchanged)
+        consensus = self._reader.read(step, exchanged)
         skip = left_out(exchanged)
         if self._guard.raises and skip and not self._is_overflow(exchanged):
             self._raise(micro_batches, step)
         self._guard.update(skip, self._clip)
-        return agreed
+        return consensus
 
     def read(self) -> Readings:
         """Everything for a line of the log; waits for the device, so not in every step."""
@@ -176,7 +174,7 @@ class Stepper:
             memory=device_memory(self._world.device),
         )
 
-    def drain(self) -> Agreed | None:
+    def drain(self) -> Consensus | None:
         """What the last step on a GPU agreed on."""
         return self._reader.drain()
 

@@ -18,34 +18,46 @@ NUMBERS = (
     "loss",
     "learning_rate",
     "grad_norm",
+    "scores",
     "eval",
 )  # of a log line; times differ between any two runs
+NOT_STATE = ("model", "log")
+"""Parts of a checkpoint that are compared as weights, and as lines of the log."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What is compared: the last checkpoint, by sections, and the numbers of each line of the loss log."""
 
+    step: int
     weights: dict[str, Any]
-    optimizer: dict[str, Any]
+    weights_sha256: str
+    state: dict[str, Any]
     losses: list[dict[str, Any]]
     world_size: int
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part."""
-        parts = {"weights": self.weights, "optimizer": self.optimizer, "losses": flat(self.losses)}
+        parts = {"weights": self.weights, "state": self.state, "losses": flat(self.losses)}
         return {name: digest(part) for name, part in parts.items()}
 
     @classmethod
-    def read(cls, run_dir: Path, step: int) -> "Outcome":
-        """That of a run which ended at `step`. Raises CheckpointError for a state that cannot be read."""
-        store = CheckpointStore(run_dir / "checkpoints")
-        state = deserialize(store.read(step)[0])
-        rest = {name: state[name] for name in ("optimizer", "schedule", "scaler") if name in state}
+    def read(cls, run_dir: Path) -> "Outcome":
+        """That of a run which has ended. Raises CheckpointError for a state that cannot be read."""
+        summary = json.loads((run_dir / "summary.json").read_text())
+        step = int(summary["global_step"])
+        state = deserialize(CheckpointStore(run_dir / "checkpoints").read(step)[0])
+        rest = {name: part for name, part in state.items() if name not in NOT_STATE}
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         losses = [{name: line[name] for name in NUMBERS if name in line} for line in lines]
-        summary = json.loads((run_dir / "summary.json").read_text())
-        return cls(flat(state["model"]), flat(rest), losses, int(summary["world_size"]))
+        return cls(
+            step,
+            flat(state["model"]),
+            summary["weights_sha256"],
+            flat(rest),
+            losses,
+            int(summary["world_size"]),
+        )
 
 
 def difference(one: Outcome, other: Outcome) -> str | None:
@@ -60,12 +72,14 @@ def difference(one: Outcome, other: Outcome) -> str | None:
             break
     for part, mine, theirs in (
         ("weights", one.weights, other.weights),
-        ("optimizer", one.optimizer, other.optimizer),
+        ("tensors and numbers of the state", one.state, other.state),
     ):
         names = [*mine, *(name for name in theirs if name not in mine)]
         differing = [n for n in names if n not in mine or n not in theirs or not _same(mine[n], theirs[n])]
         if differing:
             found.append(f"{len(differing)} of {len(names)} {part} differ at the end, first {differing[0]}")
+    if not found and one.weights_sha256 != other.weights_sha256:
+        found.append("the checkpoints agree, and weights_sha256 of summary.json does not")
     return "; ".join(found) or None
 
 

@@ -1,8 +1,8 @@
-"""`tandem verify-resume`: is a run of this task that is killed and resumed the same, bit for bit?
+"""`tandem verify-resume`: is a run of this task or script that is killed and resumed the same, bit for bit?
 
-Runs the task undisturbed for some steps, then again and again with SIGKILL at random steps, each time resumed
-to the end, and compares weights, optimizer and the loss of every step. Everything happens in real processes,
-from the outside: what is proven is what `tandem launch` does with these settings.
+Runs it undisturbed for some steps, then again and again with SIGKILL at random steps, each time resumed to
+the end, and compares weights, the rest of the state and the log of every step. Everything happens in real
+processes, from the outside: what is proven is what `tandem launch` does with these settings.
 """
 
 import random
@@ -13,14 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.config import Settings
-from tandem.errors import FAILED, FINISHED
+from tandem.errors import FAILED, FINISHED, ConfigError
+from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome, difference
 from tandem.verify.watched_run import EndedFirstError, Kill, RunFailedError, WatchedRun
 
 STEPS = 40
 TRIES = 3
-SEE = "see `What to keep to` in docs/bring-your-own-model.md"
+STATE = {"task": "in the state of its model and optimizer", "script": "named to run.keep"}
+SEE = {
+    "task": "see `What to keep to` in docs/bring-your-own-model.md",
+    "script": "see `What to keep to` in docs/your-own-loop.md",
+}
 
 Say = Callable[[str], None]
 
@@ -39,7 +44,7 @@ class Trial:
             for step, rank in self.kills
         )
         resumed = " and ".join(map(str, self.resumed_from)) or "0"
-        verdict = self.difference or "same weights, optimizer and losses"
+        verdict = self.difference or "same weights, state and losses"
         return f"killed {done}, resumed from {resumed}: {verdict}"
 
 
@@ -50,19 +55,19 @@ def verify(
     trials: int,
     stop: StopFlag,
     say: Say,
+    script: Program | None = None,
 ) -> int:
     """The whole proof in a temporary directory: 0 where every trial is exact, 1 where one is not.
 
-    `arguments` are the flags that `settings` came from. Raises StoppedError, and RunFailedError where the
-    task cannot run at all.
+    `arguments` are the flags that `settings` came from; a `script` is run in place of their task. Raises
+    StoppedError, and RunFailedError where the task or script cannot run at all.
     """
     steps = min(settings.run.steps or STEPS, STEPS)
     with tempfile.TemporaryDirectory(prefix="tandem-verify-") as folder:
-        runner = Runner(arguments, environ, Path(folder), steps, stop)
+        runner = Runner(arguments, environ, Path(folder), steps, stop, script)
         calm = runner.undisturbed()
-        say(
-            f"verify-resume: {settings.run.task}, {steps} steps on {_ranks(calm.world_size)}, {trials} trials"
-        )
+        name = script or settings.run.task
+        say(f"verify-resume: {name}, {calm.step} steps on {_ranks(calm.world_size)}, {trials} trials")
         shown = ", ".join(f"{name} {value[:12]}" for name, value in calm.digests().items())
         say(f"undisturbed: {shown}")
         done: list[Trial] = []
@@ -82,7 +87,7 @@ def _ranks(count: int) -> str:
 
 
 class Runner:
-    """Runs of one task with the same settings, each in a directory of its own below `folder`."""
+    """Runs of one task or script with the same settings, each in a directory of its own below `folder`."""
 
     def __init__(
         self,
@@ -91,15 +96,24 @@ class Runner:
         folder: Path,
         steps: int,
         stop: StopFlag,
+        script: Program | None = None,
     ) -> None:
         self._arguments, self._environ, self._folder = list(arguments), dict(environ), folder
-        self._steps, self._stop, self._count = steps, stop, 0
+        self._steps, self._stop, self._script, self._count = steps, stop, script, 0
 
     def undisturbed(self) -> Outcome:
-        """A run that nobody touches. Raises RunFailedError with its last words."""
+        """A run that nobody touches.
+
+        Raises RunFailedError with its last words, and ConfigError for a script without a loop of tandem's.
+        """
         run = self._new_run(save_every=self._steps)
         with run:
             run.finish(self._stop)
+        if self._script is not None and not run.has_trained():
+            raise ConfigError(
+                f"{self._script} has ended well, but without a step in a loop over run.batches(...); "
+                "verify-resume is for a script that calls tandem.start(), see docs/your-own-loop.md"
+            )
         return run.outcome()
 
     def trials(self, calm: Outcome, count: int, chance: random.Random) -> Iterator[Trial]:
@@ -113,7 +127,7 @@ class Runner:
     def _trial(self, calm: Outcome, kills: int, chance: random.Random) -> Trial:
         for attempt in range(TRIES):
             save_every = chance.randint(1, max(1, self._steps // 8))
-            latest = (self._steps - 4) // (attempt + 1)  # a short run may end before the signal comes
+            latest = (calm.step - 4) // (attempt + 1)  # a short run may end before the signal comes
             step = chance.randint(min(save_every, latest), max(1, latest))
             targets = [chance.choice([None, chance.randrange(calm.world_size)]) for _ in range(kills)]
             try:
@@ -121,8 +135,8 @@ class Runner:
             except EndedFirstError:
                 continue
         raise RunFailedError(
-            f"the run of {self._steps} steps ended {TRIES} times before it could be killed; give a larger "
-            "--batch-size, or a larger model",
+            f"the run of {calm.step} steps ended {TRIES} times before it could be killed; give a larger "
+            "batch, or a larger model",
             FAILED,
         )
 
@@ -141,6 +155,8 @@ class Runner:
                 run.finish(self._stop)
             except RunFailedError as error:
                 trial.difference = f"it could not go on: {error}"
+        if run.was_through(calm.step):
+            raise EndedFirstError
         trial.resumed_from = run.resumed_from()
         if trial.difference is None:
             trial.difference = difference(calm, run.outcome())
@@ -148,15 +164,16 @@ class Runner:
 
     def diagnosis(self, calm: Outcome) -> str:
         """Whether resuming is to blame: a second undisturbed run tells."""
+        what = "task" if self._script is None else "script"
         again = difference(calm, self.undisturbed())
         if again is not None:
             return (
-                f"two undisturbed runs already differ ({again}): this task is not deterministic, it draws on "
-                f"the time, on entropy, or on kernels that add in any order; {SEE}"
+                f"two undisturbed runs already differ ({again}): this {what} is not deterministic, it draws "
+                f"on the time, on entropy, or on kernels that add in any order; {SEE[what]}"
             )
         return (
-            "undisturbed runs agree: something this task goes by is neither in the state of its model and "
-            f"optimizer nor decided by the step, such as a random generator of its own or a counter; {SEE}"
+            f"undisturbed runs agree: something this {what} goes by is neither {STATE[what]} nor decided by "
+            f"the step, such as a random generator of its own or a counter; {SEE[what]}"
         )
 
     def _new_run(self, save_every: int) -> WatchedRun:
@@ -175,5 +192,6 @@ class Runner:
             "--log-format": "text",
         }
         own = [str(word) for pair in flags.items() for word in pair]
-        command = [sys.executable, "-m", "tandem", "launch", *self._arguments, *own]
-        return WatchedRun(command, self._environ, run_dir, self._steps)
+        words = self._script.words() if self._script is not None else []
+        command = [sys.executable, "-m", "tandem", "launch", *self._arguments, *own, *words]
+        return WatchedRun(command, self._environ, run_dir)

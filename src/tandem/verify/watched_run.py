@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,11 @@ from tandem.signals import StopFlag
 from tandem.timeouts import END_POLL_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
 
+NO_ERROR = re.compile(r"\d\d:\d\d:\d\d (node|rank) \d+ \| (?!error: )")
+"""A line of our own log that tells of something else."""
+WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.errors\.\w+: )?")
+"""What torch and a traceback put before the words of an error."""
+
 
 @dataclass(frozen=True)
 class Kill:
@@ -26,7 +32,7 @@ class Kill:
 
 
 class RunFailedError(TandemError):
-    """A run of the task ended with an error, `code`."""
+    """A run ended with an error, `code`."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -40,8 +46,8 @@ class EndedFirstError(Exception):
 class WatchedRun:
     """One `tandem launch`, leader of a session of its own; leaving the block ends what is left of it."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path, steps: int) -> None:
-        self._command, self._environ, self._run_dir, self._steps = command, environ, run_dir, steps
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
+        self._command, self._environ, self._run_dir = command, environ, run_dir
         self._output = run_dir.with_suffix(".log")
         self._worlds = 0  # those that have been killed
         self._process: subprocess.Popen[bytes] | None = None
@@ -69,10 +75,7 @@ class WatchedRun:
             if victim is None:
                 raise EndedFirstError
             os.kill(victim, signal.SIGKILL)
-        reached = self._logged_step()
-        if reached >= self._steps:
-            raise EndedFirstError
-        return reached
+        return self._logged_step()
 
     def finish(self, stop: StopFlag) -> None:
         """Run, or resume, to the end. Raises RunFailedError."""
@@ -85,7 +88,15 @@ class WatchedRun:
 
     def outcome(self) -> Outcome:
         """What it ended with. Raises CheckpointError for a state that cannot be read."""
-        return Outcome.read(self._run_dir, self._steps)
+        return Outcome.read(self._run_dir)
+
+    def has_trained(self) -> bool:
+        """Whether there was a step."""
+        return bool(self._events("training"))
+
+    def was_through(self, last_step: int) -> bool:
+        """Whether the last kill came when `last_step` was done, so that nothing was left to resume."""
+        return len(self._events("training")) <= self._worlds and self._logged_step() >= last_step
 
     def resumed_from(self) -> list[int]:
         """The steps of the checkpoints that it resumed from, in order."""
@@ -123,11 +134,8 @@ class WatchedRun:
     def _fail_unless_finished(self, process: subprocess.Popen[bytes]) -> None:
         if process.returncode != FINISHED:
             code = process.returncode if process.returncode > 0 else 128 - process.returncode
-            words = self._output.read_text(errors="replace").splitlines()
-            said = [line for line in words if "error: " in line] or words
-            raise RunFailedError(
-                said[-1].partition("error: ")[2] or said[-1] if said else f"code {code}", code
-            )
+            lines = self._output.read_text(errors="replace").splitlines()
+            raise RunFailedError(last_words([line for line in lines if line.strip()]) or f"code {code}", code)
 
     def _logged_step(self) -> int:
         """The step of the last whole line of metrics.jsonl; 0 where there is none."""
@@ -147,6 +155,20 @@ class WatchedRun:
             self._process = None
 
 
+def last_words(lines: Sequence[str]) -> str:
+    """Why a run failed, in one line: its last error, or the end of a script's traceback.
+
+    The agent of a script says last whose code has ended it; rank 0's own words stand just before that, and
+    those of another rank below it.
+    """
+    last = next((n for n in reversed(range(len(lines))) if "error: " in lines[n]), len(lines) - 1)
+    if lines and "error: ended with code " in lines[last]:
+        own = (lines[last + 1 :] or lines[:last])[-1:]
+        if own and not NO_ERROR.match(own[0]):
+            return WHOSE.sub("", own[0].rpartition("| error: ")[2].strip())
+    return lines[last].partition("error: ")[2] or lines[last] if lines else ""
+
+
 def _rank_processes(session: int) -> dict[int, int]:
     """{rank: process id} of the ranks in a session (Linux: /proc); their loader processes bear their name."""
     parents: dict[int, int] = {}
@@ -157,7 +179,7 @@ def _rank_processes(session: int) -> dict[int, int]:
                 name, pid = (entry / "comm").read_text().strip(), int(entry.name)
                 if name.startswith("tandem-rank-") and os.getsid(pid) == session:
                     state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                    if state != "Z":  # a zombie is a rank of the world before
+                    if state != "Z":  # a zombie is a rank of the generation before
                         ranks[pid], parents[pid] = int(name.rpartition("-")[2]), int(parent)
             except OSError:  # gone meanwhile
                 continue

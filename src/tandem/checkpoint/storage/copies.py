@@ -1,4 +1,4 @@
-"""A run whose directory is on an object store: what needs a local folder, and the copies of what it writes.
+"""A run whose directory is at an address: what needs a local folder, and the copies of what it writes.
 
 Logs, TensorBoard, profiles and reports stay in the folder. RUN_FILES are written there as in any run;
 copies of them go to the store before every checkpoint and at the end, so the journal there always reaches
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 
-from tandem.checkpoint.storage import ObjectPath, address, storage_at
-from tandem.checkpoint.storage.objects import Objects
+from tandem.checkpoint.storage import remote_at
+from tandem.checkpoint.storage.protocol import Remote
+from tandem.config.address import RemotePath, address
 
 log = logging.getLogger("tandem.run")
 
@@ -39,15 +40,14 @@ def make_folder(folder: Path) -> None:
 
 
 class Copies:
-    """The run's files on its object store; nothing to do for a run in a folder."""
+    """The run's files where its address says; nothing to do for a run in a folder."""
 
     def __init__(self, run_dir: str | PurePath) -> None:
         self._where, self._folder = address(run_dir), local_folder(run_dir)
         self._pushed: dict[str, tuple[int, int]] = {}
 
-    def _store(self) -> Objects | None:
-        storage = storage_at(self._where) if isinstance(self._where, ObjectPath) else None
-        return storage if isinstance(storage, Objects) else None
+    def _store(self) -> Remote | None:
+        return remote_at(self._where) if isinstance(self._where, RemotePath) else None
 
     def fetch(self, folder: Path) -> None:
         """Bring what is on the store to `folder`, unless that has the same and more. Raises OSError."""

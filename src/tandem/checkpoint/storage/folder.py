@@ -12,13 +12,10 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import TypeVar
 
-from tandem.checkpoint.storage.protocol import MANIFEST, STATE, Entries, Payload, Reader, Sink
+from tandem.checkpoint.storage.protocol import MANIFEST, STATE, Entries, Payload, Reader, Sink, unstale
 
 NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that cannot, and need not
-STALE_TRIES = 3
-T = TypeVar("T")
 
 
 class FsyncError(OSError):
@@ -37,14 +34,11 @@ class Folder:
         return unstale(lambda: dict(_entries(Path(directory))))
 
     def open(self, path: PurePath, from_disk: bool = False) -> Reader:
-        def once() -> Reader:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            if from_disk:
-                with suppress(OSError):
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            return os.fdopen(descriptor, "rb")
-
-        return unstale(once)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if from_disk:
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.fdopen(descriptor, "rb")
 
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
@@ -159,17 +153,6 @@ def _sweep(directory: Path, pattern: str) -> None:
         fsync_directory(directory)
     for leftover in leftovers:
         remove_tree(leftover)
-
-
-def unstale(action: Callable[[], T]) -> T:
-    """`action()`, called again when NFS answers ESTALE: looking the names up anew gets fresh handles."""
-    for _ in range(STALE_TRIES - 1):
-        try:
-            return action()
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-    return action()
 
 
 def write_file(path: Path, payload: Payload) -> Sink:

@@ -17,6 +17,7 @@ from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Reade
 from tandem.errors import ConfigError
 
 LEFT_OVER = timedelta(days=1)
+INSTALL = {"s3": "'tandem[s3]'", "gs": "gcsfs", "az": "adlfs"}
 
 
 def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -44,18 +45,21 @@ class _Reader:
 
 
 class Objects:
-    """One kind of object store by fsspec's name for it ("s3", "gs", "az"), as fsspec is configured."""
+    """One kind of object store by fsspec's name for it ("s3", "gs", "az"), as fsspec is configured.
+
+    fsspec finds the bucket in each path.
+    """
 
     appears_whole = False
 
-    def __init__(self, scheme: str, install: str) -> None:
+    def __init__(self, scheme: str, _bucket: str) -> None:
         try:
             import fsspec
 
             self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(
-                f"{scheme}:// needs a library that is missing; pip install {install}"
+                f"{scheme}:// needs a library that is missing; pip install {INSTALL[scheme]}"
             ) from error
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:

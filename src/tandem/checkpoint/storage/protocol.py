@@ -3,12 +3,15 @@
 An entry is a directory with the files of one checkpoint; MANIFEST says that it is whole.
 """
 
+import errno
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 STATE, MANIFEST = "state.pt", "manifest.json"
+STALE_TRIES = 3
+T = TypeVar("T")
 
 
 class Sink:
@@ -54,6 +57,17 @@ Entries = dict[str, dict[str, object]]
 """{file: its `Sink.entry`}"""
 
 
+def unstale(action: Callable[[], T]) -> T:
+    """`action()`, called again when NFS answers ESTALE: looking the names up anew gets fresh handles."""
+    for _ in range(STALE_TRIES - 1):
+        try:
+            return action()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return action()
+
+
 class Reader(Protocol):
     """An open file."""
 
@@ -93,3 +107,16 @@ class Storage(Protocol):
 
     def remove(self, entries: Sequence[PurePath]) -> None:
         """Remove entries, so that none of them is ever seen half removed with a manifest."""
+
+
+class Remote(Storage, Protocol):
+    """A storage that an address names. The run's own small files are copied to it, too (`copies.py`)."""
+
+    def read(self, path: PurePath) -> bytes | None:
+        """The whole of a small file; None where there is none."""
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        """Put a small file where none or another one is; directories on the way to it are made."""
+
+    def delete(self, directory: PurePath, names: Iterable[str]) -> None:
+        """Delete these files of `directory`, in this order, as far as they are there."""

@@ -2,6 +2,7 @@
 
     strategy = load(name, group)                 the group is open
     model = strategy.spread(model)               before the optimizer is built
+    optimizer = strategy.spread_optimizer(...)   once, when it has been built
     strategy.load_model, strategy.load_optimizer resume
     strategy.wrap(...)                           before the first step
     each micro-batch: with strategy.micro_step(is_last): strategy.forward(...), then backward
@@ -22,12 +23,19 @@ from torch import Tensor, nn
 class Strategy(Protocol):
     """One process's part in it."""
 
-    is_sharded: bool
-    """Whether this rank holds only its share of the parameters. Then there are no replicas to compare and no
-    whole state to keep in a node's memory, and every forward pass needs all ranks, in evaluation as well."""
+    shares_parameters: bool
+    """Whether this rank holds only its part of the parameters. Then there are no replicas to compare, and
+    every forward pass needs all ranks, in evaluation as well."""
+    shares_state: bool
+    """Whether no rank has the whole state of model and optimizer by itself. Then there is nothing to keep in
+    a node's memory after a step, and a checkpoint is where a restart goes back to."""
 
     def spread(self, model: nn.Module) -> nn.Module:
         """The model as it is to be trained; its parameters may be others afterwards."""
+        ...
+
+    def spread_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer, built for the model that `spread` gave, as it is to take steps; mostly as it is."""
         ...
 
     def wrap(self, module: nn.Module, slots: int) -> None:

@@ -4,7 +4,6 @@ What all ranks must know after a step travels in the same all-reduce, by a param
 own would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks).
 """
 
-import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,14 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tandem.distributed.consensus import pack
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy import single
-from tandem.torch_private import hidden_sync_seconds
-
-# torch 2.15 renamed DDP's argument and warns about the old name.
-_BUFFER_ARGUMENT = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else "broadcast_buffers"
-)
+from tandem.torch_private import buffer_argument, hidden_sync_seconds
 
 
 class Telemetry(nn.Module):
@@ -56,7 +48,7 @@ class Strategy(single.Strategy):
     def wrap(self, module: nn.Module, slots: int) -> None:
         """BatchNorm's running statistics are not read in training mode, so a model whose buffers are all
         BatchNorm's does without DDP's broadcast before every forward; evaluation gets rank 0's."""
-        buffers: dict[str, Any] = {_BUFFER_ARGUMENT: has_buffers_beside_batchnorm(module)}
+        buffers = buffer_argument(has_buffers_beside_batchnorm(module))
         telemetry = Telemetry(module, slots).to(self._group.device)
         self._carrier = telemetry.carrier
         self._is_last = True

@@ -22,7 +22,8 @@ from tandem.distributed.strategy import single
 class Strategy(single.Strategy):
     """Every rank holds its share and does its part of the batch."""
 
-    is_sharded = True
+    shares_parameters = True
+    shares_state = True
 
     def check(self, group: ProcessGroup) -> None:
         """It works with any number of ranks."""

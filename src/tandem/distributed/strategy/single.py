@@ -15,7 +15,8 @@ from tandem.errors import ConfigError
 class Strategy:
     """The model as it is."""
 
-    is_sharded = False
+    shares_parameters = False
+    shares_state = False
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -32,6 +33,9 @@ class Strategy:
 
     def spread(self, model: nn.Module) -> nn.Module:
         return model
+
+    def spread_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
 
     def wrap(self, module: nn.Module, slots: int) -> None:
         self._module: Callable[[Any], tuple[Tensor, Tensor]] = module

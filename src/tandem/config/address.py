@@ -1,0 +1,53 @@
+"""Where a run may lie: a folder, or elsewhere by an address."""
+
+import re
+from pathlib import Path, PurePath, PurePosixPath
+
+from tandem.errors import ConfigError
+
+SCHEMES = {
+    "s3": "tandem.checkpoint.storage.objects:Objects",
+    "gs": "tandem.checkpoint.storage.objects:Objects",
+    "az": "tandem.checkpoint.storage.objects:Objects",
+}
+"""What an address begins with: the `protocol.Remote` for it, which is made as CLASS(scheme, host)."""
+_ADDRESS = re.compile(r"([a-z][a-z0-9+-]*):(/+)([^/]+)(.*)")
+
+
+class RemotePath(PurePosixPath):
+    """The address of something elsewhere: s3://bucket/prefix."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    @property
+    def scheme(self) -> str:
+        """`s3`."""
+        return self.parts[0].rstrip(":")
+
+    @property
+    def host(self) -> str:
+        """What follows the scheme: a bucket, or HOST:PORT."""
+        return self.parts[1]
+
+
+def address(text: str | PurePath) -> PurePath:
+    """A Path, or a RemotePath for s3://bucket/prefix, also where pathlib has taken it for a path.
+
+    Raises ConfigError for a scheme nobody knows, and for a password: the address goes into logs and files.
+    """
+    found = _ADDRESS.fullmatch(str(text))
+    if found is None:
+        return Path(text)
+    scheme, slashes, host, rest = found.groups()
+    if re.match(r"[^@]*:[^@]*@", host):
+        raise ConfigError(
+            f"the address {scheme}://USER:PASSWORD@{host.rpartition('@')[2]}{rest} holds a password, which "
+            f"logs would show; leave it out and give it to the library, as FSSPEC_{scheme.upper()}='{{...}}'"
+        )
+    if scheme in SCHEMES:
+        return RemotePath(f"{scheme}:/{host}{rest}")
+    if slashes == "/":
+        return Path(text)
+    valid = ", ".join(f"{known}://" for known in SCHEMES)
+    raise ConfigError(f"unknown address {text}: valid are a folder, {valid}")

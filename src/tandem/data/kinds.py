@@ -1,0 +1,54 @@
+"""Which kind of data a dataset is: the one place that chooses, for training and for evaluation."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tandem.data.fetch import Batch, Collate, is_stream
+from tandem.data.loader import share_batches
+from tandem.data.mapped import MappedData
+from tandem.data.sampler import GlobalOrder
+from tandem.data.source import Reader, TrainingData
+from tandem.data.streamed import StreamedData, stream_batches
+from tandem.errors import ConfigError
+
+
+def training_data(dataset: Any, reader: Reader, planned: int | None) -> TrainingData:
+    """`dataset` as batches by step; `planned` steps are those of the run where they are set.
+
+    Raises ConfigError if it has less than one global batch, or no end and no steps are set.
+    """
+    batch_size, stream = reader.config.batch_size, is_stream(dataset)
+    if not stream or hasattr(dataset, "__len__"):
+        n = len(dataset)
+    elif planned is not None:
+        n = planned * batch_size
+    else:
+        raise ConfigError("the training set is a stream without a __len__: give --steps")
+    order = GlobalOrder(n, batch_size, reader.seed)
+    return (StreamedData if stream else MappedData)(dataset, reader, order)
+
+
+def evaluation_batches(
+    dataset: Any,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    workers: int = 0,
+    collate: Collate | None = None,
+    device: torch.device,
+) -> Iterator[Batch]:
+    """This rank's strided share of the whole set: no padding, every sample on exactly one rank.
+
+    The last batch may be smaller; a rank beyond the set's size gets none. The epoch is always 0: an
+    evaluation sees the same samples every time.
+    """
+    if is_stream(dataset):
+        share = slice(rank, None, world_size)
+        return stream_batches(dataset, share, batch_size, seed, collate, device)
+    return share_batches(
+        dataset, rank, world_size, batch_size, seed=seed, workers=workers, collate=collate, device=device
+    )

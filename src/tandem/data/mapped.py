@@ -1,0 +1,35 @@
+"""Map-style data: `__len__` and `__getitem__`, in an order of our own."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from tandem.data.fetch import Batch
+from tandem.data.loader import train_batches
+from tandem.data.sampler import GlobalOrder
+from tandem.data.source import Reader
+
+
+class MappedData:
+    """A map-style dataset in a shuffled order that follows from (seed, step): nothing to save."""
+
+    def __init__(self, dataset: Any, reader: Reader, order: GlobalOrder) -> None:
+        self._dataset, self._reader, self.order = dataset, reader, order
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        reader, cut = self._reader, self._reader.cut(self.order, start, stop)
+        batches = train_batches(
+            self._dataset,
+            cut,
+            seed=reader.seed,
+            workers=reader.config.workers,
+            collate=reader.collate,
+            device=reader.device,
+        )
+        return (list(islice(batches, cut.micro_steps(step))) for step in range(start, stop))
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        pass

@@ -1,0 +1,100 @@
+"""Iterable data, in their own order: what can only be had one sample after the other."""
+
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from tandem.data.fetch import BATCH, Batch, Collate
+from tandem.data.loader import moved
+from tandem.data.sampler import GlobalOrder
+from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
+from tandem.data.source import Reader
+from tandem.errors import ConfigError
+
+
+class StreamedData:
+    """An iterable dataset in its own order: each step takes the next global batch.
+
+    Every rank reads the whole stream and keeps its share of each batch, so the number of ranks may change.
+    Where the dataset or its iterator has state_dict() and load_state_dict(), as torchdata has them, a resumed
+    run goes on from there; other streams are read anew up to the place where the run stands. `set_epoch` is
+    called where there is one. Each sample is read under generators seeded for (seed, epoch, place).
+    """
+
+    def __init__(self, dataset: Any, reader: Reader, order: GlobalOrder) -> None:
+        if reader.config.workers:
+            raise ConfigError(f"--workers is {reader.config.workers}: ranks read a stream themselves, give 0")
+        self._dataset, self._reader, self.order = dataset, reader, order
+        self._iterator: Any = iter(())
+        self._saved: Mapping[str, Any] = {}
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        cut, size = self._reader.cut(self.order, start, stop), self.order.batch_size
+        for step in range(start, stop):
+            epoch, position = divmod(step, self.order.steps_per_epoch)
+            places = range(position * size, (position + 1) * size)
+            with kept_generators():
+                if step == start or position == 0:
+                    self._open(epoch, places.start)
+                samples = [self._next(epoch, place) for place in places]
+                batches = self._share(epoch, places, samples, cut.micro_sizes(step))
+            yield [moved(batch, self._reader.device) for batch in batches]
+
+    def state(self) -> Mapping[str, Any]:
+        parts = {"dataset": self._dataset, "iterator": self._iterator}
+        return {name: part.state_dict() for name, part in parts.items() if hasattr(part, "load_state_dict")}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._saved = state
+
+    def _open(self, epoch: int, place: int) -> None:
+        """Begin `epoch` at its sample `place`."""
+        saved, self._saved = self._saved if place else {}, {}
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        if "dataset" in saved:
+            self._dataset.load_state_dict(saved["dataset"])
+        seed_host_generators(derive_seed(self._reader.seed, epoch))
+        self._iterator = iter(self._dataset)
+        if "iterator" in saved:
+            self._iterator.load_state_dict(saved["iterator"])
+        for before in range(0 if saved else place):
+            self._next(epoch, before)
+
+    def _next(self, epoch: int, place: int) -> Any:
+        seed_host_generators(derive_seed(self._reader.seed, epoch, place))
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            epochs = f"epoch {epoch} of the training stream"
+            raise EOFError(f"{epochs} ended after {place} samples, before its last step") from None
+
+    def _share(self, epoch: int, places: range, samples: list[Any], sizes: list[int]) -> list[Batch]:
+        """This rank's micro-batches of a global batch, each collated under generators seeded for it."""
+        reader, batches, begin = self._reader, [], 0
+        ours = slice(reader.rank, None, reader.world_size)
+        for size in sizes:
+            part = slice(begin, begin + size)
+            first = places[ours][part][0]
+            seed_host_generators(derive_seed(reader.seed, epoch, first, BATCH))
+            batches.append((reader.collate or default_collate)(samples[ours][part]))
+            begin += size
+        return batches
+
+
+def stream_batches(
+    dataset: Any, share: slice, batch_size: int, seed: int, collate: Collate | None, device: torch.device
+) -> Iterator[Batch]:
+    """An iterable dataset to its end, in batches of the samples in `share`."""
+    samples = islice(dataset, share.start, share.stop, share.step)
+    for number in count():
+        with kept_generators():
+            seed_host_generators(derive_seed(seed, number, BATCH))
+            batch = list(islice(samples, batch_size))
+            if not batch:
+                return
+            collated = (collate or default_collate)(batch)
+        yield moved(collated, device)

@@ -1,0 +1,56 @@
+"""Where a process stands in the job. Imports no torch: a rank may know it before it imports anything."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.memory import NodeMemory
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where this process stands in the job.
+
+    `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
+    found: "env" (torchrun's variables), "alone" (a world of one) or "master" (rank 0 hosts a store).
+    `resume` is where the run begins, decided once before any rank starts; it counts on rank 0.
+    `memories` outlive the node's ranks, one region for each of them; none without an agent.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    nodes: int = 1
+    ranks_on_host: int = 1
+    platform: str = "none"
+    node_name: str = "localhost"
+    store: tuple[str, int, str] | None = None
+    init: str = "alone"
+    master: tuple[str, int] | None = None
+    restart: int = 0
+    sample_socket: str | None = None
+    resume: ResumeDecision = ResumeDecision("fresh")
+    memories: tuple[NodeMemory, ...] = ()
+
+    def __str__(self) -> str:
+        rank, node = f"rank {self.rank} of {self.world_size}", f"node {self.node_rank} of {self.nodes}"
+        return f"{rank} on {node} ({self.node_name})"
+
+
+@dataclass
+class Launched:
+    """A script that this process runs as the rank at `position`, and what passes between it and who runs it.
+
+    A script that says itself from now on which step it is in calls `hand_over`, and sets `close`: at the end
+    of the script `close(code)` gives the code to end with. It raises TandemError.
+    """
+
+    position: Position
+    hand_over: Callable[[], None]
+    close: Callable[[int], int] = lambda code: code
+
+
+launched: Launched | None = None
+"""Set before the script runs; None where nobody has started this process as a rank of ours."""

@@ -1,0 +1,127 @@
+"""A script as a rank: where it gets its settings and its place in the world, and how its process ends.
+
+Where an agent runs the script, its place is known (`position.launched`), and the agent's side decides how the
+process ends. Elsewhere the environment says it, as for `tandem train`, and the end is decided here.
+"""
+
+import atexit
+import ctypes
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from tandem.config import Parser, resolve
+from tandem.distributed import position as positions
+from tandem.distributed.group import first_line
+from tandem.distributed.peers import is_peer_loss
+from tandem.errors import FAILED, FINISHED, PEER_LOST, ConfigError, TandemError
+from tandem.launch.lone_rank import LoneRank
+from tandem.launch.run_dir import resolve_run_dir
+from tandem.log import setup
+from tandem.platforms.placement import detect
+from tandem.platforms.replica import with_index
+
+log = logging.getLogger("tandem.run")
+
+
+class ScriptRank:
+    """This process as a rank of a script. `chosen`: the settings that somebody has given a value."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        """Raises TandemError."""
+        self._ending: Ending | None = None
+        self._launched = positions.launched
+        loaded = resolve(Parser("train", "", "").read(argv).given, os.environ)
+        self.chosen = loaded.chosen
+        named = loaded.settings.replace(task=Path(sys.argv[0]).stem or "script")
+        if self._launched is not None:
+            self.settings = named
+            self.position = replace(self._launched.position, init="env")
+            self._launched.hand_over()
+            return
+        placement = detect(with_index(os.environ), socket.gethostname(), loaded.settings.launch)
+        if placement.rank is None and placement.nodes > 1:
+            raise ConfigError(
+                f"this script is one rank, and no environment says which of {placement.nodes} nodes' it is; "
+                "start it with torchrun"
+            )
+        setup(None, None, placement.node_rank, True, loaded.settings.telemetry.log_format == "json")
+        self.settings = resolve_run_dir(named, placement, time.time())
+        lone = LoneRank(self.settings, placement)
+        self.position = lone.position
+        self._ending = Ending(lone, self.position.world_size)
+
+    def end_with(self, close: Callable[[int], int]) -> None:
+        """Have `close(code)` called when the script is over: it gives the code to end with."""
+        if self._launched is not None:
+            self._launched.close = close
+        elif self._ending is not None:
+            self._ending.close = close
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether an agent runs the script, which has then set up its log."""
+        return self._launched is not None
+
+
+class Ending:
+    """What happens between a script's last line and the end of its process.
+
+    `close(code)` is called when the script is over, and gives the code to end with. An error of tandem's is
+    one line and its own code, a lost peer 200, any other error a traceback and 1.
+    """
+
+    def __init__(self, lone: LoneRank, world_size: int) -> None:
+        self.close: Callable[[int], int] = lambda code: code
+        self._lone, self._world_size = lone, world_size
+        self._code, self._reason = FINISHED, "the script has ended"
+        self._show = sys.excepthook
+        sys.excepthook = self._uncaught
+        atexit.register(self._at_exit)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._code, self._reason = code_of(error, self._world_size), first_line(error)
+        if self._code == FAILED and not isinstance(error, TandemError):
+            self._show(kind, error, trace)
+        elif self._code == PEER_LOST and not isinstance(error, TandemError):
+            log.error("lost the other ranks: %s", self._reason)
+        else:
+            log.error("%s", error)
+
+    def _at_exit(self) -> None:
+        try:
+            self._code = self.close(self._code)
+        except TandemError as error:
+            self._code, self._reason = error.exit_code, str(error)
+            log.error("%s", error)
+        self._lone.ended(self._code, self._reason)
+        self._lone.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self._code != FINISHED:
+            os._exit(self._code)
+        leave_without_destructors()
+
+
+def code_of(error: BaseException, world_size: int) -> int:
+    """The exit code for an error that nobody has caught (see `errors`)."""
+    if isinstance(error, TandemError):
+        return error.exit_code
+    return PEER_LOST if is_peer_loss(error, world_size) else FAILED
+
+
+def leave_without_destructors() -> None:
+    """From here on, the process ends with whatever code it ends, but without running C++ destructors.
+
+    Threads of gloo and of the store abort some interpreters in them. glibc calls what on_exit was given last
+    first, with the code; where there is no on_exit, the process ends as it does.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

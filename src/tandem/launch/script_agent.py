@@ -1,0 +1,148 @@
+"""The agent of a person's own program: who is to blame, what is started again, and one account of it.
+
+Its ranks meet at a store of their own for each generation, as torchrun's do: `env://` uses no prefix that
+would keep the addresses of the dead away.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, cast
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+from tandem.distributed.position import Position
+from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED
+from tandem.launch.endings import Cause, choose, failures, is_own, last_words, was_killed
+from tandem.launch.generations import NodeAgent
+from tandem.launch.rendezvous import VerdictError
+from tandem.launch.restarts import is_retried, job_code
+from tandem.script.environment import error_file
+from tandem.timeouts import BLAME_SECONDS, MONITOR_SECONDS, OTHERS_SECONDS, STORE_READ_SECONDS
+
+CAUSE_KEY = "tandem/cause"
+
+
+class ScriptAgent(NodeAgent):
+    """Restarts what was killed, hangs or has lost its peers, and with --restart-on-error all failures."""
+
+    _meeting: TCPStore | None = None
+    _cause: Cause | None = None
+
+    def run_generations(self) -> tuple[int, str]:
+        try:
+            code, reason = super().run_generations()
+        except VerdictError as verdict:
+            if verdict.code == FINISHED and self._cause is not None:
+                return FAILED, f"the ranks of other nodes have ended well without it: {self._cause.told()}"
+            raise VerdictError(verdict.code, self._told_by_others()) from None
+        if is_own(code) and self._cause is not None:
+            with contextlib.suppress(RuntimeError):
+                self._root.set(CAUSE_KEY, self._cause.to_json())
+            reason = self._told(self._cause)
+        return code, reason
+
+    def _explained(self, codes: Mapping[int, int | None]) -> int:
+        first = failures(codes)
+        if not first:
+            return self._asked_to_stop(job_code([code for code in codes.values() if code is not None]))
+        later = self._await_blame(first)
+        local_rank, code = choose(first, later)
+        if self._stop and code == PEER_LOST and STOPPED in self._workers.codes().values():
+            return STOPPED  # it lost the one that heard the signal first
+        self._cause = cause = self._cause_of(local_rank, code)
+        if self._node.placement.nodes > 1 and not self._stop:
+            with contextlib.suppress(RuntimeError):
+                self._root.set(self._ended_key(self._positions[local_rank]), cause.to_json())
+                self._cause = cause = cause if was_killed(code) else self._explained_elsewhere(cause)
+                code = cause.code
+        if code == PEER_LOST and FINISHED in self._workers.codes().values():
+            self._cause = replace(cause, code=FAILED)  # nobody was lost: the others went too early
+            return FAILED
+        return code
+
+    def _asked_to_stop(self, code: int) -> int:
+        """143 is a stop that was asked for; where nobody asked this agent, somebody killed its ranks."""
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while code == STOPPED and not self._stop:
+            if time.monotonic() > deadline:
+                return KILLED
+            time.sleep(MONITOR_SECONDS)
+        return code
+
+    def _await_blame(self, first: Mapping[int, int]) -> dict[int, int]:
+        """When only peers were lost: the failures of others here, who may take a moment to end."""
+        deadline = time.monotonic() + BLAME_SECONDS
+        while True:
+            codes = self._workers.codes()
+            later = failures(codes)
+            explained = any(code != PEER_LOST for code in later.values())
+            if explained or None not in codes.values() or time.monotonic() > deadline:
+                return later
+            self._workers.pause(MONITOR_SECONDS)
+
+    def _explained_elsewhere(self, ours: Cause) -> Cause:
+        """What other nodes say of their ranks may explain ours: one that was killed, then one that failed."""
+        position, found = self._positions[0], ours
+        others = [replace(position, node_rank=node) for node in range(position.nodes)]
+        keys = [self._ended_key(each) for each in others if each.node_rank != position.node_rank]
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while time.monotonic() < deadline:
+            for key in [key for key in keys if self._root.check([key])]:
+                theirs = Cause.from_json(self._root.get(key))
+                if was_killed(theirs.code):
+                    return theirs
+                if theirs.code != PEER_LOST and found.code == PEER_LOST:
+                    found = theirs
+            time.sleep(MONITOR_SECONDS)
+        return found
+
+    def _ended_key(self, position: Position) -> str:
+        return f"{position.store[2] if position.store else ''}/ended/{position.node_rank}"
+
+    def _cause_of(self, local_rank: int, code: int) -> Cause:
+        position = self._positions[local_rank]
+        log = self._node.view.run_dir / "log" / f"rank-{position.rank}.log"
+        words = () if was_killed(code) else last_words(error_file(position), log)
+        return Cause(position.rank, position.node_rank, position.node_name, code, words)
+
+    def _told(self, cause: Cause) -> str:
+        """Its traceback once: rank 0 has shown its own on the terminal that node 0 writes to."""
+        return str(cause) if cause.rank == 0 else cause.told()
+
+    def _told_by_others(self) -> str:
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):
+            if self._root.check([CAUSE_KEY]):
+                cause = Cause.from_json(self._root.get(CAUSE_KEY))
+                return self._told(cause) if self._node.placement.node_rank == 0 else str(cause)
+        return "another node ended the job"
+
+    def _is_retried(self, code: int) -> bool:
+        return is_retried(code) or (self._node.config.restart_on_error and is_own(code))
+
+    def _is_to_blame(self, code: int) -> bool:
+        """Every restart counts, on all nodes alike, as with torchrun: nobody knows of what comes back."""
+        return True
+
+    def _said(self, codes: Mapping[int, int]) -> str:
+        return str(self._cause) if self._cause is not None else super()._said(codes)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        group = cast(Any, worker_group)
+        self._cause = None
+        if group.group_rank == 0:
+            timeout = timedelta(seconds=STORE_READ_SECONDS)
+            host = self._node.placement.master_host
+            self._meeting = TCPStore(
+                host, 0, is_master=True, multi_tenant=True, wait_for_workers=False, timeout=timeout
+            )
+            group.store.set("tandem/master", f"{host}:{self._meeting.port}")
+        return super()._start_workers(worker_group)
+
+    def _position(self, worker: Any, group: Any, prefix: str) -> Position:
+        host, _, port = group.store.get("tandem/master").decode().rpartition(":")
+        found = super()._position(worker, group, prefix)
+        return replace(found, master=(host, int(port)), local_world_size=self._node.nproc)

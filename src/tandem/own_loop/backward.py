@@ -1,0 +1,209 @@
+"""The backward passes of a step: the exchange that goes along with them, and what is not finite kept out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.distributed.consensus import (
+    LOSS,
+    LOSS_NOT_FINITE,
+    SLOTS,
+    ConsensusReader,
+    left_out,
+    pack,
+    proposal_slots,
+)
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.replica import Passenger, Replica
+from tandem.distributed.strategy import Strategy
+from tandem.errors import ConfigError, NonFiniteError
+from tandem.own_loop.kept import unwrapped
+from tandem.own_loop.numbers import Numbers
+from tandem.telemetry.clock import Clock
+from tandem.telemetry.meter import Consensus, Readings
+from tandem.telemetry.recorder import Recorder
+from tandem.torch_private import can_skip_on_device, hidden_sync_seconds, note_nonfinite
+from tandem.training.nonfinite import gradients_by_type
+from tandem.training.step import device_memory
+
+ASKED = "asked"
+"""A pair beside the fixed slots: how many ranks have new names for the log, how many want to end the run."""
+LOOKS_AT = 2
+"""Steps of a process in which a second backward pass without an optimizer's step is looked for: a mistake."""
+
+
+class Backward:
+    """Runs the script's backward passes, and tells after each step what all ranks know."""
+
+    def __init__(self, group: ProcessGroup, strategy: Strategy, clock: Clock, policy: str) -> None:
+        self._group, self._strategy, self._clock, self._policy = group, strategy, clock, policy
+        self.passenger = Passenger(torch.zeros(SLOTS + 2, device=group.device))
+        self.models: list[nn.Module] = []
+        self.numbers = Numbers(group)
+        self.recorder: Recorder | None = None
+        self.wants_end = self.ends = False
+        self._reader = ConsensusReader(group, (ASKED,))
+        self._one = torch.ones((), device=group.device)
+        self._exchanged: Tensor | None = None
+        self._found: Tensor | None = None
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._steps, self._step, self._flushed_at = 0, 0, -1
+        self._unused, self._is_in_parts = set[int](), False
+
+    def watch(self, model: nn.Module) -> None:
+        """One more wrapped model takes part."""
+        self.models.append(model)
+
+    def exchange_with_next(self, is_last: bool) -> None:
+        """Whether the next forward and backward pass is the last of its batch, in which ranks exchange."""
+        for model in self.models:
+            if isinstance(model, Replica):
+                model.exchange_with_next(is_last)
+
+    def leave_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """On GPUs the host does not know yet whether `optimizer` may step: it is told on the device."""
+
+        def before(*_: Any) -> None:
+            if self._found is None:
+                return
+            if can_skip_on_device(optimizer) and optimizer.state:
+                optimizer.found_inf = self._found  # type: ignore[attr-defined]
+            elif bool(self._found):
+                self._drop_gradients()
+
+        def after(*_: Any) -> None:
+            self._unused -= {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if hasattr(optimizer, "found_inf"):
+                del optimizer.found_inf
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def begin_step(self, step: int, stop: bool, decisions: int) -> None:
+        """Before the script gets its batch: what this rank brings into the step's exchange."""
+        self._step, self._exchanged, self._found = step, None, None
+        self._slots = proposal_slots(stop, decisions).to(self._group.device, non_blocking=True)
+        self._so_far = torch.zeros((), device=self._group.device)
+        if self._policy == "skip":
+            self._buffers = [(b, b.clone()) for model in self.models for b in unwrapped(model).buffers()]
+
+    def run(self, loss: Tensor, weight: float, is_last: bool) -> None:
+        """Backward from `loss`, weighed; gradients and the step's numbers are exchanged where `is_last`.
+
+        Raises NonFiniteError under `--on-nonfinite raise`, and ConfigError for gradients left from before.
+        """
+        looks = self._steps < LOOKS_AT and not self._is_in_parts
+        before = self._first_gradients() if looks else []
+        self._is_in_parts = not is_last
+        value = loss.detach().float().reshape(())
+        self._so_far = self._so_far + value * weight
+        numbers = self._packed() if is_last else torch.zeros_like(self.passenger.numbers)
+        replicas = [model for model in self.models if isinstance(model, Replica)]
+        for replica in replicas:
+            replica.begin_backward()
+        self.passenger.numbers = numbers
+        self._clock.enter_backward(loss)
+        # A loss that is not finite makes all gradients so: every rank sees it in the exchanged ones.
+        gradient = (value * 0 + weight).to(loss.dtype).reshape(loss.shape)
+        loss.backward(gradient=gradient)  # type: ignore[no-untyped-call]
+        self._clock.enter("optimizer")
+        self._look_for_a_missing_step(before)
+        if not is_last:
+            return
+        arrived = next((means for each in replicas if (means := each.arrived()) is not None), None)
+        self._take(self._group.mean(numbers) if arrived is None else arrived)
+
+    def _packed(self) -> Tensor:
+        asked = torch.tensor([float(self.numbers.has_new), float(self.wants_end)], device=self._group.device)
+        return pack(self._slots, torch.cat([self._so_far.reshape(1), asked]))
+
+    def _take(self, means: Tensor) -> None:
+        found = torch.zeros_like(self._one)
+        for gradients in gradients_by_type(self._parameters(), self._strategy):
+            note_nonfinite(gradients, found, self._one)
+        exchanged = torch.cat([means, found.reshape(1)])
+        self._refuse(exchanged)
+        if self._exchanged is not None:  # by an earlier backward of this step, whose loss counts
+            loss = self._exchanged[LOSS]
+            exchanged = torch.maximum(self._exchanged, exchanged)
+            exchanged[LOSS] = loss
+        self._exchanged = exchanged
+
+    def _refuse(self, exchanged: Tensor) -> None:
+        """Where loss or gradients are not finite, nothing may change: on CPUs known now."""
+        skip = left_out(exchanged)
+        if self._policy == "raise" and bool(skip):
+            raise NonFiniteError(f"step {self._step + 1}: {self._culprit(exchanged)} is not finite")
+        if self._group.device.type == "cuda":
+            self._found = skip
+        elif bool(skip):
+            self._drop_gradients()
+        for buffer, before in self._buffers:
+            buffer.copy_(torch.where(skip > 0, before, buffer))
+
+    def _culprit(self, exchanged: Tensor) -> str:
+        if exchanged[LOSS_NOT_FINITE] > 0:
+            return "the loss"
+        named = [pair for model in self.models for pair in reversed([*model.named_parameters()])]
+        broken = (n for n, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all()))
+        return f"the gradient of {next(broken, 'a parameter')}"
+
+    def end_step(self) -> Consensus | None:
+        """What the ranks agreed on in the step (on GPUs: in the one before)."""
+        if self._exchanged is None:  # the script has left this batch out
+            means = self._group.mean(self._packed())
+            means[LOSS] = torch.nan
+            self._exchanged = torch.cat([means, torch.zeros_like(means[:1])])
+        self._steps += 1
+        return self._noted(self._reader.read(self._step, self._exchanged))
+
+    def drain(self) -> Consensus | None:
+        """What the last step on a GPU agreed on."""
+        return self._noted(self._reader.drain())
+
+    def read(self) -> Readings:
+        """Everything for a line of the log, and the script's own numbers to the recorder."""
+        self.flush()
+        hidden = max((hidden_sync_seconds(m) for m in self.models if isinstance(m, Replica)), default=0.0)
+        return Readings(None, None, 0, hidden, device_memory(self._group.device))
+
+    def flush(self) -> None:
+        """The numbers of this and earlier steps become part of the open log interval, on all ranks."""
+        if self._flushed_at != self._step and self.recorder is not None:
+            self._flushed_at = self._step
+            self.recorder.logged(self.numbers.reduced())
+
+    def _noted(self, agreed: Consensus | None) -> Consensus | None:
+        if agreed is None:
+            return None
+        new_names, ends = agreed.sums.pop(ASKED)  # type: ignore[attr-defined]
+        self.numbers.everyone_settles = self.numbers.everyone_settles or new_names > 0
+        self.ends = self.ends or ends > 0
+        return agreed
+
+    def _parameters(self) -> Sequence[nn.Parameter]:
+        return [p for model in self.models for p in model.parameters() if p.grad is not None]
+
+    def _drop_gradients(self) -> None:
+        """An optimizer passes over parameters without a gradient: no update, no momentum, no decay."""
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def _first_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """Of each model the first parameter to train, and a copy of its gradient."""
+        first = [next(p for p in model.parameters() if p.requires_grad) for model in self.models]
+        return [(p, None if p.grad is None else p.grad.clone()) for p in first]
+
+    def _look_for_a_missing_step(self, before: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+        """Raise ConfigError where a backward pass has added to gradients that no optimizer has used yet."""
+        for parameter, gradient in before:
+            if parameter.grad is None or (gradient is not None and torch.equal(parameter.grad, gradient)):
+                continue
+            if id(parameter) in self._unused and gradient is not None and bool(gradient.any()):
+                raise ConfigError(
+                    "run.backward added to gradients of an earlier backward: call optimizer.step() and "
+                    "optimizer.zero_grad() between them; parts of a batch are added up by run.parts(batch, N)"
+                )
+            self._unused.add(id(parameter))

@@ -1,0 +1,67 @@
+"""The `for` over a run's batches: what comes before a step, what follows it, and the end of the run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tandem.data.seeds import seed_micro_step
+from tandem.errors import STOPPED
+from tandem.own_loop.backward import Backward
+from tandem.signals import StopFlag
+from tandem.training.loop import Course, after_step
+
+
+@dataclass
+class Batches(Iterator[Any]):
+    """Gives out the batch of each step; asked for the next one, it does what follows the step before.
+
+    `finish(finished)` ends the run. Raises SystemExit when a signal has ended it: the script's own lines
+    after the loop are for a run that is through.
+    """
+
+    course: Course
+    backward: Backward
+    data: Iterator[list[Any]]
+    stop: StopFlag
+    seed: int
+    optimizers: list[torch.optim.Optimizer]
+    finish: Callable[[bool], None]
+    first: int
+    is_open: bool = False
+    is_over: bool = False
+
+    def __next__(self) -> Any:
+        course, planned = self.course, self.course.timetable.steps_planned
+        if self.is_open:
+            self.is_open = False
+            if self._end_step():
+                self._end(finished=False)
+                raise SystemExit(STOPPED)
+        if course.step >= planned or self.backward.ends:
+            if not self.is_over:
+                self._end(finished=True)
+            raise StopIteration
+        course.clock.begin_step()
+        (batch,) = next(self.data)
+        course.clock.enter("transfer")
+        seed_micro_step(self.seed, course.step, 0, course.world.rank)
+        decisions = course.timetable.decisions(course.world.is_first)
+        self.backward.begin_step(course.step, bool(self.stop), decisions)
+        course.clock.enter("forward")
+        self.is_open = True
+        return batch
+
+    def _end_step(self) -> bool:
+        """The step's consequences; whether a signal ends the run."""
+        course, consensus = self.course, self.backward.end_step()
+        rate = float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
+        if "save" in course.timetable.due(course.step + 1, consensus):
+            self.backward.flush()
+        return after_step(course, consensus, rate, is_first=course.step == self.first)
+
+    def _end(self, finished: bool) -> None:
+        self.is_over = True
+        self.stop.uninstall()
+        self.finish(finished)

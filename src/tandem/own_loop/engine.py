@@ -1,0 +1,289 @@
+"""Behind `Run`: the same parts as behind a task's run, put together for a loop that the script writes."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.storage.copies import local_folder
+from tandem.checkpoint.store import CheckpointStore
+from tandem.config import Settings
+from tandem.data.kinds import training_data
+from tandem.data.seeds import seed_model
+from tandem.data.source import Reader, TrainingData
+from tandem.distributed import strategy as strategies
+from tandem.errors import FINISHED, STOPPED, ConfigError, StoppedError, TandemError
+from tandem.launch.run_dir import decide
+from tandem.launch.script import ScriptRank
+from tandem.own_loop.backward import Backward
+from tandem.own_loop.batches import Batches
+from tandem.own_loop.kept import KeptState, unwrapped
+from tandem.own_loop.parts import Parts
+from tandem.signals import StopFlag
+from tandem.telemetry.channel import sender
+from tandem.telemetry.heartbeat import dump_stacks_on_request
+from tandem.telemetry.life import count_log_messages
+from tandem.telemetry.meter import Costs
+from tandem.telemetry.recorder import Recorder
+from tandem.training.loop import Course, Timetable
+from tandem.training.nonfinite import Policy
+from tandem.training.opening import open_world, set_up_log
+from tandem.training.replicas import check_replicas
+from tandem.training.resume import Beginning, begin
+from tandem.training.saving import Saver, snapshot_every
+from tandem.training.summary import Facts, open_displays, write_summary
+
+log = logging.getLogger("tandem.run")
+
+NO_END = 2**62
+"""Steps of a run whose end is not known yet: the script says it after the decision to resume."""
+
+
+class Engine:
+    """An open process group, and from `begin` and `loop` on a run."""
+
+    def __init__(self, here: ScriptRank) -> None:
+        """Raises TandemError."""
+        self._began = time.monotonic()
+        self.settings, self._chosen, position = here.settings, here.chosen, here.position
+        check_settings(self.settings)
+        self._run_dir = local_folder(self.settings.run.place)
+        if not here.is_launched:
+            set_up_log(self.settings.telemetry.log_format, position, self._run_dir)
+            dump_stacks_on_request(self._run_dir / "log", position.rank)
+        self._send = sender(position.sample_socket)
+        if position.store is not None:
+            count_log_messages(self._send)
+        compute, reliability = self.settings.compute, self.settings.reliability
+        self.clock, self.world, self._threads = open_world(
+            compute, reliability, self.settings.common_fields(), position, self._send, self._run_dir / "log"
+        )
+        self._strategy = strategies.load(compute.strategy, self.world)
+        policy = self.settings.optimisation.on_nonfinite
+        self.backward = Backward(self.world, self._strategy, self.clock, policy)
+        self.parts = Parts(self.settings.run.seed, self.world.rank, self.backward)
+        self.beginning = Beginning(0, None)
+        self._batches: Batches | None = None
+        self._code = FINISHED
+        seed_model(self.settings.run.seed)
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self._batches.course.step if self._batches else self.beginning.step
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the script has a batch in its hands."""
+        return self._batches is not None and self._batches.is_open
+
+    def begin(self, state: KeptState) -> None:
+        """Load the newest state, as --resume says. What rank 0 finds wrong all ranks raise."""
+        with self.clock.phase("resume"):
+            problem, position = "", self.world.position
+            if self.world.is_first:
+                try:
+                    position = replace(position, resume=self._decision())
+                except ConfigError as error:
+                    problem = str(error)
+            problem = str(self.world.broadcast_json(problem))
+            if problem:
+                raise ConfigError(problem)
+            recorder = self._recorder(self.settings)
+            self.beginning = begin(self.world, self._store(), None, position, recorder)
+            if self.beginning.state is not None:
+                state.load(self.beginning.state)
+
+    def loop(
+        self,
+        state: KeptState,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        asked: Mapping[str, int | None],
+    ) -> Batches:
+        """The batches that are left. `asked`: what the script says, below what a person has set."""
+        settings = self._settled(asked)
+        self.world.check_same_settings(settings.common_fields())
+        reader = self._reader(settings, collate)
+        if self.beginning.state is None:
+            reader.check_shares()
+        check_batch_size(settings.data.batch_size, self.beginning.state)
+        data = training_data(dataset, reader, settings.run.steps)
+        planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
+        course = self._course(settings, state, data, planned)
+        self._batches = Batches(
+            course=course,
+            backward=self.backward,
+            data=data.steps(course.step, course.timetable.steps_planned),
+            stop=StopFlag().install(),
+            seed=settings.run.seed,
+            optimizers=state.optimizers,
+            finish=partial(self._finish, state, course),
+            first=course.step,
+        )
+        self.clock.begin("train")
+        return self._batches
+
+    def close(self, code: int) -> int:
+        """The script is over with `code`: the code to end with. Raises LoopLeftError if its loop is not."""
+        batches = self._batches
+        if batches is None:
+            return code
+        if not batches.is_over:
+            batches.course.saver.settle()
+            if code == FINISHED:
+                raise LoopLeftError(
+                    f"the script ended in its loop after step {self.step}, before the end of the run; "
+                    "to end a run early call run.stop() and let the loop come to its end"
+                )
+        elif code == FINISHED:
+            self.world.close()
+        return code or self._code
+
+    def _settled(self, asked: Mapping[str, int | None]) -> Settings:
+        length = {"steps", "epochs"}
+        beaten = self._chosen | (length if self._chosen & length else set())
+        values = {n: v for n, v in asked.items() if v is not None and n not in beaten}
+        return Settings.from_dict(self.settings.to_dict() | values)
+
+    def _reader(self, settings: Settings, collate: Callable[[list[Any]], Any] | None) -> Reader:
+        world, whole = self.world, replace(settings.data, micro_batch_size=None)
+        share = len(range(world.rank, whole.batch_size, world.size))
+        self.parts.share = share * world.size / whole.batch_size
+        return Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
+
+    def _course(self, settings: Settings, state: KeptState, data: TrainingData, planned: int) -> Course:
+        """What follows each step, from the settings and the state that was loaded."""
+        world, saved, first = self.world, self.beginning.state or {}, self.beginning.step
+        recorder = self.backward.recorder = self._recorder(settings)
+        data.load(saved.get("data", {}))
+        recorder.load(saved.get("log", {}))
+        self.backward.numbers.load(saved.get("names", []))
+        state.live = lambda: {
+            "data": data.state(),
+            "log": recorder.state(),
+            "names": self.backward.numbers.state(),
+            "batch_size": settings.data.batch_size,
+            "ended": self.backward.ends,
+        }
+        planned = min(planned, first) if saved.get("ended") else planned
+        given = self.settings.replace(steps=NO_END)  # what `decide` compares with; it knows no others
+        self._facts = facts = Facts(
+            run=settings.run,
+            batch_size=settings.data.batch_size,
+            precision=settings.compute.precision,
+            settings=given.to_dict(),
+            fingerprint=given.fingerprint_fields(),
+            config_hash=settings.digest(),
+            world=world,
+            run_dir=self._run_dir,
+            order=data.order,
+            planned=planned,
+            threads=self._threads,
+            first_step=first,
+            started=self._began,
+        )
+        timetable = Timetable.of(
+            data.order.steps_per_epoch,
+            planned,
+            log=settings.telemetry.log_every,
+            eval="never",
+            save=settings.checkpoint.checkpoint_every,
+            check=settings.reliability.replica_check_every,
+            snapshot=snapshot_every(settings.checkpoint.snapshot_every, world, self._strategy),
+        )
+        together = nn.ModuleDict(state.modules)
+        course = Course(
+            world=world,
+            stepper=self.backward,
+            timetable=timetable,
+            recorder=recorder,
+            clock=self.clock,
+            nonfinite=Policy(settings.optimisation.on_nonfinite, "fp32", recorder),
+            evaluate=dict,
+            check_replicas=partial(check_replicas, world, self._strategy, together, recorder),
+            saver=Saver(settings.checkpoint, facts, self._store(), state, recorder, self.beginning.slot),
+            step=first,
+        )
+        if first >= planned:
+            log.info("the run in %s is complete at step %d; more epochs or steps go on", self._run_dir, first)
+            return course
+        if world.is_first:
+            (self._run_dir / "summary.json").unlink(missing_ok=True)
+        open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, together)
+        recorder.costs(Costs(devices=world.size, sync_bytes=_bytes(self.backward.models)))
+        return course
+
+    def _finish(self, state: KeptState, course: Course, finished: bool) -> None:
+        """The end of the run: what is being written is waited for, then the summary."""
+        self.clock.begin("drain")
+        if course.step == self._facts.first_step and finished:
+            return  # it was complete
+        self._code = FINISHED if finished else STOPPED
+        saver = course.saver
+        with saver:
+            pass
+        if self.world.is_first:
+            if finished and saver.last_step != course.step:  # ended early
+                with saver:
+                    saver.save(course.step)
+            if not saver.kept(course.step, finished):
+                raise StoppedError(f"stopped at step {course.step}, but the checkpoint could not be written")
+            write_summary(self._facts, course.recorder, state.weights(), saver.last_step, self._code)
+        course.recorder.close()
+
+    def _decision(self) -> ResumeDecision:
+        """Once a launch: after a restart, what this launch has saved counts."""
+        if self.world.position.restart and self.settings.checkpoint.resume == "never":
+            return ResumeDecision("fresh")
+        return decide(self.settings.replace(steps=NO_END))
+
+    def _store(self) -> CheckpointStore:
+        return CheckpointStore(self.settings.run.place / "checkpoints")
+
+    def _recorder(self, settings: Settings) -> Recorder:
+        world = self.world
+        return Recorder(
+            world.rank, settings.data.batch_size, self._send, self.clock, world.position.node_rank
+        )
+
+
+class LoopLeftError(TandemError):
+    """The script ended, and its loop had not."""
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise ConfigError for what a loop of one's own does by itself."""
+    compute = settings.compute
+    if compute.strategy not in ("ddp", "single"):
+        raise ConfigError(
+            f"--strategy {compute.strategy} is for tasks; a loop of one's own runs with ddp or single"
+        )
+    if compute.precision != "fp32":
+        raise ConfigError(
+            f"--precision {compute.precision} is for tasks; in a loop of one's own use torch.autocast"
+        )
+    if compute.compile:
+        raise ConfigError(
+            "--compile is for tasks; in a loop of one's own call torch.compile on the wrapped model"
+        )
+
+
+def check_batch_size(batch_size: int, saved: Any) -> None:
+    """The position in the data is a step: it means the same samples only with the same batch size."""
+    before = batch_size if saved is None else saved.get("batch_size", batch_size)
+    if before != batch_size:
+        raise ConfigError(
+            f"cannot resume: batch_size was {before} and is {batch_size} now; give the old value, "
+            "another --run-dir, or --resume never"
+        )
+
+
+def _bytes(models: Sequence[nn.Module]) -> int:
+    parameters = [p for model in models for p in unwrapped(model).parameters() if p.requires_grad]
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)

@@ -1,0 +1,110 @@
+"""Run a person's program in this process as python itself would, and leave without gloo's abort."""
+
+import atexit
+import builtins
+import ctypes
+import importlib.machinery
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.process
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from tandem.errors import FINISHED
+from tandem.script.job import Program
+from tandem.signals import IGNORED_BY_FORK_SERVER
+from tandem.timeouts import LEAVING_SECONDS
+
+_MAIN_PROCESS = multiprocessing.current_process()  # imported by the fork server, before it forks
+
+
+def forget_the_fork() -> None:
+    """Undo what tells a process forked by multiprocessing from a new interpreter."""
+    process = cast(Any, multiprocessing.process)
+    process._current_process, process._parent_process = _MAIN_PROCESS, None
+    process._children, _MAIN_PROCESS.name = set(), "MainProcess"
+    multiprocessing.set_start_method(cast(Any, None), force=True)  # the fork server made itself the default
+    sys.modules.pop("__mp_main__", None)
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def default_signals() -> None:
+    """Python's own handlers instead of the fork server's deafness."""
+    for number in IGNORED_BY_FORK_SERVER:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def execute(program: Program) -> None:
+    """Run the program as `__main__`; what it raises comes out, SystemExit too."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    place = os.getcwd() if program.kind == "module" else str(Path(program.target).resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = place
+    sys.argv = [program.target, *program.arguments]
+    if program.kind == "module":
+        cast(Any, runpy)._run_module_as_main(program.target)  # what `python -m` itself calls
+        return
+    path = os.path.abspath(program.target)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __spec__=None, __package__=None)
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+
+
+def without_our_frames(error: BaseException) -> BaseException:
+    """The error with the traceback that python would show: it begins in the program's own file."""
+    ours = {__file__, runpy.__file__, execute.__code__.co_filename}
+    trace = error.__traceback__
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename in ours or "/tandem/script/" in trace.tb_frame.f_code.co_filename
+        or trace.tb_frame.f_code.co_filename.startswith("<frozen runpy")
+    ):  # fmt: skip
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+def code_of(ending: SystemExit) -> int:
+    """What python makes of `sys.exit(...)`; a text is said and is 1."""
+    if ending.code is None:
+        return FINISHED
+    if isinstance(ending.code, int):
+        return ending.code & 0xFF
+    print(ending.code, file=sys.stderr)
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as python does, in its order, but for the interpreter's own end.
+
+    Threads of gloo and of the store abort some interpreters there, after all is done: 3 of 12 runs that had
+    ended well were reported as failed. After a failure nobody waits long for threads and exit handlers.
+    """
+    if code != FINISHED:
+        timer = threading.Timer(LEAVING_SECONDS, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+    steps: list[Callable[[], object]] = [
+        cast(Any, threading)._shutdown,
+        cast(Any, atexit)._run_exitfuncs,
+        sys.stdout.flush,
+        sys.stderr.flush,
+        lambda: ctypes.CDLL(None).fflush(None),
+    ]
+    for step in steps:
+        with suppress(Exception):
+            step()
+    os._exit(code)

@@ -1,0 +1,47 @@
+"""What a person's own program is, and what its ranks need to know. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Program:
+    """What stands after tandem's own settings: `script.py`, `-m module` or `-- command`, with arguments."""
+
+    kind: Literal["script", "module", "command"]
+    target: str
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the run is called after it."""
+        return self.target.rpartition(".")[2] if self.kind == "module" else PurePath(self.target).stem
+
+    def words(self) -> list[str]:
+        """The same as the end of another command line of ours."""
+        marks = {"script": [], "module": ["-m"], "command": ["--"]}[self.kind]
+        return [*marks, self.target, *self.arguments]
+
+    def __str__(self) -> str:
+        return self.target if self.kind != "module" else f"-m {self.target}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The program and what holds for all its ranks on this node.
+
+    `variables`: the settings that were given, as TANDEM_ variables. `hang_timeout` in seconds, None: by the
+    pace of the steps. `patience`: what a start, an evaluation or a save may take. `cold`: each rank is a new
+    interpreter.
+    """
+
+    program: Program
+    run_dir: str
+    variables: Mapping[str, str]
+    max_restarts: int
+    hang_timeout: float | None
+    patience: float
+    json_lines: bool
+    cold: bool

@@ -1,0 +1,226 @@
+"""What a rank of a person's own program does, from its position to its exit code; and its standby."""
+
+import faulthandler
+import importlib
+import io
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from tandem.distributed import position as positions
+from tandem.distributed.position import Position
+from tandem.errors import FINISHED, PEER_LOST, TandemError
+from tandem.log import redirect_output, setup
+from tandem.process import end_with_parent
+from tandem.script.environment import error_file, set_variables
+from tandem.script.execute import (
+    code_of,
+    default_signals,
+    execute,
+    forget_the_fork,
+    leave,
+    without_our_frames,
+)
+from tandem.script.job import Job
+from tandem.script.watch import Watch, imports_file
+from tandem.telemetry.channel import sender
+
+log = logging.getLogger("tandem.run")
+
+DUMP_SIGNAL = signal.SIGUSR1
+COLD = "tandem.script.cold"
+OTHER_THREADS = threading.active_count() - 1
+"""In the fork server, when it has imported all it forks with; a fork would lose them."""
+
+
+def run_rank(job: Job, position: Position) -> NoReturn:
+    """Entry in a process forked by the agent's fork server: be this rank, or become it by exec."""
+    default_signals()
+    set_variables(job, position)
+    if job.program.kind == "command":
+        _write_to_log(job, position)
+        _end_with_fork_server()
+        os.execvp(job.program.target, [job.program.target, *job.program.arguments])
+    if job.cold:
+        _exec_cold(job, position)
+    problem = unfit_to_fork()
+    if problem:
+        if position.local_rank == 0:
+            print(f"tandem: {problem}: ranks start as new interpreters (as with --cold)", file=sys.stderr)
+        _exec_cold(job, position)
+    forget_the_fork()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0 and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(threads))  # read at import, which was before the fork
+    run_program(job, position)
+
+
+def warm_up(job: Job, expected: Position | None) -> None:
+    """What a standby does in advance: import what the program has imported, as the rank it will be."""
+    if job.cold or job.program.kind == "command" or expected is None:
+        return
+    set_variables(job, expected)  # some packages look at their rank when they are imported
+    names = json.loads(imports_file(expected).read_text())
+    for name in names:
+        with suppress(Exception):
+            importlib.import_module(name)
+
+
+def unfit_to_fork() -> str | None:
+    """Why this process cannot become a rank as it is: what was imported in advance has done too much."""
+    if OTHER_THREADS:
+        return "what was imported in advance has started threads"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "what was imported in advance has initialised CUDA"
+    return None
+
+
+def run_program(job: Job, position: Position) -> NoReturn:
+    """Run the program under watch, and leave with its code; 200 where it has lost its peers."""
+    record = _write_to_log(job, position)
+    setup(None, position.rank, position.node_rank, True, job.json_lines)
+    with suppress(OSError):
+        stacks = Path(job.run_dir, "log", f"stacks-rank-{position.rank}.txt").open("a")
+        faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True)
+    watch = Watch(job, position, sender(position.sample_socket))
+    launched = positions.launched = positions.Launched(position, watch.hand_over)
+    code = _run(job, position, record)
+    try:
+        code = launched.close(code)  # as the program has set it meanwhile
+    except TandemError as error:
+        code = _say(error, position)
+    watch.close()
+    leave(code)
+
+
+def _run(job: Job, position: Position, record: Any) -> int:
+    """Run the program; the code that it ends with."""
+    try:
+        execute(job.program)
+        return FINISHED
+    except SystemExit as ending:
+        code = code_of(ending)
+        if code != FINISHED and lost_its_peers(ending, position.world_size):
+            return _say_lost(ending, position, record)
+        return code
+    except TandemError as error:  # of `tandem.start()` and what it gives
+        return _say(error, position)
+    except BaseException as error:
+        without_our_frames(error)
+        if lost_its_peers(error, position.world_size):
+            return _say_lost(error, position, record)
+        sys.excepthook(type(error), error, error.__traceback__)
+        _write_down(error, position)
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def lost_its_peers(error: BaseException, world_size: int) -> bool:
+    """Whether `error`, or one that it came from or that was being handled, says that a peer is gone."""
+    if "torch" not in sys.modules:
+        return False
+    from tandem.distributed.peers import is_peer_loss
+
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        if is_peer_loss(each, world_size):
+            return True
+        seen.add(id(each))
+        each = each.__cause__ or each.__context__
+    return False
+
+
+def _say(error: TandemError, position: Position) -> int:
+    """One line, as everywhere; its exit code."""
+    error.__traceback__ = error.__cause__ = None
+    error.__suppress_context__ = True
+    _write_down(error, position)
+    log.error("%s", error)
+    return error.exit_code
+
+
+def _say_lost(error: BaseException, position: Position, record: Any) -> int:
+    """One line; the traceback is the same on all ranks but the one that is to blame, so it is for the log."""
+    said = [line for line in traceback.format_exception(error) if line.strip()]
+    record.write("".join(said))
+    record.flush()
+    _write_down(error, position)
+    log.error("lost the other ranks: %s", said[-1].strip().splitlines()[-1])
+    return PEER_LOST
+
+
+def _write_down(error: BaseException, position: Position) -> None:
+    """What ended this rank, as torch's own `@record` writes it, for the agent."""
+    path = error_file(position)
+    if path.exists():
+        return  # by @record
+    text = "".join(traceback.format_exception(error))
+    more = {"py_callstack": text[-20_000:], "timestamp": str(int(time.time()))}
+    words = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"message": words}))
+
+
+class _Copied(io.FileIO):
+    """A terminal's descriptor; what is written there goes to a file as well."""
+
+    def __init__(self, descriptor: int, copy: Any) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._copy = copy
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        with suppress(OSError):
+            self._copy.write(bytes(data)[: written or 0])
+        return written
+
+
+def _write_to_log(job: Job, position: Position) -> Any:
+    """Send this rank's output to RUN_DIR/log/rank-N.log; rank 0 keeps the terminal and copies to its log.
+
+    Returns the log, for text. Native code of rank 0, and a command as rank 0, write to the terminal alone.
+    """
+    path = Path(job.run_dir, "log", f"rank-{position.rank}.log")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if position.rank != 0:
+            redirect_output(path)
+            return sys.stderr
+        copy = path.open("ab", buffering=0)
+    except OSError:  # a worker needs no volume: without one its words go to the terminal
+        return sys.stderr
+    if job.program.kind != "command":
+        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            raw = io.BufferedWriter(_Copied(stream.fileno(), copy))
+            lines = bool(stream.line_buffering)
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=lines))
+    return io.TextIOWrapper(copy, encoding="utf-8")
+
+
+def _exec_cold(job: Job, position: Position) -> NoReturn:
+    """Become a new interpreter, with the same process number."""
+    path = error_file(position).with_name("job.pickle")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps((job, replace(position, memories=()))))
+    _end_with_fork_server()
+    flags = cast(Any, subprocess)._args_from_interpreter_flags()
+    os.execv(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)])
+
+
+def _end_with_fork_server() -> None:
+    """What is not ours can hold no pipe to the agent, so the kernel ends it with the fork server, its parent,
+    which ends with the agent."""
+    end_with_parent(signal.SIGKILL)

@@ -1,0 +1,118 @@
+"""What is trained, and what a checkpoint holds of it: all that the next step depends on beside its number."""
+
+from typing import Any
+
+from torch import nn
+
+from tandem.checkpoint.flatten import flatten
+from tandem.config.slices import ComputeConfig, DataConfig, OptimisationConfig, RunConfig
+from tandem.data.kinds import training_data
+from tandem.data.seeds import seed_model
+from tandem.data.source import Reader
+from tandem.distributed import strategy as strategies
+from tandem.distributed.group import ProcessGroup
+from tandem.tasks.base import WholeTask, load_task, model_of
+from tandem.telemetry.clock import Clock
+from tandem.telemetry.recorder import Recorder
+from tandem.training.nonfinite import Policy
+from tandem.training.optim import Schedule, build_optimizer
+from tandem.training.resume import Beginning, load_state, load_weights
+from tandem.training.step import Stepper
+
+
+class Learner:
+    """The task with its data, its model as the strategy spreads it, and what takes steps with them."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        data: DataConfig,
+        compute: ComputeConfig,
+        optimisation: OptimisationConfig,
+        world: ProcessGroup,
+        clock: Clock,
+        recorder: Recorder,
+    ) -> None:
+        self._recorder = recorder
+        self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
+        world.once_per_node(self.task.prepare)
+        self.datasets = self.task.build_datasets()
+        self._reader = Reader(data, run.seed, world.rank, world.size, self.task.collate, world.device)
+        self.data = training_data(self.datasets.train, self._reader, run.steps)
+        self.order = self.data.order
+        self.planned = run.steps or run.epochs * self.order.steps_per_epoch
+        self.strategy = strategies.load(compute.strategy, world)
+        seed_model(run.seed)  # the same initial weights on every rank
+        self.model = model_of(self.task, world.device)
+        if compute.sync_batchnorm:
+            self.model = world.synchronise_batchnorm(self.model)
+        self.rank_zeros = rank_zeros(self.model)  # before a strategy makes them other tensors
+        self.model = self.strategy.spread(self.model)
+        self._optimizer = self.strategy.spread_optimizer(build_optimizer(optimisation, self.task, self.model))
+        self.schedule = Schedule(
+            optimisation,
+            data.batch_size,
+            self.task,
+            self._optimizer,
+            self.order.steps_per_epoch,
+            self.planned,
+        )
+        self.stepper = Stepper(
+            world,
+            self.strategy,
+            compute,
+            optimisation,
+            data.batch_size,
+            run.seed,
+            self.task,
+            self.model,
+            self._optimizer,
+            clock,
+        )
+        self.nonfinite = Policy(optimisation.on_nonfinite, compute.precision, recorder)
+
+    def begin(self, beginning: Beginning) -> None:
+        """Put back what `whole` gave before the first step; without it, start afresh or from weights.
+
+        Raises ConfigError for a state of another model, and for a batch that ranks cannot share evenly.
+        """
+        saved = beginning.state
+        if saved is None:
+            self._reader.check_shares()
+            if beginning.weights is not None:
+                load_weights(beginning.weights, self.strategy, self.model)
+            return
+        load_state(saved, self.strategy, self.model, self._optimizer, self.schedule)
+        self.data.load(saved.get("data", {}))
+        self._recorder.load(saved.get("log", {}))
+        if "scaler" in saved:
+            self.stepper.scaler.load_state_dict(saved["scaler"])
+        self.task.after_resume(self.model)
+
+    def whole(self) -> dict[str, Any]:
+        """The state by part, "model" first; tensors are whole on rank 0, and all ranks call this."""
+        spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {
+            **self.strategy.whole(spread),
+            "schedule": self.schedule.state(),
+            "scaler": self.stepper.scaler.state_dict(),
+            "data": self.data.state(),
+            "log": self._recorder.state(),
+        }
+
+    def weights(self) -> dict[str, Any]:
+        """The model's part alone; as `whole`."""
+        return self.strategy.whole(self.model.state_dict())
+
+
+def rank_zeros(model: nn.Module) -> frozenset[int]:
+    """Which tensors of a flattened `model.state_dict()` are buffers: ranks differ in running statistics."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own: set[int] = set()
+    index = 0
+    for name, value in model.state_dict().items():
+        count = len(flatten({name: value})[1])
+        if name not in parameters:
+            own.update(range(index, index + count))
+        index += count
+    return frozenset(own)

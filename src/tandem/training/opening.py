@@ -1,0 +1,51 @@
+"""How a rank begins, whoever writes its loop: its log, its clock and who reads that, its process group."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.config.slices import ComputeConfig, ReliabilityConfig
+from tandem.distributed.group import Position, ProcessGroup, choose_device, set_threads
+from tandem.log import redirect_output, setup
+from tandem.telemetry.clock import Clock
+from tandem.telemetry.heartbeat import Heartbeats
+from tandem.telemetry.messages import Send
+
+
+def set_up_log(log_format: str, position: Position, run_dir: Path) -> None:
+    """Rank 0 keeps the terminal and copies to its log; the others write to theirs alone."""
+    path = run_dir / "log" / f"rank-{position.rank}.log"
+    copy_to = path if position.rank == 0 else None
+    if position.rank != 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            redirect_output(path)
+        except OSError:
+            pass  # a worker needs no volume: without one its words go to the terminal
+    setup(copy_to, position.rank, position.node_rank, True, log_format == "json")
+
+
+def open_world(
+    compute: ComputeConfig,
+    reliability: ReliabilityConfig,
+    common: Mapping[str, object],
+    position: Position,
+    send: Send,
+    log_dir: Path,
+) -> tuple[Clock, ProcessGroup, int]:
+    """The clock, which runs and is heard of from here on; the open process group; CPU threads of this rank.
+
+    Raises ConfigError where ranks differ in the settings that they have in `common`, and for a device that is
+    not there.
+    """
+    clock = Clock()
+    for handler in logging.getLogger("tandem").handlers:
+        handler.addFilter(clock.stamp)
+    Heartbeats(position.rank, clock, send, reliability, log_dir)
+    with clock.phase("rendezvous"):
+        threads = set_threads(compute.threads, position)
+        device = choose_device(compute.device, position.local_rank)
+        world = ProcessGroup.open(position, device, reliability.first_step_timeout)
+        world.check_same_settings(common)
+    clock.measure(device)
+    return clock, world, threads

@@ -1,0 +1,97 @@
+"""Scripts with loops of their own, started as people start them, and what they end with."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+SMALL = """
+import os, signal
+import torch, tandem
+from torch import nn
+
+run = tandem.start()
+layers = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2)
+model = run.wrap(nn.Sequential(*layers))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+seen = torch.zeros(3)
+kept = run.keep(model=model, optimizer=optimizer, best=0.0, seen=seen)
+x = torch.randn(256, 8, generator=torch.Generator().manual_seed(3))
+dataset = torch.utils.data.TensorDataset(x, x[:, :2].argmax(1))
+first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+signal_at = int(os.environ.get("SIGNAL_AT", -1)) if first_life else -1
+for inputs, labels in run.batches(dataset, batch_size=16, epochs=3):
+    if run.step == signal_at and run.rank == int(os.environ.get("TO_RANK", 0)):
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    loss = nn.functional.cross_entropy(model(inputs), labels)
+    run.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    seen += 1
+    kept.best = max(kept.best, run.step / 3)
+    run.log(loss=loss, step=run.step)
+print("after the loop", run.step, kept.best, seen.tolist())
+"""
+
+
+class Scripts:
+    """Scripts in one folder, with the settings of all their runs."""
+
+    def __init__(self, folder: Path, processes: Any) -> None:
+        self.folder, self.processes = folder, processes
+        own = {key: value for key, value in os.environ.items() if not key.startswith(("TANDEM_", "OMP_"))}
+        self.environment = own | {
+            "OMP_NUM_THREADS": "1",
+            "TANDEM_THREADS": "1",
+            "TANDEM_CHECKPOINT_EVERY": "5",
+            "TANDEM_LOG_EVERY": "1",
+            "TANDEM_METRICS_PORT": "0",
+            "TANDEM_METRICS_LINGER": "0",
+        }
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+
+    def start(self, script: str | Path, run: str, *words: object, **more: object) -> Any:
+        """`python script words`, in run directory `run`; `more` are variables."""
+        variables = self.environment | {"TANDEM_RUN_DIR": run} | {n: str(v) for n, v in more.items()}
+        command = [sys.executable, str(script), *map(str, words)]
+        return self.processes.start(command, cwd=self.folder, env=variables)
+
+    def launch(self, words: list[str], script: str, run: str, **more: object) -> Any:
+        """`tandem launch words script`, begun; the threads are what `tandem launch` gives."""
+        kept = {n: v for n, v in self.environment.items() if n not in ("OMP_NUM_THREADS", "TANDEM_THREADS")}
+        variables = kept | {n: str(v) for n, v in more.items()}
+        command = [sys.executable, "-m", "tandem", "launch", "--run-dir", run, *words, script]
+        return self.processes.start(command, cwd=self.folder, env=variables)
+
+    def verify(self, script: str, *words: object) -> tuple[int, str]:
+        """Exit code and output of `tandem verify-resume --script` at two ranks."""
+        own = ["--script", script, "--nproc", 2, *words]
+        command = [sys.executable, "-m", "tandem", "verify-resume", *map(str, own)]
+        kept = {n: v for n, v in self.environment.items() if not n.startswith("TANDEM_")}
+        return self.processes.run(command, 200, cwd=self.folder, env=kept)
+
+    def alone(self, script: str | Path, run: str, **more: object) -> tuple[int, str]:
+        """Exit code and output of one process."""
+        return self.processes.wait(self.start(script, run, **more))
+
+    def ranks(
+        self, script: str | Path, run: str, port: int, count: int = 2, **more: object
+    ) -> list[tuple[int, str]]:
+        """Exit codes and outputs of ranks whose places are set by hand, in the order of ranks."""
+        return [self.processes.wait(each) for each in self.begin(script, run, port, count, **more)]
+
+    def begin(self, script: str | Path, run: str, port: int, count: int = 2, **more: object) -> list[Any]:
+        """`ranks`, begun."""
+        place = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return [self.start(script, run, RANK=r, LOCAL_RANK=r, **place, **more) for r in range(count)]
+
+    def summary(self, run: str) -> dict[str, Any]:
+        return dict(json.loads((self.folder / run / "summary.json").read_text()))
+
+    def lines(self, run: str) -> list[tuple[Any, ...]]:
+        """What the lines of the log say that is no time."""
+        lines = [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+        return [(line["step"], line["loss"], line["learning_rate"], line.get("scores")) for line in lines]

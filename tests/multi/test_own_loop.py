@@ -1,0 +1,83 @@
+"""A loop of one's own: killed, stopped and resumed, alone and on two ranks; its docstrings' examples."""
+
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_loops import SMALL, Scripts
+
+import tandem
+
+pytestmark = pytest.mark.multi
+SIGTERM, SIGKILL = 15, 9
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, processes: Any) -> Scripts:
+    scripts = Scripts(tmp_path, processes)
+    scripts.write("small.py", SMALL)
+    return scripts
+
+
+def test_killed_and_started_again_alone_it_ends_with_the_same_bits_and_lines(scripts: Scripts) -> None:
+    assert scripts.alone("small.py", "calm")[0] == 0
+    code, output = scripts.alone("small.py", "killed", SIGNAL=SIGKILL, SIGNAL_AT=23)
+    assert code == -SIGKILL, output
+    code, output = scripts.alone("small.py", "killed")
+    assert code == 0, output
+    assert "after the loop 48 15.66" in output and "[48.0, 48.0, 48.0]" in output
+    assert scripts.summary("killed")["resumed_from_step"] == 20
+    assert scripts.summary("killed")["weights_sha256"] == scripts.summary("calm")["weights_sha256"]
+    assert scripts.lines("killed") == scripts.lines("calm")
+
+
+def test_a_stop_signal_saves_where_it_is_and_ends_with_143(scripts: Scripts) -> None:
+    code, output = scripts.alone("small.py", "run", SIGNAL=SIGTERM, SIGNAL_AT=22)
+    assert code == 143, output
+    assert "after the loop" not in output
+    summary = scripts.summary("run")
+    assert (summary["state"], summary["last_checkpoint_step"]) == ("stopped", summary["global_step"])
+    assert 23 <= summary["global_step"] <= 24
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_ranks_killed_and_stopped_end_with_the_same_bits_and_lines(
+    scripts: Scripts, module_ports: list[int]
+) -> None:
+    calm, killed, stopped, last = module_ports
+    assert [code for code, _ in scripts.ranks("small.py", "calm", calm)] == [0, 0]
+    first, second = scripts.ranks("small.py", "run", killed, SIGNAL=SIGKILL, SIGNAL_AT=23, TO_RANK=1)
+    assert (first[0], second[0]) == (200, -SIGKILL), first[1]
+    assert "lost the other ranks" in first[1]
+    ended = scripts.ranks("small.py", "run", stopped, SIGNAL=SIGTERM, SIGNAL_AT=31, TO_RANK=1)
+    assert [code for code, _ in ended] == [143, 143], ended[0][1]
+    ended = scripts.ranks("small.py", "run", last)
+    assert [code for code, _ in ended] == [0, 0], ended[0][1]
+    assert scripts.summary("run")["weights_sha256"] == scripts.summary("calm")["weights_sha256"]
+    assert scripts.lines("run") == scripts.lines("calm")
+
+
+def example(name: str) -> str:
+    """The indented code of a public name's docstring, without its indentation."""
+    text = inspect.getdoc(getattr(tandem.Run, name, None) or getattr(tandem, name)) or ""
+    code = [line for line in text.splitlines() if line.startswith("    ") or not line]
+    return textwrap.dedent("\n".join(code)).strip() + "\n"
+
+
+def test_every_public_name_has_an_example_and_all_of_them_run(scripts: Scripts) -> None:
+    names = [name for name in vars(tandem.Run) if not name.startswith("_")]
+    assert len({*names, "start"}) <= 12
+    methods = [name for name in names if inspect.isfunction(getattr(tandem.Run, name))]
+    before = "".join(example(name) for name in ("start", "wrap", "keep"))
+    data, loop = example("batches").split("    run.backward(loss)\n")
+    body = textwrap.indent(example("backward"), "    ") + loop + textwrap.indent(example("log"), "    ")
+    scripts.write("names.py", before + data + body + textwrap.indent(example("stop"), "    "))
+    scripts.write("parts.py", before + data.partition("for ")[0] + example("parts"))
+    assert {"start", *methods} == {"start", "wrap", "keep", "batches", "backward", "log", "stop", "parts"}
+    for script in ("names.py", "parts.py"):
+        code, output = scripts.alone(script, script.removesuffix(".py"))
+        assert code == 0, output
+        assert "finished at step 8" in output

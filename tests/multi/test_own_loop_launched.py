@@ -1,0 +1,66 @@
+"""A loop of one's own under `tandem launch`: the agent's page, its memory and its signals; started again."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_loops import SMALL, Scripts
+
+pytestmark = pytest.mark.multi
+LIMIT_SECONDS = 100.0
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, processes: Any) -> Scripts:
+    scripts = Scripts(tmp_path, processes)
+    scripts.write("small.py", SMALL)
+    return scripts
+
+
+def logs(scripts: Scripts, run: str) -> str:
+    return "".join(path.read_text() for path in sorted((scripts.folder / run / "log").glob("*.log")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_a_killed_rank_goes_on_from_memory_to_the_same_bits_and_lines(scripts: Scripts) -> None:
+    nodes = ["--nodes", "2", "--checkpoint-every", "never"]
+    code, output = scripts.processes.wait(scripts.launch(nodes, "small.py", "calm"), LIMIT_SECONDS)
+    assert code == 0, output
+    killed = scripts.launch(nodes, "small.py", "killed", SIGNAL=9, SIGNAL_AT=23, TO_RANK=1)
+    code, output = scripts.processes.wait(killed, LIMIT_SECONDS)
+    assert code == 0, output
+    said = logs(scripts, "killed")
+    assert "rank 1 on node 1 (127.0.0.102) was killed by signal 9" in said
+    assert re.search(r"going on from step 2[23], kept in the node's memory", said), said
+    assert scripts.summary("killed")["restarts"] == 1
+    assert scripts.summary("killed")["weights_sha256"] == scripts.summary("calm")["weights_sha256"]
+    assert scripts.lines("killed") == scripts.lines("calm")
+
+
+def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Scripts) -> None:
+    process = scripts.launch(["--nodes", "2", "--log-every", "5"], "small.py", "run", TANDEM_STEPS=100_000)
+    deadline, lines = time.monotonic() + LIMIT_SECONDS, scripts.folder / "run/metrics.jsonl"
+    while not lines.exists() or not lines.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, output = scripts.processes.wait(process, LIMIT_SECONDS)
+    assert code == 143, output
+    summary = scripts.summary("run")
+    assert (summary["state"], summary["last_checkpoint_step"]) == ("stopped", summary["global_step"])
+    assert logs(scripts, "run").count("live page at") == 1, output
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"fp32, {share} threads" in output
+
+
+def test_a_script_that_leaves_its_loop_by_sys_exit_has_not_ended_well(scripts: Scripts) -> None:
+    scripts.write("left.py", SMALL.replace("    seen += 1\n", "    raise SystemExit(0)\n"))
+    code, output = scripts.processes.wait(scripts.launch([], "left.py", "run"), LIMIT_SECONDS)
+    assert code == 1, output
+    assert "the script ended in its loop after step" in output
+    assert "Traceback" not in output

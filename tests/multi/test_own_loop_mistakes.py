@@ -1,0 +1,118 @@
+"""Mistakes in a loop of one's own are one line and exit code 2; its own errors; what is not finite."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_loops import SMALL, Scripts
+
+pytestmark = pytest.mark.multi
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, processes: Any) -> Scripts:
+    return Scripts(tmp_path, processes)
+
+
+MISTAKES = """
+import torch, tandem
+from torch import nn
+
+def tried(what):
+    try:
+        what()
+    except tandem.TandemError as error:
+        print("said:", error)
+
+run = tandem.start()
+tried(tandem.start)
+dataset = torch.utils.data.TensorDataset(torch.randn(64, 8))
+tried(lambda: run.batches(dataset, batch_size=16, epochs=1))
+tried(lambda: run.keep(best=1.0))
+tried(lambda: run.wrap("a model"))
+model = run.wrap(nn.Linear(8, 1))
+tried(lambda: run.keep(stranger=torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=0.1)))
+tried(lambda: run.keep(model=model, name="a text"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.keep(model=model, optimizer=optimizer)
+tried(lambda: run.keep(model=model))
+tried(lambda: run.wrap(nn.Linear(8, 1)))
+tried(lambda: run.backward(model(torch.randn(1, 8)).sum()))
+for (rows,) in run.batches(dataset, batch_size=16, epochs=1):
+    tried(lambda: run.backward(model(rows)))
+    tried(lambda: run.backward(model(rows).sum().detach()))
+    tried(lambda: run.log(rows=rows))
+    run.backward(model(rows).mean())
+    run.backward(model(rows).mean())
+"""
+LINES = (
+    "tandem.start() was called twice",
+    "run.batches before run.keep",
+    "run.keep before any model was wrapped",
+    "run.wrap got str, valid is a torch.nn.Module",
+    "run.keep(stranger=...): it trains a model never wrapped",
+    "run.keep(name=...) got str, valid is a module, a tensor, a number",
+    "run.keep was called twice",
+    "run.wrap after run.keep",
+    "run.backward outside of the loop",
+    "run.backward got a tensor of shape (16, 1), valid is a scalar",
+    "run.backward got a loss without a gradient",
+    "run.log(rows=...) got a tensor of shape (16, 8), valid is one number",
+)
+
+
+def test_each_mistake_is_one_line_and_ends_with_2(scripts: Scripts) -> None:
+    scripts.write("mistakes.py", MISTAKES)
+    code, output = scripts.alone("mistakes.py", "run")
+    said = [line.partition("said: ")[2] for line in output.splitlines() if line.startswith("said: ")]
+    assert len(said) == len(LINES), output
+    for line, beginning in zip(said, LINES, strict=True):
+        assert line.startswith(beginning)
+    assert code == 2, output
+    assert "run.backward added to gradients of an earlier backward" in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+def test_what_is_not_finite_changes_nothing_and_ends_the_run_or_is_left_out(scripts: Scripts) -> None:
+    infinite = "    run.backward(loss * float('inf' if run.step == 12 else 1))"
+    broken = SMALL.replace("    run.backward(loss)", infinite)
+    scripts.write("broken.py", broken)
+    code, output = scripts.alone("broken.py", "stops")
+    assert code == 1, output
+    assert "the loss of step 13 is not finite" in output and "Traceback" not in output
+    code, output = scripts.alone("broken.py", "skips", TANDEM_ON_NONFINITE="skip")
+    assert code == 0, output
+    assert "the loss of step 13 is not finite: no update in it" in output
+
+
+def test_an_own_error_has_its_traceback_and_a_loop_that_is_left_is_one_line(scripts: Scripts) -> None:
+    scripts.write("fails.py", SMALL.replace("    run.backward(loss)", "    raise ValueError('my own')"))
+    code, output = scripts.alone("fails.py", "fails")
+    assert code == 1, output
+    assert output.count("ValueError: my own") == 1 and "Traceback" in output
+    scripts.write("leaves.py", SMALL.replace("    run.backward(loss)", "    break"))
+    code, output = scripts.alone("leaves.py", "leaves")
+    assert code == 1, output
+    assert "run.stop()" in output.splitlines()[-1]
+
+
+def test_a_volume_that_fails_is_one_line(scripts: Scripts) -> None:
+    breaks = "    if run.step == 7:\n        break_volume()\n    run.backward(loss)"
+    top = (
+        "import pathlib\n\n"
+        "def break_volume():\n"  # a save may be on its way
+        "    pathlib.Path('run/checkpoints').rename('run/elsewhere')\n"
+        "    pathlib.Path('run/checkpoints').touch()\n"
+    )
+    scripts.write("full.py", top + SMALL.replace("    run.backward(loss)", breaks))
+    code, output = scripts.alone("full.py", "run", TANDEM_CHECKPOINT_FAILURES_ALLOWED=0)
+    assert code == 1, output
+    assert output.count("saves in a row failed") == 1 and "Traceback" not in output
+
+
+def test_a_complete_run_started_again_gives_no_batch_and_ends_well(scripts: Scripts) -> None:
+    example = Path(__file__).parents[2] / "examples" / "gan.py"
+    first, again = (scripts.alone(example, "run") for _ in range(2))
+    assert first[0] == 0 and again[0] == 0, again[1]
+    assert "is complete at step 48" in again[1]
+    assert again[1].splitlines()[-1] == first[1].splitlines()[-1], "the weights' norm"

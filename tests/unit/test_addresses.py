@@ -1,0 +1,126 @@
+"""Addresses of places elsewhere: what a row of SCHEMES brings, and what is refused."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path, PurePath
+
+import pytest
+
+from tandem.checkpoint.storage import _made, storage_at
+from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
+from tandem.checkpoint.storage.folder import Folder
+from tandem.checkpoint.storage.protocol import Entries, Payload, Reader
+from tandem.checkpoint.store import CheckpointStore, checkpoints_of
+from tandem.cli import run
+from tandem.config import address, resolve
+from tandem.config.sources import Given
+from tandem.errors import ConfigError
+
+ROOT: list[Path] = []
+
+
+class Drawer:
+    """A storage that is a folder of this test, one for each host."""
+
+    appears_whole = True
+
+    def __init__(self, scheme: str, host: str) -> None:
+        self._folder, self._root = Folder(), ROOT[-1] / scheme / host
+
+    def _at(self, path: PurePath) -> Path:
+        return self._root.joinpath(*path.parts[2:])
+
+    def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
+        return self._folder.list(self._at(directory))
+
+    def open(self, path: PurePath, from_disk: bool = False) -> Reader:
+        return self._folder.open(self._at(path), from_disk)
+
+    def commit(
+        self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
+    ) -> int:
+        return self._folder.commit(self._at(target), payload, manifest, replace)
+
+    def mend(self, directory: PurePath) -> None:
+        self._folder.mend(self._at(directory))
+
+    def rename(self, source: PurePath, target: PurePath) -> None:
+        self._folder.rename(self._at(source), self._at(target))
+
+    def remove(self, entries: Sequence[PurePath]) -> None:
+        self._folder.remove([self._at(entry) for entry in entries])
+
+    def read(self, path: PurePath) -> bytes | None:
+        return self._at(path).read_bytes() if self._at(path).exists() else None
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        self._at(path).parent.mkdir(parents=True, exist_ok=True)
+        self._at(path).write_bytes(data)
+
+    def delete(self, directory: PurePath, names: Iterable[str]) -> None:
+        for name in names:
+            self._at(directory / name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def drawer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a run on a storage that only its row knows; the machine's own folder is empty."""
+    monkeypatch.setitem(address.SCHEMES, "drawer", f"{__name__}:Drawer")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    ROOT.append(tmp_path)
+    _made.cache_clear()
+    yield "drawer://desk:21/runs/digits"
+    _made.cache_clear()
+
+
+def test_a_row_of_the_table_is_all_that_a_new_storage_needs(drawer: str, tmp_path: Path) -> None:
+    store = CheckpointStore(address.address(f"{drawer}/checkpoints"))
+    store.save(1, b"state", {})
+    assert store.steps() == [1] and str(checkpoints_of(Path(drawer))) == f"{drawer}/checkpoints"
+    make_folder(local_folder(drawer))
+    copies = Copies(drawer)
+    copies.begin(b"{}")
+    (local_folder(drawer) / "events.jsonl").write_text("{}\n")
+    copies.push()
+    there = tmp_path / "drawer" / "desk:21" / "runs" / "digits"
+    names = {path.name for path in there.iterdir()}
+    assert names == {"checkpoints", "config.json", "events.jsonl"}
+
+
+def test_a_report_of_a_run_that_was_never_on_this_machine(
+    drawer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CheckpointStore(address.address(f"{drawer}/checkpoints")).save(1, b"state", {})
+    where = address.address(drawer)
+    storage_at(where).write(where / "config.json", json.dumps({"task": "digits"}).encode())  # type: ignore[attr-defined]
+    assert run("report", [drawer], {}) == 0
+    written = Path(capsys.readouterr().out.strip())
+    assert written == local_folder(drawer) / "report.html" and b"digits" in written.read_bytes()
+
+
+def test_a_report_makes_no_folder_for_a_run_that_is_not_there(drawer: str, tmp_path: Path) -> None:
+    for place in (drawer, str(tmp_path / "none")):
+        with pytest.raises(ConfigError, match="holds no run"):
+            run("report", [place], {})
+        assert not local_folder(place).exists()
+
+
+@pytest.mark.parametrize("setting", ["run_dir", "init_from", "resume"])
+@pytest.mark.parametrize("text", ["s3://me:secret@bucket/run", "ftp:/me:secret@host:21/run@5"])
+def test_a_password_in_an_address_is_refused_and_not_shown(setting: str, text: str) -> None:
+    with pytest.raises(ConfigError, match="holds a password") as caught:
+        resolve({setting: Given(text, "flag", "--" + setting)}, {}, None)
+    assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+    assert "FSSPEC_" in str(caught.value)
+
+
+def test_an_unknown_scheme_is_refused_and_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="ftp://host/run: valid are a folder, s3://, gs://, az://"):
+        resolve({"run_dir": Given("ftp://host/run", "flag", "--run-dir")}, {}, None)
+
+
+def test_what_looks_like_an_address_and_is_none() -> None:
+    for text in ("runs/a:b@c/d", "/data/x", "a:/b/c", "~/x", "s3:", "s3://"):
+        assert isinstance(address.address(text), Path), text
+    assert str(address.address("s3://user@bucket/at:5@6")) == "s3://user@bucket/at:5@6"

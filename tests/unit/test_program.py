@@ -1,0 +1,124 @@
+"""Where tandem's own words end, what is refused before anything starts, and who is to blame at the end."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.config import Given, Settings
+from tandem.distributed.position import Position
+from tandem.errors import ConfigError
+from tandem.launch.endings import Cause, choose, failures, last_words
+from tandem.launch.program import check, split, variables_of
+from tandem.script.environment import variables
+from tandem.script.execute import code_of
+from tandem.script.job import Job, Program
+from tandem.script.watch import where
+
+
+@pytest.mark.parametrize(
+    "words, ours, program",
+    [
+        ("--nodes 2", "--nodes 2", None),
+        ("train.py", "", Program("script", "train.py")),
+        ("--nodes 2 a.py --nodes 3 -m", "--nodes 2", Program("script", "a.py", ("--nodes", "3", "-m"))),
+        ("--nodes=2 train.py --help", "--nodes=2", Program("script", "train.py", ("--help",))),
+        ("--cold train.py", "--cold", Program("script", "train.py")),
+        ("--cold true train.py", "--cold true", Program("script", "train.py")),
+        ("--no-cold train.py true", "--no-cold", Program("script", "train.py", ("true",))),
+        ("--config a.toml -m pack.age -x", "--config a.toml", Program("module", "pack.age", ("-x",))),
+        ("--nproc 2 -- bash -c x", "--nproc 2", Program("command", "bash", ("-c", "x"))),
+        ("--help train.py", "--help", Program("script", "train.py")),
+    ],
+)  # fmt: skip
+def test_the_program_begins_where_no_setting_is(words: str, ours: str, program: Program | None) -> None:
+    assert split(words.split()) == (ours.split(), program)
+    if program is not None:
+        assert split(program.words()) == ([], program)
+
+
+@pytest.mark.parametrize("mark", ["-m", "--"])
+def test_a_mark_with_nothing_after_it_is_refused(mark: str) -> None:
+    with pytest.raises(ConfigError, match="needs a"):
+        split(["--nodes", "2", mark])
+
+
+def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("x = 1\nif:\n")
+    Path("binary.py").write_bytes(b"\x7fELF\0\0")
+    Path("folder").mkdir()
+    cases = {
+        "there is no script train.py in": Program("script", "train.py"),
+        "a built-in task is --task digits": Program("script", "digits"),
+        "folder is a directory": Program("script", "folder"),
+        "broken.py, line 2 is not Python": Program("script", "broken.py"),
+        "binary.py is not Python": Program("script", "binary.py"),
+        "there is no module 'nowhere'": Program("module", "nowhere.train"),
+        "there is no such command": Program("command", "no-such-command"),
+    }
+    for text, program in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            check(program, {})
+        assert text in str(caught.value) and "\n" not in str(caught.value)
+    check(Program("command", sys.executable), {})
+    check(Program("module", "json.tool"), {})
+    with pytest.raises(ConfigError, match="--task names a task"):
+        check(Program("module", "json"), {"task": Given("digits", "flag --task", "--task")})
+
+
+def test_a_program_gets_the_settings_that_were_given_as_variables() -> None:
+    settings = Settings().replace(run_dir=Path("/runs/x"), epochs=3, download=True, nodes=2, task="train")
+    given = {"run_dir", "epochs", "download", "nodes", "task", "seed", "metrics_port"}
+    assert variables_of(settings, given) == {
+        "TANDEM_RUN_DIR": "/runs/x", "TANDEM_RESUME": "auto", "TANDEM_EPOCHS": "3", "TANDEM_DOWNLOAD": "true",
+        "TANDEM_SEED": "0",  # given, be it as the default: it goes before what the script says
+    }  # fmt: skip
+
+
+def test_threads_are_torchruns_where_ranks_share_a_host() -> None:
+    job = Job(Program("script", "x.py"), "/run", {}, 5, None, 60.0, False, False)
+    assert "OMP_NUM_THREADS" not in variables(job, Position(), {})
+    assert variables(job, Position(ranks_on_host=2), {})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in variables(job, Position(ranks_on_host=2), {"OMP_NUM_THREADS": "3"})
+
+
+@pytest.mark.parametrize(
+    "first, later, expected",
+    [
+        ({0: 200}, {0: 200, 1: 1}, (1, 1)),  # rank 0 lost rank 1, which had a bug
+        ({0: 200}, {0: 200, 1: 137}, (1, 137)),
+        ({0: 1, 1: 137}, {}, (1, 137)),  # seen at once: the one that was killed explains the other
+        ({1: 1}, {1: 1, 0: 134}, (1, 1)),  # the first failure counts, not what comes of it
+        ({0: 200}, {0: 200, 1: 200}, (0, 200)),
+        ({0: 2, 1: 200}, {}, (0, 2)),
+    ],
+)
+def test_who_is_to_blame(first: dict[int, int], later: dict[int, int], expected: tuple[int, int]) -> None:
+    assert choose(first, later) == expected
+
+
+def test_ranks_that_ended_well_or_as_asked_have_not_failed() -> None:
+    assert failures({0: 0, 1: 143, 2: None, 3: 1, 4: 200}) == {3: 1, 4: 200}
+
+
+def test_a_cause_names_rank_node_and_last_words(tmp_path: Path) -> None:
+    log, error = tmp_path / "rank-1.log", tmp_path / "error.json"
+    log.write_text("step 1\n\nTraceback\nKeyError: 'x'\n")
+    assert last_words(error, log)[-1] == "KeyError: 'x'"
+    error.write_text(json.dumps({"message": {"extraInfo": {"py_callstack": "a\nValueError: my bug\n"}}}))
+    cause = Cause(1, 1, "node-1", 1, last_words(error, log))
+    assert cause.told() == "rank 1 on node 1 (node-1) ended with 1:\n  a\n  ValueError: my bug"
+    assert Cause.from_json(cause.to_json()) == cause
+    assert str(Cause(1, 1, "node-1", 137)) == "rank 1 on node 1 (node-1) was killed by signal 9"
+
+
+@pytest.mark.parametrize("given, code", [(None, 0), (3, 3), ("sorry", 1), (True, 1), (256, 0)])
+def test_exit_codes_are_pythons(given: object, code: int) -> None:
+    assert code_of(SystemExit(given)) == code
+
+
+def test_a_place_is_the_programs_own_line() -> None:
+    place, in_distributed, in_autograd = where(sys._getframe())
+    assert place.startswith("test_program.py:") and not in_distributed and not in_autograd
