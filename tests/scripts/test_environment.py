@@ -41,7 +41,7 @@ def test_the_environment_is_torchruns_variable_by_variable(scripts: Any) -> None
         for name in set_there - DIFFERENT:
             assert ours[rank][name] == torchruns[name], name
         added = {name for name in ours[rank] if name.startswith("TANDEM_")}
-        assert added == {"TANDEM_RUN_DIR", "TANDEM_DATA_DIR", "TANDEM_RESUME", "TANDEM_EPOCHS"}
+        assert added == {"TANDEM_RUN_DIR", "TANDEM_RESUME", "TANDEM_EPOCHS"}
         assert ours[rank]["TANDEM_RUN_DIR"] == str(scripts.folder / "run")
 
 
