@@ -1,4 +1,4 @@
-"""The lines of docs/scripts.md by which frameworks find their own checkpoints: a killed script goes on from them."""
+"""The lines of docs/scripts.md by which scripts find their own checkpoints: killed, they go on from them."""
 
 import os
 import subprocess
