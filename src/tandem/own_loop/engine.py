@@ -15,6 +15,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.data.kinds import training_data
 from tandem.data.seeds import seed_model
+from tandem.data.shares import equal_shares
 from tandem.data.source import Reader, TrainingData
 from tandem.distributed import strategy as strategies
 from tandem.errors import FINISHED, STOPPED, ConfigError, StoppedError, TandemError
@@ -153,9 +154,15 @@ class Engine:
 
     def _reader(self, settings: Settings, collate: Callable[[list[Any]], Any] | None) -> Reader:
         world, whole = self.world, replace(settings.data, micro_batch_size=None)
-        share = len(range(world.rank, whole.batch_size, world.size))
+        if whole.batch_shares == "auto":
+            raise ConfigError(
+                "--batch-shares auto is for a task: in a loop of one's own it cannot be kept in the state; "
+                "give the numbers, such as --batch-shares 3:1"
+            )
+        reader = Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
+        share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
         self.parts.share = share * world.size / whole.batch_size
-        return Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
+        return reader
 
     def _course(self, settings: Settings, state: KeptState, data: TrainingData, planned: int) -> Course:
         """What follows each step, from the settings and the state that was loaded."""

@@ -17,6 +17,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import Beginning, load_state, load_weights
+from tandem.training.shares import BatchShares
 from tandem.training.step import Stepper
 
 
@@ -40,6 +41,7 @@ class Learner:
         self._reader = Reader(data, run.seed, world.rank, world.size, self.task.collate, world.device)
         self.data = training_data(self.datasets.train, self._reader, run.steps)
         self.order = self.data.order
+        self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         self.strategy = strategies.load(compute.strategy, world)
         seed_model(run.seed)  # the same initial weights on every rank
@@ -84,6 +86,7 @@ class Learner:
             return
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule)
         self.data.load(saved.get("data", {}))
+        self.shares.load(saved.get("shares", []))
         self._recorder.load(saved.get("log", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
@@ -97,6 +100,7 @@ class Learner:
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
             "data": self.data.state(),
+            "shares": self.shares.state(),
             "log": self._recorder.state(),
         }
 
