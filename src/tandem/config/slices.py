@@ -101,6 +101,19 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """The exchange of gradients by ddp"""
+
+    gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = setting(
+        "none", "what gradients travel as: fewer bytes for a slow network", fixed=True
+    )
+    powersgd_rank: Count = setting(4, "rank of the factors that powersgd sends of a matrix", fixed=True)
+    bucket_mb: Positive | None = setting(None, "MiB of gradients in one all-reduce; none: torch's 25")
+    find_unused: bool = setting(False, "parameters may be without a gradient, others in each step")
+    static_graph: bool = setting(False, "every step uses the same parameters in the same way")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """Nodes and restarts"""
 

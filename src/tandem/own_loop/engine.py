@@ -64,7 +64,7 @@ class Engine:
         self.clock, self.world, self._threads = open_world(
             compute, reliability, self.settings.common_fields(), position, self._send, self._run_dir / "log"
         )
-        self._strategy = strategies.load(compute.strategy, self.world)
+        self._strategy = strategies.load(compute.strategy, self.world, self.settings.exchange)
         policy = self.settings.optimisation.on_nonfinite
         self.backward = Backward(self.world, self._strategy, self.clock, policy)
         self.parts = Parts(self.settings.run.seed, self.world.rank, self.backward)
@@ -223,7 +223,8 @@ class Engine:
         if world.is_first:
             (self._run_dir / "summary.json").unlink(missing_ok=True)
         open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, together)
-        recorder.costs(Costs(devices=world.size, sync_bytes=_bytes(self.backward.models)))
+        sync_bytes = self._strategy.sync_bytes(_trained(self.backward.models))
+        recorder.costs(Costs(devices=world.size, sync_bytes=sync_bytes))
         return course
 
     def _finish(self, state: KeptState, course: Course, finished: bool) -> None:
@@ -271,6 +272,13 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"--strategy {compute.strategy} is for tasks; a loop of one's own runs with ddp or single"
         )
+    if settings.exchange.gradient_compression == "powersgd":
+        raise ConfigError(
+            "--gradient-compression powersgd is for tasks: it remembers one backward pass a step, and a loop "
+            "of one's own may take several; use bf16 or fp16"
+        )
+    if settings.exchange.static_graph:
+        raise ConfigError("--static-graph is for tasks; in a loop of one's own leave it out")
     if compute.precision != "fp32":
         raise ConfigError(
             f"--precision {compute.precision} is for tasks; in a loop of one's own use torch.autocast"
@@ -291,6 +299,5 @@ def check_batch_size(batch_size: int, saved: Any) -> None:
         )
 
 
-def _bytes(models: Sequence[nn.Module]) -> int:
-    parameters = [p for model in models for p in unwrapped(model).parameters() if p.requires_grad]
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+def _trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for model in models for p in unwrapped(model).parameters() if p.requires_grad]

@@ -78,7 +78,14 @@ def _run(
     )
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
     learner = Learner(
-        settings.run, settings.data, settings.compute, settings.optimisation, world, clock, recorder
+        settings.run,
+        settings.data,
+        settings.compute,
+        settings.optimisation,
+        settings.exchange,
+        world,
+        clock,
+        recorder,
     )
     store = CheckpointStore(settings.run.place / "checkpoints")
     with clock.phase("resume"):
