@@ -8,6 +8,7 @@ import importlib
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import Any
 from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import KILLED, PEER_LOST
 from tandem.launch.restarts import shell_code
-from tandem.process import name_process
+from tandem.process import end_with_parent, name_process
 from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
 
 RankFunction = Callable[[Any, Any], int]
@@ -74,6 +75,7 @@ def _worker_main(
             lifeline.recv_bytes()
         os._exit(PEER_LOST)
 
+    end_with_parent(signal.SIGKILL)  # the fork server, which ends with the agent: the pipe needs a free GIL
     name_process("tandem-standby")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
