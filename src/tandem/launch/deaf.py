@@ -1,4 +1,4 @@
-"""What the fork server imports first of all: from then on it is deaf to stop signals, and ends with its agent.
+"""The fork server imports this first of all: it is deaf to stop signals from then on, and ends with its agent.
 
 A scheduler signals the whole process tree. Were the fork server to die of it, the agent would lose its
 ranks' exit codes while they still save; each rank installs its own handlers first thing. It was started with
@@ -12,5 +12,5 @@ from tandem.signals import IGNORED_BY_FORK_SERVER, ignore_stop_signals
 
 ignore_stop_signals()
 signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_BY_FORK_SERVER)
-# It would notice by its pipe that the agent is gone; stopped, or with its interpreter stuck in C, it would not.
+# Its pipe tells it too that the agent is gone, but not while it is stopped, or its interpreter stuck in C.
 end_with_parent(signal.SIGKILL)
