@@ -1,4 +1,7 @@
-"""A real Slurm of two nodes on one Debian host: `two_nodes.py [COMMAND...]` runs a command on it.
+"""A real Slurm of two nodes on one Debian host.
+
+    two_nodes.py try [ARGUMENTS OF TANDEM LAUNCH]      slurm/train.sbatch on it
+    two_nodes.py shell [COMMAND]                       a shell, or a command, on its login node
 
 The controller and each node have namespaces of their own (network, host name, mounts, processes), a bridge
 between them, and a munge with its own key and socket. All files are in one folder. The nodes' process
@@ -19,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+TRAIN = Path(__file__).resolve().with_name("train.sbatch")
 NODES = ("node1", "node2")
 HEAD = "head"
 TOOLS = ("unshare", "nsenter", "setpriv", "mount", "ip", "munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -233,7 +237,30 @@ def _name(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-def main(command: Sequence[str]) -> int:
+def train(cluster: Cluster, arguments: Sequence[str]) -> int:
+    """train.sbatch with these arguments, its output as it comes, and how it ended."""
+    output = cluster.folder / "train.out"
+    options = ["--parsable", "--gpus-per-node=0", f"--output={output}"]
+    variables = {"TANDEM_RUN_DIR": str(cluster.folder / "run"), "TANDEM_DEVICE": "cpu"}
+    job = cluster.run("sbatch", *options, str(TRAIN), *arguments, **variables)
+    print(cluster.run("sinfo"), cluster.run("squeue"), sep="\n", flush=True)
+    shown = 0
+    while True:
+        state = cluster.job(job)
+        text = output.read_bytes() if output.exists() else b""
+        sys.stdout.write(text[shown:].decode(errors="replace"))
+        sys.stdout.flush()
+        shown = len(text)
+        if state["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            print(f"job {job}: {state['JobState']}, exit code {state['ExitCode']}, on {state['NodeList']}")
+            return int(state["ExitCode"].partition(":")[0])
+        time.sleep(0.5)
+
+
+def main(words: Sequence[str]) -> int:
+    if words[:1] not in (["try"], ["shell"]):
+        print(__doc__, file=sys.stderr)
+        return 2
     here, why = available()
     if not here:
         print(f"slurm/two_nodes.py: no cluster can be made here: {why}", file=sys.stderr)
@@ -241,9 +268,13 @@ def main(command: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="two-nodes-"))
     try:
         with Cluster(folder) as cluster:
-            return subprocess.run(
-                cluster.on(HEAD, *(command or ("bash",))), env=cluster.environment
-            ).returncode
+            cluster.environment["PATH"] = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
+            if words[0] == "try":
+                return train(cluster, words[1:])
+            command = cluster.on(HEAD, *(words[1:] or ["bash"]))
+            return subprocess.run(command, env=cluster.environment).returncode
+    except KeyboardInterrupt:
+        return 130
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
