@@ -95,9 +95,12 @@ class Engine:
             if problem:
                 raise ConfigError(problem)
             recorder = self._recorder(self.settings)
-            self.beginning = begin(self.world, self._store(), None, position, recorder)
+            config, download = self.settings.checkpoint, self.settings.data.download
+            self.beginning = begin(self.world, self._store(), config, position, recorder, download)
             if self.beginning.state is not None:
                 state.load(self.beginning.state)
+            elif self.beginning.weights is not None:
+                self.beginning.weights.load(self._strategy, state.together)
 
     def loop(
         self,
@@ -263,6 +266,11 @@ def check_settings(settings: Settings) -> None:
     if compute.strategy not in ("ddp", "single"):
         raise ConfigError(
             f"--strategy {compute.strategy} is for tasks; a loop of one's own runs with ddp or single"
+        )
+    if compute.dist_bn != "broadcast":
+        raise ConfigError(
+            f"--dist-bn {compute.dist_bn} is for tasks; a loop of one's own saves rank 0's statistics, or "
+            "those of the global batch with --sync-batchnorm"
         )
     if compute.precision != "fp32":
         raise ConfigError(
