@@ -1,4 +1,4 @@
-"""The fork server imports this first of all: it is deaf to stop signals from then on, and ends with its agent.
+"""The fork server imports this first: it is deaf to stop signals from then on, and ends with its agent.
 
 A scheduler signals the whole process tree. Were the fork server to die of it, the agent would lose its
 ranks' exit codes while they still save; each rank installs its own handlers first thing. It was started with
