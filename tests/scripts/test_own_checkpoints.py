@@ -1,4 +1,4 @@
-"""The lines of docs/scripts.md by which frameworks find their own checkpoints: a killed script goes on from them."""
+"""The lines of docs/scripts.md by which frameworks find their checkpoints: killed scripts go on from them."""
 
 import os
 import subprocess
