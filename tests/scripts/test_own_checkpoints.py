@@ -1,4 +1,4 @@
-"""The lines of docs/scripts.md by which frameworks find their checkpoints: killed scripts go on from them."""
+"""The lines of docs/scripts.md by which scripts find their own checkpoints: killed, they go on from them."""
 
 import os
 import subprocess

@@ -23,7 +23,7 @@ from typing import Any, cast
 from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import KILLED, PEER_LOST, PeerLostError
 from tandem.launch.restarts import shell_code
-from tandem.process import name_process
+from tandem.process import end_with_parent, name_process
 from tandem.signals import IGNORED_BY_FORK_SERVER
 from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
 
@@ -84,6 +84,7 @@ def _worker_main(
             lifeline.recv_bytes()
         os._exit(PEER_LOST)
 
+    end_with_parent(signal.SIGKILL)  # the fork server, which ends with the agent: the pipe needs a free GIL
     name_process("tandem-warming")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):

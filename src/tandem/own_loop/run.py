@@ -94,7 +94,10 @@ class Run:
             give_rank_0s_weights(model, self._engine.world)
             return model
         backward = self._engine.backward
-        wrapped = Replica(model, self._engine.world, backward.passenger) if self.world_size > 1 else model
+        wrapped: nn.Module = model
+        if self.world_size > 1:
+            exchange = self._engine.settings.exchange
+            wrapped = Replica(model, self._engine.world, backward.passenger, exchange)
         backward.watch(wrapped)
         return wrapped
 

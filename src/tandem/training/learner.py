@@ -5,11 +5,12 @@ from typing import Any
 from torch import nn
 
 from tandem.checkpoint.flatten import flatten
-from tandem.config.slices import ComputeConfig, DataConfig, OptimisationConfig, RunConfig
+from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimisationConfig, RunConfig
 from tandem.data.kinds import training_data
 from tandem.data.seeds import seed_model
 from tandem.data.source import Reader
 from tandem.distributed import strategy as strategies
+from tandem.distributed.compression import check_scaling
 from tandem.distributed.group import ProcessGroup
 from tandem.tasks.base import WholeTask, load_task, model_of
 from tandem.telemetry.clock import Clock
@@ -17,6 +18,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import Beginning, load_state, load_weights
+from tandem.training.shares import BatchShares
 from tandem.training.step import Stepper
 
 
@@ -29,19 +31,22 @@ class Learner:
         data: DataConfig,
         compute: ComputeConfig,
         optimisation: OptimisationConfig,
+        exchange: ExchangeConfig,
         world: ProcessGroup,
         clock: Clock,
         recorder: Recorder,
     ) -> None:
         self._recorder = recorder
+        check_scaling(exchange, compute)
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
         world.once_per_node(self.task.prepare)
         self.datasets = self.task.build_datasets()
         self._reader = Reader(data, run.seed, world.rank, world.size, self.task.collate, world.device)
         self.data = training_data(self.datasets.train, self._reader, run.steps)
         self.order = self.data.order
+        self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
-        self.strategy = strategies.load(compute.strategy, world)
+        self.strategy = strategies.load(compute.strategy, world, exchange)
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.device)
         if compute.sync_batchnorm:
@@ -84,7 +89,9 @@ class Learner:
             return
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule)
         self.data.load(saved.get("data", {}))
+        self.shares.load(saved.get("shares", []))
         self._recorder.load(saved.get("log", {}))
+        self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
         self.task.after_resume(self.model)
@@ -97,6 +104,8 @@ class Learner:
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
             "data": self.data.state(),
+            "shares": self.shares.state(),
+            "exchange": self.strategy.exchange_state(),
             "log": self._recorder.state(),
         }
 

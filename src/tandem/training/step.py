@@ -127,12 +127,13 @@ class Stepper:
             self._module.names[:] = names
             self._strategy.wrap(self._module, SLOTS + 2 * len(names))
             self._accumulate(micro_batches, step, Proposal())
+            self._strategy.check_gradients()
         self._module.train()
         is_told = self._world.position.restart > 0 and known.devices == self._world.size
         device_flops = 0.0 if is_told else peak_flops(self._world.device, self._precision)
         self.clock.pause()
         self.clock.begin_step()
-        sync_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
+        sync_bytes = self._strategy.sync_bytes(self._parameters)
         return Costs(flops, device_flops, self._world.size, sync_bytes, names)
 
     def _count(self, batch: Any) -> tuple[float, tuple[str, ...]]:
