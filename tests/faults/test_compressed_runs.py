@@ -23,7 +23,7 @@ def test_powersgd_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs) -> N
     runs.wait_for_step("broken", 28)
     runs.processes.kill(broken)
     runs.processes.wait(broken)
-    summary = runs.finish("launch", "broken", *FLAGS, *POWERSGD, "--steps", 60)
+    summary = runs.finish("launch", "broken", *FLAGS, *POWERSGD, "--steps", 60, delay=0.05)
     assert summary["resumed_from_step"] >= 28
     assert summary["weights_sha256"] == calm["weights_sha256"]
     calm_lines, broken_lines = (

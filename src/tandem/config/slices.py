@@ -19,10 +19,12 @@ from tandem.config.fields import (
     NonNegative,
     Place,
     Port,
+    Portion,
     Positive,
     ResumeText,
     RunName,
     Seed,
+    SharesText,
     StepWindow,
     WarmupText,
     setting,
@@ -59,6 +61,9 @@ class DataConfig:
     download: bool = setting(False, "let a task download its data set")
     batch_size: Count = setting(240, "global batch: samples per optimizer step over all ranks", fixed=True)
     micro_batch_size: Count | None = setting(None, "samples per rank and pass; none: all at once")
+    batch_shares: Auto | SharesText | None = setting(
+        None, "each rank's part of a batch; auto: by the pace of the first steps; none: equal"
+    )
     workers: Natural = setting(0, "loader processes per rank")
 
 
@@ -85,6 +90,7 @@ class ComputeConfig:
     """Devices, precision and distribution"""
 
     strategy: Literal["single", "dp", "ddp", "fsdp"] = setting("ddp", "how the model is distributed")
+    dp_first_share: Portion = setting(1.0, "dp: what the first GPU computes, beside 1 for each of the others")
     sync_batchnorm: bool = setting(False, "batch norm over the global batch", fixed=True)
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")

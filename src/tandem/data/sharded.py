@@ -55,6 +55,8 @@ class ShardedData:
             raise ConfigError(
                 f"--workers is {reader.config.workers}: ranks read of_rank() themselves, give 0"
             )
+        if reader.config.batch_shares is not None:
+            raise ConfigError("--batch-shares cannot be where a dataset has of_rank(): the parts are its own")
         self._dataset, self._reader = dataset, reader
         mine = self._part()
         size = len(mine) if hasattr(mine, "__len__") else sum(1 for _ in mine)

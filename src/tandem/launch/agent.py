@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError
@@ -79,13 +79,16 @@ def _run_connections(
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
         except PeerLostError as error:
             code, reason = PEER_LOST, str(error)
-        except (StoreLostError, RendezvousConnectionError, DistStoreError):
+        except (StoreLostError, RendezvousConnectionError, DistStoreError, DistNetworkError) as error:
             node.workers.kill()
+            if agent is not None:
+                agent.abandon()
             if not watchdog.has_trained:
                 budget.incidents += 1
             if budget.is_spent:
                 return AgentReport(PEER_LOST, f"{budget} is spent", budget.generations)
-            log.warning("the store on node 0 is gone; going round again")
+            why = error if isinstance(error, StoreLostError) else StoreLostError()
+            log.warning("%s; going round again", why)
             continue
         node.workers.kill()
         if agent is not None:

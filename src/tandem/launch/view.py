@@ -57,6 +57,7 @@ class NodeView:
         self._state_dir, self._stop = state_dir, stop
         self._health_failed = False
         self._generations, self._nodes = 0, placement.nodes
+        self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
         self._activities = life.Activities(self._began - life.process_age_seconds())
         self._replays = life.Replays()
@@ -96,6 +97,7 @@ class NodeView:
             return
         reason = "elastic" if position.nodes != self._nodes else self._restart_reason
         self._generations, self._nodes = number, position.nodes
+        self._world_size = position.world_size
         self._event("world", number=number, world_size=position.world_size, nodes=position.nodes)
         self._enter("rendezvous")
         if number > 1:
@@ -131,16 +133,17 @@ class NodeView:
             )
 
     def ended(self, code: int, reason: str, generations: int) -> None:
-        """The job is over: final state, and the summary where rank 0 could not write one."""
+        """The job is over: final state, and the summary where rank 0 has not written one."""
         state = "succeeded" if code == FINISHED else "failed"
         if self._journal is None:
             self._state = state
             return
         summary = self.run_dir / "summary.json"
-        if code not in (FINISHED, STOPPED):
-            self._event("failed", exit_code=code, reason=reason)
+        ending = {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
+        if ending == "failed" or not summary.exists():
+            self._event(ending, exit_code=code, reason=reason)
             try:
-                write_json_atomic(summary, self._failed_summary(code, reason, generations))
+                write_json_atomic(summary, self._summary(ending, code, reason, generations))
             except OSError as error:
                 log.warning("cannot write %s: %s", summary, error)
         self._enter(state)
@@ -270,15 +273,15 @@ class NodeView:
                 log.warning("cannot write health to %s: %s; trying again", state_dir, error)
             self._health_failed = True
 
-    def _failed_summary(self, code: int, reason: str, generations: int) -> dict[str, object]:
+    def _summary(self, state: str, code: int, reason: str, generations: int) -> dict[str, object]:
         step = self._rank_zeros_step()
         return {
-            "state": "failed",
+            "state": state,
             "exit_code": code,
             "reason": reason,
             "task": self._settings.run.task,
             "platform": self._placement.platform,
-            "world_size": self._placement.world_size,
+            "world_size": self._world_size,
             "nodes": self._placement.nodes,
             "epoch": None,
             "global_step": step,

@@ -15,6 +15,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.data.kinds import training_data
 from tandem.data.seeds import seed_model
+from tandem.data.shares import equal_shares
 from tandem.data.source import Reader, TrainingData
 from tandem.distributed import strategy as strategies
 from tandem.errors import FINISHED, STOPPED, ConfigError, StoppedError, TandemError
@@ -23,6 +24,7 @@ from tandem.launch.script import ScriptRank
 from tandem.own_loop.backward import Backward
 from tandem.own_loop.batches import Batches
 from tandem.own_loop.kept import KeptState, unwrapped
+from tandem.own_loop.limits import check_batch_size, check_settings
 from tandem.own_loop.parts import Parts
 from tandem.signals import StopFlag
 from tandem.telemetry.channel import sender
@@ -153,9 +155,15 @@ class Engine:
 
     def _reader(self, settings: Settings, collate: Callable[[list[Any]], Any] | None) -> Reader:
         world, whole = self.world, replace(settings.data, micro_batch_size=None)
-        share = len(range(world.rank, whole.batch_size, world.size))
+        if whole.batch_shares == "auto":
+            raise ConfigError(
+                "--batch-shares auto is for a task: in a loop of one's own it cannot be kept in the state; "
+                "give the numbers, such as --batch-shares 3:1"
+            )
+        reader = Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
+        share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
         self.parts.share = share * world.size / whole.batch_size
-        return Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
+        return reader
 
     def _course(self, settings: Settings, state: KeptState, data: TrainingData, planned: int) -> Course:
         """What follows each step, from the settings and the state that was loaded."""
@@ -256,40 +264,6 @@ class Engine:
 
 class LoopLeftError(TandemError):
     """The script ended, and its loop had not."""
-
-
-def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for what a loop of one's own does by itself."""
-    compute = settings.compute
-    if compute.strategy not in ("ddp", "single"):
-        raise ConfigError(
-            f"--strategy {compute.strategy} is for tasks; a loop of one's own runs with ddp or single"
-        )
-    if settings.exchange.gradient_compression == "powersgd":
-        raise ConfigError(
-            "--gradient-compression powersgd is for tasks: it remembers one backward pass a step, and a loop "
-            "of one's own may take several; use bf16 or fp16"
-        )
-    if settings.exchange.static_graph:
-        raise ConfigError("--static-graph is for tasks; in a loop of one's own leave it out")
-    if compute.precision != "fp32":
-        raise ConfigError(
-            f"--precision {compute.precision} is for tasks; in a loop of one's own use torch.autocast"
-        )
-    if compute.compile:
-        raise ConfigError(
-            "--compile is for tasks; in a loop of one's own call torch.compile on the wrapped model"
-        )
-
-
-def check_batch_size(batch_size: int, saved: Any) -> None:
-    """The position in the data is a step: it means the same samples only with the same batch size."""
-    before = batch_size if saved is None else saved.get("batch_size", batch_size)
-    if before != batch_size:
-        raise ConfigError(
-            f"cannot resume: batch_size was {before} and is {batch_size} now; give the old value, "
-            "another --run-dir, or --resume never"
-        )
 
 
 def _trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:

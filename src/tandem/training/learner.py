@@ -20,6 +20,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import Beginning, load_state, load_weights
+from tandem.training.shares import BatchShares
 from tandem.training.step import Stepper
 
 
@@ -49,6 +50,7 @@ class Learner:
         self.order = self.data.order
         if isinstance(self.data, ShardedData):
             check_uneven(compute, exchange)
+        self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         self.strategy = strategies.load(compute.strategy, world, exchange)
         seed_model(run.seed)  # the same initial weights on every rank
@@ -94,6 +96,7 @@ class Learner:
             return
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule)
         self.data.load(saved.get("data", {}))
+        self.shares.load(saved.get("shares", []))
         self._recorder.load(saved.get("log", {}))
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
@@ -108,6 +111,7 @@ class Learner:
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
             "data": self.data.state(),
+            "shares": self.shares.state(),
             "exchange": self.strategy.exchange_state(),
             "log": self._recorder.state(),
         }

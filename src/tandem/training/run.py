@@ -109,6 +109,7 @@ def _run(
         threads=threads,
         first_step=beginning.step,
         started=started,
+        shares=learner.shares.sizes,
     )
     timetable = Timetable.of(
         learner.order.steps_per_epoch,
@@ -132,7 +133,7 @@ def _run(
         settings.compute.precision,
         settings.data.workers,
     )
-    steps = _told(learner.data.steps(beginning.step, learner.planned), recorder)
+    steps = _told(learner.shares.steps(beginning.step, learner.planned), recorder)
     window = settings.telemetry.profile if world.is_first else None
     training = Training(
         world=world,
@@ -145,6 +146,7 @@ def _run(
         clock=clock,
         nonfinite=learner.nonfinite,
         stop=stop,
+        shares=learner.shares,
         batches=profiled(steps, window, beginning.step, run_dir / "profile" / "rank-0.json"),
         evaluate=evaluation.scores,
         check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),
