@@ -8,11 +8,13 @@ from tandem.checkpoint.flatten import flatten
 from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimisationConfig, RunConfig
 from tandem.data.kinds import training_data
 from tandem.data.seeds import seed_model
+from tandem.data.sharded import ShardedData
 from tandem.data.source import Reader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.compression import check_scaling
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.statistics import Statistics
+from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task, model_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
@@ -42,9 +44,13 @@ class Learner:
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
         world.once_per_node(self.task.prepare)
         self.datasets = self.task.build_datasets()
-        self._reader = Reader(data, run.seed, world.rank, world.size, self.task.collate, world.device)
+        self._reader = Reader(
+            data, run.seed, world.rank, world.size, self.task.collate, world.device, world.gather
+        )
         self.data = training_data(self.datasets.train, self._reader, run.steps)
         self.order = self.data.order
+        if isinstance(self.data, ShardedData):
+            check_uneven(compute, exchange)
         self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         self.strategy = strategies.load(compute.strategy, world, exchange)
@@ -76,6 +82,7 @@ class Learner:
             self._optimizer,
             clock,
         )
+        self.stepper.samples_of = self.order.samples
         self.nonfinite = Policy(optimisation.on_nonfinite, compute.precision, recorder)
 
     def begin(self, beginning: Beginning) -> None:
@@ -121,6 +128,17 @@ class Learner:
         """The model's part alone; as `whole`."""
         weights = self.strategy.whole(self.model.state_dict())
         return weights if self.statistics is None else self.statistics.whole(weights)
+
+
+def check_uneven(compute: ComputeConfig, exchange: ExchangeConfig) -> None:
+    """Raise ConfigError for what waits for all ranks inside of a forward pass, which some will not run."""
+    for flag, is_set in (
+        (f"--strategy {compute.strategy}", compute.strategy == "fsdp"),
+        ("--sync-batchnorm", compute.sync_batchnorm),
+        ("--static-graph", exchange.static_graph),
+    ):
+        if is_set:
+            raise ConfigError(f"{flag} cannot be where a dataset has of_rank(), whose parts may end early")
 
 
 def rank_zeros(model: nn.Module) -> frozenset[int]:
