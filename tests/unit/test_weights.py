@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def single() -> Strategy:
-    return Strategy(cast(Any, argparse.Namespace(size=1)))
+    return Strategy(cast(Any, argparse.Namespace(size=1)), ExchangeConfig())
 
 
 def state_of(seed: int = 5, classes: int = 3) -> dict[str, Any]:
