@@ -15,6 +15,7 @@ from torch import nn
 
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
+from tandem.config.slices import ExchangeConfig
 from tandem.distributed.strategy.single import Strategy
 from tandem.errors import ConfigError
 from tandem.training.weights import PREFIXES, Initial, fit, read_weights, tensors_in
