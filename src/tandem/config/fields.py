@@ -104,6 +104,14 @@ RunName = Annotated[
         _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
     ),
 ]
+SharesText = Annotated[
+    str,
+    Valid(
+        "two or more numbers above 0, by rank, such as 3:1",
+        _matches(r"(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?(:(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?)+"),
+    ),
+]
+Portion = Annotated[float, Valid("a number above 0, up to 1", lambda x: 0 < x <= 1)]
 ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_resume)]
 
 

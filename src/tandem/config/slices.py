@@ -19,11 +19,13 @@ from tandem.config.fields import (
     NonNegative,
     Place,
     Port,
+    Portion,
     Positive,
     ResumeText,
     RunName,
     Seed,
     Share,
+    SharesText,
     StepWindow,
     WarmupText,
     setting,
@@ -60,6 +62,9 @@ class DataConfig:
     download: bool = setting(False, "let a task download its data set")
     batch_size: Count = setting(240, "global batch: samples per optimizer step over all ranks", fixed=True)
     micro_batch_size: Count | None = setting(None, "samples per rank and pass; none: all at once")
+    batch_shares: Auto | SharesText | None = setting(
+        None, "each rank's part of a batch; auto: by the pace of the first steps; none: equal"
+    )
     workers: Natural = setting(0, "loader processes per rank")
 
 
@@ -92,6 +97,7 @@ class ComputeConfig:
     """Devices, precision and distribution"""
 
     strategy: Literal["single", "dp", "ddp", "fsdp"] = setting("ddp", "how the model is distributed")
+    dp_first_share: Portion = setting(1.0, "dp: what the first GPU computes, beside 1 for each of the others")
     sync_batchnorm: bool = setting(False, "batch norm over the global batch", fixed=True)
     dist_bn: Literal["broadcast", "reduce"] = setting(
         "broadcast", "batch norm's statistics in evaluation and saves: rank 0's, or the mean over ranks"
@@ -102,6 +108,19 @@ class ComputeConfig:
     threads: Auto | Count = setting(
         "auto", "CPU threads per rank; auto: its share of the cores", per_node=True
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """The exchange of gradients by ddp"""
+
+    gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = setting(
+        "none", "what gradients travel as: fewer bytes for a slow network", fixed=True
+    )
+    powersgd_rank: Count = setting(4, "rank of the factors that powersgd sends of a matrix", fixed=True)
+    bucket_mb: Positive | None = setting(None, "MiB of gradients in one all-reduce; none: torch's 25")
+    find_unused: bool = setting(False, "parameters may be without a gradient, others in each step")
+    static_graph: bool = setting(False, "every step uses the same parameters in the same way")
 
 
 @dataclass(frozen=True, kw_only=True)

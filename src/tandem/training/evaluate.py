@@ -60,7 +60,7 @@ class Evaluation:
                     entry[0] += float(total) * counts
                     entry[1] += float(count) * counts
         self.model.train(was_training)
-        names = [str(name) for name in self.world.broadcast_json(sorted(sums))]  # rank 0 always has a share
+        names = sorted({str(name) for part in self.world.gather_json(sorted(sums)) for name in part})
         reduced = self.world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
         pairs = zip(names, reduced[::2], reduced[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count > 0}

@@ -78,7 +78,14 @@ def _run(
     )
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
     learner = Learner(
-        settings.run, settings.data, settings.compute, settings.optimisation, world, clock, recorder
+        settings.run,
+        settings.data,
+        settings.compute,
+        settings.optimisation,
+        settings.exchange,
+        world,
+        clock,
+        recorder,
     )
     store = CheckpointStore(settings.run.place / "checkpoints")
     with clock.phase("resume"):
@@ -102,6 +109,7 @@ def _run(
         threads=threads,
         first_step=beginning.step,
         started=started,
+        shares=learner.shares.sizes,
     )
     timetable = Timetable.of(
         learner.order.steps_per_epoch,
@@ -128,7 +136,7 @@ def _run(
         settings.data.workers,
         learner.statistics,
     )
-    steps = _told(learner.data.steps(beginning.step, learner.planned), recorder)
+    steps = _told(learner.shares.steps(beginning.step, learner.planned), recorder)
     window = settings.telemetry.profile if world.is_first else None
     training = Training(
         world=world,
@@ -141,6 +149,7 @@ def _run(
         clock=clock,
         nonfinite=learner.nonfinite,
         stop=stop,
+        shares=learner.shares,
         batches=profiled(steps, window, beginning.step, run_dir / "profile" / "rank-0.json"),
         evaluate=evaluation.scores,
         check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),
