@@ -94,6 +94,7 @@ class ComputeConfig:
     sync_batchnorm: bool = setting(False, "batch norm over the global batch", fixed=True)
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
+    devices_per_rank: Count = setting(1, "GPUs of one process, for a model whose parts lie on several")
     compile: bool = setting(False, "compile the model with torch.compile")
     threads: Auto | Count = setting(
         "auto", "CPU threads per rank; auto: its share of the cores", per_node=True

@@ -24,16 +24,21 @@ from tandem.torch_private import is_batchnorm
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto`, `cpu` or `cuda` -> this rank's device; ConfigError where it is not there."""
+def choose_devices(wanted: str, local_rank: int, each: int = 1) -> tuple[torch.device, ...]:
+    """`auto`, `cpu` or `cuda` -> this rank's `each` devices; ConfigError where they are not there.
+
+    Local rank 0 has the first `each` GPUs, local rank 1 the next. A CPU counts as often as it is asked for.
+    """
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and count == 0):
-        return torch.device("cpu")
+        return (torch.device("cpu"),) * each
     if count == 0:
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
-    if local_rank >= count:
-        raise ConfigError(f"local rank {local_rank} has no GPU: torch sees {count}; use --nproc {count}")
-    return torch.device("cuda", local_rank)
+    if (local_rank + 1) * each > count:
+        what = "has no GPU" if each == 1 else f"has no {each} GPUs of its own"
+        fits = f"use --nproc {count // each}" if count >= each else f"use --devices-per-rank {count}"
+        raise ConfigError(f"local rank {local_rank} {what}: torch sees {count}; {fits}")
+    return tuple(torch.device("cuda", local_rank * each + index) for index in range(each))
 
 
 def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
@@ -47,9 +52,13 @@ def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
 class ProcessGroup:
     """An open process group, from `ProcessGroup.open` to `close`."""
 
-    def __init__(self, position: Position, device: torch.device) -> None:
+    def __init__(
+        self, position: Position, device: torch.device, devices: tuple[torch.device, ...] = ()
+    ) -> None:
         self.position = position
         self.device = device
+        self.devices = devices or (device,)
+        """All that this rank has; on the first, `device`, are batches, the loss and what is exchanged."""
         self.rank = position.rank
         self.size = position.world_size
 
@@ -59,7 +68,13 @@ class ProcessGroup:
         return self.rank == 0
 
     @classmethod
-    def open(cls, position: Position, device: torch.device, timeout_seconds: float) -> "ProcessGroup":
+    def open(
+        cls,
+        position: Position,
+        device: torch.device,
+        timeout_seconds: float,
+        devices: tuple[torch.device, ...] = (),
+    ) -> "ProcessGroup":
         """Join the group; every rank of the job calls this. Raises PeerLostError.
 
         `timeout_seconds` bounds every collective; the first step may compile. Hangs are the watchdog's.
@@ -80,7 +95,12 @@ class ProcessGroup:
             raise PeerLostError(
                 f"cannot join the process group as {position}: {first_line(error)}"
             ) from error
-        return cls(position, device)
+        return cls(position, device, devices)
+
+    @property
+    def ddp_devices(self) -> list[torch.device] | None:
+        """DDP's `device_ids`: it moves inputs to the one device of a model that lies on one GPU."""
+        return [self.device] if self.device.type == "cuda" and len(self.devices) == 1 else None
 
     def close(self) -> None:
         """Leave after a success; after a failure just exit, because destroying would deadlock."""

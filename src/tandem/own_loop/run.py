@@ -64,6 +64,11 @@ class Run:
         return self._engine.world.device
 
     @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All of them, with --devices-per-rank above 1; `device` is the first."""
+        return self._engine.world.devices
+
+    @property
     def world_size(self) -> int:
         """How many processes train."""
         return self._engine.world.size
@@ -76,8 +81,9 @@ class Run:
     def wrap(self, model: nn.Module) -> nn.Module:
         """`model` on this rank's device; backward passes through it average gradients over ranks.
 
-        Call it before the optimizer is made. A model in which nothing is to be trained is moved, and gets
-        rank 0's weights, no more.
+        With --devices-per-rank above 1 it stays where its parts have been put, see `devices`. Call this
+        before the optimizer is made. A model in which nothing is to be trained is moved, and gets rank 0's
+        weights, no more.
 
             model = run.wrap(torch.nn.Linear(8, 2))
             teacher = run.wrap(torch.nn.Linear(8, 2).requires_grad_(False))
@@ -86,7 +92,8 @@ class Run:
             raise ConfigError(f"run.wrap got {type(model).__name__}, valid is a torch.nn.Module")
         if self._state is not None:
             raise ConfigError("run.wrap after run.keep: wrap every model first, then keep them")
-        model = model.to(self.device)
+        if len(self.devices) == 1:
+            model = model.to(self.device)
         if self._engine.settings.compute.sync_batchnorm:
             model = self._engine.world.synchronise_batchnorm(model)
         model.register_forward_pre_hook(_tells(self._engine))
