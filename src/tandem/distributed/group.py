@@ -3,11 +3,15 @@
 Everything here is called by all ranks together; no caller puts it under `if rank == 0`.
 """
 
+import contextlib
 import io
 import json
 import os
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,6 +26,9 @@ from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
+STALE_SECONDS = 600.0
+"""Ranks of one start write the file in which they meet within so many seconds."""
+TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 
 
 def choose_devices(wanted: str, local_rank: int, each: int = 1) -> tuple[torch.device, ...]:
@@ -86,12 +93,27 @@ class ProcessGroup:
         try:
             if position.init == "env":
                 dist.init_process_group(backend, timeout=timeout)
+            elif position.store is None and position.init.startswith("file:"):
+                check_fresh(Path(position.init.removeprefix("file://")), time.time())
+                dist.init_process_group(
+                    backend,
+                    init_method=position.init,
+                    rank=position.rank,
+                    world_size=position.world_size,
+                    timeout=timeout,
+                )
             else:
                 store = _open_store(position, timeout)
                 dist.init_process_group(
                     backend, store=store, rank=position.rank, world_size=position.world_size, timeout=timeout
                 )
         except (RuntimeError, ValueError) as error:
+            if TAKEN.search(str(error)):
+                port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
+                raise ConfigError(
+                    f"port {port}, where the ranks are to meet, is taken on this host by another program, "
+                    "perhaps by a run that still lives: end it, or give all ranks another MASTER_PORT"
+                ) from error
             raise PeerLostError(
                 f"cannot join the process group as {position}: {first_line(error)}"
             ) from error
@@ -213,6 +235,17 @@ class ProcessGroup:
             raise error
         if failed:
             raise PeerLostError("preparing the data failed on another node; its log says why")
+
+
+def check_fresh(path: Path, now: float) -> None:
+    """Raise ConfigError for a file in which an earlier run met: its ranks' addresses are in it."""
+    with contextlib.suppress(OSError):
+        age = now - path.stat().st_mtime
+        if age > STALE_SECONDS and path.stat().st_size:
+            raise ConfigError(
+                f"--init-method file://{path}: the file is of an earlier run, {age:.0f} s old; remove it, or "
+                "name a new one for each start"
+            )
 
 
 def _open_store(position: Position, timeout: timedelta) -> Any:
