@@ -75,4 +75,6 @@ def position_of(placement: Placement, init_method: str | None = None) -> Positio
         node_name=placement.local_name or "localhost",
         init=init,
         master=(placement.master_host, placement.master_port),
+        job=placement.job,
+        device=placement.device,
     )

@@ -77,7 +77,7 @@ def _meeting(asked: LaunchConfig, environ: Mapping[str, str], hostname: str) -> 
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         raise ConfigError(
             f"--init-method {method} is for ranks that are started by hand: set RANK, WORLD_SIZE and "
-            "LOCAL_RANK for each `tandem train`; `tandem launch` starts ranks itself and takes --master HOST:PORT"
+            "LOCAL_RANK for each `tandem train`; `tandem launch` starts ranks itself, with --master HOST:PORT"
         )
     if method == "env://":
         return {}

@@ -13,13 +13,14 @@ from tandem.data.source import Reader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.compression import check_scaling
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.statistics import Statistics
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task, model_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
-from tandem.training.resume import Beginning, load_state, load_weights
+from tandem.training.resume import Beginning, load_state
 from tandem.training.shares import BatchShares
 from tandem.training.step import Stepper
 
@@ -59,6 +60,7 @@ class Learner:
             self.model = world.synchronise_batchnorm(self.model)
         self.rank_zeros = rank_zeros(self.model)  # before a strategy makes them other tensors
         self.model = self.strategy.spread(self.model)
+        self.statistics = Statistics.of(compute.dist_bn, world, self.model)
         self._optimizer = self.strategy.spread_optimizer(build_optimizer(optimisation, self.task, self.model))
         self.schedule = Schedule(
             optimisation,
@@ -92,9 +94,11 @@ class Learner:
         if saved is None:
             self._reader.check_shares()
             if beginning.weights is not None:
-                load_weights(beginning.weights, self.strategy, self.model)
+                beginning.weights.load(self.strategy, self.model)
             return
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule)
+        if self.statistics is not None:
+            self.statistics.load(saved.get("statistics", {}))
         self.data.load(saved.get("data", {}))
         self.shares.load(saved.get("shares", []))
         self._recorder.load(saved.get("log", {}))
@@ -106,8 +110,12 @@ class Learner:
     def whole(self) -> dict[str, Any]:
         """The state by part, "model" first; tensors are whole on rank 0, and all ranks call this."""
         spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state = self.strategy.whole(spread)
+        if self.statistics is not None:
+            state = {**state, "model": self.statistics.whole(state["model"])}
+            state["statistics"] = self.statistics.state()
         return {
-            **self.strategy.whole(spread),
+            **state,
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
             "data": self.data.state(),
@@ -118,7 +126,8 @@ class Learner:
 
     def weights(self) -> dict[str, Any]:
         """The model's part alone; as `whole`."""
-        return self.strategy.whole(self.model.state_dict())
+        weights = self.strategy.whole(self.model.state_dict())
+        return weights if self.statistics is None else self.statistics.whole(weights)
 
 
 def check_uneven(compute: ComputeConfig, exchange: ExchangeConfig) -> None:
