@@ -78,8 +78,8 @@ class Run:
         """`model` on this rank's device; backward passes through it average gradients over ranks.
 
         With --devices-per-rank N above 1 it stays where the script has put its parts, on devices from
-        LOCAL_RANK * N on. Call this before the optimizer is made. A model in which nothing is to be trained is moved, and gets rank 0's
-        weights, no more.
+        LOCAL_RANK * N on. Call this before the optimizer is made. A model in which nothing is to be trained
+        is moved, and gets rank 0's weights, no more.
 
             model = run.wrap(torch.nn.Linear(8, 2))
             teacher = run.wrap(torch.nn.Linear(8, 2).requires_grad_(False))
