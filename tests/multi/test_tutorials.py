@@ -117,3 +117,37 @@ def test_mnist_as_a_task_by_hand_set_variables(tutorials: Tutorials, free_port: 
     summary = tutorials.summary("task")
     assert (summary["platform"], summary["world_size"], summary["global_step"]) == ("by-hand", 2, 20)
     assert [line["step"] for line in tutorials.lines("task")].count(20) >= 1
+
+
+def test_resnet34_with_synchronised_batchnorm_begins_with_part_of_the_weights_and_goes_on(
+    tutorials: Tutorials,
+) -> None:
+    pretrained = (
+        "import torch, torchvision; torch.save(torchvision.models.resnet34().state_dict(), 'r34.pth')"
+    )
+    tutorials.run("-c", pretrained)  # 1000 classes, as the published ones
+    settings = ["--task", f"{TUTORIALS / 'resnet34_task.py'}:Resnet34", "--task.image-size", 32]
+    settings += ["--batch-size", 20, "--sync-batchnorm", "--init-from", "r34.pth", "--log-every", 1]
+    settings += ["--lr", 0.01, "--lr-scaling", "linear", "--lr-base-batch-size", 10, "--warmup", "1epoch"]
+    settings += ["--schedule", "constant", "--snapshot-every", "never", "--tensorboard", "--progress", "on"]
+    said = tutorials.launch("resnet34", *settings, "--epochs", 1)
+    assert "loaded 216 of 218 tensors; left at their start: fc.bias, fc.weight" in said
+    said = tutorials.launch("resnet34", *settings, "--epochs", 2)
+    assert "resumed from step 2" in said
+    lines = tutorials.lines("resnet34")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert rates == pytest.approx([0.01, 0.02, 0.02, 0.02])
+    assert 0 <= tutorials.summary("resnet34")["eval"]["accuracy"] <= 1
+    assert list((tutorials.folder / "resnet34" / "tensorboard").glob("events*"))
+
+
+def test_data_parallel_is_one_process_and_on_a_cpu_what_single_is(tutorials: Tutorials) -> None:
+    tutorials.run(TUTORIALS / "data_parallel_plain.py")
+    settings = ["--task", f"{TUTORIALS / 'data_parallel_task.py'}:Rows", "--batch-size", 20, "--epochs", 1]
+    for strategy in (["dp", "--dp-first-share", 0.5], ["single"]):
+        command = ["-m", "tandem", "train", "--run-dir", strategy[0], *settings, "--strategy", *strategy]
+        said = tutorials.run(*command)
+        assert said.count("inside: 20 rows on cpu") >= 5
+    digests = {tutorials.summary(strategy)["weights_sha256"] for strategy in ("dp", "single")}
+    assert len(digests) == 1
