@@ -2,10 +2,10 @@
 
     python benchmarks/script_trials.py [--trials 20] [--controls 5] [--json FILE] [name ...]
 
-The scripts are those of tests/scripts/programs, unchanged, on two ranks over gloo: two simulated nodes under
-`tandem launch`, one node under torchrun. A random rank is killed (SIGKILL) or stopped (SIGSTOP), in turn, at a
-random moment: kills once the processes of the next generation stand by, whose imports take some seconds after
-the first step, stops at once. Each prints the time when its imports are done, its first line. Scripts of
+The scripts are those of tests/scripts/programs, on two ranks over gloo: two simulated nodes under `tandem
+launch`, one node under torchrun. A random rank is killed (SIGKILL) or stopped (SIGSTOP), in turn, at a random
+moment after the first step: kills once the processes of the next generation stand by, whose imports take some
+seconds, stops at once. Each prints the time when its imports are done, its first line. Scripts of
 frameworks run with the interpreter that FRAMEWORKS_PYTHON names (`make frameworks`). Rows of scripts that are
 not named here stay in the file.
 """
@@ -94,10 +94,8 @@ class ScriptRun:
 
     def _is_ready(self, comm: Path) -> bool:
         try:
-            return (
-                os.getsid(int(comm.parent.name)) == self.process.pid
-                and comm.read_text() == "tandem-standby\n"
-            )
+            is_ours = os.getsid(int(comm.parent.name)) == self.process.pid
+            return is_ours and comm.read_text() == "tandem-standby\n"
         except OSError:
             return False
 
@@ -231,7 +229,8 @@ class Trials:
                 f"{self.name}: a rank killed, to the first line of all",
                 self.trials,
                 f"{len(self.ours)} of {self.trials} go on, median {ours:.2f} s, worst {max(self.ours):.2f} s",
-                f"torchrun, {len(self.theirs)} of {self.controls} kills: median {theirs:.2f} s, best {min(self.theirs, default=0.0):.2f} s",
+                f"torchrun, {len(self.theirs)} of {self.controls} kills: median {theirs:.2f} s, "
+                f"best {min(self.theirs, default=0.0):.2f} s",
                 f"{theirs / ours:.1f} times faster",
                 f"all, {TARGET:g} times",
                 len(self.ours) == self.trials and theirs >= TARGET * ours,

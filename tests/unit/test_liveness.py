@@ -80,7 +80,9 @@ def test_a_node_that_says_nothing_more_is_out_after_its_time(monkeypatch: pytest
         assert len(true.state.participants) == alive
 
 
-@pytest.mark.parametrize("text, code", [("0", 0), ("143", 143), ("abc", FAILED), ("-1", FAILED), ("999", FAILED)])
+@pytest.mark.parametrize(
+    "text, code", [("0", 0), ("143", 143), ("abc", FAILED), ("-1", FAILED), ("999", FAILED)]
+)
 def test_what_comes_as_a_verdict_is_an_exit_code_or_a_failure(text: str, code: int) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rendezvous.raise_verdict(store)

@@ -205,7 +205,8 @@ def _open_store(position: Position, timeout: timedelta) -> Any:
     if position.master is None:
         raise ValueError("no master is known")
     host, port = position.master
-    return TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
+    store = TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
+    return PrefixStore(position.job, store) if position.job else store
 
 
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from tandem.launch.rendezvous import (
     join_store,
 )
 from tandem.launch.restarts import RestartBudget
+from tandem.launch.slow_ranks import SlowRanks
 from tandem.launch.watchdog import Watchdog
 from tandem.timeouts import RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
 from tandem.torch_private import hasten_rendezvous
@@ -51,6 +52,7 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
         node.view.metrics,
     )
     node.view.on_heartbeat = watchdog.hear
+    watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
     watchdog.start()
     try:
         return _run_connections(node, kind, watchdog, server)

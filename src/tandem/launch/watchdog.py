@@ -62,6 +62,7 @@ class Watchdog:
     """One node's part. `hear` is called from any thread; the agent begins and ends generations.
 
     `registry` is this node's: what it alone knows goes to node 0 by the same way, where it is shown.
+    `on_beats` is called on node 0, several times a second, with what is known of all ranks.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Watchdog:
         self._other_nodes: list[int] = []
         self._last_exchange: float | None = None  # None: not reached since it was last given up
         self._alarm: Alarm | None = None
+        self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
         self.has_trained = False  # a rank here has finished a step of the last generation
         self._closing = threading.Event()
         self._threads = [
@@ -165,6 +167,9 @@ class Watchdog:
             lost = self._node != 0 and since is not None and now - since > limit
             if lost:
                 self._last_exchange = None
+            whole = self._node == 0 and bool(self._generation)
+        if whole:
+            self.on_beats(beats)
         if lost and since is not None:
             log.error("node 0 does not answer node %d since %.1f s", self._node, now - since)
             cut_connections(self._port)

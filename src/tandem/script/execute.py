@@ -21,7 +21,7 @@ from typing import Any, NoReturn, cast
 
 from tandem.errors import FINISHED
 from tandem.script.job import Program
-from tandem.signals import IGNORED_BY_FORK_SERVER
+from tandem.signals import IGNORED_BY_FORK_SERVER, hear_stop_signals
 from tandem.timeouts import LEAVING_SECONDS
 
 _MAIN_PROCESS = multiprocessing.current_process()  # imported by the fork server, before it forks
@@ -49,6 +49,7 @@ def default_signals() -> None:
     for number in IGNORED_BY_FORK_SERVER:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_stop_signals()
 
 
 def execute(program: Program) -> None:

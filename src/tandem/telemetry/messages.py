@@ -19,7 +19,9 @@ class Heartbeat:
     """Where a rank is, several times a second. `quiet`: seconds since it entered `phase`.
 
     `limit` is what that phase may take and `hang` what a training phase may, in seconds; `trained`: it has
-    finished a step; `waiting`: it stands in a collective.
+    finished a step; `waiting`: it stands in a collective. Of a script, which gathers nothing by itself, `own`
+    and `quick` are a typical and a quick step without the wait for other ranks, and `doing` the line where
+    most of that time goes; None as long as it is not known.
     """
 
     rank: int
@@ -31,6 +33,9 @@ class Heartbeat:
     hang: float
     trained: bool
     waiting: bool
+    own: float | None = None
+    quick: float | None = None
+    doing: str | None = None
 
 
 @dataclass(frozen=True)
