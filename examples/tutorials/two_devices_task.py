@@ -1,6 +1,6 @@
 """The same as a task: `place` puts the halves where they belong, and no rank has to count devices.
 
-tandem launch --nproc 2 --devices-per-rank 2 --task examples/tutorials/two_devices_task.py:Rows --batch-size 40
+tandem launch --nproc 2 --devices-per-rank 2 --task examples/tutorials/two_devices_task.py:Rows
 """
 
 import torch
