@@ -14,6 +14,7 @@ from tandem.config.fields import (
     BestText,
     CadenceText,
     Count,
+    InitMethod,
     Natural,
     NodeRange,
     NonNegative,
@@ -98,6 +99,7 @@ class ComputeConfig:
     )
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
+    devices_per_rank: Count = setting(1, "GPUs of one process, for a model whose parts lie on several")
     compile: bool = setting(False, "compile the model with torch.compile")
     threads: Auto | Count = setting(
         "auto", "CPU threads per rank; auto: its share of the cores", per_node=True
@@ -124,6 +126,9 @@ class LaunchConfig:
     nodes: Count | None = setting(None, "number of nodes; none: what the platform says")
     node_rank: Natural | None = setting(None, "index of this node, by hand", per_node=True)
     master: Address | None = setting(None, "address of node 0, by hand", per_node=True)
+    init_method: InitMethod | None = setting(
+        None, "how ranks started by hand meet; none: as env://, by MASTER_ADDR and MASTER_PORT", per_node=True
+    )
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
     master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")

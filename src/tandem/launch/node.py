@@ -161,12 +161,12 @@ def _run_agent(
 
 
 def _ranks_for_gpus(settings: Settings) -> int:
-    """`--nproc auto`: one rank per GPU, else one."""
+    """`--nproc auto`: one rank for its GPU or GPUs, else one."""
     if settings.compute.device == "cpu":
         return 1
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return max(1, torch.cuda.device_count() // settings.compute.devices_per_rank)
 
 
 _reserved: list[socket.socket] = []

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -77,7 +77,10 @@ class WholeTask:
         """Once on each node, before `build_datasets`: downloads."""
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module | None:
-        """The model on the device; None where it has been moved in place."""
+        """The model on the device; None where it has been moved in place.
+
+        With --devices-per-rank 2 a task's own place(model, first, second) has the parts on several.
+        """
         return model.to(device)
 
     def build_optimizer(self, _model: nn.Module) -> torch.optim.Optimizer | None:
@@ -152,10 +155,17 @@ def task_class(name: str) -> type[Any]:
     return found
 
 
-def model_of(task: WholeTask, device: torch.device) -> nn.Module:
-    """The task's model on the device."""
+def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
+    """The task's model on the devices. Raises ConfigError where its `place` is for another number of them."""
+    try:
+        inspect.signature(task.place).bind(None, *devices)
+    except TypeError:
+        raise ConfigError(
+            f"--devices-per-rank {len(devices)} needs a task with a method place(model, DEVICE, ...) for "
+            f"{len(devices)} devices, which puts the model's parts on them"
+        ) from None
     model = task.build_model()
-    placed = task.place(model, device)
+    placed = task.place(model, *devices)
     return placed if isinstance(placed, nn.Module) else model
 
 

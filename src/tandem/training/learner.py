@@ -55,7 +55,7 @@ class Learner:
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         self.strategy = strategies.load(compute.strategy, world, exchange)
         seed_model(run.seed)  # the same initial weights on every rank
-        self.model = model_of(self.task, world.device)
+        self.model = model_of(self.task, world.devices)
         if compute.sync_batchnorm:
             self.model = world.synchronise_batchnorm(self.model)
         self.rank_zeros = rank_zeros(self.model)  # before a strategy makes them other tensors

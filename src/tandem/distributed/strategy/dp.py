@@ -24,6 +24,8 @@ class _Gatherable(nn.Module):
 class Strategy(single.Strategy):
     """The batch of this one process is cut over the GPUs; the first of them has the weights."""
 
+    has_one_device = True
+
     def check(self, group: ProcessGroup) -> None:
         if group.size > 1:
             raise ConfigError(

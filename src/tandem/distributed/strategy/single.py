@@ -19,11 +19,17 @@ class Strategy:
 
     shares_parameters = False
     shares_state = False
+    has_one_device = False
+    """Whether it takes a model to be on one device."""
 
     def __init__(self, group: ProcessGroup, exchange: ExchangeConfig) -> None:
         self._group = group
         self._slots = torch.zeros(0)
         self.check(group)
+        if self.has_one_device and len(group.devices) > 1:
+            raise ConfigError(
+                "--devices-per-rank is for --strategy ddp or single: leave it out, or use those"
+            )
         self.check_exchange(exchange)
 
     def check(self, group: ProcessGroup) -> None:
