@@ -47,7 +47,7 @@ class Reader:
         )
 
     def check_shares(self) -> None:
-        """A fresh run gives all ranks an equal share of a batch, if not told otherwise. Raises ConfigError."""
+        """A fresh run gives all ranks equal shares of a batch, if not told otherwise. Raises ConfigError."""
         batch_size = self.config.batch_size
         if batch_size % self.world_size and self.config.batch_shares is None:
             below = batch_size - batch_size % self.world_size

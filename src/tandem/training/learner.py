@@ -43,7 +43,7 @@ class Learner:
         self.order = self.data.order
         self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
-        self.strategy = strategies.load(compute.strategy, world)
+        self.strategy = strategies.load(compute.strategy, world, compute)
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.device)
         if compute.sync_batchnorm:

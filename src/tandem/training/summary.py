@@ -33,8 +33,8 @@ class Facts:
     """What is said of this generation of a run, and does not change while it trains.
 
     `settings` and `fingerprint` are as a manifest holds them, `config_hash` is their digest. `run_dir` is on
-    this machine, `started` is of time.monotonic(); the run goes on after `first_step` steps. `shares`: samples
-    of each rank in a batch; none: equal.
+    this machine, `started` is of time.monotonic(); the run goes on after `first_step` steps. `shares`:
+    samples of each rank in a batch; none: equal.
     """
 
     run: RunConfig

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.config.slices import ComputeConfig
 from tandem.distributed.consensus import pack
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
@@ -18,7 +19,7 @@ class Strategy:
     shares_parameters = False
     shares_state = False
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, _compute: ComputeConfig) -> None:
         self._group = group
         self._slots = torch.zeros(0)
         self.check(group)
