@@ -289,10 +289,7 @@ VERBS: dict[str, Verb] = {
         _verify_resume_options,
     ),
     "bench": Verb(
-        bench,
-        "[--compare A,B] [settings]",
-        "strategies side by side: samples/s, memory and loss of one task, here",
-        _bench_options,
+        bench, "[--compare A,B] [settings]", "strategies side by side: pace, memory and loss", _bench_options
     ),
     "config": Verb(
         config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
