@@ -56,7 +56,7 @@ class Learner:
             check_uneven(compute, exchange)
         self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
-        self.strategy = strategies.load(compute.strategy, world, exchange)
+        self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.devices)
         if compute.sync_batchnorm:
