@@ -104,6 +104,7 @@ class Verdict:
     excess: float
     seconds: float
     marked: bool
+    place: str = ""
 
     def facts(self) -> dict[str, Any]:
         """The fields of the event that names it."""
@@ -113,7 +114,8 @@ class Verdict:
     def __str__(self) -> str:
         return (
             f"rank {self.rank} on node {self.node} holds the others back: {1e3 * self.slowest:.1f} ms of its "
-            f"own in a step, the median rank {1e3 * self.median:.1f} ms; the difference is in {self.phase}"
+            f"own in a step, the median rank {1e3 * self.median:.1f} ms; "
+            f"{f'most of it at {self.place}' if self.place else f'the difference is in {self.phase}'}"
         )
 
 
