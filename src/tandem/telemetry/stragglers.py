@@ -36,7 +36,8 @@ class RankTimes:
     """A rank's typical step: medians over an interval, so that one slow step names nobody. Seconds.
 
     `own` is its own time and `step` all of it; `quick` is the lower quartile of its own time: a busy
-    neighbour slows some steps, a slow rank all. `seconds` is the whole interval.
+    neighbour slows some steps, a slow rank all. `seconds` is the whole interval; `place` the line of a
+    script where most of it goes, if that is known.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class RankTimes:
     step: float
     seconds: float
     phases: tuple[float, ...]
+    place: str = ""
 
     def phase(self, name: str) -> float:
         return self.phases[PHASES.index(name)]
@@ -108,8 +110,9 @@ class Verdict:
 
     def facts(self) -> dict[str, Any]:
         """The fields of the event that names it."""
+        place = {"place": self.place} if self.place else {}
         seconds = {"own_seconds": self.slowest, "median_seconds": self.median}
-        return {"rank": self.rank, "node": self.node, "phase": self.phase, **seconds}
+        return {"rank": self.rank, "node": self.node, "phase": self.phase, **place, **seconds}
 
     def __str__(self) -> str:
         return (
@@ -144,6 +147,7 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
         excess=slow.own - middle,
         seconds=max(each.seconds for each in ranks),
         marked=marked,
+        place=slow.place,
     )
 
 
