@@ -45,9 +45,7 @@ class SlowRanks:
         news = self._watch.news(verdict)
         if news is not None:
             log.warning("%s", news)
-            seconds = {"own_seconds": news.slowest, "median_seconds": news.median}
-            where = {"rank": news.rank, "node": news.node, "phase": news.phase, "place": news.place}
-            self._event("straggler", **where, **seconds)
+            self._event("straggler", **news.facts(), place=news.place)
 
 
 def _times(beat: Beat) -> RankTimes:
