@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 TUTORIALS = Path(__file__).parents[2] / "examples" / "tutorials"
-LIMIT_SECONDS = 180.0
+LIMIT_SECONDS = 280.0
 FOREIGN = re.compile(r"TANDEM_|PET_|SLURM_|OMPI_|OMP_|TORCHELASTIC_|RANK$|LOCAL_|WORLD_SIZE|MASTER_|NNODES")
 
 
@@ -137,11 +137,11 @@ def resnet34(*words: object) -> list[object]:
 
 def test_resnet34_begins_with_all_weights_but_the_head(tutorials: Tutorials) -> None:
     tutorials.run("-c", PRETRAINED)
-    said = tutorials.launch("begun", *resnet34("--epochs", 1, "--eval-every", "never"))
+    said = tutorials.launch("begun", *resnet34("--steps", 1, "--eval-every", "never"))
     assert re.search(r"r34.pth: [\d.]+% of the model's parameters \(21,284,672 of 21,287,237\)", said), said
     assert re.search(r"loaded +216 .*missing +0.*unexpected +0.*wrong shape +2  fc.weight is", said, re.S)
     lines = tutorials.lines("begun")
-    assert [line["learning_rate"] for line in lines] == pytest.approx([0.01, 0.02])
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.01])  # of 0.02
     assert tutorials.summary("begun")["world_size"] == 2
 
 
