@@ -31,7 +31,7 @@ from tandem.config.fields import (
     WarmupText,
     setting,
 )
-from tandem.schedule import LrScaling, LrSchedule
+from tandem.schedule import WARMUP_FACTOR, LrScaling, LrSchedule, WarmupMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,15 @@ class OptimisationConfig:
     momentum: BelowOne = setting(0.9, "momentum of sgd")
     weight_decay: NonNegative = setting(1e-4, "weight decay")
     schedule: LrSchedule = setting("cosine", "learning rate after the warm-up")
-    lr_scaling: LrScaling = setting("none", "how lr grows with batch_size / lr_base_batch_size")
+    lr_scaling: LrScaling = setting(
+        "none", "how lr grows with batch_size / lr_base_batch_size; auto: linear for sgd, else sqrt"
+    )
     lr_base_batch_size: Count = setting(240, "the global batch that lr was found with")
-    warmup: WarmupText = setting("0", "length of the linear warm-up")
+    warmup: WarmupText = setting("0", "length of the warm-up")
+    warmup_mode: WarmupMode = setting(
+        "linear", "warm-up from a first small step, at a constant rate, or from zero"
+    )
+    warmup_factor: Share = setting(WARMUP_FACTOR, "share of the peak rate in a constant warm-up")
     clip_norm: Positive | None = setting(None, "largest gradient norm; none: no clipping")
     on_nonfinite: Literal["skip", "stop", "raise"] = setting(
         "stop", "at a loss or gradients that are not finite"

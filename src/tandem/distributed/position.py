@@ -39,6 +39,11 @@ class Position:
     resume: ResumeDecision = ResumeDecision("fresh")
     memories: tuple[NodeMemory, ...] = ()
 
+    @property
+    def gpu(self) -> int:
+        """Which of the GPUs that this process sees is its own."""
+        return self.local_rank if self.device is None else self.device
+
     def __str__(self) -> str:
         rank, node = f"rank {self.rank} of {self.world_size}", f"node {self.node_rank} of {self.nodes}"
         return f"{rank} on {node} ({self.node_name})"

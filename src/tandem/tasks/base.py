@@ -37,6 +37,15 @@ BUILT_IN: Mapping[str, str] = {
     "image-folder": "tandem.tasks.image_folder:ImageFolder",
 }
 _VALID = f"valid are {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS and PACKAGE.MODULE:CLASS"
+NEAR = 0.9
+"""How alike a method's name and an optional one are when it is a slip, as "build_schedule" is."""
+MEANT = {
+    "collate_fn": "collate",
+    "configure_optimizers": "build_optimizer",
+    "build_lr_scheduler": "build_scheduler",
+    "eval_batch": "evaluate_batch",
+}
+"""What the same thing is called elsewhere."""
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 
 Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
@@ -87,8 +96,8 @@ class WholeTask:
         """Instead of --optimizer; its learning rates are left as they are."""
         return None
 
-    def build_scheduler(self, _optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-        """Instead of --schedule; stepped once per optimizer step."""
+    def build_scheduler(self, _optimizer: torch.optim.Optimizer, *_total_steps: int) -> LRScheduler | None:
+        """Instead of --schedule; stepped once per optimizer step. A task's may take `total_steps` or not."""
         return None
 
     def after_resume(self, model: nn.Module) -> None:
@@ -107,6 +116,18 @@ class WholeTask:
         loss, sums = outcome if isinstance(outcome, tuple) else (outcome, {})
         count = batch_size_of(batch)
         return {"loss": (float(loss) * count, count), **sums}
+
+
+def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
+    """The task's own scheduler for a run of `total_steps` optimizer steps, if it has one."""
+    parameters = list(inspect.signature(task.build_scheduler).parameters.values())
+    if any(each.name == "total_steps" and each.kind is each.KEYWORD_ONLY for each in parameters):
+        return task.build_scheduler(optimizer, total_steps=total_steps)  # type: ignore[call-arg]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    second = [each for each in parameters if each.kind in positional][1:2]
+    if second and (second[0].name == "total_steps" or second[0].default is inspect.Parameter.empty):
+        return task.build_scheduler(optimizer, total_steps)
+    return task.build_scheduler(optimizer)
 
 
 def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bool) -> Task:
@@ -143,7 +164,7 @@ def task_class(name: str) -> type[Any]:
         meant = f", did you mean {near[0]!r}" if near else ""
         raise ConfigError(f"unknown task {name!r}{meant}: {_VALID}")
     if not class_name:
-        return _only_task(module, name)
+        return _without_near_misses(_only_task(module, name))
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         classes = [candidate.__name__ for candidate in _task_classes(module)]
@@ -152,7 +173,7 @@ def task_class(name: str) -> type[Any]:
         raise ConfigError(
             f"{name} is no task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
         )
-    return found
+    return _without_near_misses(found)
 
 
 def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
@@ -223,6 +244,21 @@ def _task_classes(module: ModuleType) -> list[type[Any]]:
 def _absent(found: type[Any]) -> list[str]:
     """Methods that every task has and this class has not."""
     return [method for method in REQUIRED_METHODS if not callable(getattr(found, method, None))]
+
+
+def _without_near_misses(found: type[Any]) -> type[Any]:
+    """`found`; ConfigError for a method that is nearly one a task may have: it would never be called."""
+    optional = [name for name in vars(WholeTask) if name[0] != "_" and not hasattr(found, name)]
+    for name, _ in inspect.getmembers(found, inspect.isroutine):
+        if name[0] == "_" or hasattr(WholeTask, name) or name in REQUIRED_METHODS:
+            continue
+        near = MEANT.get(name) or next(iter(get_close_matches(name, optional, n=1, cutoff=NEAR)), None)
+        if near in optional:
+            raise ConfigError(
+                f"{found.__name__}.{name} would never be called; did you mean {near}? "
+                f"A helper of your own can be called _{name}"
+            )
+    return found
 
 
 def _where(error: Exception) -> str:

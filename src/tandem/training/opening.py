@@ -44,8 +44,7 @@ def open_world(
     Heartbeats(position.rank, clock, send, reliability, log_dir)
     with clock.phase("rendezvous"):
         threads = set_threads(compute.threads, position)
-        place = position.local_rank if position.device is None else position.device
-        devices = choose_devices(compute.device, place, compute.devices_per_rank)
+        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
         world = ProcessGroup.open(position, devices[0], reliability.first_step_timeout, devices)
         world.check_same_settings(common)
     clock.measure(devices[0])
