@@ -2,8 +2,9 @@
 
     python benchmarks/reliability.py [--full] [--json benchmarks/results/reliability.json] [part ...]
 
-Parts: store, resume, saves, recovery, hangs, chaos. `--full` takes the full counts (about three hours, most
-of it the calm half hour, the 25 minutes of chaos and the resumes); without it each part takes a few minutes.
+Parts: store, resume, own-loops, saves, recovery, hangs, chaos. `--full` takes the full counts (about three
+hours, most of it the calm half hour, the 25 minutes of chaos and the resumes); without it each part takes a
+few minutes.
 Every figure stands beside its control, measured in the same run.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import chaos_trials
 import hang_trials
+import own_loop_trials
 import recovery_trials
 import resume_trials
 import save_trials
@@ -33,6 +35,7 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
         )
         for row in resume_trials.exact_resume(trials=25 if full else 5, control=10 if full else 2)
     ],
+    "own-loops": lambda full: own_loop_trials.rows(kills=10 if full else 2),
     "saves": lambda full: save_trials.rows(100, 20 if full else 8),
     "recovery": lambda full: recovery_trials.rows(50 if full else 10, 20 if full else 3),
     "hangs": lambda full: hang_trials.rows(30 if full else 5, 30 if full else 1),

@@ -88,14 +88,14 @@ def _trials_at(world_size: int, trials: int, device: str) -> int:
             place = Path(folder) / str(number)
             place.mkdir()
             runner = Runner(arguments, os.environ, place, STEPS, StopFlag())
-            trial = _trial(runner, runner.undisturbed(), min(KILLS_PER_RUN, trials - done), chance)
+            trial = killed_run(runner, runner.undisturbed(), min(KILLS_PER_RUN, trials - done), chance)
             done += len(trial.kills)
             equal += len(trial.kills) if trial.difference is None else 0
-            _say(f"{world_size} ranks, {name}: {trial}")
+            say(f"{world_size} ranks, {name}: {trial}")
     return equal
 
 
-def _trial(runner: Runner, calm: Outcome, kills: int, chance: random.Random) -> Trial:
+def killed_run(runner: Runner, calm: Outcome, kills: int, chance: random.Random) -> Trial:
     """One run with kills at random steps, the first of them to every process."""
     while True:
         steps = sorted(chance.randrange(1, STEPS - 3) for _ in range(kills))
@@ -104,7 +104,7 @@ def _trial(runner: Runner, calm: Outcome, kills: int, chance: random.Random) -> 
         try:
             return runner.trial(calm, plan, save_every=chance.randint(1, 5))
         except EndedFirstError:
-            _say("a run was over before its last kill: again")
+            say("a run was over before its last kill: again")
 
 
 def naive_ddp(world_size: int, trials: int) -> Iterator[bool]:
@@ -113,7 +113,7 @@ def naive_ddp(world_size: int, trials: int) -> Iterator[bool]:
     for _ in range(trials):
         kill_at = random.randrange(6, 40)
         weights, resumed_from = _naive_weights(world_size, kill_at)
-        _say(f"naive DDP, {world_size} ranks: killed at {kill_at}, from {resumed_from}: {weights == calm}")
+        say(f"naive DDP, {world_size} ranks: killed at {kill_at}, from {resumed_from}: {weights == calm}")
         yield weights == calm
 
 
@@ -132,7 +132,7 @@ def _naive_weights(world_size: int, kill_at: int) -> tuple[str, str]:
         return weights, resumed_from
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 

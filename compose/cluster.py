@@ -7,8 +7,6 @@
 import argparse
 import contextlib
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -32,6 +30,7 @@ from engine import (
 from network import Shape, check_shape, keep_shape
 from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
 from tandem.launch.restarts import job_code
+from work import work_of
 
 POLL_SECONDS = 0.5
 START_SECONDS = 300.0
@@ -64,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
         if verb in ("up", "scale"):
             each.add_argument("--nodes", default="2")
         if verb == "up":
-            for name in ("task", "epochs", "run", "rate", "latency", "loss", "gpus", "args", "metrics-port"):
+            for name in ("task", "script", "script-args", "args", "epochs", "run", "gpus", "metrics-port"):
+                each.add_argument(f"--{name}", default="")
+            for name in ("rate", "latency", "loss"):
                 each.add_argument(f"--{name}", default="")
             each.add_argument("--monitoring", default="", help="1 starts Prometheus and Grafana beside it")
             each.add_argument("--image", default="", help="an image that is there; none: make image first")
@@ -98,7 +99,8 @@ def up(options: argparse.Namespace) -> int:
     shaped = f", {shape}" if shape else ""
     print(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{shaped}")
     print(f"metrics      http://localhost:{port}/metrics")
-    print(f"checkpoints  {cluster.run_dir}/checkpoints in volume {cluster.project}_checkpoints", flush=True)
+    name, where = ("run", "") if options.script else ("checkpoints", "/checkpoints")  # a script's are its own
+    print(f"{name:<12} {cluster.run_dir}{where} in volume {cluster.project}_checkpoints", flush=True)
     if options.monitoring == "1":
         watch(cluster)
     start(cluster)
@@ -113,38 +115,27 @@ def up(options: argparse.Namespace) -> int:
 def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str, str]:
     """What compose.yaml reads, from the options and the caller's own TANDEM_* variables."""
     given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
-    in_dotenv = variables_in_dotenv()
-    task = options.task or {**in_dotenv, **given}.get("TANDEM_TASK", "digits")
+    everything = {**variables_in_dotenv(), **given}
     variables = {
         **given,
         "NODES": str(nodes),
         "IMAGE": options.image or "tandem:cuda",
         "METRICS_PORT": str(port),
-        "TANDEM_TASK": task,
-        "RUN": options.run or re.sub(r"[^A-Za-z0-9_.-]+", "-", task.rpartition(":")[2] or task),
         "GPUS": options.gpus,
         "RATE": options.rate,
         "LATENCY": options.latency,
         "LOSS": options.loss,
-        "COMMAND": shlex.join(["launch", *shlex.split(options.args)]),
+        **work_of(options, everything),
     }
     if rules := os.environ.get("RULES"):
         variables["RULES"] = str(Path(rules).resolve())
         if not Path(rules).is_file():
             raise ClusterError(f"RULES={rules}: there is no such file; monitoring/rules.yaml is the default")
     # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
-    if "TANDEM_THREADS" not in {**in_dotenv, **given}:
+    if "TANDEM_THREADS" not in everything:
         variables["TANDEM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nodes))
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", variables["RUN"]):
-        raise ClusterError(f"RUN={variables['RUN']} is not a name; give letters, digits, dots and dashes")
     if options.epochs:
         variables["TANDEM_EPOCHS"] = options.epochs
-    path, colon, name = task.partition(":")
-    if colon and path.endswith(".py"):
-        file = Path(path).resolve()
-        if not file.is_file():
-            raise ClusterError(f"TASK={task}: there is no file {path}; give FILE.py:Class or digits")
-        variables |= {"TASKS": str(file.parent), "TANDEM_TASK": f"/tasks/{file.name}:{name}"}
     return variables
 
 
@@ -250,6 +241,9 @@ def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
     """How the job ended, in one line."""
     nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes, 1))
     summary = cluster.summary()
+    if summary is None and "WORKING_DIR" in cluster.variables:
+        copied = f"docker cp {cluster.project}-node-1:{cluster.run_dir} ."
+        return f"ended with {code} ({nodes}); logs and what the script has written: {copied}"
     if summary is None:
         return f"ended with {code} ({nodes}); no summary was written, the logs say why: make compose-logs"
     scores = summary.get("eval")

@@ -9,15 +9,22 @@ FAULT ?=
 VOLUMES ?=
 METRICS_PORT ?=
 MONITORING ?=
+SCRIPT ?=
+SCRIPT_ARGS ?=
 CLUSTER := $(PYTHON) compose/cluster.py
 # A run's name in the checkpoint volume; RUN is a directory of this host elsewhere, so only a given one counts.
 COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(RUN)))
 
+# The Makefile's own default would hide a task of .env, and a script is no task.
+COMPOSE_TASK := $(if $(filter file,$(origin TASK)),,$(TASK))
+quoted = '$(subst ','\'',$(1))'
+
 .PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale chaos
 
-compose-up: ## train on NODES containers; its code is the job's (RATE=100mbit, MONITORING=1)
-	@$(CLUSTER) up --project $(PROJECT) --nodes '$(NODES)' --task '$(TASK)' --epochs '$(EPOCHS)' --run '$(COMPOSE_RUN)' \
-		--gpus '$(GPUS)' --rate '$(RATE)' --latency '$(LATENCY)' --loss '$(LOSS)' --args '$(ARGS)' \
+compose-up: ## train on NODES containers; its code is the job's (SCRIPT=train.py, RATE=100mbit, MONITORING=1)
+	@$(CLUSTER) up --project $(PROJECT) --nodes '$(NODES)' --task '$(COMPOSE_TASK)' --epochs '$(EPOCHS)' --run '$(COMPOSE_RUN)' \
+		--script $(call quoted,$(SCRIPT)) --script-args=$(call quoted,$(SCRIPT_ARGS)) --args=$(call quoted,$(ARGS)) \
+		--gpus '$(GPUS)' --rate '$(RATE)' --latency '$(LATENCY)' --loss '$(LOSS)' \
 		--metrics-port '$(METRICS_PORT)' --monitoring '$(MONITORING)' $(if $(filter undefined file,$(origin IMAGE)),,--image '$(IMAGE)')
 
 compose-down: ## remove the containers and their network (VOLUMES=1: and the volumes)

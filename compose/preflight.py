@@ -12,8 +12,10 @@ NODES_LIMIT = 64
 VOLUMES = ("checkpoints", "data")
 
 LOOK_AT_VOLUMES = """
-import json, os, shutil
+import json, os, shutil, sys
 folders = ("/checkpoints", "/data")
+if sys.argv[1:] and os.access("/checkpoints", os.W_OK):
+    os.makedirs(sys.argv[1], exist_ok=True)  # a working directory that the engine makes would be root's
 print(json.dumps({
     "free": shutil.disk_usage("/checkpoints").free,
     "foreign": [[f, os.stat(f).st_uid] for f in folders if not os.access(f, os.W_OK)],
@@ -60,7 +62,8 @@ def check_room_for_a_build(free_bytes: int | None) -> None:
 
 
 def check_volumes(cluster: Cluster) -> None:
-    """The volumes are ours to write, and not full. Raises ClusterError."""
+    """The volumes are ours to write, and not full; a working directory is made. Raises ClusterError."""
+    wanted = [cluster.variables["WORKING_DIR"]] if "WORKING_DIR" in cluster.variables else []
     mounts = [word for name in VOLUMES for word in ("-v", f"{cluster.project}_{name}:/{name}")]
     labels = ["--label", "com.docker.compose.project=" + cluster.project]
     for name in VOLUMES:  # as compose would make them, or it warns that they are not its own
@@ -68,7 +71,7 @@ def check_volumes(cluster: Cluster) -> None:
         docker("volume", "create", *own, f"{cluster.project}_{name}")
     looked = json.loads(
         docker("run", "--rm", "-i", "--network", "none", *mounts, "--entrypoint", "python3", cluster.image,
-               "-", text=LOOK_AT_VOLUMES)
+               "-", *wanted, text=LOOK_AT_VOLUMES)
     )  # fmt: skip
     for folder, owner in looked["foreign"]:
         volume = f"{cluster.project}_{folder.strip('/')}"

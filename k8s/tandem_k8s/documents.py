@@ -11,7 +11,7 @@ Document = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
 MANIFESTS = ("pytorchjob", "indexed-job", "jobset", "trainjob")
-OVERLAYS = ("cpu", "gpu", "elastic", "rdma", "kueue", "monitoring")
+OVERLAYS = ("cpu", "gpu", "elastic", "rdma", "kueue", "monitoring", "script")
 
 
 @dataclass(frozen=True)

@@ -380,8 +380,23 @@ def trainjob_has_its_runtime(documents: list[Document]) -> Problems:
             yield f"{title(document)}: runtime {reference['name']!r} is not in this manifest ({runtimes})"
 
 
+def scripts_are_there(documents: list[Document]) -> Problems:
+    """A path in args below a ConfigMap's mount is one of its files; elsewhere it is the image's affair."""
+    maps = {d["metadata"]["name"]: d.get("data") or {} for d in documents if d.get("kind") == "ConfigMap"}
+    for each in _templates(documents):
+        volumes = each.spec.get("volumes", [])
+        names = {volume["name"]: (volume.get("configMap") or {}).get("name") for volume in volumes}
+        folders = {one["mountPath"].rstrip("/"): names.get(one.get("name")) for one in each.mounts()}
+        for word in each.container().get("args", []):
+            folder, _, file = str(word).rpartition("/")
+            if folders.get(folder) in maps and file not in maps[str(folders[folder])]:
+                there = _list(sorted(maps[str(folders[folder])])) or "nothing"
+                yield f"{each.where}: args name {word}, and ConfigMap {folders[folder]} has {there}"
+
+
 OWN: tuple[Rule, ...] = (
     bounded, rendezvous_port, shutdown_fits, probes, known_variables, run_dir_is_shared, claims_exist,
     shared_memory, resources, gpus_fit_ranks, selectors_match, pods_reach_each_other, node_counts_agree,
     job_pods, failure_policy, headless_service, labelled, trainjob_has_its_runtime,
+    scripts_are_there,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """`make compose-up` and the verbs around it, on a real engine with real containers."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -110,6 +111,57 @@ def test_a_wrong_setting_stays_down_with_2(cluster: TestedCluster, task: str) ->
     assert {node.exit_code for node in cluster.engine().nodes()} == {2}
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a script; the containers' user may read it."""
+    tmp_path.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_plain_ddp_script_goes_on_from_its_own_file_after_a_node_is_killed(
+    cluster: TestedCluster, folder: Path
+) -> None:
+    shutil.copy(ROOT / "tests/scripts/programs/ddp_tutorial.py", folder / "train.py")
+    script = ("--nodes", "2", "--script", str(folder / "train.py"), "--script-args=--epochs 30 --pause 0.1")
+    process = cluster.start(*script)
+    cluster.until(lambda: cluster.step() > 25, process, "step of its third epoch")
+    engine = cluster.engine("train")
+    engine.helper("sh", "-c", f"kill -9 {engine.node(2).pid}", options=["--pid=host"])
+    code, output = cluster.processes.wait(process, 250)
+    assert code == 0, output
+    assert "ended with 0 (node 1 0, node 2 0); logs and what the script has written: docker cp " in output
+    log = engine.read("/checkpoints/train/log/rank-0.log") or ""
+    assert "resuming from epoch" in log and log.count("final loss") == 1
+    assert engine.node(2).starts == 2
+
+
+@pytest.mark.slow
+def test_a_loop_of_its_own_stops_with_a_checkpoint_and_goes_on(cluster: TestedCluster, folder: Path) -> None:
+    text, steps = (ROOT / "examples/gan.py").read_text(), "    optimizer_g.step()"
+    (folder / "gan.py").write_text("import time\n" + text.replace(steps, f"    time.sleep(0.05)\n{steps}"))
+    script = ("--nodes", "2", "--script", str(folder / "gan.py"), "--args", "--steps 150 --log-every 5")
+    process = cluster.start(*script)
+    cluster.until(lambda: cluster.step() > 0, process, "first step")
+    os.kill(process.pid, signal.SIGINT)
+    code, output = cluster.processes.wait(process, 100)
+    assert code == 143, output
+    stopped = cluster.engine("gan").summary()
+    assert stopped is not None and stopped["last_checkpoint_step"] == stopped["global_step"]
+    code, output = cluster.up(*script)
+    summary = cluster.engine("gan").summary()
+    assert code == 0 and "finished at step 150" in output, output
+    assert summary is not None and summary["resumed_from_step"] == stopped["global_step"]
+    assert (summary["platform"], summary["nodes"], summary["world_size"]) == ("compose", 2, 2)
+
+
+@pytest.mark.slow
+def test_a_scripts_own_code_is_the_clusters(cluster: TestedCluster, folder: Path) -> None:
+    (folder / "fails.py").write_text("import os\nraise SystemExit(7 if os.environ['RANK'] == '1' else 0)\n")
+    code, output = cluster.up("--nodes", "2", "--script", str(folder / "fails.py"), "--args=--cold")
+    assert code == 7 and "ended with 7 (" in output, output
+
+
 @pytest.mark.slow
 def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task: str) -> None:
     flags = ("--nodes", "2", "--task", task, "--epochs", "40", "--args", SLOWLY)
@@ -183,6 +235,7 @@ def test_a_rate_holds_every_node_also_after_a_restart(cluster: TestedCluster, ta
     (("--nodes", "2", "--loss", "1"), "LOSS=1 is not valid; give for example LOSS=1%"),
     (("--nodes", "2", "--metrics-port", "0"), "METRICS_PORT=0 is not a port; valid is 1 to 65535"),
     (("--task", "no.py:Task"), "TASK=no.py:Task: there is no file no.py; give FILE.py:Class or digits"),
+    (("--script", "no.py"), "SCRIPT=no.py is not there; give the path of a Python script: SCRIPT=train.py"),
     (("--run", "../x"), "RUN=../x is not a name; give letters, digits, dots and dashes"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(cluster: TestedCluster, flags: tuple[str, ...], line: str) -> None:

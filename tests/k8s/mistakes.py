@@ -175,6 +175,8 @@ CONTRACT = [
             "runtime 'torch'"),
     Mistake("PodMonitor of pods that serve nothing", "monitoring",
             "PodMonitor spec.selector.matchLabels[training.kubeflow.org/job-role]", "worker", "finds none"),
+    Mistake("a script that is not mounted", "script", f"{MAIN}.args[0]", "/script/trian.py",
+            "ConfigMap tandem-script has train.py"),
     Mistake("no instance label", "pytorchjob", "PyTorchJob metadata.labels[app.kubernetes.io/instance]", DROP,
             "app.kubernetes.io/instance"),
 ]  # fmt: skip

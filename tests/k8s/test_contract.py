@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from simulated_cluster import REPOSITORY, Cluster, available
-from small_jobs import Run
+from small_jobs import RUN_SECONDS, Run
 from small_runs import TASK
+
+from tandem_k8s.documents import find
 
 
 @pytest.fixture
@@ -99,6 +101,37 @@ def test_trains_to_completion_and_again_when_a_pod_is_killed(
         assert again.code == 0
         assert summary["world_size"] == 3 * shape.nproc
         assert summary["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+PLAIN = ("    optimizer.zero_grad()", "    time.sleep(0.02)\n        optimizer.zero_grad()")
+OWN_LOOP = ("    loss_c =", "    time.sleep(0.1)\n    loss_c =")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["plain", "own loop"])
+def test_a_script_goes_on_when_a_pod_is_killed(cluster: Callable[[], Cluster], kind: str) -> None:
+    run = Run(cluster(), "script", TANDEM_CHECKPOINT_EVERY="5", TANDEM_BATCH_SIZE="96")
+    folder, saved = run.cluster.folder / "script", run.folder / "snapshot.pt"
+    folder.mkdir()
+    text = find(run.controller.documents, "ConfigMap")["data"]["train.py"].replace(*PLAIN)
+    if kind == "own loop":
+        text = (REPOSITORY / "examples/gan.py").read_text().replace(*OWN_LOOP)
+    assert "time.sleep" in text
+    (folder / "train.py").write_text(f"import time\n{text}")
+    run.cluster.volumes[str(folder)] = "/script"
+    run.controller.start()
+    run.until(lambda: saved.exists() or bool(run.steps_saved()), "something that was saved")
+    run.controller.current["tandem-worker-1"].send(signal.SIGKILL)
+    assert run.controller.run(RUN_SECONDS) == "Succeeded", run.controller.logs()
+    assert ("tandem-worker-1", 137) in run.controller.codes
+    log = (run.folder / "log/rank-0.log").read_text()
+    if kind == "plain":
+        assert "going on after epoch" in log and log.count("epoch 10: loss") == 1
+    else:
+        summary = run.summary()
+        assert (summary["state"], summary["global_step"]) == ("finished", 30)
+        assert summary["platform"] == "kubeflow-v1" and summary["restarts"] >= 1
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from tandem_k8s import generate
+from tandem_k8s.contract import plan
 from tandem_k8s.documents import OVERLAYS, ROOT, Document, find, load, pod_templates, title
 from tandem_k8s.render import UsageError, kinds, render
 from tandem_k8s.validate import problems
@@ -105,6 +106,15 @@ def test_the_dashboard_becomes_a_configmap_that_grafana_finds() -> None:
     assert document["metadata"]["name"] == "tandem-dashboard"
     assert document["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert document["data"] == {"tandem.json": (generate.COMPONENT / "dashboard.json").read_text()}
+
+
+def test_script_runs_its_file_in_both_roles() -> None:
+    documents = load(rendered("script"))
+    data = find(documents, "ConfigMap")["data"]
+    assert data == {"train.py": (ROOT / "components/script/train.py").read_text()}
+    program = ["tini", "--", "tandem", "launch", "/script/train.py", "--epochs", "10"]
+    assert [list(pod.command) for pod in plan(documents)] == [program] * 3
+    assert problems(load(render("gpu,script,kueue"))) == []
 
 
 def test_components_combine() -> None:

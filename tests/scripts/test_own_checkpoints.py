@@ -1,4 +1,4 @@
-"""The lines of docs/scripts.md by which frameworks find their own checkpoints: a killed script goes on from them."""
+"""The lines of docs/scripts.md by which scripts find their own checkpoints: killed, they go on from them."""
 
 import os
 import subprocess
@@ -19,12 +19,12 @@ def killed_once():
 """
 CHANGES = {
     "accelerate": [
-        ("    for _ in range(3):\n", """\
+        ("    for _ in range(options.epochs):\n", """\
     folder = os.path.join(os.environ["TANDEM_RUN_DIR"], "state")
     if os.path.isdir(folder):
         accelerator.load_state(folder)
         accelerator.print("found its checkpoint", flush=True)
-    for epoch in range(3):
+    for epoch in range(options.epochs):
         if epoch == 1:
             accelerator.save_state(folder)
             accelerator.wait_for_everyone()
@@ -35,11 +35,11 @@ CHANGES = {
         ("        enable_checkpointing=False,\n", """\
         callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(os.environ["TANDEM_RUN_DIR"], save_last=True)],
 """),
-        ("    trainer.fit(Regression(), data)\n", """\
+        ("    trainer.fit(Regression(options.pause), data)\n", """\
     last = os.path.join(os.environ["TANDEM_RUN_DIR"], "last.ckpt")
     if os.path.exists(last) and trainer.is_global_zero:
         print("found its checkpoint", flush=True)
-    trainer.fit(Regression(), data, ckpt_path=last if os.path.exists(last) else None)
+    trainer.fit(Regression(options.pause), data, ckpt_path=last if os.path.exists(last) else None)
 """),
         ("    def configure_optimizers", """\
     def on_train_epoch_start(self):

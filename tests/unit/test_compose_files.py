@@ -81,6 +81,78 @@ def test_the_task_of_dotenv_is_trained_unless_another_is_asked_for(given_to_a_no
     assert given_to_a_node("TANDEM_TASK=mnist\n", {}, task="digits")["TANDEM_TASK"] == "digits"
 
 
+def variables(*words: str) -> dict[str, str]:
+    """What compose.yaml reads for `cluster.py up` with these options."""
+    options = cluster.parser().parse_args(["up", *words])
+    return cluster.variables_of(options, 2, 9469)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A script in a folder that the containers' user may read."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    (tmp_path / "train it.py").write_text("print(1)\n")
+    return "train it.py"
+
+
+def test_a_script_is_mounted_with_its_folder_and_works_in_the_runs(script: str, tmp_path: Path) -> None:
+    words = ["--script", script, "--script-args=--name 'a b' x", "--args=--cold"]
+    found = variables(*words)
+    assert found["COMMAND"] == "launch --cold '/script/train it.py' --name 'a b' x"
+    assert (found["TASKS"], found["TASKS_AT"]) == (str(tmp_path.resolve()), "/script")
+    assert (found["RUN"], found["WORKING_DIR"]) == ("train-it", "/checkpoints/train-it")
+    assert "TANDEM_TASK" not in found
+    assert variables(*words, "--run", "mine")["WORKING_DIR"] == "/checkpoints/mine"
+
+
+def test_a_node_of_a_script(given_to_a_node: Any, script: str) -> None:
+    given = given_to_a_node("TANDEM_TASK=mnist\nTANDEM_LR=0.5\n", {}, script=script)
+    assert given["TANDEM_RUN_DIR"] == "/checkpoints/train-it" and given["TANDEM_LR"] == "0.5"
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["--script", "no.py"], "SCRIPT=no.py is not there; give the path of a Python script: SCRIPT=train.py"),
+    (["--script", "."], "SCRIPT=. is a directory; give the path of a Python script: SCRIPT=train.py"),
+    (["--script", "broken.py"], "SCRIPT: broken.py, line 1 is not Python: invalid syntax"),
+    (["--script", "own.py"], "SCRIPT=own.py: user 10001 of the containers may not read {here}/own.py; "
+                             "allow it: chmod o+r {here}/own.py"),
+    (["--script", "closed/x.py"], "SCRIPT=closed/x.py: user 10001 of the containers may not read "
+                                  "{here}/closed; allow it: chmod o+rx {here}/closed"),
+    (["--script", "train it.py", "--task", "mnist"],
+     "SCRIPT=train it.py and TASK=mnist: a script is no task; give one of them"),
+    (["--script-args=--lr 1"],
+     "SCRIPT_ARGS are a script's, and there is none; give SCRIPT=train.py, or ARGS"),
+    (["--script", "train it.py", "--script-args=a 'b"], "SCRIPT_ARGS=a 'b: no closing quotation; words are "
+                                                        "split as a shell does"),
+    (["--args=a 'b"], "ARGS=a 'b: no closing quotation; words are split as a shell does"),
+])  # fmt: skip
+def test_a_script_that_cannot_be_is_one_line(script: str, words: list[str], line: str) -> None:
+    here = Path.cwd()
+    (here / "broken.py").write_text("if\n")
+    (here / "own.py").write_text("x = 1\n")
+    (here / "own.py").chmod(0o600)
+    (here / "closed").mkdir(mode=0o700)
+    (here / "closed/x.py").write_text("x = 1\n")
+    with pytest.raises(engine.ClusterError) as error:
+        variables(*words)
+    assert str(error.value) == line.format(here=here)
+
+
+@pytest.mark.parametrize(("words", "options"), [
+    (["SCRIPT=a.py", "SCRIPT_ARGS=--name 'a b'"],
+     {"script": "a.py", "script_args": "--name 'a b'", "task": ""}),
+    (["TASK=mnist", "ARGS=--compile"], {"script": "", "task": "mnist", "args": "--compile"}),
+    ([], {"script": "", "task": "", "args": ""}),  # TANDEM_TASK of .env counts
+])  # fmt: skip
+def test_what_make_hands_on(words: list[str], options: dict[str, str]) -> None:
+    """`echo` in the place of Python prints the words that the shell has made of the line."""
+    command = ["make", "--no-print-directory", "compose-up", 'PYTHON=printf "%s\\n"', *words]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    found = vars(cluster.parser().parse_args(said.split("\n")[1:-1]))
+    assert {name: found[name] for name in options} == options
+
+
 def test_the_cpu_lock_is_the_other_without_cuda() -> None:
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     cpu = (ROOT / "requirements-cpu.lock").read_text(encoding="utf-8")

@@ -105,7 +105,7 @@ def test_scatter_gives_each_gpu_its_part(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_two_gpus_it_says_that_nothing_is_split(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = strategies.load("dp", ProcessGroup(Position(), CPU), Settings().compute)
+    strategy = strategies.load("dp", ProcessGroup(Position(), CPU), Settings().exchange)
     module = nn.Identity()
     strategy.wrap(module, 4)
     (record,) = caplog.records

@@ -83,7 +83,7 @@ def measured_shares(
 
 
 def places(sizes: Sequence[int], rank: int) -> slice:
-    """Where this rank's samples are in a global batch: with equal shares every so-manieth, else a run."""
+    """Where this rank's samples are in a global batch: with equal shares each `len(sizes)`-th, else a run."""
     total, ranks = sum(sizes), len(sizes)
     if tuple(sizes) == equal_shares(total, ranks):
         return slice(rank, None, ranks)  # as in runs before there were shares

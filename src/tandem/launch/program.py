@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.config import SETTINGS, Given, Settings
 from tandem.errors import ConfigError
-from tandem.script.job import Job, Program
+from tandem.script.job import Job, Program, problem_of_script
 
 SEE = "See `tandem launch --help`"
 _SWITCHES = {setting.flag for setting in SETTINGS.values() if setting.is_switch}
@@ -63,16 +63,10 @@ def _check_script(path: Path) -> None:
         raise ConfigError(f"there is no script {path} in {Path.cwd()}; {hint}. {SEE}")
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, and a script is a file; for a package: -m {path.name}")
-    try:
-        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; make it readable") from error
-    except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        what = error.msg if isinstance(error, SyntaxError) else error
-        raise ConfigError(
-            f"{path}{line} is not Python: {what}; for another kind of program: -- ./{path}"
-        ) from None
+    problem = problem_of_script(path)
+    if problem:
+        more = f"; for another kind of program: -- ./{path}" if "not Python" in problem else ""
+        raise ConfigError(problem + more)
 
 
 def job_of(program: Program, settings: Settings, chosen: Collection[str]) -> Job:

@@ -1,8 +1,8 @@
-"""What a person's own program is, and what its ranks need to know. Imports no torch."""
+"""What a person's own program is, and what its ranks need to know. The standard library alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Literal
 
 
@@ -45,3 +45,15 @@ class Job:
     patience: float
     json_lines: bool
     cold: bool
+
+
+def problem_of_script(path: Path) -> str | None:
+    """Why this file cannot be run as a script, in a sentence; None: it can."""
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}; make it readable"
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return f"{path}{line} is not Python: {error.msg if isinstance(error, SyntaxError) else error}"
+    return None

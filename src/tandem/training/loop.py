@@ -127,11 +127,11 @@ def train(t: Training) -> bool:
     while t.step < planned:
         t.clock.begin_step()
         micro_batches = next(t.batches)
+        proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
         t.clock.enter("transfer")
         if t.step == first:
             t.recorder.costs(t.stepper.settle(micro_batches, t.step, t.recorder.known_costs))
         rate = t.schedule.set(t.step)
-        proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
         consensus = t.stepper.take(micro_batches, t.step, proposal)
         t.schedule.advance()
         t.task.after_step(t.model, t.step + 1)

@@ -33,8 +33,8 @@ class Facts:
     """What is said of this generation of a run, and does not change while it trains.
 
     `settings` and `fingerprint` are as a manifest holds them, `config_hash` is their digest. `run_dir` is on
-    this machine, `started` is of time.monotonic(); the run goes on after `first_step` steps. `shares`:
-    samples of each rank in a batch; none: equal.
+    this machine, `started` is of time.monotonic(); the run goes on after `first_step` steps.
+    `shares`: samples of each rank in a batch; none: equal.
     """
 
     run: RunConfig
@@ -114,7 +114,7 @@ def write_summary(
         "nodes": position.nodes,
         "epoch": recorder.step // facts.order.steps_per_epoch,
         "global_step": recorder.step,
-        "samples_seen": recorder.step * facts.batch_size,
+        "samples_seen": facts.order.samples_before(recorder.step),
         "loss": recorder.loss,
         "eval": recorder.scores,
         "samples_per_second": round(recorder.meter.samples_per_second, 1),

@@ -1,0 +1,68 @@
+"""Loops of one's own, killed and resumed: each example under `tandem launch`, SIGKILLs at 1 and at 2 ranks.
+
+    python benchmarks/own_loop_trials.py [--kills 10] [--worlds 1,2] [--only gan ...] [--json FILE]
+
+What `tandem verify-resume --script examples/NAME.py` does, with more kills in a run: 40 steps, killed
+KILLS_PER_RUN times at random steps, the first time all processes, then one rank, which the agent starts
+again. At its end the run is compared with one that nobody touched: weights, what is kept, every line of the
+log. Where they differ, all of the run's kills count as failed.
+"""
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from resume_trials import KILLS_PER_RUN, killed_run, say
+from table import Row, render, write
+from tandem.script.job import Program
+from tandem.signals import StopFlag
+from tandem.verify.resume import STEPS, Runner
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NAMES = ("gan", "ema_frozen", "stream_lm", "distillation", "own_collective")
+
+
+def rows(worlds: Sequence[int] = (1, 2), kills: int = 10, names: Sequence[str] = NAMES) -> list[Row]:
+    """A row for each example and number of ranks. Says every killed run on stderr."""
+    return [_row(name, world_size, kills) for name in names for world_size in worlds]
+
+
+def _row(name: str, world_size: int, kills: int) -> Row:
+    chance, equal, done = random.Random(), 0, 0
+    script = Program("script", str(EXAMPLES / f"{name}.py"))
+    with tempfile.TemporaryDirectory(prefix="tandem-own-loop-") as folder:
+        arguments = ["--nproc", str(world_size), "--threads", "1"]
+        runner = Runner(arguments, os.environ, Path(folder), STEPS, StopFlag(), script)
+        calm = runner.undisturbed()
+        while done < kills:
+            run = killed_run(runner, calm, min(KILLS_PER_RUN, kills - done), chance)
+            done += len(run.kills)
+            equal += len(run.kills) if run.difference is None else 0
+            say(f"{name}, {world_size} ranks: {run}")
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    outcome = f"{equal} of {done} equal"
+    return Row(f"examples/{name}.py, {ranks}", done, outcome, target="all", passed=equal == done)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=10, help="for each example and number of ranks [10]")
+    parser.add_argument("--worlds", default="1,2", help="numbers of ranks [1,2]")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    asked = parser.parse_args()
+    table = rows([int(size) for size in asked.worlds.split(",")], asked.kills, asked.only)
+    print(render(table))
+    if asked.json:
+        write(table, asked.json)
+    return int(not all(row.passed for row in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
