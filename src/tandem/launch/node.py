@@ -166,12 +166,12 @@ def _run_agent(
 
 
 def _ranks_for_gpus(settings: Settings) -> int:
-    """`--nproc auto`: one rank per GPU, else one; one as well for a strategy that is a single process."""
+    """`--nproc auto`: one rank for its GPU or GPUs, else one; one as well for what is a single process."""
     if settings.compute.device == "cpu" or settings.compute.strategy in ("single", "dp"):
         return 1
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return max(1, torch.cuda.device_count() // settings.compute.devices_per_rank)
 
 
 _reserved: list[socket.socket] = []

@@ -64,9 +64,7 @@ class Strategy(single.Strategy):
         """It works with any number of ranks."""
 
     def check_exchange(self, exchange: ExchangeConfig) -> None:
-        """All of it is meant for ddp, but for dp's share."""
-        if exchange.dp_first_share != 1.0:
-            raise ConfigError("--dp-first-share is for --strategy dp: leave it out, or train with dp")
+        """All of it is meant for ddp."""
         self._exchange = exchange
         self._compression = compression(exchange, self._group)
         # Each rank has errors of its own, so there is no whole state but in a checkpoint.
@@ -85,7 +83,7 @@ class Strategy(single.Strategy):
         self._is_last, self._is_settled = True, False
         self._ddp = DistributedDataParallel(
             telemetry,
-            device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
+            device_ids=self._group.ddp_devices,
             gradient_as_bucket_view=True,
             **buffers,
             **ddp_arguments(self._exchange),

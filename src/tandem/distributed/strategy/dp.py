@@ -2,13 +2,12 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tandem.config.slices import ExchangeConfig
+from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.data.loader import batch_size_of, parts_of, to_device
 from tandem.data.seeds import derive_seed
 from tandem.data.shares import apportion
@@ -22,9 +21,11 @@ log = logging.getLogger("tandem.run")
 class Strategy(single.Strategy):
     """The batch of this one process is cut over the GPUs; the first of them has weights and optimizer."""
 
-    def __init__(self, group: ProcessGroup, exchange: ExchangeConfig) -> None:
-        super().__init__(group, replace(exchange, dp_first_share=1.0))
-        self._first_share = exchange.dp_first_share
+    has_one_device = True
+
+    def __init__(self, group: ProcessGroup, exchange: ExchangeConfig, compute: ComputeConfig) -> None:
+        super().__init__(group, exchange, compute)
+        self._first_share = compute.dp_first_share
         self._devices = list(range(torch.cuda.device_count())) if group.device.type == "cuda" else []
 
     def check(self, group: ProcessGroup) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.config.slices import ExchangeConfig
+from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.consensus import pack
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
@@ -19,11 +19,17 @@ class Strategy:
 
     shares_parameters = False
     shares_state = False
+    has_one_device = False
+    """Whether it takes a model to be on one device."""
 
-    def __init__(self, group: ProcessGroup, exchange: ExchangeConfig) -> None:
+    def __init__(self, group: ProcessGroup, exchange: ExchangeConfig, _compute: ComputeConfig) -> None:
         self._group = group
         self._slots = torch.zeros(0)
         self.check(group)
+        if self.has_one_device and len(group.devices) > 1:
+            raise ConfigError(
+                "--devices-per-rank is for --strategy ddp or single: leave it out, or use those"
+            )
         self.check_exchange(exchange)
 
     def check(self, group: ProcessGroup) -> None:
@@ -35,12 +41,11 @@ class Strategy:
             )
 
     def check_exchange(self, exchange: ExchangeConfig) -> None:
-        """Raise ConfigError for what only ddp or dp does."""
+        """Raise ConfigError for what only ddp does."""
         for each in dataclasses.fields(exchange):
             if each.name != "powersgd_rank" and getattr(exchange, each.name) != each.default:
                 flag = "--" + each.name.replace("_", "-")
-                whose = "dp" if each.name == "dp_first_share" else "ddp"
-                raise ConfigError(f"{flag} is for --strategy {whose}: leave it out, or train with {whose}")
+                raise ConfigError(f"{flag} is for --strategy ddp: leave it out, or train with ddp")
 
     def spread(self, model: nn.Module) -> nn.Module:
         return model
