@@ -158,7 +158,7 @@ def test_a_loop_of_its_own_stops_with_a_checkpoint_and_goes_on(cluster: TestedCl
 @pytest.mark.slow
 def test_a_scripts_own_code_is_the_clusters(cluster: TestedCluster, folder: Path) -> None:
     (folder / "fails.py").write_text("import os\nraise SystemExit(7 if os.environ['RANK'] == '1' else 0)\n")
-    code, output = cluster.up("--nodes", "2", "--script", str(folder / "fails.py"), "--args", "--cold")
+    code, output = cluster.up("--nodes", "2", "--script", str(folder / "fails.py"), "--args=--cold")
     assert code == 7 and "ended with 7 (" in output, output
 
 

@@ -14,9 +14,9 @@ SLOW = 0.02  # seconds per step, so that a fault hits the middle
 
 
 CLOCK = """
-import datetime, time
+import datetime, sys, time
 
-true = datetime.datetime
+true, true_time = datetime.datetime, time.time
 
 
 class Shifted(true):
@@ -25,10 +25,16 @@ class Shifted(true):
         return true.now(tz) + datetime.timedelta(seconds=SECONDS)
 
 
-datetime.datetime, true_time = Shifted, time.time
-time.time = lambda: true_time() + SECONDS
+if __name__ == "__main__":
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    from tandem.cli import main
+    from tandem.launch import liveness
+
+    dynamic_rendezvous.datetime = liveness.datetime = Shifted
+    time.time = lambda: true_time() + SECONDS
+    sys.exit(main())
 """
-"""Another wall clock for a node's Python. libfaketime breaks waits (clock_nanosleep); the kernel has none."""
+"""Another wall clock for a node's agent. libfaketime breaks waits (clock_nanosleep); the kernel has none."""
 
 
 class Cluster:
@@ -43,12 +49,10 @@ class Cluster:
 
     def start(self, node: int) -> Any:
         command = self.runs.command("launch", self.run, "--node-rank", node, *self.flags, delay=SLOW)
-        environment = dict(self.runs.environment)
         if node == 1 and self.clocks:
-            (folder := self.runs.folder / "clock").mkdir(exist_ok=True)
-            (folder / "sitecustomize.py").write_text(f"SECONDS = {self.clocks}\n{CLOCK}")
-            environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment.get("PYTHONPATH", "")])
-        return self.runs.processes.start(command, cwd=self.runs.folder, env=environment)
+            (self.runs.folder / "shifted.py").write_text(f"SECONDS = {self.clocks}\n{CLOCK}")
+            command[1:3] = ["shifted.py"]  # for -m tandem
+        return self.runs.processes.start(command, cwd=self.runs.folder, env=self.runs.environment)
 
     def kill(self, node: int) -> None:
         os.killpg(self.nodes[node].pid, signal.SIGKILL)

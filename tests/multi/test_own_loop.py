@@ -67,17 +67,24 @@ def example(name: str) -> str:
     return textwrap.dedent("\n".join(code)).strip() + "\n"
 
 
-def test_every_public_name_has_an_example_and_all_of_them_run(scripts: Scripts) -> None:
-    names = [name for name in vars(tandem.Run) if not name.startswith("_")]
-    assert len({*names, "start"}) <= 12
-    methods = [name for name in names if inspect.isfunction(getattr(tandem.Run, name))]
-    before = "".join(example(name) for name in ("start", "wrap", "keep"))
+def test_ten_public_names_have_types_and_an_example_and_all_of_them_run(scripts: Scripts) -> None:
+    names = {name: each for name, each in vars(tandem.Run).items() if not name.startswith("_")}
+    callables = {name: getattr(each, "fget", each) for name, each in names.items()} | {"start": tandem.start}
+    assert len(callables) <= 10
+    for name, each in callables.items():
+        parameters = inspect.signature(each).parameters.values()
+        kinds = [each.annotation for each in parameters if each.name != "self"]
+        kinds += [inspect.signature(callables[name]).return_annotation]
+        assert inspect.Signature.empty not in kinds, name
+    before = "".join(example(name) for name in ("start", "wrap", "keep", "rank"))
     data, loop = example("batches").split("    run.backward(loss)\n")
-    body = textwrap.indent(example("backward"), "    ") + loop + textwrap.indent(example("log"), "    ")
-    scripts.write("names.py", before + data + body + textwrap.indent(example("stop"), "    "))
+    inside = (example("backward"), loop, example("log"), example("step"), example("stop"))
+    body = "".join(each if each is loop else textwrap.indent(each, "    ") for each in inside)
+    scripts.write("names.py", before + data + body)
     scripts.write("parts.py", before + data.partition("for ")[0] + example("parts"))
-    assert {"start", *methods} == {"start", "wrap", "keep", "batches", "backward", "log", "stop", "parts"}
+    run_above = {"start", "wrap", "keep", "rank", "batches", "backward", "log", "step", "stop", "parts"}
+    assert run_above == set(callables)
     for script in ("names.py", "parts.py"):
         code, output = scripts.alone(script, script.removesuffix(".py"))
         assert code == 0, output
-        assert "finished at step 8" in output
+        assert "finished at step 8" in output and "said once" in output

@@ -22,7 +22,7 @@ def tried(what):
     try:
         what()
     except tandem.TandemError as error:
-        print("said:", error)
+        print("said:", error.exit_code, error)
 
 run = tandem.start()
 tried(tandem.start)
@@ -67,7 +67,7 @@ def test_each_mistake_is_one_line_and_ends_with_2(scripts: Scripts) -> None:
     said = [line.partition("said: ")[2] for line in output.splitlines() if line.startswith("said: ")]
     assert len(said) == len(LINES), output
     for line, beginning in zip(said, LINES, strict=True):
-        assert line.startswith(beginning)
+        assert line.startswith(f"2 {beginning}")
     assert code == 2, output
     assert "run.backward added to gradients of an earlier backward" in output.splitlines()[-1]
     assert "Traceback" not in output

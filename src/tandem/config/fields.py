@@ -80,6 +80,7 @@ Seed = Annotated[int, Valid("a whole number from 0 to 4294967295", lambda n: 0 <
 Port = Annotated[int, Valid("a port from 0 (any free one) to 65535", lambda n: 0 <= n <= 65535)]
 Positive = Annotated[float, Valid("a number above 0", lambda x: x > 0)]
 NonNegative = Annotated[float, Valid("a number of at least 0", lambda x: x >= 0)]
+Share = Annotated[float, Valid("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 BelowOne = Annotated[float, Valid("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 CadenceText = Annotated[str, Valid(CADENCE_VALID, _is_cadence)]
 WarmupText = Annotated[
@@ -95,6 +96,15 @@ StepWindow = Annotated[
 ]
 BestText = Annotated[
     str, Valid("METRIC, METRIC:min or METRIC:max, such as accuracy", _matches(r"[^\s:]+(:(min|max))?"))
+]
+InitMethod = Annotated[
+    str,
+    Valid(
+        "env://, tcp://HOST:PORT or file:///PATH",
+        lambda text: (
+            text == "env://" or (text[:6] == "tcp://" and _is_address(text[6:])) or text[:8] == "file:///"
+        ),
+    ),
 ]
 RunName = Annotated[
     str,

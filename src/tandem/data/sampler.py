@@ -38,6 +38,14 @@ class GlobalOrder:
         self.steps_per_epoch = n // batch_size
         self._cached: tuple[int, Tensor] | None = None
 
+    def samples(self, step: int) -> int:
+        """Of all ranks in a step."""
+        return self.batch_size
+
+    def samples_before(self, step: int) -> int:
+        """Of all ranks in all steps before `step`."""
+        return step * self.batch_size
+
     def batch(self, step: int) -> tuple[int, Tensor]:
         """The epoch (0-based) and the int64 indices [B] of the global batch of 0-based global step `step`."""
         epoch, position = divmod(step, self.steps_per_epoch)

@@ -5,14 +5,14 @@ the same for any number of ranks, and adds to a checkpoint only what the step do
 is a file of its own (`mapped.py`, `streamed.py`); `kinds.py` chooses.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from tandem.config.slices import DataConfig
-from tandem.data.fetch import Batch, Collate
+from tandem.data.fetch import Collate
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.shares import given_shares
 from tandem.errors import ConfigError
@@ -31,6 +31,8 @@ class Reader:
     world_size: int
     collate: Collate | None
     device: torch.device
+    gather: Callable[[int], list[int]] | None = None
+    """A number of each rank's, on all ranks; for data of which ranks have parts of their own."""
     sizes: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -63,8 +65,11 @@ class TrainingData(Protocol):
     order: GlobalOrder
     """Samples and steps of an epoch."""
 
-    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The reader's micro-batches, on its device, of each step from `start` to before `stop`."""
+    def steps(self, start: int, stop: int) -> Iterator[list[Any]]:
+        """The reader's micro-batches, on its device, of each step from `start` to before `stop`.
+
+        None in place of one that this rank has no sample for.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]:

@@ -34,6 +34,7 @@ log = logging.getLogger("tandem.agent")
 RUN_ID = "tandem"
 VERDICT_KEY = "tandem/verdict"
 LEFT_KEY = "tandem/left"
+JOB_KEY = "tandem/job"
 
 
 class StopRequestedError(Exception):
@@ -103,7 +104,7 @@ def check_all_are_in(placement: Placement, nodes: int) -> None:
 def host_store(placement: Placement) -> TCPStore:
     """The store that all agents and ranks meet at; raises PeerLostError when its port is taken."""
     try:
-        return TCPStore(
+        store = TCPStore(
             placement.master_host,
             placement.master_port,
             is_master=True,
@@ -111,6 +112,8 @@ def host_store(placement: Placement) -> TCPStore:
             wait_for_workers=False,
             timeout=timedelta(seconds=STORE_READ_SECONDS),
         )
+        store.set(JOB_KEY, placement.job)
+        return store
     except (RuntimeError, ValueError) as error:
         raise PeerLostError(
             f"cannot serve at {placement.master_host}:{placement.master_port}: {str(error).splitlines()[0]}; "
@@ -124,9 +127,16 @@ def join_store(placement: Placement, timeout_seconds: float, stop: StopFlag) -> 
     if stop:
         raise StopRequestedError
     try:
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
+        job = store.get(JOB_KEY).decode()
     except (RuntimeError, ValueError) as error:
         raise StoreLostError from error
+    if job != placement.job:
+        raise PeerLostError(
+            f"{host}:{port} is served by {job or 'another job'}, and this is {placement.job or 'not that'}; "
+            "choose another port with --master HOST:PORT"
+        )
+    return store
 
 
 def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: Callable[[], bool]) -> None:

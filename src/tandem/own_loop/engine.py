@@ -97,9 +97,12 @@ class Engine:
             if problem:
                 raise ConfigError(problem)
             recorder = self._recorder(self.settings)
-            self.beginning = begin(self.world, self._store(), None, position, recorder)
+            config, download = self.settings.checkpoint, self.settings.data.download
+            self.beginning = begin(self.world, self._store(), config, position, recorder, download)
             if self.beginning.state is not None:
                 state.load(self.beginning.state)
+            elif self.beginning.weights is not None:
+                self.beginning.weights.load(self._strategy, state.together)
 
     def loop(
         self,

@@ -26,7 +26,7 @@ def start(argv: Sequence[str] = ()) -> "Run":
         import torch
 
         run = tandem.start()
-        print(f"rank {run.rank} of {run.world_size} on {run.device}")
+        print(f"rank {run.rank} begins after step {run.step}")
 
     Raises ConfigError, one line and exit code 2, for settings that cannot be.
     """
@@ -55,29 +55,31 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """This process's number, from 0.
+
+        How many there are says torch.distributed.get_world_size(), also to one alone.
+
+            if run.rank == 0:
+                print("said once")
+        """
         return self._engine.world.rank
 
     @property
-    def device(self) -> torch.device:
-        """Where this process's model and batches are."""
-        return self._engine.world.device
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train."""
-        return self._engine.world.size
-
-    @property
     def step(self) -> int:
-        """Finished steps of the run, those before a resume included."""
+        """Finished steps of the run, those before a resume included.
+
+        It rises when the next batch is asked for.
+
+            rate = 0.1 if run.step < 1000 else 0.01
+        """
         return self._engine.step
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """`model` on this rank's device; backward passes through it average gradients over ranks.
 
-        Call it before the optimizer is made. A model in which nothing is to be trained is moved, and gets
-        rank 0's weights, no more.
+        With --devices-per-rank N above 1 it stays where the script has put its parts, on devices from
+        LOCAL_RANK * N on. Call this before the optimizer is made. A model in which nothing is to be trained
+        is moved, and gets rank 0's weights, no more.
 
             model = run.wrap(torch.nn.Linear(8, 2))
             teacher = run.wrap(torch.nn.Linear(8, 2).requires_grad_(False))
@@ -86,18 +88,19 @@ class Run:
             raise ConfigError(f"run.wrap got {type(model).__name__}, valid is a torch.nn.Module")
         if self._state is not None:
             raise ConfigError("run.wrap after run.keep: wrap every model first, then keep them")
-        model = model.to(self.device)
+        world = self._engine.world
+        if len(world.devices) == 1:
+            model = model.to(world.device)
         if self._engine.settings.compute.sync_batchnorm:
-            model = self._engine.world.synchronise_batchnorm(model)
+            model = world.synchronise_batchnorm(model)
         model.register_forward_pre_hook(_tells(self._engine))
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            give_rank_0s_weights(model, self._engine.world)
+            give_rank_0s_weights(model, world)
             return model
         backward = self._engine.backward
         wrapped: nn.Module = model
-        if self.world_size > 1:
-            exchange = self._engine.settings.exchange
-            wrapped = Replica(model, self._engine.world, backward.passenger, exchange)
+        if world.size > 1:
+            wrapped = Replica(model, world, backward.passenger, self._engine.settings.exchange)
         backward.watch(wrapped)
         return wrapped
 

@@ -89,7 +89,7 @@ def _run(
     )
     store = CheckpointStore(settings.run.place / "checkpoints")
     with clock.phase("resume"):
-        beginning = begin(world, store, settings.checkpoint.init_from, position, recorder)
+        beginning = begin(world, store, settings.checkpoint, position, recorder, settings.data.download)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
         if world.is_first:
@@ -118,7 +118,9 @@ def _run(
         eval=settings.evaluation.eval_every,
         save=settings.checkpoint.checkpoint_every,
         check=settings.reliability.replica_check_every,
-        snapshot=snapshot_every(settings.checkpoint.snapshot_every, world, learner.strategy),
+        snapshot=snapshot_every(
+            settings.checkpoint.snapshot_every, world, learner.strategy, learner.statistics
+        ),
     )
     if world.is_first and not timetable.saves_every_evaluation():
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
@@ -132,6 +134,7 @@ def _run(
         evaluation_batch_size(settings.evaluation, settings.data, world),
         settings.compute.precision,
         settings.data.workers,
+        learner.statistics,
     )
     steps = _told(learner.shares.steps(beginning.step, learner.planned), recorder)
     window = settings.telemetry.profile if world.is_first else None

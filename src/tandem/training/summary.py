@@ -114,7 +114,7 @@ def write_summary(
         "nodes": position.nodes,
         "epoch": recorder.step // facts.order.steps_per_epoch,
         "global_step": recorder.step,
-        "samples_seen": recorder.step * facts.batch_size,
+        "samples_seen": facts.order.samples_before(recorder.step),
         "loss": recorder.loss,
         "eval": recorder.scores,
         "samples_per_second": round(recorder.meter.samples_per_second, 1),

@@ -80,10 +80,10 @@ class Strategy(single.Strategy):
         buffers = buffer_argument(has_buffers_beside_batchnorm(module))
         telemetry = Telemetry(module, slots).to(self._group.device)
         self._carrier = telemetry.carrier
-        self._is_last = True
+        self._is_last, self._is_settled = True, False
         self._ddp = DistributedDataParallel(
             telemetry,
-            device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
+            device_ids=self._group.ddp_devices,
             gradient_as_bucket_view=True,
             **buffers,
             **ddp_arguments(self._exchange),
@@ -93,7 +93,9 @@ class Strategy(single.Strategy):
 
     def micro_step(self, is_last: bool) -> AbstractContextManager[None]:
         self._is_last = is_last
-        return nullcontext() if is_last else self._ddp.no_sync()
+        # DDP learns a static graph in its first pass, which has to end in an exchange (torch 2.15 asserts).
+        learns = self._exchange.static_graph and not self._is_settled
+        return nullcontext() if is_last or learns else self._ddp.no_sync()
 
     def forward(self, slots: Tensor, batch: Any, scale: Tensor, so_far: Tensor) -> tuple[Tensor, Tensor]:
         try:
@@ -109,6 +111,7 @@ class Strategy(single.Strategy):
 
     def check_gradients(self) -> None:
         """DDP would wait for them in the next step, with the first one's gradients not averaged."""
+        self._is_settled = True
         if self._exchange.find_unused:
             return
         without = [name for name, p in self._named.items() if p.requires_grad and p.grad is None]
