@@ -64,7 +64,7 @@ train: setup ## train on NODES simulated nodes of this machine, resumable in RUN
 	$(BIN)/tandem launch --nodes $(NODES) --task $(TASK) --run-dir $(RUN) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
 
 check: setup ## lint, types, layers and unit tests
-	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring examples
+	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring slurm examples
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
@@ -99,9 +99,10 @@ lock: ## pin the newest releases that fit pyproject.toml, with hashes
 
 clean: ## remove the environment and caches; runs/ and data/ stay
 	rm -rf $(VENV) build src/tandem.egg-info .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
-	find src tests benchmarks compose docker k8s monitoring -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks compose docker k8s monitoring slurm -name __pycache__ -type d -prune -exec rm -rf {} +
 
 include docker/image.mk
 include compose/compose.mk
 include k8s/k8s.mk
 include monitoring/monitoring.mk
+include slurm/slurm.mk

@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 from tandem.errors import ConfigError
 
@@ -34,7 +36,7 @@ def setup(
     if path is not None:
         handlers.append(_file_handler(path))
     if to_terminal:
-        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers.append(TerminalHandler())
     formatter = JsonFormatter(rank, node) if json_lines else TextFormatter(rank, node)
     for handler in handlers or [logging.NullHandler()]:
         handler.setFormatter(formatter)
@@ -60,6 +62,25 @@ def _file_handler(path: Path) -> logging.Handler:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write the log {path}: {reason}; give a --run-dir you can write") from error
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Lines on stderr; what is drawn there meanwhile, such as a progress bar, makes way for each."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.way: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self.way():
+            super().emit(record)
+
+
+def make_way(way: Callable[[], AbstractContextManager[None]]) -> None:
+    """From now on `way()` is entered around each line that goes to the terminal."""
+    for handler in logging.getLogger(LOGGER_NAME).handlers:
+        if isinstance(handler, TerminalHandler):
+            handler.way = way
 
 
 class TextFormatter(logging.Formatter):

@@ -36,6 +36,7 @@ class StopFlag:
         """Take over the stop signals of this process (main thread only)."""
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+        hear_stop_signals()
         return self
 
     def uninstall(self) -> None:
@@ -53,6 +54,11 @@ class StopFlag:
         self._last = now
         if self.signal_number is None:
             self.signal_number = number
+
+
+def hear_stop_signals() -> None:
+    """Let through what was sent since this process was forked; to be called when its handlers stand."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def ignore_stop_signals() -> None:

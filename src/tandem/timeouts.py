@@ -14,10 +14,14 @@ WATCHDOG_TICK_SECONDS = 0.2
 """The watchdog looks, and talks to the store. Less than a beat, so that none waits for the next look."""
 STORE_RETRY_SECONDS = 1.0
 """The watchdog's pause after the store did not answer: it is being restarted, or is gone."""
+CLOCK_SKEW_SECONDS = 2.0
+"""A node's clock is said to differ: more than what its words take through the store on a busy machine."""
 SHORTEST_HANG_SECONDS = 10.0
 """No phase is called hung before, however short its steps: a busy disk takes seconds."""
 STARTING_HANG_SECONDS = 60.0
 """The same until a rank has trained: imports and compilation may starve the thread that speaks."""
+SLOW_RANKS_SECONDS = 5.0
+"""Node 0 compares the ranks of a script; one that is slowest twice in a row is named."""
 STACKS_SECONDS = 0.5
 """Between asking hung ranks for their stacks and killing them: faulthandler needs milliseconds."""
 

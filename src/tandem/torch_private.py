@@ -68,6 +68,21 @@ def after_gradients(loss: Tensor, call: Callable[[], None]) -> None:
     loss.register_hook(at_start)  # type: ignore[no-untyped-call]
 
 
+def around_the_wait(before: Callable[[], None], behind: Callable[[], None]) -> None:
+    """Call `before()` when all gradients are computed, and `behind()` when DDP has waited for other ranks'.
+
+    To be called in the backward pass itself, by a hook; where the loss is known, see `after_gradients`.
+    """
+
+    def then() -> None:
+        before()
+        queue(behind)  # behind DDP's, which was queued before the first callback ran
+
+    with contextlib.suppress(AttributeError):
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(then)
+
+
 def note_nonfinite(tensors: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
     """Set the scalar `found` to 1 if any value is not finite; all on one device and of one type.
 

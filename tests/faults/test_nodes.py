@@ -13,17 +13,46 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
 
 
+CLOCK = """
+import datetime, sys, time
+
+true, true_time = datetime.datetime, time.time
+
+
+class Shifted(true):
+    @classmethod
+    def now(cls, tz=None):
+        return true.now(tz) + datetime.timedelta(seconds=SECONDS)
+
+
+if __name__ == "__main__":
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    from tandem.cli import main
+    from tandem.launch import liveness
+
+    dynamic_rendezvous.datetime = liveness.datetime = Shifted
+    time.time = lambda: true_time() + SECONDS
+    sys.exit(main())
+"""
+"""Another wall clock for a node's agent. libfaketime breaks waits (clock_nanosleep); the kernel has none."""
+
+
 class Cluster:
     """Two nodes started by hand, as a platform does; each is a session of its own."""
 
-    def __init__(self, runs: Runs, port: int, run: str, *flags: object) -> None:
-        self.runs, self.run = runs, run
+    def __init__(self, runs: Runs, port: int, run: str, *flags: object, clocks: float = 0.0) -> None:
+        """`clocks`: seconds by which node 1's clock is ahead."""
+        self.runs, self.run, self.clocks = runs, run, clocks
         master = ("--master", f"127.0.0.101:{port}")
         self.flags = ("--nodes", 2, *master, "--checkpoint-every", 10, "--max-restarts", 0, *flags)
         self.nodes = [self.start(node) for node in (0, 1)]
 
     def start(self, node: int) -> Any:
-        return self.runs.start("launch", self.run, "--node-rank", node, *self.flags, delay=SLOW)
+        command = self.runs.command("launch", self.run, "--node-rank", node, *self.flags, delay=SLOW)
+        if node == 1 and self.clocks:
+            (self.runs.folder / "shifted.py").write_text(f"SECONDS = {self.clocks}\n{CLOCK}")
+            command[1:3] = ["shifted.py"]  # for -m tandem
+        return self.runs.processes.start(command, cwd=self.runs.folder, env=self.runs.environment)
 
     def kill(self, node: int) -> None:
         os.killpg(self.nodes[node].pid, signal.SIGKILL)
@@ -57,3 +86,21 @@ def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, fre
     assert [event["world_size"] for event in runs.events("elastic", "world")] == [2, 1, 2]
     assert summary["global_step"] == 600
     assert summary["samples_seen"] == 600 * 24
+
+
+@pytest.mark.parametrize("seconds", [-30, -6, 30])
+def test_clocks_that_differ_change_nothing(runs: Runs, free_port: int, seconds: float) -> None:
+    """torch's rendezvous compares the wall clocks of nodes: one 6 s behind was taken for dead, and the rest
+    trained without it."""
+    undisturbed = runs.undisturbed("--steps", 150)
+    cluster = Cluster(runs, free_port, "clocks", "--steps", 150, clocks=seconds)
+    runs.wait_for_step("clocks", 30)
+    cluster.kill(1)
+    time.sleep(1)
+    cluster.nodes[1] = cluster.start(1)
+    summary = cluster.finish()
+    assert summary["weights_sha256"] == undisturbed
+    assert [event["world_size"] for event in runs.events("clocks", "world")] == [2, 2]
+    log = (runs.folder / "clocks/log/node-0.log").read_text()
+    side = "ahead of" if seconds > 0 else "behind"
+    assert f"the clock of node 1 is {abs(seconds)} s {side} node 0's" in log

@@ -1,8 +1,10 @@
 """Runs that are killed, stopped and started again, each with its outcome: real processes over gloo."""
 
+import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,13 +75,41 @@ def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs, free_por
     assert code == 137, output
 
 
-@pytest.mark.slow
-def test_ranks_leave_with_their_agent(runs: Runs) -> None:
-    process = runs.start("launch", "orphans", *EVERY, delay=SLOW)
+STUCK = """
+import ctypes
+from small import Small
+
+class Stuck(Small):
+    def after_step(self, model, step):
+        if step == 30:
+            ctypes.PyDLL(None).sleep(600)  # holds the interpreter: no thread of this rank runs any more
+"""
+
+
+def of_session(session: int) -> list[str]:
+    """The processes of a session that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if os.getsid(int(entry.name)) == session:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                found += [(entry / "comm").read_text()] if state != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize("rank", ["stuck", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_nothing_outlives_a_killed_agent(runs: Runs, rank: str) -> None:
+    (runs.folder / "stuck.py").write_text(STUCK)
+    task = ["--task", "stuck.py:Stuck"] if rank == "stuck" else []
+    process = runs.start("launch", "orphans", *EVERY, *task, delay=SLOW)
     runs.wait_for_step("orphans", 20)
-    assert rank_processes(process.pid)
+    (pid,) = rank_processes(process.pid).values()
+    if rank == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        runs.until(lambda: "nanosleep" in Path(f"/proc/{pid}/wchan").read_text(), "rank that sleeps in C")
     os.kill(process.pid, signal.SIGKILL)
-    runs.until(lambda: not rank_processes(process.pid), "end of the ranks", limit=10)
+    runs.until(lambda: not of_session(process.pid), "end of all processes", limit=30)
 
 
 @pytest.mark.slow

@@ -120,7 +120,8 @@ def train(
     batch: int = BATCH,
     **settings: Any,
 ) -> Trained:
-    strategy = strategies.load(name, group)
+    made = Settings().replace(batch_size=batch, on_nonfinite="skip", **settings)
+    strategy = strategies.load(name, group, made.exchange)
     torch.manual_seed(group.rank if begin is None else 99)  # rank 0's weights count, or the loaded ones
     if not begin and group.rank == 0:
         torch.manual_seed(1)
@@ -134,12 +135,12 @@ def train(
         strategy.load_model(model, begin["model"])
         strategy.load_optimizer(optimizer, begin["optimizer"])
     task: Any = WholeTask(Classes())  # type: ignore[arg-type]
-    made = Settings().replace(batch_size=batch, on_nonfinite="skip", **settings)
     stepper = Stepper(
         group, strategy, made.compute, made.optimisation, batch, 0, task, model, optimizer, Clock()
     )
     if begin is not None:
         stepper.scaler.load_state_dict(begin["scaler"])
+        strategy.load_exchange(begin["exchange"])
     seen = Trained(strategy, model, Evaluation(group, strategy, task, model, rows(101), 8))
     stepper.settle(micro_batches(first, group.rank, group.size, False, batch), first, Costs())
     for step in range(first, last):
@@ -156,6 +157,7 @@ def train(
         if keep:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             whole = strategy.whole({**state, "scaler": stepper.scaler.state_dict()})
+            whole["exchange"] = strategy.exchange_state()
             seen.states.append(copied(whole) if group.is_first else {})
     return seen
 

@@ -45,12 +45,12 @@ CHANGES = {
 """),
     ],
     "accelerate": [
-        ("    for _ in range(3):\n", """\
+        ("    for _ in range(options.epochs):\n", """\
     folder = os.path.join(os.environ["TANDEM_RUN_DIR"], "state")
     if os.path.isdir(folder):
         accelerator.load_state(folder)
         accelerator.print("found its checkpoint", flush=True)
-    for epoch in range(3):
+    for epoch in range(options.epochs):
         if epoch == 1:
             accelerator.save_state(folder)
             accelerator.wait_for_everyone()
@@ -61,11 +61,11 @@ CHANGES = {
         ("        enable_checkpointing=False,\n", """\
         callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(os.environ["TANDEM_RUN_DIR"], save_last=True)],
 """),
-        ("    trainer.fit(Regression(), data)\n", """\
+        ("    trainer.fit(Regression(options.pause), data)\n", """\
     last = os.path.join(os.environ["TANDEM_RUN_DIR"], "last.ckpt")
     if os.path.exists(last) and trainer.is_global_zero:
         print("found its checkpoint", flush=True)
-    model = Regression()
+    model = Regression(options.pause)
     trainer.fit(model, data, ckpt_path=last if os.path.exists(last) else None)
 """),
         ("    def configure_optimizers", """\

@@ -1,5 +1,6 @@
 """A plain DDP script: the loss that torchrun gives, what is started again, and what is not."""
 
+import json
 import os
 import re
 import signal
@@ -44,6 +45,8 @@ def test_a_killed_rank_is_started_again_and_the_script_goes_on_from_its_own_snap
     node_1 = (scripts.folder / "run/log/node-1.log").read_text()
     assert "rank 1 on node 1 (127.0.0.102) was killed by signal 9" in node_1
     final_loss(log)
+    summary = json.loads((scripts.folder / "run" / "summary.json").read_text())
+    assert (summary["state"], summary["exit_code"], summary["restarts"]) == ("finished", 0, 2)
 
 
 @pytest.mark.parametrize("ranks", [["--nodes", 2], ["--nproc", 2]], ids=["nodes", "one-node"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.distributed import batchnorm as ours
 from tandem.training.replicas import checksum, comparable
 
 
@@ -45,4 +46,6 @@ def test_statistics_count_only_where_they_are_synchronised() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert set(comparable(model)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} <= set(comparable(synchronised))
+    statistics = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert statistics <= set(comparable(synchronised))
+    assert statistics <= set(comparable(ours.synchronised(model)))

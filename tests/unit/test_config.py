@@ -251,6 +251,8 @@ def test_fingerprint_fields() -> None:
         "precision": "fp32",
         "optimizer": "sgd",
         "sync_batchnorm": False,
+        "gradient_compression": "none",
+        "powersgd_rank": 4,
     }
 
 

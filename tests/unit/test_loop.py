@@ -87,6 +87,7 @@ def training(
         clock=clock,
         nonfinite=Policy(policy, "fp32", recorder),
         stop=stop,
+        shares=cast(Any, SimpleNamespace(after_step=lambda step: None)),
         batches=batches(),
         evaluate=dict,
         check_replicas=lambda step: None,

@@ -76,6 +76,10 @@ REAL = [
     ("slurm-step-1", "slurm", 2, 1, None, "node1:20004", None, "node2"),
     ("slurm-two-per-node-0", "slurm", 2, 0, 2, "node1:20005", None, "node1"),
     ("slurm-two-per-node-3", "slurm", 2, 1, 2, "node1:20005", None, "node2"),
+    ("slurm-array-1-node-1", "slurm", 2, 1, None, "node1:20004", None, "node2"),
+    ("slurm-array-2-node-1", "slurm", 2, 1, None, "node1:20003", None, "node2"),
+    ("slurm-shard-1", "slurm", 2, 1, None, "node1:20002", None, "node2"),
+    ("slurm-gpu-per-task-3", "slurm", 2, 1, 2, "node1:20001", None, "node2"),
     ("torchrun-rank-1", "torchrun", 1, 0, 2, "127.0.0.1:29444", None, None),
     ("sagemaker-0", "sagemaker", 2, 0, 4, "algo-1:7777", None, "algo-1"),
     ("sagemaker-1", "sagemaker", 2, 1, 4, "algo-1:7777", None, "algo-2"),
@@ -99,6 +103,38 @@ def test_real_environments(case: tuple) -> None:  # type: ignore[type-arg]
 def test_slurm_with_several_tasks_per_node_makes_each_task_a_rank(index: int) -> None:
     found = place(f"slurm-two-per-node-{index}")
     assert (found.rank, found.local_rank, found.world_size) == (index, index % 2, 4)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_slurm_with_one_task_per_node_makes_it_a_node_or_a_rank(index: int) -> None:
+    found = place(f"slurm-step-{index}")
+    assert (found.rank, found.world_size, found.one_task) == (None, None, True)
+    rank = found.as_rank()
+    assert (rank.rank, rank.local_rank, rank.world_size, rank.nproc) == (index, 0, 2, 1)
+    assert rank.as_rank() is rank and place("slurm-two-per-node-3").as_rank().rank == 3
+    for asked in ({"nproc": 2}, {"elastic": "1:2"}):
+        with pytest.raises(ConfigError, match=r"one rank of 2, a task on each node; start with tandem launch"):
+            place(f"slurm-step-{index}", **asked).as_rank()
+    assert place(f"slurm-step-{index}", nproc=1).as_rank() == rank
+    one = place("slurm-step-0", SLURM_STEP_NUM_NODES=1, SLURM_STEP_NODELIST="node1", SLURM_STEP_TASKS_PER_NODE=1)
+    assert one.as_rank().rank is None and one.nodes == 1
+
+
+def test_slurm_says_which_job_it_is() -> None:
+    found = [place(f"slurm-array-{task}-node-1", SLURM_RESTART_COUNT=2) for task in (1, 2)]
+    assert [each.array for each in found] == [("3", "1"), ("3", "2")]
+    assert [each.job for each in found] == ["slurm-4.0", "slurm-3.0"] and found[0].restarts == 2
+    assert (place("slurm-step-0").array, place("slurm-step-0").restarts) == (None, 0)
+    alone = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "10"}
+    assert (detect(alone, "n1").array, detect(alone, "n1").job) == (("6", "10"), "slurm-7.batch")
+
+
+def test_slurm_gives_tasks_gpus_of_their_own_or_all_of_the_nodes() -> None:
+    assert place("slurm-gpu-per-task-3").device == 0  # CUDA_VISIBLE_DEVICES=1, of two on the node
+    all_seen = place("slurm-gpu-per-task-3", CUDA_VISIBLE_DEVICES="0,1")
+    assert (all_seen.device, all_seen.local_rank) == (None, 1)
+    shared = place("slurm-two-per-node-3", SLURM_GPUS_ON_NODE=1, SLURM_SHARDS_ON_NODE=2, CUDA_VISIBLE_DEVICES=0)
+    assert shared.device is None  # both tasks see one GPU: the second rank has none of its own
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -196,6 +232,9 @@ WRONG: list[tuple[str, dict[str, object], list[str]]] = [
     ("slurm-step-1", {"SLURM_STEP_NODELIST": "node[1-"}, ["node[1-"]),
     ("slurm-step-1", {"MASTER_ADDR": "node2"}, ["MASTER_ADDR=node2", "node1"]),
     ("slurm-step-1", {"nodes": 3}, ["--nodes=3", "SLURM_STEP_NUM_NODES=2"]),
+    ("slurm-het-batch", {}, ["SLURM_HET_SIZE=2", "heterogeneous", "sbatch --nodes"]),
+    ("slurm-het-step-1", {}, ["SLURM_HET_SIZE=2", "alike"]),
+    ("slurm-array-1-node-1", {"SLURM_RESTART_COUNT": "often"}, ["SLURM_RESTART_COUNT='often'"]),
     ("slurm-two-per-node-1", {"nproc": 1}, ["SLURM_PROCID=1", "--nproc=1"]),
     ("slurm-two-per-node-1", {"elastic": "1:2"}, ["--elastic"]),
     ("torchrun-rank-1", {"RANK": None}, ["RANK", "LOCAL_RANK=1"]),

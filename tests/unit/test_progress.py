@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
+from tandem.log import setup
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.tensorboard import EventWriter
 
@@ -24,11 +25,34 @@ def test_a_terminal_gets_a_bar() -> None:
     stream = Terminal()
     progress = Progress(10, start_step=5, stream=stream)
     report(progress, float("nan"))
-    progress.note("saved")
     progress.advance(10)
     progress.close()
     progress.close()
-    assert "10/10" in stream.getvalue() and "saved" in stream.getvalue() and "loss nan" in stream.getvalue()
+    assert "10/10" in stream.getvalue() and "loss nan" in stream.getvalue()
+
+
+def test_a_bar_makes_way_for_lines_of_the_log_and_the_file_has_them_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    logger = setup(tmp_path / "rank-0.log", 0, 0, to_terminal=True, json_lines=False)
+    try:
+        progress = Progress(10)
+        report(progress)
+        progress.note("evaluation after step 7")
+        logger.warning("a save has failed")
+        progress.close()
+        logger.info("the end")
+    finally:
+        setup(None, None, 0, False, False)
+    lines = [line.rpartition("\r")[2] for line in stream.getvalue().splitlines()]
+    assert [line.partition(" | ")[2] for line in lines if " rank 0 | " in line] == (
+        written := ["evaluation after step 7", "warning: a save has failed", "the end"]
+    )
+    assert all("step/s" not in line for line in lines if " rank 0 | " in line)
+    file = (tmp_path / "rank-0.log").read_text().splitlines()
+    assert [line.partition(" | ")[2] for line in file] == written
 
 
 @pytest.mark.parametrize(("mode", "stream"), [("auto", io.StringIO()), ("off", Terminal())])

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.data.sampler import GlobalOrder, TrainBatches, share
+from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed, derive_seeds
+from tandem.data.shares import equal_shares, places
 from tandem.errors import ConfigError
 
 seeds = st.integers(0, 2**63 - 1)
@@ -65,11 +66,13 @@ def test_micro_batches_match_over_ranks_and_are_never_empty(order: GlobalOrder, 
             assert max(sizes) <= micro + (1 if micro == 1 and uneven else 0)
 
 
-@given(st.integers(0, 300), st.integers(1, 17))
+@given(st.integers(1, 300), st.integers(1, 17))
 def test_shares_differ_by_at_most_one(n: int, world_size: int) -> None:
-    parts = [share(torch.arange(n), rank, world_size) for rank in range(world_size)]
-    sizes = [len(part) for part in parts]
-    assert max(sizes) - min(sizes) <= 1
+    world_size = min(n, world_size)
+    sizes = equal_shares(n, world_size)
+    parts = [torch.arange(n)[places(sizes, rank)] for rank in range(world_size)]
+    assert parts[0].tolist() == list(range(0, n, world_size))  # as in runs before there were shares
+    assert [len(part) for part in parts] == list(sizes) and max(sizes) - min(sizes) <= 1
     assert sorted(torch.cat(parts).tolist()) == list(range(n))
 
 

@@ -4,10 +4,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tandem.errors import ConfigError
+from tandem.launch import scratch as module
 from tandem.launch.scratch import scratch
 
 HOLD = """
@@ -31,24 +34,41 @@ def hold(folder: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_what_killed_agents_left_is_swept_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "tandem-1-999999999-other").mkdir()  # of another PID namespace
-    (tmp_path / "tandem-recovery-x").mkdir()
-    killed, left = hold(tmp_path)
-    living, kept = hold(tmp_path)
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary directory whose name leaves room for a socket's; pytest's own are long."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+def test_what_killed_agents_left_is_swept_and_nothing_else(short: Path) -> None:
+    (short / "tandem-1-999999999-other").mkdir()  # of another PID namespace
+    (short / "tandem-recovery-x").mkdir()
+    killed, left = hold(short)
+    living, kept = hold(short)
     try:
         killed.kill()
         assert killed.wait(20) == -signal.SIGKILL and left.is_dir()
         with scratch() as mine:
-            assert mine.is_dir() and mine.parent == tmp_path
+            assert mine.is_dir() and mine.parent == short
             assert not left.exists() and kept.is_dir()
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        assert sorted(path.name for path in short.iterdir()) == sorted(
             ["tandem-1-999999999-other", "tandem-recovery-x", kept.name]
         )
     finally:
         for process in (killed, living):
             process.communicate("\n", timeout=20)
     assert not kept.exists()
+
+
+def test_where_no_socket_fits_another_place_is_taken_and_none_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
+    with scratch() as mine:
+        assert str(mine.parent) in module.ELSEWHERE
+    assert not mine.exists()
+    monkeypatch.setattr(module, "ELSEWHERE", ("/nowhere",))
+    with pytest.raises(ConfigError, match="cannot make a temporary folder in /nowhere: No such file.*TMPDIR"):
+        scratch().__enter__()

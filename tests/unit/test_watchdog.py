@@ -1,5 +1,6 @@
 """Who is named: the judge of the watchdog, with beats made by hand; and how nodes come to know it."""
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -101,3 +102,25 @@ def test_two_nodes_agree_on_a_hang_and_node_0_shows_what_node_1_knows() -> None:
         dogs[1].close(None)
         dogs[0].close(server)
     assert value("tandem_data_errors_total", {"reason": "OSError", "node": "1"}) == 1, "its last words"
+
+
+def test_what_is_no_heartbeat_ends_no_thread_and_hides_nobody_else() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dog = Watchdog(
+        0, "here", server.port, lambda: TCPStore("127.0.0.1", server.port, is_master=False), Registry(node=0)
+    )
+    late = replace(WELL, rank=2, node=2, phase="data", quiet=61.0, limit=60.0, hang=60.0)
+    odd: list[object] = [[], 5, "x", {"number": 1}, {"number": "a", "beats": [], "time": 0.0}]
+    odd += [{"number": 1, "beats": [each], "time": 0.0} for each in ({}, vars(late) | {"quiet": "long"}, [1])]
+    try:
+        dog.start()
+        dog.begin_generation("world/a", {}, [0, 1, 2])
+        for words in odd:
+            server.set("world/a/pulse/1", json.dumps(words))
+            time.sleep(0.05)
+        server.set("world/a/pulse/1", b"\xff{")
+        server.set("world/a/pulse/2", json.dumps({"number": 1, "beats": [vars(late)], "time": time.time()}))
+        wait_until(lambda: dog.alarm)
+        assert dog.alarm is not None and dog.alarm.rank == 2
+    finally:
+        dog.close(None)

@@ -23,6 +23,8 @@ BITS_MAY_DIFFER = {
     "device",
     "compile",
     "micro_batch_size",
+    "batch_shares",
+    "dp_first_share",
     "strategy",
 }
 PLACES = ("run_dir", "init_from")

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import pickle
+import re
 import struct
 import sys
 from collections import OrderedDict
@@ -86,6 +87,9 @@ def _without_tensors(value: object) -> object:
 
 
 def _first_line(error: BaseException) -> str:
-    """torch's weights_only error has its reason in the middle of its advice."""
+    """torch's weights_only error has its reason in the middle of its advice, which is to run the code."""
+    blocked = re.search(r"unsupported GLOBAL (\S+) whose module", str(error))
+    if blocked:
+        return f"it would run {blocked[1]}, and nothing in it was run"
     text = str(error).rpartition("WeightsUnpickler error:")[2].partition(" Please use `torch")[0].strip()
     return (text or type(error).__name__).splitlines()[0].strip()

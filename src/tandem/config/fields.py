@@ -80,6 +80,7 @@ Seed = Annotated[int, Valid("a whole number from 0 to 4294967295", lambda n: 0 <
 Port = Annotated[int, Valid("a port from 0 (any free one) to 65535", lambda n: 0 <= n <= 65535)]
 Positive = Annotated[float, Valid("a number above 0", lambda x: x > 0)]
 NonNegative = Annotated[float, Valid("a number of at least 0", lambda x: x >= 0)]
+Share = Annotated[float, Valid("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 BelowOne = Annotated[float, Valid("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 CadenceText = Annotated[str, Valid(CADENCE_VALID, _is_cadence)]
 WarmupText = Annotated[
@@ -103,6 +104,14 @@ RunName = Annotated[
         _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
     ),
 ]
+SharesText = Annotated[
+    str,
+    Valid(
+        "two or more numbers above 0, by rank, such as 3:1",
+        _matches(r"(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?(:(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?)+"),
+    ),
+]
+Portion = Annotated[float, Valid("a number above 0, up to 1", lambda x: 0 < x <= 1)]
 ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_resume)]
 
 

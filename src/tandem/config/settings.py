@@ -21,6 +21,7 @@ class Settings:
     data: slices.DataConfig = slices.DataConfig()
     optimisation: slices.OptimisationConfig = slices.OptimisationConfig()
     compute: slices.ComputeConfig = slices.ComputeConfig()
+    exchange: slices.ExchangeConfig = slices.ExchangeConfig()
     launch: slices.LaunchConfig = slices.LaunchConfig()
     reliability: slices.ReliabilityConfig = slices.ReliabilityConfig()
     checkpoint: slices.CheckpointConfig = slices.CheckpointConfig()

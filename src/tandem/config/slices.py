@@ -19,10 +19,13 @@ from tandem.config.fields import (
     NonNegative,
     Place,
     Port,
+    Portion,
     Positive,
     ResumeText,
     RunName,
     Seed,
+    Share,
+    SharesText,
     StepWindow,
     WarmupText,
     setting,
@@ -59,6 +62,9 @@ class DataConfig:
     download: bool = setting(False, "let a task download its data set")
     batch_size: Count = setting(240, "global batch: samples per optimizer step over all ranks", fixed=True)
     micro_batch_size: Count | None = setting(None, "samples per rank and pass; none: all at once")
+    batch_shares: Auto | SharesText | None = setting(
+        None, "each rank's part of a batch; auto: by the pace of the first steps; none: equal"
+    )
     workers: Natural = setting(0, "loader processes per rank")
 
 
@@ -85,13 +91,30 @@ class ComputeConfig:
     """Devices, precision and distribution"""
 
     strategy: Literal["single", "dp", "ddp", "fsdp"] = setting("ddp", "how the model is distributed")
+    dp_first_share: Portion = setting(1.0, "dp: what the first GPU computes, beside 1 for each of the others")
     sync_batchnorm: bool = setting(False, "batch norm over the global batch", fixed=True)
+    dist_bn: Literal["broadcast", "reduce"] = setting(
+        "broadcast", "batch norm's statistics in evaluation and saves: rank 0's, or the mean over ranks"
+    )
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
     compile: bool = setting(False, "compile the model with torch.compile")
     threads: Auto | Count = setting(
         "auto", "CPU threads per rank; auto: its share of the cores", per_node=True
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """The exchange of gradients by ddp"""
+
+    gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = setting(
+        "none", "what gradients travel as: fewer bytes for a slow network", fixed=True
+    )
+    powersgd_rank: Count = setting(4, "rank of the factors that powersgd sends of a matrix", fixed=True)
+    bucket_mb: Positive | None = setting(None, "MiB of gradients in one all-reduce; none: torch's 25")
+    find_unused: bool = setting(False, "parameters may be without a gradient, others in each step")
+    static_graph: bool = setting(False, "every step uses the same parameters in the same way")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +164,10 @@ class CheckpointConfig:
     )
     checkpoint_failures_allowed: Natural = setting(3, "failed saves in a row before the run fails")
     resume: ResumeText = setting("auto", "whether to go on from a checkpoint, and from which", per_node=True)
-    init_from: Place | None = setting(None, "weights to start from: matching keys are loaded")
+    init_from: Place | None = setting(
+        None, "weights to start from: a file, a run, or torchvision's name; what fits is loaded"
+    )
+    init_min: Share = setting(0.0, "share of the model's parameters that init_from has to give")
 
 
 @dataclass(frozen=True, kw_only=True)

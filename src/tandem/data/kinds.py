@@ -9,6 +9,7 @@ from tandem.data.fetch import Batch, Collate, is_stream
 from tandem.data.loader import share_batches
 from tandem.data.mapped import MappedData
 from tandem.data.sampler import GlobalOrder
+from tandem.data.sharded import ShardedData
 from tandem.data.source import Reader, TrainingData
 from tandem.data.streamed import StreamedData, stream_batches
 from tandem.errors import ConfigError
@@ -19,6 +20,8 @@ def training_data(dataset: Any, reader: Reader, planned: int | None) -> Training
 
     Raises ConfigError if it has less than one global batch, or no end and no steps are set.
     """
+    if hasattr(dataset, "of_rank"):
+        return ShardedData(dataset, reader)
     batch_size, stream = reader.config.batch_size, is_stream(dataset)
     if not stream or hasattr(dataset, "__len__"):
         n = len(dataset)
@@ -46,6 +49,9 @@ def evaluation_batches(
     The last batch may be smaller; a rank beyond the set's size gets none. The epoch is always 0: an
     evaluation sees the same samples every time.
     """
+    if hasattr(dataset, "of_rank"):
+        part = dataset.of_rank(rank, world_size)
+        return stream_batches(part, slice(None), batch_size, seed, collate, device)
     if is_stream(dataset):
         share = slice(rank, None, world_size)
         return stream_batches(dataset, share, batch_size, seed, collate, device)

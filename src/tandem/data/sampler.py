@@ -4,12 +4,13 @@ An epoch is floor(n / B) full global batches of that epoch's permutation; the re
 position in the data is the global step and nothing else, so a resumed run seeks in O(1).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tandem.data.seeds import derive_seed
+from tandem.data.shares import equal_shares, places
 from tandem.errors import ConfigError
 
 BatchKey = tuple[int, list[int]]
@@ -37,6 +38,14 @@ class GlobalOrder:
         self.steps_per_epoch = n // batch_size
         self._cached: tuple[int, Tensor] | None = None
 
+    def samples(self, step: int) -> int:
+        """Of all ranks in a step."""
+        return self.batch_size
+
+    def samples_before(self, step: int) -> int:
+        """Of all ranks in all steps before `step`."""
+        return step * self.batch_size
+
     def batch(self, step: int) -> tuple[int, Tensor]:
         """The epoch (0-based) and the int64 indices [B] of the global batch of 0-based global step `step`."""
         epoch, position = divmod(step, self.steps_per_epoch)
@@ -50,17 +59,13 @@ class GlobalOrder:
         return self._cached[1]
 
 
-def share(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    """This rank's part of a global batch; the sizes of two ranks' parts differ by at most one."""
-    return batch[rank::world_size]
-
-
 class TrainBatches:
     """This rank's micro-batches of the steps `start_step` (included) to `stop_step` (left out), in order.
 
     Every rank makes the same number of micro-batches a step, none of them empty, so that collectives inside
     a forward pass match. A share is cut evenly: 10 samples with a micro-batch of 7 give 5 and 5. Only where
     shares are uneven and the micro-batch is 1 can a micro-batch have one sample more than asked for.
+    `sizes`: samples of each rank in every step, see `shares.py`; None: equal, they differ by at most one.
     Raises ConfigError if there are more ranks than samples in a batch.
     """
 
@@ -72,24 +77,21 @@ class TrainBatches:
         micro_batch_size: int | None,
         start_step: int,
         stop_step: int,
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        if order.batch_size < world_size:
-            raise ConfigError(
-                f"a global batch of {order.batch_size} leaves some of {world_size} ranks without a sample: "
-                f"give --batch-size {world_size} or more"
-            )
+        sizes = sizes or equal_shares(order.batch_size, world_size)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ConfigError(f"--micro-batch-size is {micro_batch_size}: give 1 or more")
         self.order = order
-        self.rank = rank
-        self.world_size = world_size
         self.start_step = start_step
         self.stop_step = stop_step
-        smallest, rest = divmod(order.batch_size, world_size)
-        largest = smallest + (rest > 0)
-        self.share_size = smallest + (rank < rest)
+        self.places = places(sizes, rank)
+        """This rank's part of a global batch."""
+        self.share_size = sizes[rank]
         """Samples of this rank in every step."""
-        self._micro_steps = 1 if micro_batch_size is None else min(-(-largest // micro_batch_size), smallest)
+        self._micro_steps = 1
+        if micro_batch_size is not None:
+            self._micro_steps = min(-(-max(sizes) // micro_batch_size), min(sizes))
 
     def micro_steps(self, step: int) -> int:
         """Micro-batches that make up step `step`; the same on every rank."""
@@ -104,7 +106,7 @@ class TrainBatches:
         """(epoch, int64 indices) of each micro-batch."""
         for step in range(self.start_step, self.stop_step):
             epoch, batch = self.order.batch(step)
-            for part in share(batch, self.rank, self.world_size).tensor_split(self._micro_steps):
+            for part in batch[self.places].tensor_split(self._micro_steps):
                 yield epoch, part
 
     def __iter__(self) -> Iterator[BatchKey]:

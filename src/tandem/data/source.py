@@ -5,21 +5,25 @@ the same for any number of ranks, and adds to a checkpoint only what the step do
 is a file of its own (`mapped.py`, `streamed.py`); `kinds.py` chooses.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from tandem.config.slices import DataConfig
-from tandem.data.fetch import Batch, Collate
+from tandem.data.fetch import Collate
 from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.data.shares import given_shares
 from tandem.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reader:
-    """Who reads, and how: one rank of `world_size`, in batches as `config` has them, onto `device`."""
+    """Who reads, and how: one rank of `world_size`, in batches as `config` has them, onto `device`.
+
+    `sizes`: samples of each rank in a global batch; empty: equal. What `cut` gives keeps those it was cut by.
+    """
 
     config: DataConfig
     seed: int
@@ -27,15 +31,27 @@ class Reader:
     world_size: int
     collate: Collate | None
     device: torch.device
+    gather: Callable[[int], list[int]] | None = None
+    """A number of each rank's, on all ranks; for data of which ranks have parts of their own."""
+    sizes: tuple[int, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if config.batch_shares not in (None, "auto"):
+            self.sizes = given_shares(
+                config.batch_shares, config.batch_size, self.world_size, config.micro_batch_size
+            )
 
     def cut(self, order: GlobalOrder, start: int, stop: int) -> TrainBatches:
         """Its share of the steps of `order`."""
-        return TrainBatches(order, self.rank, self.world_size, self.config.micro_batch_size, start, stop)
+        return TrainBatches(
+            order, self.rank, self.world_size, self.config.micro_batch_size, start, stop, self.sizes
+        )
 
     def check_shares(self) -> None:
-        """A fresh run gives every rank an equal share of a batch. Raises ConfigError."""
+        """A fresh run gives ranks an equal share of a batch, unless told otherwise. Raises ConfigError."""
         batch_size = self.config.batch_size
-        if batch_size % self.world_size:
+        if batch_size % self.world_size and self.config.batch_shares is None:
             below = batch_size - batch_size % self.world_size
             raise ConfigError(
                 f"--batch-size {batch_size} does not divide over {self.world_size} ranks; "
@@ -49,8 +65,11 @@ class TrainingData(Protocol):
     order: GlobalOrder
     """Samples and steps of an epoch."""
 
-    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The reader's micro-batches, on its device, of each step from `start` to before `stop`."""
+    def steps(self, start: int, stop: int) -> Iterator[list[Any]]:
+        """The reader's micro-batches, on its device, of each step from `start` to before `stop`.
+
+        None in place of one that this rank has no sample for.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ class StreamedData:
                 if step == start or position == 0:
                     self._open(epoch, places.start)
                 samples = [self._next(epoch, place) for place in places]
-                batches = self._share(epoch, places, samples, cut.micro_sizes(step))
+                batches = self._share(epoch, places, samples, cut.places, cut.micro_sizes(step))
             yield [moved(batch, self._reader.device) for batch in batches]
 
     def state(self) -> Mapping[str, Any]:
@@ -72,10 +72,11 @@ class StreamedData:
             epochs = f"epoch {epoch} of the training stream"
             raise EOFError(f"{epochs} ended after {place} samples, before its last step") from None
 
-    def _share(self, epoch: int, places: range, samples: list[Any], sizes: list[int]) -> list[Batch]:
+    def _share(
+        self, epoch: int, places: range, samples: list[Any], ours: slice, sizes: list[int]
+    ) -> list[Batch]:
         """This rank's micro-batches of a global batch, each collated under generators seeded for it."""
         reader, batches, begin = self._reader, [], 0
-        ours = slice(reader.rank, None, reader.world_size)
         for size in sizes:
             part = slice(begin, begin + size)
             first = places[ours][part][0]

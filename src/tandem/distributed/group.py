@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from tandem.distributed.batchnorm import synchronised
 from tandem.distributed.position import Position as Position
 from tandem.errors import ConfigError, PeerLostError
 from tandem.telemetry.stragglers import Gathering
@@ -86,11 +87,14 @@ class ProcessGroup:
         dist.destroy_process_group()
 
     def synchronise_batchnorm(self, model: nn.Module) -> nn.Module:
-        """SyncBatchNorm in place of every BatchNorm; ConfigError on CPUs, where torch has none."""
+        """Every BatchNorm over the global batch: torch's own on GPUs, ours on CPUs, where torch has none.
+
+        One rank alone has the global batch already, and keeps its layers.
+        """
+        if self.size == 1:
+            return model
         if self.device.type != "cuda":
-            raise ConfigError(
-                "--sync-batchnorm needs GPUs (torch has no CPU kernel for it); leave it out here"
-            )
+            return synchronised(model)
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         assert isinstance(converted, nn.Module)
         return converted
@@ -201,7 +205,8 @@ def _open_store(position: Position, timeout: timedelta) -> Any:
     if position.master is None:
         raise ValueError("no master is known")
     host, port = position.master
-    return TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
+    store = TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
+    return PrefixStore(position.job, store) if position.job else store
 
 
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:

@@ -13,6 +13,8 @@ class Position:
 
     `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
     found: "env" (torchrun's variables), "alone" (a world of one) or "master" (rank 0 hosts a store).
+    `job` keeps ranks of different jobs apart that come to one store. `device` is this rank's GPU among those
+    it sees, where that is not its local rank.
     `resume` is where the run begins, decided once before any rank starts; it counts on rank 0.
     `memories` outlive the node's ranks, one region for each of them; none without an agent.
     """
@@ -29,6 +31,8 @@ class Position:
     store: tuple[str, int, str] | None = None
     init: str = "alone"
     master: tuple[str, int] | None = None
+    job: str = ""
+    device: int | None = None
     restart: int = 0
     sample_socket: str | None = None
     resume: ResumeDecision = ResumeDecision("fresh")

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tandem.config.slices import ExchangeConfig
+from tandem.distributed.compression import compression, ddp_arguments
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.torch_private import buffer_argument
 
@@ -95,13 +97,19 @@ def give_rank_0s_weights(model: nn.Module, group: ProcessGroup) -> None:
 class Replica(DistributedDataParallel):
     """A model on this rank, with rank 0's weights. What DDP does not know is looked for in the model."""
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, passenger: Passenger) -> None:
+    def __init__(
+        self, model: nn.Module, group: ProcessGroup, passenger: Passenger, exchange: ExchangeConfig
+    ) -> None:
         super().__init__(
             _Carrying(model, passenger),
             device_ids=[group.device] if group.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             **buffer_argument(has_buffers_beside_batchnorm(model)),
+            **ddp_arguments(exchange),
         )
+        compressed = compression(exchange, group)
+        if compressed is not None:
+            compressed.attach(self, self.module.carrier, dict(model.named_parameters()))
         self._settle()
 
     def _settle(self) -> None:

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError
@@ -18,6 +18,7 @@ from tandem.launch.rendezvous import (
     join_store,
 )
 from tandem.launch.restarts import RestartBudget
+from tandem.launch.slow_ranks import SlowRanks
 from tandem.launch.watchdog import Watchdog
 from tandem.timeouts import RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
 from tandem.torch_private import hasten_rendezvous
@@ -51,6 +52,7 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
         node.view.metrics,
     )
     node.view.on_heartbeat = watchdog.hear
+    watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
     watchdog.start()
     try:
         return _run_connections(node, kind, watchdog, server)
@@ -79,13 +81,16 @@ def _run_connections(
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
         except PeerLostError as error:
             code, reason = PEER_LOST, str(error)
-        except (StoreLostError, RendezvousConnectionError, DistStoreError):
+        except (StoreLostError, RendezvousConnectionError, DistStoreError, DistNetworkError) as error:
             node.workers.kill()
+            if agent is not None:
+                agent.abandon()
             if not watchdog.has_trained:
                 budget.incidents += 1
             if budget.is_spent:
                 return AgentReport(PEER_LOST, f"{budget} is spent", budget.generations)
-            log.warning("the store on node 0 is gone; going round again")
+            why = error if isinstance(error, StoreLostError) else StoreLostError()
+            log.warning("%s; going round again", why)
             continue
         node.workers.kill()
         if agent is not None:

@@ -11,7 +11,7 @@ from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
 from tandem.launch.node import run_this_node, script_work, task_work, with_port
 from tandem.launch.program import check
-from tandem.launch.run_dir import resolve_run_dir
+from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.launch.simulated import simulate
 from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import setup
@@ -74,6 +74,7 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
 def train(flags: Flags, environ: Environment) -> int:
     """Rank level: what the environment says, or alone. Raises TandemError."""
     settings, placement, _ = _begin(flags, environ)
+    placement = placement.as_rank()
     if placement.rank is None and placement.nodes > 1:
         raise ConfigError(
             f"`tandem train` is one rank, and no environment says which of {placement.nodes} nodes' it is; "
@@ -98,7 +99,8 @@ def _begin(
         settings = settings.replace(task=program.name, task_fields={})
     placement = detect(with_index(environ), socket.gethostname(), settings.launch)
     setup(None, None, placement.node_rank, True, settings.telemetry.log_format == "json")
-    return resolve_run_dir(settings, placement, time.time()), placement, loaded.chosen
+    settings = of_this_job(resolve_run_dir(settings, placement, time.time()), placement)
+    return settings, placement, loaded.chosen
 
 
 def where(run_dir: PurePath, is_script: bool = False) -> str:

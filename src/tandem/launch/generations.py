@@ -39,8 +39,9 @@ from tandem.launch.rendezvous import (
     VERDICT_KEY,
     StopRequestedError,
     StoreLostError,
-    VerdictError,
     WatchfulBackend,
+    check_all_are_in,
+    raise_verdict,
     stay_until_all_left,
 )
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
@@ -220,7 +221,7 @@ class NodeAgent(SimpleElasticAgent):
             return  # the engine's keep-alive looks, too
         if self._stop:
             raise StopRequestedError
-        self._raise_verdict()
+        raise_verdict(self._root)
         waited = time.monotonic() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
@@ -228,12 +229,10 @@ class NodeAgent(SimpleElasticAgent):
             here_of = f"{'some' if here is None else here} of {nodes} nodes are here"
             log.info("waiting: %s (%.0f of %.0f s)", here_of, waited, self._node.config.master_timeout)
 
-    def _raise_verdict(self) -> None:
-        try:
-            if self._root.check([VERDICT_KEY]):
-                raise VerdictError(int(self._root.get(VERDICT_KEY)))
-        except RuntimeError as error:
-            raise StoreLostError from error
+    def abandon(self) -> None:
+        """This connection is given up: nothing of it goes on saying that the node lives, into the void."""
+        with contextlib.suppress(RendezvousError):
+            stop_keep_alive(self._handler)
 
     def leave(self, code: int) -> None:
         """Tell the others how the job ended; node 0 stays until they have heard it."""
@@ -252,6 +251,7 @@ class NodeAgent(SimpleElasticAgent):
         """Give every local rank its position and fork it."""
         group = cast(Any, worker_group)  # torch annotates what it fills in later as None
         store, placement = group.store, self._node.placement
+        check_all_are_in(placement, group.group_world_size)
         if group.group_rank == 0:
             store.set("tandem/generation", f"{self._budget.generations}.{uuid.uuid4().hex}")
         generation = store.get("tandem/generation").decode()

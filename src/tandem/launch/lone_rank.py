@@ -70,4 +70,6 @@ def position_of(placement: Placement) -> Position:
         node_name=placement.local_name or "localhost",
         init="alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master",
         master=(placement.master_host, placement.master_port),
+        job=placement.job,
+        device=placement.device,
     )

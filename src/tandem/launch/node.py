@@ -49,7 +49,7 @@ def script_work(program: Program, settings: Settings, chosen: Collection[str]) -
     """
     job, module = job_of(program, settings, chosen), "tandem.script.rank"
     cold = job.cold or program.kind == "command"
-    preload = ["tandem.launch.deaf" if cold else "tandem.launch.warm", module]
+    preload = [module] if cold else ["tandem.launch.warm", module]
     return Work(f"{module}:run_rank", f"{module}:warm_up", job, preload, is_script=True)
 
 
@@ -60,7 +60,15 @@ def run_this_node(
     if placement.nodes_share_host or placement.nodes == 1:
         use_loopback()
     record_collectives()
-    start_fork_server(work.preload)  # it imports torch while this process does
+    with scratch() as folder:
+        return _run_in(folder, settings, placement, work, state_dir, stop)
+
+
+def _run_in(
+    folder: Path, settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
+) -> int:
+    """The same, with a folder for sockets."""
+    start_fork_server(work.preload, folder)  # it imports torch while this process does
     from tandem.launch.rendezvous import announce  # and torch with it
 
     try:
@@ -72,7 +80,7 @@ def run_this_node(
     if prepared.decision.kind == "complete":
         announce(placement, FINISHED)
         return FINISHED
-    return _run_agent(settings, placement, work, state_dir, stop, prepared)
+    return _run_agent(folder, settings, placement, work, state_dir, stop, prepared)
 
 
 class _Prepared(NamedTuple):
@@ -104,6 +112,7 @@ def _prepare_script(settings: Settings, placement: Placement) -> _Prepared:
     if placement.node_rank != 0:
         return _Prepared()
     prepared = _Prepared(access=load_access(settings.metrics), copies=prepare_run_dir(settings))
+    (local_folder(settings.run.place) / "summary.json").unlink(missing_ok=True)
     _log_of_first_node(settings, placement)
     return prepared
 
@@ -115,6 +124,7 @@ def _log_of_first_node(settings: Settings, placement: Placement) -> None:
 
 
 def _run_agent(
+    folder: Path,
     settings: Settings,
     placement: Placement,
     work: Work,
@@ -131,12 +141,8 @@ def _run_agent(
     run_dir, nproc = local_folder(settings.run.place), placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(nproc)]
     workers = Workers(work.rank_function, work.job, memories, work.warm_up, by_position=work.is_script)
-    with (
-        scratch() as folder,
-        contextlib.closing(
-            NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
-        ) as view,
-    ):
+    view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
+    with contextlib.closing(view):
         log.info("%s", placement)
         node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision)
         agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent

@@ -15,10 +15,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from tandem.distributed.group import first_line
-from tandem.errors import PeerLostError
+from tandem.errors import FAILED, PeerLostError
+from tandem.launch.liveness import OwnClock
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.timeouts import (
+    LAST_CALL_SECONDS,
     LEAVE_SECONDS,
     LEFT_POLL_SECONDS,
     MASTER_ANSWER_SECONDS,
@@ -32,6 +34,7 @@ log = logging.getLogger("tandem.agent")
 RUN_ID = "tandem"
 VERDICT_KEY = "tandem/verdict"
 LEFT_KEY = "tandem/left"
+JOB_KEY = "tandem/job"
 
 
 class StopRequestedError(Exception):
@@ -47,25 +50,61 @@ class VerdictError(Exception):
 
 
 class StoreLostError(Exception):
-    """The store on node 0 is gone."""
+    """The store on node 0 is gone, or what it holds is not of use."""
+
+    def __init__(self, why: str = "the store on node 0 is gone") -> None:
+        super().__init__(why)
 
 
 class WatchfulBackend(C10dRendezvousBackend):
-    """torch's c10d backend; each poll of a waiting node also looks at signals and at the job's verdict."""
+    """torch's c10d backend; each poll of a waiting node also looks at signals and at the job's verdict.
+
+    Whether others live is judged by this node's own clock (`liveness.py`).
+    """
 
     def __init__(self, store: TCPStore, before_poll: Callable[[], None]) -> None:
         super().__init__(store, RUN_ID)
-        self._before_poll = before_poll
+        self._before_poll, self._clock = before_poll, OwnClock(LAST_CALL_SECONDS)
 
     def get_state(self) -> Any:
+        """(state, token), or None where there is none yet."""
         self._before_poll()
-        return super().get_state()
+        read = super().get_state()
+        return None if read is None else (self._clock.received(read[0]), read[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        """(state, token, whether it is this one), or None."""
+        read = super().set_state(self._clock.sent(state), token)
+        return None if read is None else (self._clock.received(read[0]), *read[1:])
+
+
+def raise_verdict(store: TCPStore) -> None:
+    """Raises VerdictError once another node has ended the job, StoreLostError.
+
+    Anyone who reaches the store can write there: what is no exit code is a failure that nothing mends.
+    """
+    try:
+        if not store.check([VERDICT_KEY]):
+            return
+        text = store.get(VERDICT_KEY).decode(errors="replace")
+    except RuntimeError as error:
+        raise StoreLostError from error
+    if text.isdecimal() and int(text) <= 255:
+        raise VerdictError(int(text))
+    raise VerdictError(FAILED, f"the job's verdict in the store is {text[:40]!r}, which is no exit code")
+
+
+def check_all_are_in(placement: Placement, nodes: int) -> None:
+    """A rendezvous of `nodes` is what this job was asked to be. Raises StoreLostError: go round again."""
+    if placement.elastic is None and nodes != placement.nodes:
+        asked = f"{nodes} of {placement.nodes} nodes"
+        raise StoreLostError(f"the rendezvous let {asked} begin, and none trains without the others")
 
 
 def host_store(placement: Placement) -> TCPStore:
     """The store that all agents and ranks meet at; raises PeerLostError when its port is taken."""
     try:
-        return TCPStore(
+        store = TCPStore(
             placement.master_host,
             placement.master_port,
             is_master=True,
@@ -73,6 +112,8 @@ def host_store(placement: Placement) -> TCPStore:
             wait_for_workers=False,
             timeout=timedelta(seconds=STORE_READ_SECONDS),
         )
+        store.set(JOB_KEY, placement.job)
+        return store
     except (RuntimeError, ValueError) as error:
         raise PeerLostError(
             f"cannot serve at {placement.master_host}:{placement.master_port}: {str(error).splitlines()[0]}; "
@@ -86,9 +127,16 @@ def join_store(placement: Placement, timeout_seconds: float, stop: StopFlag) -> 
     if stop:
         raise StopRequestedError
     try:
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
+        job = store.get(JOB_KEY).decode()
     except (RuntimeError, ValueError) as error:
         raise StoreLostError from error
+    if job != placement.job:
+        raise PeerLostError(
+            f"{host}:{port} is served by {job or 'another job'}, and this is {placement.job or 'not that'}; "
+            "choose another port with --master HOST:PORT"
+        )
+    return store
 
 
 def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: Callable[[], bool]) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
@@ -32,6 +32,52 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
     return settings.replace(run_dir=run_dir, data_dir=settings.data.data_dir.absolute())
 
 
+def of_this_job(settings: Settings, placement: Placement) -> Settings:
+    """The settings, where the scheduler starts a job several times, or many alike, in one run directory.
+
+    Every task of a job array has a run directory of its own: the first that comes writes its name down, and
+    for the others this raises ConfigError; they would save over each other, or find the run complete. A job
+    that comes back after `--resume never` goes on, or it would never end.
+    """
+    folder, never = local_folder(settings.run.place), settings.checkpoint.resume == "never"
+    if placement.node_rank or placement.rank or folder != settings.run.place:
+        return settings
+    try:
+        if placement.array is not None:
+            array, task = placement.array
+            if (other := _noted(folder / f"array-{array}", task)) != task:
+                raise ConfigError(
+                    f"{folder} is the run of task {other} of array {array}, and this is task {task}; give "
+                    "each task its own: --run-dir runs/$SLURM_ARRAY_TASK_ID"
+                )
+        if never and placement.job:
+            before = _noted(folder / f"begun-{placement.job}", str(placement.restarts))
+            if int(before or 0) < placement.restarts:
+                log.info(
+                    "restart %d of this job: it goes on, --resume never was its begin", placement.restarts
+                )
+                return settings.replace(resume="auto")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return settings
+
+
+def _noted(note: Path, text: str) -> str:
+    """`text`, if it is the first to be written down there, else what was before."""
+    note.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with note.open("x", encoding="ascii") as file:  # exclusive, on NFS as well
+            file.write(text)
+        return text
+    except FileExistsError:
+        return note.read_text(encoding="ascii")
+
+
+def _unwritable(where: PurePath, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    return ConfigError(f"cannot write to the run directory {where}: {reason}; give another --run-dir")
+
+
 def prepare_run_dir(settings: Settings) -> Copies:
     """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError."""
     where, copies = settings.run.place, Copies(settings.run.place)
@@ -41,9 +87,7 @@ def prepare_run_dir(settings: Settings) -> Copies:
         write_json_atomic(folder / "config.json", settings.to_dict())
         copies.begin((folder / "config.json").read_bytes())
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to the run directory {where}: {error.strerror or error}; give another --run-dir"
-        ) from error
+        raise _unwritable(where, error) from error
     if folder != where:
         log.info("logs and all that stays on this machine are in %s", folder)
     return copies

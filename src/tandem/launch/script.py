@@ -22,7 +22,7 @@ from tandem.distributed.group import first_line
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, PEER_LOST, ConfigError, TandemError
 from tandem.launch.lone_rank import LoneRank
-from tandem.launch.run_dir import resolve_run_dir
+from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.log import setup
 from tandem.platforms.placement import detect
 from tandem.platforms.replica import with_index
@@ -45,14 +45,14 @@ class ScriptRank:
             self.position = replace(self._launched.position, init="env")
             self._launched.hand_over()
             return
-        placement = detect(with_index(os.environ), socket.gethostname(), loaded.settings.launch)
+        placement = detect(with_index(os.environ), socket.gethostname(), loaded.settings.launch).as_rank()
         if placement.rank is None and placement.nodes > 1:
             raise ConfigError(
                 f"this script is one rank, and no environment says which of {placement.nodes} nodes' it is; "
                 "start it with torchrun"
             )
         setup(None, None, placement.node_rank, True, loaded.settings.telemetry.log_format == "json")
-        self.settings = resolve_run_dir(named, placement, time.time())
+        self.settings = of_this_job(resolve_run_dir(named, placement, time.time()), placement)
         lone = LoneRank(self.settings, placement)
         self.position = lone.position
         self._ending = Ending(lone, self.position.world_size)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
+from tandem.errors import KILLED
 from tandem.launch.restarts import job_code
 from tandem.platforms.placement import Placement
 from tandem.process import end_with_parent
@@ -111,6 +112,8 @@ class SimulatedNode:
         if self._process is None or self._process.poll() is None:
             return None
         code = self._process.returncode
+        if code == -signal.SIGTERM:  # before it could hear of it; 143 is a stop with all that belongs to it
+            return KILLED
         return 128 - code if code < 0 else code
 
     def was_killed(self) -> bool:

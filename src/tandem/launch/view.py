@@ -57,6 +57,7 @@ class NodeView:
         self._state_dir, self._stop = state_dir, stop
         self._health_failed = False
         self._generations, self._nodes = 0, placement.nodes
+        self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
         self._activities = life.Activities(self._began - life.process_age_seconds())
         self._replays = life.Replays()
@@ -69,8 +70,8 @@ class NodeView:
         self._server: MetricsServer | None = None
         if placement.node_rank == 0:
             self._open_on_first_node(settings, run_dir, access)
-        life.count_log_messages(self._receive)
-        self._receiver = Receiver(self.socket_path, self._receive, self.metrics.count_error)
+        life.count_log_messages(self.receive)
+        self._receiver = Receiver(self.socket_path, self.receive, self.metrics.count_error)
         self._thread = threading.Thread(target=self._tick, name="tandem-node", daemon=True)
         self._thread.start()
         # Asking a volume or a driver can hang, so nobody waits for this thread.
@@ -96,7 +97,8 @@ class NodeView:
             return
         reason = "elastic" if position.nodes != self._nodes else self._restart_reason
         self._generations, self._nodes = number, position.nodes
-        self._event("world", number=number, world_size=position.world_size, nodes=position.nodes)
+        self._world_size = position.world_size
+        self.event("world", number=number, world_size=position.world_size, nodes=position.nodes)
         self._enter("rendezvous")
         if number > 1:
             self.metrics.apply([metrics.RESTARTS.inc(reason=reason)])
@@ -106,7 +108,8 @@ class NodeView:
         """The processes {rank: pid} of this node have begun."""
         self._pids = dict(pids)
 
-    def _event(self, kind: str, **fields: object) -> None:
+    def event(self, kind: str, **fields: object) -> None:
+        """A line of events.jsonl, and on the page; on node 0."""
         assert self._journal is not None and self._history is not None
         self._journal.event(kind, **fields)
         self._history.take(Event(kind, time.time(), fields))
@@ -121,7 +124,7 @@ class NodeView:
         """The watchdog named a rank; the next generation is about to begin."""
         self._restart_reason = "hang"
         if self._journal is not None:
-            self._event(
+            self.event(
                 "hang",
                 rank=alarm.rank,
                 node=alarm.node,
@@ -131,16 +134,17 @@ class NodeView:
             )
 
     def ended(self, code: int, reason: str, generations: int) -> None:
-        """The job is over: final state, and the summary where rank 0 could not write one."""
+        """The job is over: final state, and the summary where rank 0 has not written one."""
         state = "succeeded" if code == FINISHED else "failed"
         if self._journal is None:
             self._state = state
             return
         summary = self.run_dir / "summary.json"
-        if code not in (FINISHED, STOPPED):
-            self._event("failed", exit_code=code, reason=reason)
+        ending = {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
+        if ending == "failed" or not summary.exists():
+            self.event(ending, exit_code=code, reason=reason)
             try:
-                write_json_atomic(summary, self._failed_summary(code, reason, generations))
+                write_json_atomic(summary, self._summary(ending, code, reason, generations))
             except OSError as error:
                 log.warning("cannot write %s: %s", summary, error)
         self._enter(state)
@@ -188,8 +192,8 @@ class NodeView:
             **(self._history.now() if self._history is not None else {}),
         }
 
-    def _receive(self, message: Message) -> None:
-        """What a rank here says, whoever it is for."""
+    def receive(self, message: Message) -> None:
+        """What a rank here says, or is said of all ranks, whoever it is for."""
         if self._history is not None:
             self._history.take(message)
         match message:
@@ -270,19 +274,19 @@ class NodeView:
                 log.warning("cannot write health to %s: %s; trying again", state_dir, error)
             self._health_failed = True
 
-    def _failed_summary(self, code: int, reason: str, generations: int) -> dict[str, object]:
+    def _summary(self, state: str, code: int, reason: str, generations: int) -> dict[str, object]:
         step = self._rank_zeros_step()
         return {
-            "state": "failed",
+            "state": state,
             "exit_code": code,
             "reason": reason,
             "task": self._settings.run.task,
             "platform": self._placement.platform,
-            "world_size": self._placement.world_size,
+            "world_size": self._world_size,
             "nodes": self._placement.nodes,
             "epoch": None,
             "global_step": step,
-            "samples_seen": step * self._settings.data.batch_size,
+            "samples_seen": step * self._settings.data.batch_size if self._plan is not None else None,
             "loss": self._done.loss,
             "eval": {},
             "samples_per_second": self._done.samples_per_second,

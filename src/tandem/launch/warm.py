@@ -11,12 +11,7 @@ import torch.nn.parallel
 import torch.optim  # noqa: F401
 
 from tandem.config import Settings
-from tandem.signals import ignore_stop_signals
 from tandem.torch_private import import_what_ddp_imports
 
 import_what_ddp_imports()
 Settings.from_dict(Settings().to_dict())  # pydantic and a converter per setting: 0.2 s that no rank spends
-
-# A scheduler signals the whole process tree. Were the fork server to die of it, the agent would lose
-# its ranks' exit codes while they still save; each rank installs its own handlers first thing.
-ignore_stop_signals()

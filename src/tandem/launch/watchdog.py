@@ -24,9 +24,10 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.telemetry.hangs import Alarm, Beat, judge
-from tandem.telemetry.messages import Heartbeat, pack_samples, unpack_samples
+from tandem.telemetry.messages import Heartbeat, checked, pack_samples, unpack_samples
 from tandem.telemetry.registry import Registry
 from tandem.timeouts import (
+    CLOCK_SKEW_SECONDS,
     NODE_TICK_SECONDS,
     SHORTEST_HANG_SECONDS,
     STALE_SECONDS,
@@ -48,10 +49,20 @@ class _Heard:
     at: float
 
 
+@dataclass(frozen=True)
+class _NodeWords:
+    """What a node says of its ranks: a number that makes it new, their beats, and what its clock shows."""
+
+    number: int
+    beats: list[dict[str, Any]]
+    time: float
+
+
 class Watchdog:
     """One node's part. `hear` is called from any thread; the agent begins and ends generations.
 
     `registry` is this node's: what it alone knows goes to node 0 by the same way, where it is shown.
+    `on_beats` is called on node 0, several times a second, with what is known of all ranks.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class Watchdog:
         self._node, self._name, self._port, self._connect = node, node_name, port, connect
         self._registry = registry
         self._samples_heard: dict[int, tuple[bytes, float]] = {}
+        self._clocks_compared: set[int] = set()
         self._lock = threading.Lock()
         self._generation = ""
         self._pids: dict[int, int] = {}
@@ -68,6 +80,7 @@ class Watchdog:
         self._other_nodes: list[int] = []
         self._last_exchange: float | None = None  # None: not reached since it was last given up
         self._alarm: Alarm | None = None
+        self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
         self.has_trained = False  # a rank here has finished a step of the last generation
         self._closing = threading.Event()
         self._threads = [
@@ -102,8 +115,7 @@ class Watchdog:
         """Nobody is to be missed until the next generation begins; node 0 hears that of the others."""
         if self._node != 0:
             with suppress(RuntimeError):
-                words = {"number": time.monotonic_ns(), "beats": []}
-                store.set(f"{self._generation}/pulse/{self._node}", json.dumps(words))
+                self._tell_beats(store, self._generation, [])
                 self._tell_samples(store)
         with self._lock:
             self._generation, self._alarm = "", None
@@ -139,18 +151,28 @@ class Watchdog:
             if now - last > 5 * WATCHDOG_TICK_SECONDS:
                 self._forgive(now - last)
             last = now
-            with self._lock:
-                beats = self._local_beats(now) + self._remote_beats(now)
-                if self._node == 0 and self._generation and self._alarm is None:
-                    self._alarm = judge(beats)
-                limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
-                since = self._last_exchange
-                lost = self._node != 0 and since is not None and now - since > limit
-                if lost:
-                    self._last_exchange = None
-            if lost and since is not None:
-                log.error("node 0 does not answer node %d since %.1f s", self._node, now - since)
-                cut_connections(self._port)
+            try:
+                self._look(now)
+            except Exception:  # without this thread no hang would ever be named
+                log.exception("the watchdog could not judge; it looks again")
+                self._closing.wait(STORE_RETRY_SECONDS)
+
+    def _look(self, now: float) -> None:
+        with self._lock:
+            beats = self._local_beats(now) + self._remote_beats(now)
+            if self._node == 0 and self._generation and self._alarm is None:
+                self._alarm = judge(beats)
+            limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
+            since = self._last_exchange
+            lost = self._node != 0 and since is not None and now - since > limit
+            if lost:
+                self._last_exchange = None
+            whole = self._node == 0 and bool(self._generation)
+        if whole:
+            self.on_beats(beats)
+        if lost and since is not None:
+            log.error("node 0 does not answer node %d since %.1f s", self._node, now - since)
+            cut_connections(self._port)
 
     def _forgive(self, seconds: float) -> None:
         """This process itself was stopped: the time it slept is nobody's silence."""
@@ -191,26 +213,44 @@ class Watchdog:
     ) -> None:
         for node in others if generation else ():
             key = f"{generation}/pulse/{node}"
-            if store.check([key]):
-                words = json.loads(store.get(key))
-                heard = _Heard([Beat(**beat) for beat in words["beats"]], words["number"], time.monotonic())
-                with self._lock:
-                    before = self._nodes.get(node)
-                    if generation == self._generation and (before is None or before.number != heard.number):
-                        self._nodes[node] = heard
+            if not store.check([key]):
+                continue
+            try:
+                words = checked(_NodeWords, json.loads(store.get(key)))
+                beats = [checked(Beat, beat) for beat in words.beats]
+            except ValueError as error:  # counts as silence
+                log.debug("node %d says what is no heartbeat: %s", node, error)
+                continue
+            self._compare_clocks(node, words.time)
+            heard = _Heard(beats, words.number, time.monotonic())
+            with self._lock:
+                before = self._nodes.get(node)
+                if generation == self._generation and (before is None or before.number != heard.number):
+                    self._nodes[node] = heard
         if alarm is not None:
             store.set(f"{generation}/alarm", json.dumps(asdict(alarm)))
+
+    def _compare_clocks(self, node: int, theirs: float) -> None:
+        """Say once that a node's clock differs: nothing here depends on it, but its log lines mislead."""
+        if node not in self._clocks_compared:
+            self._clocks_compared.add(node)
+            if abs(skew := theirs - time.time()) > CLOCK_SKEW_SECONDS:
+                text = "the clock of node %d is %.0f s %s node 0's; compare times in logs with care"
+                log.warning(text, node, abs(skew), "ahead of" if skew > 0 else "behind")
 
     def _tell_first(self, store: TCPStore, generation: str, beats: list[dict[str, Any]]) -> None:
         key = f"{generation}/alarm"
         if generation:
-            words = {"number": time.monotonic_ns(), "beats": beats}
-            store.set(f"{generation}/pulse/{self._node}", json.dumps(words))
-        alarm = Alarm(**json.loads(store.get(key))) if store.check([key]) else None
+            self._tell_beats(store, generation, beats)
+        alarm = checked(Alarm, json.loads(store.get(key))) if store.check([key]) else None
         with self._lock:
             self._last_exchange = time.monotonic()
             if generation == self._generation and alarm is not None:
                 self._alarm = alarm
+
+    def _tell_beats(self, store: TCPStore, generation: str, beats: list[dict[str, Any]]) -> None:
+        words = _NodeWords(time.monotonic_ns(), beats, time.time())
+        store.set(f"{generation}/pulse/{self._node}", json.dumps(asdict(words)))
 
     def _tell_samples(self, store: TCPStore) -> None:
         """Whether a generation runs or not: the last words of a run count too."""

@@ -8,20 +8,23 @@ import importlib
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from tandem.checkpoint.memory import NodeMemory
-from tandem.errors import KILLED, PEER_LOST
+from tandem.errors import KILLED, PEER_LOST, PeerLostError
 from tandem.launch.restarts import shell_code
-from tandem.process import name_process
+from tandem.process import end_with_parent, name_process
+from tandem.signals import IGNORED_BY_FORK_SERVER
 from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
 
 RankFunction = Callable[[Any, Any], int]
@@ -47,13 +50,20 @@ def resolve(name: str) -> Callable[..., Any]:
     return function
 
 
-def start_fork_server(preload: Sequence[str]) -> None:
+def start_fork_server(preload: Sequence[str], folder: Path) -> None:
     """Start the process that ranks are forked from; it imports `preload` while the caller goes on.
 
     Importing torch there is what makes a restart fast: 0.1 to 0.3 s instead of 4 (see docs/architecture.md).
+    Its socket lies in `folder`: multiprocessing's own would be left behind by an agent that is killed.
     """
-    multiprocessing.set_forkserver_preload(list(preload))
-    forkserver.ensure_running()
+    cast(Any, multiprocessing.current_process())._config["tempdir"] = str(folder)
+    multiprocessing.set_forkserver_preload(["tandem.launch.deaf", *preload])
+    resource_tracker.ensure_running()  # before: it unblocks signals when it has started its process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_FORK_SERVER)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _worker_main(
@@ -74,10 +84,12 @@ def _worker_main(
             lifeline.recv_bytes()
         os._exit(PEER_LOST)
 
-    name_process("tandem-standby")
+    end_with_parent(signal.SIGKILL)  # the fork server, which ends with the agent: the pipe needs a free GIL
+    name_process("tandem-warming")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
             resolve(warm_up)(job, expected)  # what fails here fails again, and is reported, in the rank
+    name_process("tandem-standby")
     try:
         position = replace(lifeline.recv(), memories=memories)
     except (EOFError, OSError):
@@ -153,7 +165,13 @@ class Workers:
     def _fork(self, expected: Any = None) -> "_Worker":
         theirs, ours = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_worker_main, args=(*self._arguments, theirs, expected))
-        process.start()
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            raise PeerLostError(
+                f"the process that ranks are forked from is gone ({type(error).__name__}): it was killed, as "
+                "the kernel does where memory is short; start this node again"
+            ) from error
         theirs.close()
         return _Worker(process, ours, expected)
 

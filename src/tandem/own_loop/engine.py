@@ -15,6 +15,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.data.kinds import training_data
 from tandem.data.seeds import seed_model
+from tandem.data.shares import equal_shares
 from tandem.data.source import Reader, TrainingData
 from tandem.distributed import strategy as strategies
 from tandem.errors import FINISHED, STOPPED, ConfigError, StoppedError, TandemError
@@ -23,6 +24,7 @@ from tandem.launch.script import ScriptRank
 from tandem.own_loop.backward import Backward
 from tandem.own_loop.batches import Batches
 from tandem.own_loop.kept import KeptState, unwrapped
+from tandem.own_loop.limits import check_batch_size, check_settings
 from tandem.own_loop.parts import Parts
 from tandem.signals import StopFlag
 from tandem.telemetry.channel import sender
@@ -63,7 +65,7 @@ class Engine:
         self.clock, self.world, self._threads = open_world(
             compute, reliability, self.settings.common_fields(), position, self._send, self._run_dir / "log"
         )
-        self._strategy = strategies.load(compute.strategy, self.world)
+        self._strategy = strategies.load(compute.strategy, self.world, self.settings.exchange)
         policy = self.settings.optimisation.on_nonfinite
         self.backward = Backward(self.world, self._strategy, self.clock, policy)
         self.parts = Parts(self.settings.run.seed, self.world.rank, self.backward)
@@ -95,9 +97,12 @@ class Engine:
             if problem:
                 raise ConfigError(problem)
             recorder = self._recorder(self.settings)
-            self.beginning = begin(self.world, self._store(), None, position, recorder)
+            config, download = self.settings.checkpoint, self.settings.data.download
+            self.beginning = begin(self.world, self._store(), config, position, recorder, download)
             if self.beginning.state is not None:
                 state.load(self.beginning.state)
+            elif self.beginning.weights is not None:
+                self.beginning.weights.load(self._strategy, state.together)
 
     def loop(
         self,
@@ -153,9 +158,15 @@ class Engine:
 
     def _reader(self, settings: Settings, collate: Callable[[list[Any]], Any] | None) -> Reader:
         world, whole = self.world, replace(settings.data, micro_batch_size=None)
-        share = len(range(world.rank, whole.batch_size, world.size))
+        if whole.batch_shares == "auto":
+            raise ConfigError(
+                "--batch-shares auto is for a task: in a loop of one's own it cannot be kept in the state; "
+                "give the numbers, such as --batch-shares 3:1"
+            )
+        reader = Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
+        share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
         self.parts.share = share * world.size / whole.batch_size
-        return Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
+        return reader
 
     def _course(self, settings: Settings, state: KeptState, data: TrainingData, planned: int) -> Course:
         """What follows each step, from the settings and the state that was loaded."""
@@ -216,7 +227,8 @@ class Engine:
         if world.is_first:
             (self._run_dir / "summary.json").unlink(missing_ok=True)
         open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, together)
-        recorder.costs(Costs(devices=world.size, sync_bytes=_bytes(self.backward.models)))
+        sync_bytes = self._strategy.sync_bytes(_trained(self.backward.models))
+        recorder.costs(Costs(devices=world.size, sync_bytes=sync_bytes))
         return course
 
     def _finish(self, state: KeptState, course: Course, finished: bool) -> None:
@@ -257,33 +269,5 @@ class LoopLeftError(TandemError):
     """The script ended, and its loop had not."""
 
 
-def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for what a loop of one's own does by itself."""
-    compute = settings.compute
-    if compute.strategy not in ("ddp", "single"):
-        raise ConfigError(
-            f"--strategy {compute.strategy} is for tasks; a loop of one's own runs with ddp or single"
-        )
-    if compute.precision != "fp32":
-        raise ConfigError(
-            f"--precision {compute.precision} is for tasks; in a loop of one's own use torch.autocast"
-        )
-    if compute.compile:
-        raise ConfigError(
-            "--compile is for tasks; in a loop of one's own call torch.compile on the wrapped model"
-        )
-
-
-def check_batch_size(batch_size: int, saved: Any) -> None:
-    """The position in the data is a step: it means the same samples only with the same batch size."""
-    before = batch_size if saved is None else saved.get("batch_size", batch_size)
-    if before != batch_size:
-        raise ConfigError(
-            f"cannot resume: batch_size was {before} and is {batch_size} now; give the old value, "
-            "another --run-dir, or --resume never"
-        )
-
-
-def _bytes(models: Sequence[nn.Module]) -> int:
-    parameters = [p for model in models for p in unwrapped(model).parameters() if p.requires_grad]
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+def _trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for model in models for p in unwrapped(model).parameters() if p.requires_grad]

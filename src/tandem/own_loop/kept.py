@@ -47,6 +47,12 @@ class KeptState:
         return {n: unwrapped(v) for n, v in self._values().items() if isinstance(v, nn.Module)}
 
     @property
+    def together(self) -> nn.Module:
+        """The kept modules as one, whose names are those of `weights`."""
+        modules = self.modules
+        return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The kept optimizers, in the order of naming."""
         return [each for each in self._values().values() if isinstance(each, torch.optim.Optimizer)]

@@ -96,7 +96,9 @@ class Run:
             give_rank_0s_weights(model, world)
             return model
         backward = self._engine.backward
-        wrapped = Replica(model, world, backward.passenger) if world.size > 1 else model
+        wrapped: nn.Module = model
+        if world.size > 1:
+            wrapped = Replica(model, world, backward.passenger, self._engine.settings.exchange)
         backward.watch(wrapped)
         return wrapped
 

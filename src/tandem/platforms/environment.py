@@ -21,7 +21,10 @@ class Placement:
     `nproc` None means auto: the GPUs of the node, else 1. `rank`, `local_rank` and `world_size` are set only
     where the platform already started one process per rank (torchrun, Slurm with several tasks per node,
     Open MPI, ranks set by hand). Node rank 0 hosts the rendezvous at `master_host`; `local_name` is this
-    node's name there.
+    node's name there. `one_task`: the platform started this process once on every node, and nothing else.
+    `job` names what the nodes have in common where several jobs may share a host, `array` is (array, task)
+    where a job is one of many alike, `restarts` how often the platform has started this job again, and
+    `device` this rank's own among the GPUs that it sees.
     """
 
     platform: str
@@ -36,6 +39,26 @@ class Placement:
     local_rank: int | None = None
     world_size: int | None = None
     nodes_share_host: bool = False
+    one_task: bool = False
+    job: str = ""
+    array: tuple[str, str] | None = None
+    restarts: int = 0
+    device: int | None = None
+
+    def as_rank(self) -> "Placement":
+        """This process as a rank: where the platform started one on every node, that is a rank as it is.
+
+        Raises ConfigError for what only a node's agent can do.
+        """
+        if self.rank is not None or not self.one_task or self.nodes == 1:
+            return self
+        if self.elastic or self.nproc not in (None, 1):
+            asked = "--elastic" if self.elastic else f"--nproc={self.nproc}"
+            raise ConfigError(
+                f"{asked} is for a node's agent, and this is one rank of {self.nodes}, a task on each node; "
+                "start with tandem launch, or leave it out"
+            )
+        return replace(self, nproc=1, rank=self.node_rank, local_rank=0, world_size=self.nodes)
 
     def __str__(self) -> str:
         here = {None: "a process per GPU (else 1) here", 1: "1 process here"}.get(

@@ -1,4 +1,7 @@
-"""Slurm: the tasks of a step, and its own way to write lists of nodes and tasks."""
+"""Slurm: the tasks of a step, and its own way to write lists of nodes and tasks.
+
+What it sets was captured from a real one (tests/fixtures/environments); docs/slurm.md is for people.
+"""
 
 import re
 from collections.abc import Mapping
@@ -25,12 +28,27 @@ def _in_step(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: Facts) -> Placement:
-    """One task per node: that task is the node's agent. Several: each task is a rank already."""
+    """One task per node: that task is the node's agent, or its rank. Several: each task is a rank already."""
+    parts = facts.environ.get("SLURM_HET_SIZE") or "1"
+    if whole("SLURM_HET_SIZE", parts) > 1:
+        raise ConfigError(
+            f"SLURM_HET_SIZE={parts}: this job is heterogeneous, and ranks have to be alike; submit it as "
+            "one part, as in sbatch --nodes=2 --gpus-per-node=1"
+        )
     in_step = _in_step(facts.environ)
     if "node_rank" in facts.flags and not in_step:
         return by_hand.read(facts)
     facts = facts.on("slurm", MARKS, COLUMNS)
-    return _placed(facts) if in_step else _without_step(facts)
+    placement = _placed(facts) if in_step else _without_step(facts)
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+    return replace(
+        placement,
+        job=f"slurm-{facts.variable('SLURM_JOB_ID')}.{facts.environ.get('SLURM_STEP_ID', 'batch')}",
+        array=(facts.environ[names[0]], facts.environ[names[1]])
+        if any_set(facts.environ, names[:1])
+        else None,
+        restarts=whole("SLURM_RESTART_COUNT", facts.environ.get("SLURM_RESTART_COUNT") or "0"),
+    )
 
 
 def _placed(facts: Facts) -> Placement:
@@ -54,15 +72,16 @@ def _placed(facts: Facts) -> Placement:
             f"{said(facts.sources('host'))} is not the step's first node {names[0]}, "
             "where rank 0 is; leave it out"
         )
-    # Two jobs, or two steps of one job, may share a node: their stores must not share a port.
-    step = facts.variable("SLURM_JOB_ID") + 131 * facts.variable("SLURM_STEP_ID")
+    # Two jobs, or two steps of one job, may share a node: their stores should not share a port, and where
+    # they do all the same (numbers repeat), `job` keeps them apart.
+    job, step = facts.variable("SLURM_JOB_ID"), facts.variable("SLURM_STEP_ID")
     placement = Placement(
         "slurm",
         nodes,
         node_rank,
         facts.nproc(),
         host,
-        facts.number("port", 20000 + step % 10000),
+        facts.number("port", 20000 + (job + 131 * step) % 10000),
         local_name=here,
     )
     tasks = expand_tasks(
@@ -73,7 +92,7 @@ def _placed(facts: Facts) -> Placement:
             f"SLURM_STEP_TASKS_PER_NODE names {len(tasks)} nodes but SLURM_STEP_NUM_NODES={nodes}; "
             "start with srun"
         )
-    return placement if max(tasks) == 1 else _ranks(facts, placement, tasks)
+    return replace(placement, one_task=True) if max(tasks) == 1 else _ranks(facts, placement, tasks)
 
 
 def _ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placement:
@@ -88,7 +107,21 @@ def _ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placement:
             f"contradict {here} tasks here of {sum(tasks)}; "
             "start one task per node (--ntasks-per-node=1), or leave --nproc out"
         )
-    return replace(placement, nproc=here, rank=rank, local_rank=local_rank, world_size=sum(tasks))
+    return replace(
+        placement,
+        nproc=here,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=sum(tasks),
+        device=_own_device(facts.environ),
+    )
+
+
+def _own_device(environ: Mapping[str, str]) -> int | None:
+    """0 where each task sees only GPUs of its own (--gpus-per-task, --gpu-bind); None: all tasks see all."""
+    visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    here = environ.get("SLURM_GPUS_ON_NODE") or "0"
+    return 0 if visible and here.isdigit() and len(visible) < int(here) else None
 
 
 def _without_step(facts: Facts) -> Placement:

@@ -21,17 +21,21 @@ from typing import Any, NoReturn, cast
 
 from tandem.errors import FINISHED
 from tandem.script.job import Program
-from tandem.signals import IGNORED_BY_FORK_SERVER
+from tandem.signals import IGNORED_BY_FORK_SERVER, hear_stop_signals
 from tandem.timeouts import LEAVING_SECONDS
 
 _MAIN_PROCESS = multiprocessing.current_process()  # imported by the fork server, before it forks
 
 
-def forget_the_fork() -> None:
-    """Undo what tells a process forked by multiprocessing from a new interpreter."""
+def forget_the_fork(folder: Path) -> None:
+    """Undo what tells a process forked by multiprocessing from a new interpreter.
+
+    Its sockets lie in `folder`, which is removed at last also where this process is killed.
+    """
     process = cast(Any, multiprocessing.process)
     process._current_process, process._parent_process = _MAIN_PROCESS, None
     process._children, _MAIN_PROCESS.name = set(), "MainProcess"
+    cast(Any, _MAIN_PROCESS)._config["tempdir"] = str(folder)
     multiprocessing.set_start_method(cast(Any, None), force=True)  # the fork server made itself the default
     sys.modules.pop("__mp_main__", None)
     random.seed()
@@ -45,6 +49,7 @@ def default_signals() -> None:
     for number in IGNORED_BY_FORK_SERVER:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_stop_signals()
 
 
 def execute(program: Program) -> None:

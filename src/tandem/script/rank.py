@@ -59,7 +59,7 @@ def run_rank(job: Job, position: Position) -> NoReturn:
         if position.local_rank == 0:
             print(f"tandem: {problem}: ranks start as new interpreters (as with --cold)", file=sys.stderr)
         _exec_cold(job, position)
-    forget_the_fork()
+    forget_the_fork(Path(position.sample_socket or ".").parent)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0 and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(threads))  # read at import, which was before the fork

@@ -18,6 +18,7 @@ from typing import Any
 
 from tandem.distributed.position import Position
 from tandem.script.job import Job
+from tandem.script.pace import Pace
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
 from tandem.telemetry.messages import Heartbeat, Samples, Send
@@ -48,6 +49,7 @@ class Watch:
         self.steps, self._steps_sent, self._sent_at = 0, 0, 0.0
         self._ended_at, self._times, self._unsent = 0.0, [0.0] * RECENT_STEPS, list[float]()
         self._place, self._since = "", time.monotonic()
+        self._pace = Pace()
         self._cpu: list[tuple[float, float]] = [(time.monotonic(), time.process_time())]
         if position.rank == 0:
             self._say(
@@ -95,6 +97,7 @@ class Watch:
                 self._times[self.steps % RECENT_STEPS] = now - self._ended_at
                 self._unsent.append(now - self._ended_at)
             self.steps, self._ended_at = self.steps + 1, now
+        self._pace.stepped(optimizer)
         if self.steps == 1 and self._position.local_rank == 0:
             self._learn()
 
@@ -117,6 +120,9 @@ class Watch:
     def _heartbeat(self) -> Heartbeat:
         place, in_distributed, in_autograd = where(sys._current_frames().get(self._main))
         waiting = in_distributed or (in_autograd and not self._busy())
+        if not waiting:
+            self._pace.seen_at(place)
+        own, quick, doing = self._pace.typical()
         now, state = time.monotonic(), f"{place} step {self.steps} {waiting}"
         if state != self._place:
             self._place, self._since = state, now
@@ -133,6 +139,9 @@ class Watch:
             hang=hang,
             trained=self.steps > 0,
             waiting=waiting and now - self._since > 2 * BEAT_SECONDS,
+            own=own,
+            quick=quick,
+            doing=doing,
         )
 
     def _hang_seconds(self) -> float:

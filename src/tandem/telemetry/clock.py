@@ -42,6 +42,8 @@ class Clock:
         self.on_activity: Callable[[], None] = lambda: None
         self._durations = [0.0] * RECENT_STEPS
         self._step_began, self._open = self.since, "other"
+        self.recent: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
+        """Times of the last steps whose times are known."""
 
     def measure(self, device: torch.device) -> None:
         """From now on steps are timed where they run."""
@@ -94,7 +96,9 @@ class Clock:
         self._enter("between")
         self._durations[self.step % RECENT_STEPS] = self.since - self._step_began
         self._step_began = self.since
-        return self._timer.end()
+        times = self._timer.end()
+        self.recent += times
+        return times
 
     def pause(self) -> None:
         """Something that belongs to no step comes now, such as a line of the log."""

@@ -7,7 +7,7 @@ from tandem.telemetry.clock import STEP_PHASES
 from tandem.telemetry.messages import Heartbeat
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Beat(Heartbeat):
     """What is known of a rank: its last heartbeat, where it came from, and how many seconds ago (`silent`).
 

@@ -9,7 +9,7 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from tandem.telemetry.families import Sample
 
@@ -19,7 +19,9 @@ class Heartbeat:
     """Where a rank is, several times a second. `quiet`: seconds since it entered `phase`.
 
     `limit` is what that phase may take and `hang` what a training phase may, in seconds; `trained`: it has
-    finished a step; `waiting`: it stands in a collective.
+    finished a step; `waiting`: it stands in a collective. Of a script, which gathers nothing by itself, `own`
+    and `quick` are a typical and a quick step without the wait for other ranks, and `doing` the line where
+    most of that time goes; None as long as it is not known.
     """
 
     rank: int
@@ -31,6 +33,9 @@ class Heartbeat:
     hang: float
     trained: bool
     waiting: bool
+    own: float | None = None
+    quick: float | None = None
+    doing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ Message = Heartbeat | RunStarted | StepsDone | Point | Event | Ranks | Samples
 Send = Callable[[Message], object]
 MAX_NODE_BYTES = 256 * 1024
 """As much as 64 series of every metric that a node has of its own."""
+Declared = TypeVar("Declared")
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
@@ -102,8 +108,15 @@ def decode(datagram: bytes) -> Message:
     kind = KINDS.get(str(words.get("is"))) if isinstance(words, dict) else None
     if kind is None:
         raise ValueError("no message of a known kind")
+    return checked(kind, words)
+
+
+def checked(kind: type[Declared], words: object) -> Declared:
+    """A dataclass from what came as JSON, each field of the type that is declared. Raises ValueError."""
+    if not isinstance(words, dict):
+        raise ValueError(f"{kind.__name__} that is no object")
     hints = get_type_hints(kind)
-    values = {field.name: words.get(field.name) for field in fields(kind)}
+    values = {field.name: words.get(field.name) for field in fields(cast(Any, kind))}
     wrong = [name for name, value in values.items() if not _fits(value, hints[name])]
     if wrong:
         raise ValueError(f"{kind.__name__} with a strange {wrong[0]}")

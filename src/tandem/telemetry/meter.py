@@ -40,6 +40,15 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What a run is to be: samples of all ranks in a step, steps in an epoch and in all."""
+
+    batch_size: int
+    steps_per_epoch: int = 1
+    steps_planned: int = 1
+
+
+@dataclass(frozen=True)
 class Costs:
     """FLOPs of a sample, FLOP/s that one device can do, how many devices, gradient bytes of one rank.
 
@@ -130,6 +139,35 @@ class Interval:
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """What is known of the steps between two lines of the log, the last of which is `step`.
+
+    `loss` and `scores` (what the task's loss gives besides) are means over them, `rate` is the last one's.
+    """
+
+    step: int
+    loss: float
+    rate: float
+    scores: Mapping[str, float]
+    interval: Interval
+    readings: Readings
+
+    def numbers(self) -> dict[str, float]:
+        """Beside the scores; a norm that is not known stays away."""
+        norm = self.readings.grad_norm
+        return {
+            "loss": self.loss,
+            "learning_rate": self.rate,
+            "samples_per_second": self.interval.samples_per_second,
+        } | ({} if norm is None else {"grad_norm": norm})
+
+    def record(self) -> dict[str, Any]:
+        """The line of metrics.jsonl, and the point of the page's curves."""
+        scores = {"scores": self.scores} if self.scores else {}
+        return self.numbers() | scores | {"phases": self.interval.phases}
 
 
 class Meter:

@@ -3,7 +3,11 @@
 import logging
 import sys
 import threading
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, TextIO
+
+from tandem.log import make_way
 
 logger = logging.getLogger("tandem")
 
@@ -25,6 +29,7 @@ class Progress:
         self._bar: Any = None
         if not self._silent and (mode == "on" or mode == "auto" and self._stream.isatty()):
             self._bar = _open_bar(steps_planned, start_step, self._stream)
+            make_way(partial(self._bar.external_write_mode, file=self._stream))
 
     def advance(self, step: int) -> None:
         """`step` steps are done."""
@@ -46,15 +51,14 @@ class Progress:
             )  # fmt: skip
 
     def note(self, text: str) -> None:
-        """One line, without tearing the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        elif not self._silent:
+        """One line of the log."""
+        if not self._silent:
             logger.info("%s", text)
 
     def close(self) -> None:
         """Leave the bar as it stands; safe to call twice."""
         if self._bar is not None:
+            make_way(nullcontext)
             self._bar.close()
             self._bar = None
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tandem.telemetry import metrics, stragglers
+from tandem.telemetry import metrics
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.families import Sample
 from tandem.telemetry.journal import Journal
@@ -19,29 +19,33 @@ from tandem.telemetry.meter import (
     Consensus,
     Costs,
     DeviceMemory,
+    LogLine,
     Means,
     Meter,
+    Plan,
     Readings,
     SaveOutcome,
     StepTimes,
 )
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.samples import (
-    interval_samples,
+    line_samples,
     memory_samples,
+    plan_samples,
     position_samples,
     progress_samples,
     save_samples,
+    score_samples,
     time_samples,
 )
-from tandem.telemetry.stragglers import Gathering, RankTimes
+from tandem.telemetry.stragglers import Gathering, RankTimes, Stragglers, StragglerWatch
 from tandem.telemetry.tensorboard import EventWriter
 from tandem.timeouts import PROGRESS_SECONDS
 
 log = logging.getLogger("tandem.run")
 
 MAX_TIMES = 1000
-"""Steps whose times fit a message of 64 KiB."""
+"""Steps whose times are sent at once: with 64 ranks' rows they fit a message of 64 KiB."""
 
 
 class Recorder:
@@ -49,18 +53,16 @@ class Recorder:
 
     def __init__(self, rank: int, batch_size: int, send: Send, clock: Clock, node: int = 0) -> None:
         self.rank, self.clock, self._send = rank, clock, send
-        self._batch_size, self.meter = batch_size, Meter()
+        self._plan, self.meter = Plan(batch_size), Meter()
         self._journal: Journal | None = None  # the displays of rank 0, from `begin_run` on
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
-        self._steps_per_epoch, self._steps_planned = 1, 1
         self._means = Means()
         self.loss, self.rate = math.nan, 0.0
         self.scores: dict[str, float] = {}
         self._scores_step = -1
         self._unsent: list[StepTimes] = []
-        self._stragglers = stragglers.Stragglers(node)
-        self._watch = stragglers.StragglerWatch()
+        self._stragglers, self._watch = Stragglers(node), StragglerWatch()
         self._memory: DeviceMemory | None = None
         self.known_costs = Costs()  # what `costs` was told last, or what the loaded state says of it
         self._steps_sent, self._sent_at = 0, 0.0
@@ -75,14 +77,13 @@ class Recorder:
         tensorboard: EventWriter | None,
     ) -> None:
         """The plan is known; rank 0 hands in where it writes to, the other ranks None."""
-        self._steps_per_epoch, self._steps_planned = steps_per_epoch, steps_planned
+        self._plan = Plan(self._plan.batch_size, steps_per_epoch, steps_planned)
         self._journal, self._progress, self._tensorboard = journal, progress, tensorboard
         self.clock.resume(step)
         self._steps_sent = step
         if self.rank == 0:
             self._send(RunStarted(step, steps_per_epoch, steps_planned))
-        planned = metrics.STEPS_PLANNED.set(steps_planned)
-        self.samples(planned, metrics.EPOCHS_PLANNED.set(steps_planned / steps_per_epoch), *self._position())
+        self.samples(*plan_samples(self._plan), *position_samples(self._plan, step))
 
     def costs(self, costs: Costs) -> None:
         """What a step costs; what is not known keeps its metrics away."""
@@ -102,13 +103,13 @@ class Recorder:
         self._judge_ranks(self._stragglers.arrived())
         if self._progress is not None:
             self._progress.advance(self.step)
-        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
-            self._send_progress()
+        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS or len(self._unsent) >= MAX_TIMES:
+            self.samples(*self._news_of_steps())
 
     def _timed(self, times: Sequence[StepTimes]) -> None:
         """Where the time of some steps went, whenever that is known."""
         for each in times:
-            self.meter.step(self._batch_size, each)
+            self.meter.step(self._plan.batch_size, each)
         self._stragglers.took(times)
         if self.rank == 0:
             self._unsent += times
@@ -152,47 +153,44 @@ class Recorder:
         `exchange` begins to gather a row of every rank, for the name of the slowest (see `stragglers`).
         """
         self._timed(self.clock.drain())
-        self._judge_ranks(self._stragglers.arrived(wait=True))
-        self._stragglers.gather(exchange)
-        interval = self.meter.interval()
+        self._judge_ranks(self._stragglers.gather(exchange))
         self.loss, means = self._means.close()
-        if readings.memory is not None:
-            self._send(Samples(memory_samples(readings.memory, self._memory)))
-            self._memory = readings.memory
-        self._judge_ranks(self._stragglers.arrived())
-        if self.rank != 0:
-            return
-        speed = interval.samples_per_second
-        numbers = {"loss": self.loss, "learning_rate": self.rate, "samples_per_second": speed}
-        if readings.grad_norm is not None:
-            numbers["grad_norm"] = readings.grad_norm
-        scores = {"scores": means} if means else {}
-        self._point(step, "train", means | numbers, **numbers, **scores, phases=interval.phases)
-        if self._progress is not None:
-            epoch = -(-step // self._steps_per_epoch)
-            self._progress.report(step, epoch=epoch, loss=self.loss, samples_per_second=speed)
-        self.samples(*interval_samples(interval, readings, self.loss, self.rate, means))
-        self._send_progress()
+        line = LogLine(step, self.loss, self.rate, means, self.meter.interval(), readings)
+        samples: list[Sample] = []
+        if self.rank == 0:
+            self._show(line)
+            samples = line_samples(line) + self._news_of_steps()
+        samples += memory_samples(readings.memory, self._memory)  # of each rank's GPU
+        self._memory = readings.memory
+        if samples:
+            self._send(Samples(samples))
 
-    def _point(self, step: int, group: str, numbers: Mapping[str, float], **fields: Any) -> None:
-        """A line of metrics.jsonl and a point of the page's curves; `numbers` are TensorBoard's too."""
+    def _show(self, line: LogLine) -> None:
+        self._keep(Point(line.step, time.time(), line.record()), "train", {**line.scores, **line.numbers()})
+        if self._progress is not None:
+            epoch = -(-line.step // self._plan.steps_per_epoch)
+            speed = line.interval.samples_per_second
+            self._progress.report(line.step, epoch=epoch, loss=line.loss, samples_per_second=speed)
+
+    def _keep(self, point: Point, group: str, numbers: Mapping[str, float]) -> None:
+        """A point of the page's curves is a line of metrics.jsonl as well; `numbers` are TensorBoard's."""
         if self._journal is not None:
-            self._journal.metrics(step, epoch=step / self._steps_per_epoch, **fields)
+            epoch = point.step / self._plan.steps_per_epoch
+            self._journal.metrics(point.step, epoch=epoch, **point.values)
         if self._tensorboard is not None:
-            self._tensorboard.scalars(step, {f"{group}/{name}": value for name, value in numbers.items()})
-        self._send(Point(step, time.time(), fields))
+            scalars = {f"{group}/{name}": value for name, value in numbers.items()}
+            self._tensorboard.scalars(point.step, scalars)
+        self._send(point)
 
     def _judge_ranks(self, ranks: list[RankTimes]) -> None:
         if self.rank != 0 or not ranks:
             return
-        verdict = stragglers.judge(ranks)
-        self.samples(*stragglers.samples_of(ranks, verdict))
-        self._send(stragglers.rows_for_page(ranks, verdict))
-        news = self._watch.news(verdict)
-        if news is not None:
-            log.warning("%s", news)
-            seconds = {"own_seconds": news.slowest, "median_seconds": news.median}
-            self.event("straggler", rank=news.rank, node=news.node, phase=news.phase, **seconds)
+        report = self._watch.report(ranks)
+        self.samples(*report.samples)
+        self._send(report.page)
+        if report.news is not None:
+            log.warning("%s", report.news)
+            self.event("straggler", **report.news.facts())
 
     def not_finite(self) -> None:
         """The loss is no number and the run ends for it: shown now, for no log line follows."""
@@ -208,13 +206,11 @@ class Recorder:
         self.scores, self._scores_step = dict(scores), step
         if self.rank != 0:
             return
-        self._point(step, "eval", self.scores, eval=self.scores)
+        self._keep(Point(step, time.time(), {"eval": self.scores}), "eval", self.scores)
         if self._progress is not None:
             text = ", ".join(f"{name} {value:.4f}" for name, value in self.scores.items())
             self._progress.note(f"evaluation after step {step}: {text}")
-        self.samples(*(metrics.EVAL_SCORE.set(value, score=name) for name, value in scores.items()))
-        if "loss" in scores:
-            self.samples(metrics.LOSS.set(scores["loss"], split="eval"))
+        self._send(Samples(score_samples(scores)))
 
     def scores_at(self, step: int) -> dict[str, float]:
         """What the evaluation at this very step gave; nothing when the last one was at another."""
@@ -241,31 +237,26 @@ class Recorder:
 
     def samples(self, *samples: Sample) -> None:
         """Anything for the metrics (rank 0)."""
-        if self.rank == 0:
+        if self.rank == 0 and samples:
             self._send(Samples(list(samples)))
 
     def close(self) -> None:
         """Send what is left and let go of the displays."""
         self._judge_ranks(self._stragglers.arrived(wait=True))
-        self._send_progress()
+        self.samples(*self._news_of_steps())
         if self._progress is not None:
             self._progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def _position(self) -> list[Sample]:
-        return position_samples(self.step, self._steps_per_epoch, self._steps_planned)
-
-    def _send_progress(self) -> None:
+    def _news_of_steps(self) -> list[Sample]:
+        """Where rank 0 stands, and its steps since this was said last; nothing on other ranks."""
         self._sent_at = time.monotonic()
         if self.rank != 0:
-            return
+            return []
         new_steps, self._steps_sent = self.step - self._steps_sent, self.step
-        rate = self.meter.samples_per_second
-        left = (self._steps_planned - self.step) * self._batch_size / rate if rate > 0 else None
-        flops = round(self._batch_size * self.known_costs.flops_per_sample)
-        self._send(StepsDone(self.step, self.loss if math.isfinite(self.loss) else None, round(rate, 1)))
-        self.samples(*self._position(), *progress_samples(new_steps, self._batch_size, flops, left))
         times, self._unsent = self._unsent, []
-        for start in range(0, len(times), MAX_TIMES):
-            self.samples(*time_samples(times[start : start + MAX_TIMES], self.known_costs.sync_bytes))
+        pace = self.meter.samples_per_second
+        self._send(StepsDone(self.step, self.loss if math.isfinite(self.loss) else None, round(pace, 1)))
+        progress = progress_samples(self._plan, self.known_costs, self.step, new_steps, pace)
+        return progress + time_samples(times, self.known_costs.sync_bytes)

@@ -5,37 +5,50 @@ from collections.abc import Mapping, Sequence
 
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
-from tandem.telemetry.meter import PHASES, DeviceMemory, Interval, Readings, SaveOutcome, StepTimes
+from tandem.telemetry.meter import PHASES, Costs, DeviceMemory, LogLine, Plan, SaveOutcome, StepTimes
 
 
-def position_samples(step: int, steps_per_epoch: int, steps_planned: int) -> list[Sample]:
+def plan_samples(plan: Plan) -> list[Sample]:
+    """How far the run is to go."""
+    return [
+        metrics.STEPS_PLANNED.set(plan.steps_planned),
+        metrics.EPOCHS_PLANNED.set(plan.steps_planned / plan.steps_per_epoch),
+    ]
+
+
+def position_samples(plan: Plan, step: int) -> list[Sample]:
     """Where the run stands after `step` finished steps."""
     return [
         metrics.GLOBAL_STEP.set(step),
-        metrics.EPOCH.set(step / steps_per_epoch),
-        metrics.PROGRESS_RATIO.set(step / steps_planned),
+        metrics.EPOCH.set(step / plan.steps_per_epoch),
+        metrics.PROGRESS_RATIO.set(step / plan.steps_planned),
     ]
 
 
 def progress_samples(
-    new_steps: int, batch_size: int, step_flops: int, seconds_left: float | None
+    plan: Plan, costs: Costs, step: int, new_steps: int, samples_per_second: float
 ) -> list[Sample]:
-    """What has been done since the last ones; `seconds_left` at the present pace, where that is known."""
+    """Where the run stands, and what the last `new_steps` steps have done; 0 a second: not known yet."""
+    step_flops = round(plan.batch_size * costs.flops_per_sample)
     samples = [
+        *position_samples(plan, step),
         metrics.STEPS.inc(new_steps),
-        metrics.SAMPLES.inc(new_steps * batch_size),
+        metrics.SAMPLES.inc(new_steps * plan.batch_size),
         metrics.MODEL_FLOPS.inc(new_steps * step_flops),
     ]
     if new_steps:
         now = time.time()
         samples.append(metrics.LAST_STEP_TIMESTAMP_SECONDS.set(now))
-        if seconds_left is not None:
+        if samples_per_second > 0:
+            seconds_left = (plan.steps_planned - step) * plan.batch_size / samples_per_second
             samples.append(metrics.ESTIMATED_COMPLETION_TIMESTAMP_SECONDS.set(now + seconds_left))
     return samples
 
 
 def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
     """Step times, phases and waits; they belong together, so they travel together."""
+    if not steps:
+        return []
     waited = sum(each.wait for each in steps)
     phases = {name: sum(getattr(each, name) for each in steps) for name in PHASES}
     phases["backward"] += waited
@@ -47,27 +60,31 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
     ]
 
 
-def interval_samples(
-    interval: Interval, readings: Readings, loss: float, rate: float, scores: Mapping[str, float]
-) -> list[Sample]:
-    """The state of the optimisation at a log line; what there is not (a loss scale, a norm) stays away.
-
-    `scores` are the means of what the task's loss gives besides, over the steps of the interval.
-    """
-    hidden_seconds = interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
+def line_samples(line: LogLine) -> list[Sample]:
+    """The state of the optimisation at a log line; what there is not (a loss scale, a norm) stays away."""
+    readings = line.readings
+    hidden_seconds = line.interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
     known = [(metrics.GRAD_NORM, readings.grad_norm), (metrics.LOSS_SCALE, readings.loss_scale)]
     return [
-        metrics.LOSS.set(loss, split="train"),
-        metrics.LEARNING_RATE.set(rate, group="0"),
+        metrics.LOSS.set(line.loss, split="train"),
+        metrics.LEARNING_RATE.set(line.rate, group="0"),
         metrics.GRAD_CLIPS.inc(readings.clips),
         metrics.GRADIENT_SYNC_SECONDS.inc(hidden_seconds, overlap="hidden"),
-        *(metrics.TRAIN_SCORE.set(mean, score=name) for name, mean in scores.items()),
+        *(metrics.TRAIN_SCORE.set(mean, score=name) for name, mean in line.scores.items()),
         *(gauge.set(value) for gauge, value in known if value is not None),
     ]
 
 
-def memory_samples(now: DeviceMemory, before: DeviceMemory | None) -> list[Sample]:
-    """What one GPU holds; every rank sends its own."""
+def score_samples(scores: Mapping[str, float]) -> list[Sample]:
+    """An evaluation's scores; its loss is a loss as well."""
+    loss = [metrics.LOSS.set(scores["loss"], split="eval")] if "loss" in scores else []
+    return [metrics.EVAL_SCORE.set(value, score=name) for name, value in scores.items()] + loss
+
+
+def memory_samples(now: DeviceMemory | None, before: DeviceMemory | None) -> list[Sample]:
+    """What one GPU holds; every rank sends its own. Nothing from CPUs."""
+    if now is None:
+        return []
     earlier = before or DeviceMemory(0, 0, 0, 0, 0, 0)
     return [
         metrics.TORCH_MEMORY_ALLOCATED_BYTES.set(now.allocated, gpu=now.gpu),

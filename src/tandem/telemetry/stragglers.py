@@ -94,11 +94,18 @@ class Verdict:
     phase: str
     excess: float
     marked: bool
+    place: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of the event that names it."""
+        seconds = {"own_seconds": self.slowest, "median_seconds": self.median}
+        return {"rank": self.rank, "node": self.node, "phase": self.phase, **seconds}
 
     def __str__(self) -> str:
         return (
             f"rank {self.rank} on node {self.node} holds the others back: {1e3 * self.slowest:.1f} ms of its "
-            f"own in a step, the median rank {1e3 * self.median:.1f} ms; the difference is in {self.phase}"
+            f"own in a step, the median rank {1e3 * self.median:.1f} ms; "
+            f"{f'most of it at {self.place}' if self.place else f'the difference is in {self.phase}'}"
         )
 
 
@@ -177,10 +184,12 @@ class Stragglers:
         """Where the time of some steps went."""
         self._times += times
 
-    def gather(self, exchange: Callable[[list[float]], Gathering]) -> None:
-        """Begin to gather every rank's row; nobody waits for it here."""
+    def gather(self, exchange: Callable[[list[float]], Gathering]) -> list[RankTimes]:
+        """Begin to gather every rank's row, which nobody waits for here; what the gathering before gave."""
+        before = self.arrived(wait=True)
         self._gathering = exchange(row_of(self._node, self._times))
         self._times.clear()
+        return before
 
     def arrived(self, wait: bool = False) -> list[RankTimes]:
         """All ranks, once their rows are here and one had steps to tell of; nothing before, and again."""
@@ -190,12 +199,26 @@ class Stragglers:
         return ranks if any(each.own for each in ranks) else []
 
 
+@dataclass(frozen=True)
+class Report:
+    """What rank 0 says of an interval's rows: metrics, the page's rows, and a name when it is news."""
+
+    samples: list[Sample]
+    page: Ranks
+    news: Verdict | None
+
+
 class StragglerWatch:
     """Tells news only: a rank that is marked twice in a row, and its end after two rows without it."""
 
     def __init__(self) -> None:
         self.named: Verdict | None = None
         self._before: int | None = None
+
+    def report(self, ranks: Sequence[RankTimes]) -> Report:
+        """What is to be said of one more interval."""
+        verdict = judge(ranks)
+        return Report(samples_of(ranks, verdict), rows_for_page(ranks, verdict), self.news(verdict))
 
     def news(self, verdict: Verdict) -> Verdict | None:
         """The verdict when it names somebody new; `named` is who holds the others back now, if anybody."""

@@ -10,6 +10,7 @@ from torch import nn
 from tandem.config.slices import DataConfig, EvaluationConfig
 from tandem.data.kinds import evaluation_batches
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.statistics import Statistics
 from tandem.distributed.strategy import Strategy
 from tandem.tasks.base import WholeTask
 from tandem.training.precision import autocast
@@ -33,14 +34,22 @@ class Evaluation:
     batch_size: int
     precision: str = "fp32"
     workers: int = 0
+    statistics: Statistics | None = None
 
     def scores(self) -> dict[str, float]:
         """Means over the whole `dataset`, by score name, equal on all ranks; `loss` is always there.
 
         Counts are exact and sums are in float64, so neither world size nor batch size shows beyond rounding.
-        Rank 0's buffers go to all ranks first; the unwrapped module runs, since shares may differ.
+        Rank 0's buffers go to all ranks first (or `statistics` says which count); the unwrapped module runs,
+        since shares may differ.
         """
+        if self.statistics is not None:
+            with self.statistics.counting():
+                return self._scores()
         self.world.broadcast_buffers(self.model)
+        return self._scores()
+
+    def _scores(self) -> dict[str, float]:
         was_training = self.model.training
         self.model.eval()
         sums: dict[str, list[float]] = {}
@@ -51,7 +60,7 @@ class Evaluation:
                     entry[0] += float(total) * counts
                     entry[1] += float(count) * counts
         self.model.train(was_training)
-        names = [str(name) for name in self.world.broadcast_json(sorted(sums))]  # rank 0 always has a share
+        names = sorted({str(name) for part in self.world.gather_json(sorted(sums)) for name in part})
         reduced = self.world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
         pairs = zip(names, reduced[::2], reduced[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count > 0}

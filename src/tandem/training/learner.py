@@ -5,18 +5,23 @@ from typing import Any
 from torch import nn
 
 from tandem.checkpoint.flatten import flatten
-from tandem.config.slices import ComputeConfig, DataConfig, OptimisationConfig, RunConfig
+from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimisationConfig, RunConfig
 from tandem.data.kinds import training_data
 from tandem.data.seeds import seed_model
+from tandem.data.sharded import ShardedData
 from tandem.data.source import Reader
 from tandem.distributed import strategy as strategies
+from tandem.distributed.compression import check_scaling
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.statistics import Statistics
+from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task, model_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
-from tandem.training.resume import Beginning, load_state, load_weights
+from tandem.training.resume import Beginning, load_state
+from tandem.training.shares import BatchShares
 from tandem.training.step import Stepper
 
 
@@ -29,25 +34,33 @@ class Learner:
         data: DataConfig,
         compute: ComputeConfig,
         optimisation: OptimisationConfig,
+        exchange: ExchangeConfig,
         world: ProcessGroup,
         clock: Clock,
         recorder: Recorder,
     ) -> None:
         self._recorder = recorder
+        check_scaling(exchange, compute)
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
         world.once_per_node(self.task.prepare)
         self.datasets = self.task.build_datasets()
-        self._reader = Reader(data, run.seed, world.rank, world.size, self.task.collate, world.device)
+        self._reader = Reader(
+            data, run.seed, world.rank, world.size, self.task.collate, world.device, world.gather
+        )
         self.data = training_data(self.datasets.train, self._reader, run.steps)
         self.order = self.data.order
+        if isinstance(self.data, ShardedData):
+            check_uneven(compute, exchange)
+        self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
-        self.strategy = strategies.load(compute.strategy, world)
+        self.strategy = strategies.load(compute.strategy, world, exchange)
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.device)
         if compute.sync_batchnorm:
             self.model = world.synchronise_batchnorm(self.model)
         self.rank_zeros = rank_zeros(self.model)  # before a strategy makes them other tensors
         self.model = self.strategy.spread(self.model)
+        self.statistics = Statistics.of(compute.dist_bn, world, self.model)
         self._optimizer = self.strategy.spread_optimizer(build_optimizer(optimisation, self.task, self.model))
         self.schedule = Schedule(
             optimisation,
@@ -69,6 +82,7 @@ class Learner:
             self._optimizer,
             clock,
         )
+        self.stepper.samples_of = self.order.samples
         self.nonfinite = Policy(optimisation.on_nonfinite, compute.precision, recorder)
 
     def begin(self, beginning: Beginning) -> None:
@@ -80,11 +94,15 @@ class Learner:
         if saved is None:
             self._reader.check_shares()
             if beginning.weights is not None:
-                load_weights(beginning.weights, self.strategy, self.model)
+                beginning.weights.load(self.strategy, self.model)
             return
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule)
+        if self.statistics is not None:
+            self.statistics.load(saved.get("statistics", {}))
         self.data.load(saved.get("data", {}))
+        self.shares.load(saved.get("shares", []))
         self._recorder.load(saved.get("log", {}))
+        self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
         self.task.after_resume(self.model)
@@ -92,17 +110,35 @@ class Learner:
     def whole(self) -> dict[str, Any]:
         """The state by part, "model" first; tensors are whole on rank 0, and all ranks call this."""
         spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state = self.strategy.whole(spread)
+        if self.statistics is not None:
+            state = {**state, "model": self.statistics.whole(state["model"])}
+            state["statistics"] = self.statistics.state()
         return {
-            **self.strategy.whole(spread),
+            **state,
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
             "data": self.data.state(),
+            "shares": self.shares.state(),
+            "exchange": self.strategy.exchange_state(),
             "log": self._recorder.state(),
         }
 
     def weights(self) -> dict[str, Any]:
         """The model's part alone; as `whole`."""
-        return self.strategy.whole(self.model.state_dict())
+        weights = self.strategy.whole(self.model.state_dict())
+        return weights if self.statistics is None else self.statistics.whole(weights)
+
+
+def check_uneven(compute: ComputeConfig, exchange: ExchangeConfig) -> None:
+    """Raise ConfigError for what waits for all ranks inside of a forward pass, which some will not run."""
+    for flag, is_set in (
+        (f"--strategy {compute.strategy}", compute.strategy == "fsdp"),
+        ("--sync-batchnorm", compute.sync_batchnorm),
+        ("--static-graph", exchange.static_graph),
+    ):
+        if is_set:
+            raise ConfigError(f"{flag} cannot be where a dataset has of_rank(), whose parts may end early")
 
 
 def rank_zeros(model: nn.Module) -> frozenset[int]:

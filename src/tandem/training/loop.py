@@ -18,6 +18,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
 from tandem.training.saving import Saver
+from tandem.training.shares import BatchShares
 from tandem.training.step import Proposal, Stepper
 
 EVENTS = ("log", "eval", "save", "check", "snapshot")
@@ -111,6 +112,7 @@ class Training(Course):
     stepper: Stepper
     schedule: Schedule
     stop: StopFlag
+    shares: BatchShares
     batches: Iterator[Sequence[Any]]
 
 
@@ -125,14 +127,15 @@ def train(t: Training) -> bool:
     while t.step < planned:
         t.clock.begin_step()
         micro_batches = next(t.batches)
+        proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
         t.clock.enter("transfer")
         if t.step == first:
             t.recorder.costs(t.stepper.settle(micro_batches, t.step, t.recorder.known_costs))
         rate = t.schedule.set(t.step)
-        proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
         consensus = t.stepper.take(micro_batches, t.step, proposal)
         t.schedule.advance()
         t.task.after_step(t.model, t.step + 1)
+        t.shares.after_step(t.step + 1)
         if after_step(t, consensus, rate, is_first=t.step == first):
             return False
     return True

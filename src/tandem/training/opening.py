@@ -44,7 +44,9 @@ def open_world(
     Heartbeats(position.rank, clock, send, reliability, log_dir)
     with clock.phase("rendezvous"):
         threads = set_threads(compute.threads, position)
-        device = choose_device(compute.device, position.local_rank)
+        device = choose_device(
+            compute.device, position.local_rank if position.device is None else position.device
+        )
         world = ProcessGroup.open(position, device, reliability.first_step_timeout)
         world.check_same_settings(common)
     clock.measure(device)

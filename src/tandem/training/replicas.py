@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.distributed.batchnorm import SynchronisedBatchNorm
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import ReplicaMismatchError
@@ -62,7 +63,7 @@ def comparable(model: nn.Module) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, nn.SyncBatchNorm | SynchronisedBatchNorm):
             tensors.update(module.named_buffers(prefix, recurse=False))
     return tensors
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +13,15 @@ from torch import nn
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, say_damaged
 from tandem.checkpoint.snapshot import newest_snapshot
 from tandem.checkpoint.state import deserialize, serialize
-from tandem.checkpoint.store import CheckpointStore, checkpoints_of
+from tandem.checkpoint.store import CheckpointStore
+from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import ConfigError, CorruptCheckpointError
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 from tandem.training.optim import Schedule
+from tandem.training.weights import Initial, read_weights
 
 log = logging.getLogger("tandem.run")
 
@@ -37,15 +39,16 @@ class Beginning:
     step: int
     state: dict[str, Any] | None
     slot: int | None = None
-    weights: dict[str, Any] | None = None
+    weights: Initial | None = None
 
 
 def begin(
     world: ProcessGroup,
     store: CheckpointStore,
-    init_from: PurePath | None,
+    config: CheckpointConfig,
     position: Position,
     recorder: Recorder,
+    download: bool,
 ) -> Beginning:
     """Rank 0 finds the newest state, see `_newest`, or the weights to start from; all get it by broadcast."""
     found, decision = _Found(0), position.resume
@@ -55,11 +58,8 @@ def begin(
         store.open_for_writing()
         found = _newest(store, position, decision, recorder)
     step, slot = world.broadcast_json([found.step, found.slot])
-    if step == 0 and init_from is not None:
-        raw = _weights_at(init_from) if world.is_first else None
-        weights = deserialize(world.broadcast_bytes(raw))
-        log.info("starting from the weights in %s", init_from)
-        return Beginning(step, None, weights=weights)
+    if step == 0 and config.init_from is not None:
+        return Beginning(step, None, weights=_weights(world, config.init_from, config.init_min, download))
     if step <= 0:
         return Beginning(step, None)
     began, state = time.monotonic(), found.state
@@ -69,6 +69,20 @@ def begin(
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return Beginning(step, state, slot)
+
+
+def _weights(world: ProcessGroup, place: PurePath, least: float, download: bool) -> Initial:
+    """Rank 0 reads them for all; what it finds wrong all ranks raise."""
+    raw, problem = None, ""
+    if world.is_first:
+        try:
+            raw = read_weights(place, download)
+        except ConfigError as error:
+            problem = str(error)
+    problem = str(world.broadcast_json(problem))
+    if problem:
+        raise ConfigError(problem)
+    return Initial(deserialize(world.broadcast_bytes(raw)), place, least)
 
 
 class _Found(NamedTuple):
@@ -146,29 +160,3 @@ def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
                 f"the checkpoint is of another model: {name} is {there} in it and {here} in this model; "
                 "give another --run-dir or --resume never"
             )
-
-
-def _weights_at(path: PurePath) -> bytes:
-    """`--init-from`: a file, or the newest checkpoint of a run. Raises ConfigError where there is none."""
-    if isinstance(path, Path) and path.is_file():
-        return path.read_bytes()
-    store = CheckpointStore(checkpoints_of(path))
-    found = store.newest(store.read, say_damaged, quarantine=False)
-    if found is None:
-        raise ConfigError(f"--init-from {path}: no checkpoint or weights file there")
-    return found[1][0]
-
-
-def load_weights(state: Mapping[str, Any], strategy: Strategy, model: nn.Module) -> None:
-    """Load the keys whose names and shapes match, and say which did not."""
-    weights, mine = state.get("model", state), model.state_dict()
-    fitting = {
-        name: value
-        for name, value in weights.items()
-        if name in mine and isinstance(value, torch.Tensor) and value.shape == mine[name].shape
-    }
-    strategy.load_model(model, fitting, strict=False)
-    left = ", ".join(sorted(set(mine) - set(fitting)))
-    log.info(
-        "loaded %d of %d tensors%s", len(fitting), len(mine), f"; left at their start: {left}" if left else ""
-    )

@@ -78,11 +78,18 @@ def _run(
     )
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
     learner = Learner(
-        settings.run, settings.data, settings.compute, settings.optimisation, world, clock, recorder
+        settings.run,
+        settings.data,
+        settings.compute,
+        settings.optimisation,
+        settings.exchange,
+        world,
+        clock,
+        recorder,
     )
     store = CheckpointStore(settings.run.place / "checkpoints")
     with clock.phase("resume"):
-        beginning = begin(world, store, settings.checkpoint.init_from, position, recorder)
+        beginning = begin(world, store, settings.checkpoint, position, recorder, settings.data.download)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
         if world.is_first:
@@ -102,6 +109,7 @@ def _run(
         threads=threads,
         first_step=beginning.step,
         started=started,
+        shares=learner.shares.sizes,
     )
     timetable = Timetable.of(
         learner.order.steps_per_epoch,
@@ -110,7 +118,9 @@ def _run(
         eval=settings.evaluation.eval_every,
         save=settings.checkpoint.checkpoint_every,
         check=settings.reliability.replica_check_every,
-        snapshot=snapshot_every(settings.checkpoint.snapshot_every, world, learner.strategy),
+        snapshot=snapshot_every(
+            settings.checkpoint.snapshot_every, world, learner.strategy, learner.statistics
+        ),
     )
     if world.is_first and not timetable.saves_every_evaluation():
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
@@ -124,8 +134,9 @@ def _run(
         evaluation_batch_size(settings.evaluation, settings.data, world),
         settings.compute.precision,
         settings.data.workers,
+        learner.statistics,
     )
-    steps = _told(learner.data.steps(beginning.step, learner.planned), recorder)
+    steps = _told(learner.shares.steps(beginning.step, learner.planned), recorder)
     window = settings.telemetry.profile if world.is_first else None
     training = Training(
         world=world,
@@ -138,6 +149,7 @@ def _run(
         clock=clock,
         nonfinite=learner.nonfinite,
         stop=stop,
+        shares=learner.shares,
         batches=profiled(steps, window, beginning.step, run_dir / "profile" / "rank-0.json"),
         evaluate=evaluation.scores,
         check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),

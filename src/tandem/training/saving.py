@@ -12,6 +12,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.statistics import Statistics
 from tandem.distributed.strategy import Strategy
 from tandem.telemetry.recorder import Recorder
 from tandem.training.summary import Facts, manifest_info
@@ -107,10 +108,13 @@ class Saver:
             self.settle()
 
 
-def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
+def snapshot_every(
+    text: str, world: ProcessGroup, strategy: Strategy, statistics: Statistics | None = None
+) -> str:
     """`--snapshot-every auto`: every step where that is a copy within memory, every 5 s from a GPU."""
-    # Where each rank holds its share alone there is no whole state to keep: a checkpoint is the resume point.
-    if strategy.shares_state or not world.position.memories:
+    # Where ranks hold shares, or statistics that all count, no node has the whole state: a checkpoint is the
+    # resume point.
+    if strategy.shares_state or statistics is not None or not world.position.memories:
         return "never"
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"
 

@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, accumulation, clipping, precision. Nothing else is in here."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -44,8 +44,8 @@ class Proposal:
 class TrainingModule(nn.Module):
     """The task's loss as a module, so that a strategy sees forward and loss as one.
 
-    The weight of a micro-batch of n samples is n * ranks / batch_size: the mean over ranks of all gradients
-    is that of the global mean, whether the shares of the ranks are equal or not.
+    The weight of a micro-batch of n samples is n * ranks / the step's `samples`: the mean over ranks of all
+    gradients is that of the global mean, whether the shares of the ranks are equal or not.
     """
 
     def __init__(
@@ -55,12 +55,15 @@ class TrainingModule(nn.Module):
         self.model = model
         self.names: list[str] = []
         self._task, self._device, self._precision = task, device, precision
-        self._ranks, self._batch_size = ranks, batch_size
+        self._ranks, self.samples = ranks, batch_size
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(weighted loss, numbers to add up over micro-batches and ranks: that loss, then the named sums)."""
+        if batch is None:  # no sample of this rank's: gradients of zero, which the exchange waits for
+            nothing = torch.stack([p.sum().float() for p in self.parameters() if p.requires_grad]).sum() * 0
+            return nothing, torch.zeros(1 + 2 * len(self.names), device=self._device)
         loss, sums = self.outcome(batch)
-        loss = loss.float() * (batch_size_of(batch) * self._ranks / self._batch_size)
+        loss = loss.float() * (batch_size_of(batch) * self._ranks / self.samples)
         return loss, torch.stack([loss.detach(), *self._flat(sums, loss.device)])
 
     def outcome(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Sums]:
@@ -107,6 +110,7 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
         self._guard = Guard(optimisation.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._clipped_norm: Tensor | None = None
+        self.samples_of: Callable[[int], int] = lambda step: batch_size  # of all ranks in a step
         self._clips = torch.zeros((), device=world.device)
 
     def settle(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
@@ -127,24 +131,31 @@ class Stepper:
             self._module.names[:] = names
             self._strategy.wrap(self._module, SLOTS + 2 * len(names))
             self._accumulate(micro_batches, step, Proposal())
+            self._strategy.check_gradients()
         self._module.train()
         is_told = self._world.position.restart > 0 and known.devices == self._world.size
         device_flops = 0.0 if is_told else peak_flops(self._world.device, self._precision)
         self.clock.pause()
         self.clock.begin_step()
-        sync_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
+        sync_bytes = self._strategy.sync_bytes(self._parameters)
         return Costs(flops, device_flops, self._world.size, sync_bytes, names)
 
     def _count(self, batch: Any) -> tuple[float, tuple[str, ...]]:
         """FLOPs per sample of the first micro-batch, forward and backward; the names of the task's sums."""
         names: list[str] = []
+        if any(self._world.gather(int(batch is None))):  # some ranks have to be told the names
+            counted = None if batch is None else self._flops(batch, names)
+            known: list[Any] = self._world.gather_json([counted, names])
+            return next((flops, tuple(each)) for flops, each in known if flops is not None)
+        return self._flops(batch, names), tuple(names)
 
+    def _flops(self, batch: Any, names: list[str]) -> float:
         def loss_and_gradients() -> None:
             loss, sums = self._module.outcome(batch, self._model)
             names.extend(sums)
             self._strategy.gradients(loss, self._parameters)
 
-        return flops_of(loss_and_gradients) / batch_size_of(batch), tuple(names)
+        return flops_of(loss_and_gradients) / batch_size_of(batch)
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Consensus | None:
         """One optimizer step on this rank's micro-batches; what the ranks agreed on (see ConsensusReader).
@@ -183,6 +194,7 @@ class Stepper:
         # Here rather than after the step before: until now its gradients could be looked at.
         self._optimizer.zero_grad(set_to_none=False)
         self._strategy.reset()
+        self._module.samples = self.samples_of(step)
         scale = self.scaler.scale(torch.ones((), device=device))  # 1 without fp16
         so_far = torch.zeros(1 + 2 * len(self._module.names), device=device)
         last = len(micro_batches) - 1
@@ -212,6 +224,8 @@ class Stepper:
         return self.scaler.is_enabled() and not exchanged[LOSS_NOT_FINITE] > 0
 
     def _raise(self, micro_batches: Sequence[Any], step: int) -> NoReturn:
+        micro_batches = [batch for batch in micro_batches if batch is not None]
+
         def forward(micro_step: int) -> Tensor:
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
             return self._module.outcome(micro_batches[micro_step])[0]

@@ -34,6 +34,7 @@ class Facts:
 
     `settings` and `fingerprint` are as a manifest holds them, `config_hash` is their digest. `run_dir` is on
     this machine, `started` is of time.monotonic(); the run goes on after `first_step` steps.
+    `shares`: samples of each rank in a batch; none: equal.
     """
 
     run: RunConfig
@@ -49,6 +50,7 @@ class Facts:
     threads: int
     first_step: int
     started: float
+    shares: tuple[int, ...] = ()
 
 
 def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
@@ -112,7 +114,7 @@ def write_summary(
         "nodes": position.nodes,
         "epoch": recorder.step // facts.order.steps_per_epoch,
         "global_step": recorder.step,
-        "samples_seen": recorder.step * facts.batch_size,
+        "samples_seen": facts.order.samples_before(recorder.step),
         "loss": recorder.loss,
         "eval": recorder.scores,
         "samples_per_second": round(recorder.meter.samples_per_second, 1),
@@ -183,7 +185,7 @@ def _say_derived_numbers(facts: Facts, model: nn.Module) -> None:
         world.size,
         world.position.nodes,
         world.device.type,
-        f"{facts.batch_size / world.size:g}",
+        ":".join(map(str, facts.shares)) or f"{facts.batch_size / world.size:g}",
         facts.batch_size,
         facts.precision,
         facts.threads,

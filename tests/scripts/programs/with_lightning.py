@@ -1,5 +1,6 @@
 """A Lightning script: module, Trainer with strategy ddp, as its documentation begins."""
 
+import argparse
 import os
 import time
 
@@ -11,12 +12,14 @@ print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}
 
 
 class Regression(lightning.LightningModule):
-    def __init__(self):
+    def __init__(self, pause):
         super().__init__()
+        self.pause = pause
         self.layer = torch.nn.Linear(10, 1)
 
     def training_step(self, batch, _index):
         loss = torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+        time.sleep(self.pause)
         self.log("loss", loss, sync_dist=True, on_epoch=True, on_step=False)
         return loss
 
@@ -25,6 +28,10 @@ class Regression(lightning.LightningModule):
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--pause", type=float, default=0.0)
+    options = parser.parse_args()
     lightning.seed_everything(0)
     x = torch.randn(256, 10, generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
@@ -33,12 +40,12 @@ def main():
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy="ddp",
-        max_epochs=3,
+        max_epochs=options.epochs,
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Regression(), data)
+    trainer.fit(Regression(options.pause), data)
     if trainer.is_global_zero:
         print(f"final loss {trainer.callback_metrics['loss'].item():.9f}", flush=True)
 

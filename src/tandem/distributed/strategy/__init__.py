@@ -6,15 +6,18 @@ choices of `--strategy` (config/slices.py). It is imported only where it is used
 
 from importlib import import_module
 
+from tandem.config.slices import ExchangeConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy.base import Strategy
 
 __all__ = ["Strategy", "load", "preload"]
 
+AS_TORCH_DOES = ExchangeConfig()
 
-def load(name: str, group: ProcessGroup) -> Strategy:
+
+def load(name: str, group: ProcessGroup, exchange: ExchangeConfig = AS_TORCH_DOES) -> Strategy:
     """The strategy of that name for the ranks of `group`; ConfigError where it cannot work with them."""
-    strategy: Strategy = import_module(f"{__name__}.{name}").Strategy(group)
+    strategy: Strategy = import_module(f"{__name__}.{name}").Strategy(group, exchange)
     return strategy
 
 

@@ -12,7 +12,7 @@
 All ranks call each method at the same point, unless it says that it exchanges nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -98,6 +98,22 @@ class Strategy(Protocol):
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load a whole `state_dict`, which every rank has. Exchanges nothing."""
+        ...
+
+    def exchange_state(self) -> dict[str, Any]:
+        """What the exchange of gradients remembers from step to step, to be saved; whole on rank 0."""
+        ...
+
+    def load_exchange(self, state: Mapping[str, Any]) -> None:
+        """What `exchange_state` gave, which every rank has. Exchanges nothing."""
+        ...
+
+    def check_gradients(self) -> None:
+        """After a backward pass: raise ConfigError where parameters lack a gradient that must have one."""
+        ...
+
+    def sync_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Bytes of gradients that this rank hands to the all-reduce in a step. Exchanges nothing."""
         ...
 
     def hidden_sync_seconds(self) -> float:

@@ -4,6 +4,8 @@ What all ranks must know after a step travels in the same all-reduce, by a param
 own would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks).
 """
 
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,10 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tandem.distributed.consensus import pack
+from tandem.config.slices import ExchangeConfig
+from tandem.distributed.compression import compression, ddp_arguments
+from tandem.distributed.consensus import left_out, pack
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy import single
+from tandem.errors import ConfigError, TandemError
 from tandem.torch_private import buffer_argument, hidden_sync_seconds
+
+MOST_NAMES = 5
+"""Of parameters in one line."""
 
 
 class Telemetry(nn.Module):
@@ -39,11 +47,32 @@ class Telemetry(nn.Module):
         return loss * scale + (self.carrier * (carried * carries)).sum(), numbers
 
 
+class UnusedParametersError(TandemError):
+    """A step of the task left out parameters that other steps train."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
 class Strategy(single.Strategy):
     """Gradients are means over ranks; weights are equal on all of them from the start."""
 
     def check(self, group: ProcessGroup) -> None:
         """It works with any number of ranks."""
+
+    def check_exchange(self, exchange: ExchangeConfig) -> None:
+        """All of it is meant for ddp."""
+        self._exchange = exchange
+        self._compression = compression(exchange, self._group)
+        # Each rank has errors of its own, so there is no whole state but in a checkpoint.
+        self.shares_state = self._compression is not None and self._compression.remembers
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        self._named = dict(model.named_parameters())
+        return model
 
     def wrap(self, module: nn.Module, slots: int) -> None:
         """BatchNorm's running statistics are not read in training mode, so a model whose buffers are all
@@ -51,30 +80,79 @@ class Strategy(single.Strategy):
         buffers = buffer_argument(has_buffers_beside_batchnorm(module))
         telemetry = Telemetry(module, slots).to(self._group.device)
         self._carrier = telemetry.carrier
-        self._is_last = True
+        self._is_last, self._is_settled = True, False
         self._ddp = DistributedDataParallel(
             telemetry,
             device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             **buffers,
+            **ddp_arguments(self._exchange),
         )
+        if self._compression is not None:
+            self._compression.attach(self._ddp, self._carrier, self._named)
 
     def micro_step(self, is_last: bool) -> AbstractContextManager[None]:
         self._is_last = is_last
-        return nullcontext() if is_last else self._ddp.no_sync()
+        # DDP learns a static graph in its first pass, which has to end in an exchange (torch 2.15 asserts).
+        learns = self._exchange.static_graph and not self._is_settled
+        return nullcontext() if is_last or learns else self._ddp.no_sync()
 
     def forward(self, slots: Tensor, batch: Any, scale: Tensor, so_far: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self._ddp(slots, float(self._is_last), batch, scale, so_far)
+        try:
+            result: tuple[Tensor, Tensor] = self._ddp(slots, float(self._is_last), batch, scale, so_far)
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            raise UnusedParametersError(
+                f"in the step before, no gradient reached {listed(self._without_gradient(str(error)))}: "
+                "give --find-unused where a step may leave parameters out"
+            ) from error
         return result
+
+    def check_gradients(self) -> None:
+        """DDP would wait for them in the next step, with the first one's gradients not averaged."""
+        self._is_settled = True
+        if self._exchange.find_unused:
+            return
+        without = [name for name, p in self._named.items() if p.requires_grad and p.grad is None]
+        if without:
+            raise ConfigError(
+                f"the loss gives no gradient to {listed(without)}: use them in the loss, freeze them with "
+                "requires_grad_(False), or give --find-unused"
+            )
+
+    def _without_gradient(self, said: str) -> list[str]:
+        """DDP's error lists them by their places among those that it reduces."""
+        places = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+        names = {id(p): name for name, p in self._named.items()}
+        trained = [names.get(id(p), "") for p in self._ddp.parameters() if p.requires_grad]
+        return [trained[int(place)] for place in places[1].split()] if places else ["some parameters"]
 
     def exchange(self, gradients_not_finite: Tensor) -> Tensor:
         """The reduced gradients are equal on all ranks, so each comes to the same answer by itself."""
         assert self._carrier.grad is not None
-        return torch.cat([self._carrier.grad, gradients_not_finite.reshape(1)])
+        exchanged = torch.cat([self._carrier.grad, gradients_not_finite.reshape(1)])
+        if self._compression is not None:
+            self._compression.keep(left_out(exchanged))
+        return exchanged
 
     def reset(self) -> None:
+        if self._compression is not None:
+            self._compression.forget()
         if self._carrier.grad is not None:
             self._carrier.grad.zero_()
+
+    def exchange_state(self) -> dict[str, Any]:
+        return self._compression.state() if self._compression is not None else {}
+
+    def load_exchange(self, state: Mapping[str, Any]) -> None:
+        if self._compression is not None:
+            self._compression.load(state)
+
+    def sync_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        if self._compression is not None:
+            return self._compression.bytes_of(parameters)
+        return super().sync_bytes(parameters)
 
     def hidden_sync_seconds(self) -> float:
         return hidden_sync_seconds(self._ddp)

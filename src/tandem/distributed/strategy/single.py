@@ -1,12 +1,14 @@
 """One process, one device: nothing is exchanged. What other strategies do not change, they take from here."""
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tandem.config.slices import ExchangeConfig
 from tandem.distributed.consensus import pack
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
@@ -18,10 +20,11 @@ class Strategy:
     shares_parameters = False
     shares_state = False
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, exchange: ExchangeConfig) -> None:
         self._group = group
         self._slots = torch.zeros(0)
         self.check(group)
+        self.check_exchange(exchange)
 
     def check(self, group: ProcessGroup) -> None:
         """Raise ConfigError where this strategy cannot work."""
@@ -30,6 +33,13 @@ class Strategy:
                 f"--strategy single trains in one process, and there are {group.size} ranks; "
                 "use --strategy ddp, or --nproc 1 on one node"
             )
+
+    def check_exchange(self, exchange: ExchangeConfig) -> None:
+        """Raise ConfigError for what only ddp does."""
+        for each in dataclasses.fields(exchange):
+            if each.name != "powersgd_rank" and getattr(exchange, each.name) != each.default:
+                flag = "--" + each.name.replace("_", "-")
+                raise ConfigError(f"{flag} is for --strategy ddp: leave it out, or train with ddp")
 
     def spread(self, model: nn.Module) -> nn.Module:
         return model
@@ -77,6 +87,18 @@ class Strategy:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(dict(state))
+
+    def exchange_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_exchange(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def check_gradients(self) -> None:
+        pass
+
+    def sync_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        return sum(p.numel() * p.element_size() for p in parameters)
 
     def hidden_sync_seconds(self) -> float:
         return 0.0

@@ -1,0 +1,117 @@
+"""Data of which each rank has its own part, of any length: files per rank, a dataset that shards itself.
+
+A dataset says so by a method `of_rank(rank, world_size)`, which gives what that rank reads, a new iterable at
+each call. Ranks whose part is over bring nothing into the steps that the others still take: all know all
+lengths from the start, so nobody asks in a step, and the epoch ends on all ranks where the longest part does.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from tandem.data.fetch import BATCH, Batch
+from tandem.data.loader import moved
+from tandem.data.sampler import GlobalOrder
+from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
+from tandem.data.source import Reader
+from tandem.errors import ConfigError
+
+
+class ShardedOrder(GlobalOrder):
+    """Steps of an epoch when each rank has its own `sizes` samples, and takes an equal share in each step."""
+
+    def __init__(self, sizes: Sequence[int], batch_size: int, seed: int) -> None:
+        super().__init__(max(sum(sizes), batch_size), batch_size, seed)
+        if not any(sizes):
+            raise ConfigError("of_rank() of the training set gives no sample to any rank")
+        if batch_size % len(sizes):
+            raise ConfigError(f"--batch-size {batch_size} does not divide over {len(sizes)} ranks")
+        self.n, self.sizes, self.share = sum(sizes), list(sizes), batch_size // len(sizes)
+        self.steps_per_epoch = max(-(-size // self.share) for size in sizes)
+
+    def of_rank(self, step: int, rank: int) -> int:
+        """Samples that a rank brings into a step."""
+        before = step % self.steps_per_epoch * self.share
+        return min(max(self.sizes[rank] - before, 0), self.share)
+
+    def samples(self, step: int) -> int:
+        return sum(self.of_rank(step, rank) for rank in range(len(self.sizes)))
+
+    def samples_before(self, step: int) -> int:
+        epochs, position = divmod(step, self.steps_per_epoch)
+        return epochs * self.n + sum(min(size, position * self.share) for size in self.sizes)
+
+
+class ShardedData:
+    """This rank's own samples, in their order; a micro-batch without any is None."""
+
+    def __init__(self, dataset: Any, reader: Reader) -> None:
+        """Raises ConfigError; all ranks call this."""
+        if reader.gather is None:
+            raise ConfigError("a dataset with of_rank() is for tasks; in a loop of one's own leave it out")
+        if reader.config.workers:
+            raise ConfigError(
+                f"--workers is {reader.config.workers}: ranks read of_rank() themselves, give 0"
+            )
+        if reader.config.batch_shares is not None:
+            raise ConfigError("--batch-shares cannot be where a dataset has of_rank(): the parts are its own")
+        self._dataset, self._reader = dataset, reader
+        mine = self._part()
+        size = len(mine) if hasattr(mine, "__len__") else sum(1 for _ in mine)
+        self.sharded = ShardedOrder(reader.gather(size), reader.config.batch_size, reader.seed)
+        self.order: GlobalOrder = self.sharded
+        self._samples: Iterator[Any] = iter(())
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch | None]]:
+        reader, order = self._reader, self.sharded
+        micro = reader.config.micro_batch_size or order.share
+        parts = -(-order.share // micro)
+        for step in range(start, stop):
+            epoch, position = divmod(step, order.steps_per_epoch)
+            with kept_generators():
+                if step == start or position == 0:
+                    self._open(epoch, position * order.share)
+                count = order.of_rank(step, reader.rank)
+                sizes = [count // parts + (part < count % parts) for part in range(parts)]
+                batches = [self._batch(epoch, position, part, size) for part, size in enumerate(sizes)]
+            yield [None if batch is None else moved(batch, reader.device) for batch in batches]
+
+    def state(self) -> Mapping[str, Any]:
+        return {"sizes": self.sharded.sizes}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the ranks' parts are others: a step would mean other samples."""
+        before, now = state.get("sizes"), self.sharded.sizes
+        if before is not None and before != now:
+            raise ConfigError(
+                f"cannot resume: of_rank() gave the ranks {_listed(before)} samples and gives {_listed(now)} "
+                "now; use as many ranks and the same data, another --run-dir, or --resume never"
+            )
+
+    def _part(self) -> Any:
+        return self._dataset.of_rank(self._reader.rank, self._reader.world_size)
+
+    def _open(self, epoch: int, place: int) -> None:
+        """Begin `epoch` at this rank's sample `place`."""
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        seed_host_generators(derive_seed(self._reader.seed, epoch, self._reader.rank))
+        self._samples = iter(self._part())
+        for _ in islice(self._samples, place):
+            pass
+
+    def _batch(self, epoch: int, position: int, part: int, size: int) -> Batch | None:
+        if size == 0:
+            return None
+        reader = self._reader
+        seed_host_generators(derive_seed(reader.seed, epoch, position, part, reader.rank, BATCH))
+        samples = list(islice(self._samples, size))
+        if len(samples) < size:
+            raise EOFError(f"of_rank({reader.rank}, {reader.world_size}) ended before its own length")
+        return (reader.collate or default_collate)(samples)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

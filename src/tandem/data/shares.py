@@ -1,0 +1,91 @@
+"""How much of a global batch is whose: whole samples by weights, pure arithmetic.
+
+Order and content of a global batch never depend on it, and every sample is somebody's exactly once.
+"""
+
+from collections.abc import Sequence
+
+from tandem.errors import ConfigError
+
+
+def apportion(total: int, weights: Sequence[float], at_least: int = 1) -> tuple[int, ...]:
+    """`total` samples by `weights` (above 0), by largest remainders; the first of equals gets more.
+
+    Nobody gets less than `at_least`, and who would is given just that; there have to be as many samples.
+    """
+    assert total >= at_least * len(weights), (total, weights, at_least)
+    sizes = [at_least] * len(weights)
+    free = list(range(len(weights)))
+    while True:
+        rest, sum_of_free = total - at_least * (len(weights) - len(free)), sum(weights[i] for i in free)
+        ideal = {i: rest * weights[i] / sum_of_free for i in free}
+        low = [i for i in free if ideal[i] < at_least]
+        if not low:
+            break
+        free = [i for i in free if i not in low]
+    for i in free:
+        sizes[i] = int(ideal[i])
+    for i in sorted(free, key=lambda i: sizes[i] - ideal[i])[: total - sum(sizes)]:
+        sizes[i] += 1
+    return tuple(sizes)
+
+
+def equal_shares(batch_size: int, ranks: int) -> tuple[int, ...]:
+    """Shares that differ by at most one. Raises ConfigError if there are more ranks than samples."""
+    if batch_size < ranks:
+        raise ConfigError(
+            f"a global batch of {batch_size} leaves some of {ranks} ranks without a sample: "
+            f"give --batch-size {ranks} or more"
+        )
+    return apportion(batch_size, [1] * ranks)
+
+
+def fits(sizes: Sequence[int], micro_batch_size: int | None) -> bool:
+    """Whether all ranks can make the same number of micro-batches, none of them empty or too large."""
+    return micro_batch_size is None or -(-max(sizes) // micro_batch_size) <= min(sizes)
+
+
+def given_shares(
+    text: str, batch_size: int, ranks: int, micro_batch_size: int | None = None
+) -> tuple[int, ...]:
+    """Samples of each rank by `--batch-shares 3:1`. Raises ConfigError where ranks or batch do not fit."""
+    weights = [float(part) for part in text.split(":")]
+    if len(weights) != ranks:
+        raise ConfigError(
+            f"--batch-shares {text} is for {len(weights)} ranks, and there are {ranks}; "
+            "give one number for each rank, or auto"
+        )
+    equal_shares(batch_size, ranks)
+    sizes = apportion(batch_size, weights)
+    if not fits(sizes, micro_batch_size):
+        raise ConfigError(
+            f"--batch-shares {text} leaves a rank {min(sizes)} of {batch_size} samples, too few to be cut "
+            f"into the {-(-max(sizes) // (micro_batch_size or 1))} micro-batches that another rank makes of "
+            f"its {max(sizes)}; give a larger --micro-batch-size or --batch-size"
+        )
+    return sizes
+
+
+def measured_shares(
+    paces: Sequence[float], alike: float, batch_size: int, micro_batch_size: int | None = None
+) -> tuple[int, ...]:
+    """Samples of each rank by samples per second; equal ones where the quickest is less than `alike` times
+    the slowest. Micro-batches fit: a rank that is too slow for that gets more than its pace says."""
+    ranks = len(paces)
+    equal = equal_shares(batch_size, ranks)
+    if max(paces) < alike * min(paces):
+        return equal
+    for at_least in range(1, batch_size // ranks + 1):
+        sizes = apportion(batch_size, paces, at_least)
+        if fits(sizes, micro_batch_size):
+            return sizes
+    return equal
+
+
+def places(sizes: Sequence[int], rank: int) -> slice:
+    """Where this rank's samples are in a global batch: with equal shares each `len(sizes)`-th, else a run."""
+    total, ranks = sum(sizes), len(sizes)
+    if tuple(sizes) == equal_shares(total, ranks):
+        return slice(rank, None, ranks)  # as in runs before there were shares
+    begin = sum(sizes[:rank])
+    return slice(begin, begin + sizes[rank])

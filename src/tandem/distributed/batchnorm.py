@@ -1,0 +1,140 @@
+"""BatchNorm over the global batch on CPUs, where torch's SyncBatchNorm has no kernel.
+
+    from tandem.distributed.batchnorm import synchronised
+    model = synchronised(model)         before DDP wraps it; all ranks then run the same forward passes
+
+One all-reduce in a layer's forward pass (count, sum and sum of squares per channel) and one in its backward:
+4.6 kB each way for 288 channels, and all ranks wait for each other in both. Counts are exchanged as well, so
+ranks may have shares of different sizes, or none. Sums travel in float64, which takes no harm from the
+cancellation of sum of squares and square of sum.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+log = logging.getLogger("tandem.run")
+
+BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class SynchronisedBatchNorm(nn.BatchNorm1d):
+    """A BatchNorm of any dimension; outside of training it is an ordinary one, without exchange.
+
+    No nn.SyncBatchNorm: DDP refuses a model on CPUs that has one.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` is [N, C, ...] with any N, 0 included; ValueError for one value per channel in all."""
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if not self.training:
+            uses_batch = self.running_mean is None
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
+            )
+        normalised, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps)
+        if self.track_running_stats and self.running_mean is not None:
+            self._track(mean, variance, count)
+        assert isinstance(normalised, Tensor)
+        return normalised
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        """Running statistics; the variance that is kept is the unbiased one, as in torch."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None and self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+
+
+def synchronised(model: nn.Module) -> nn.Module:
+    """`model` with every BatchNorm synchronised, in place.
+
+    The class of a layer is exchanged, not the layer: its hooks, the places that share it and the names that a
+    script has for it stay as they are. A layer with a forward of its own is left alone, and named in the log.
+    """
+    left = set()
+    for layer in model.modules():
+        if not isinstance(layer, BATCHNORMS) or isinstance(layer, SynchronisedBatchNorm):
+            continue
+        if type(layer).forward is not nn.BatchNorm1d.forward:
+            left.add(type(layer).__name__)
+            continue
+        layer.__class__ = SynchronisedBatchNorm
+    if left:
+        log.warning("--sync-batchnorm leaves %s alone: a forward of its own", ", ".join(sorted(left)))
+    return model
+
+
+class _Normalise(torch.autograd.Function):
+    """(normalised input; of all ranks: mean and biased variance per channel, and of how many values)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, float]:
+        values = _wide(input)
+        here, channels = values.numel() // max(1, values.size(1)), values.size(1)
+        sums = torch.zeros(2 * channels + 1, dtype=torch.float64)
+        if here:
+            variance, mean = (
+                t.double() for t in torch.var_mean(values, _all_but_channels(values), correction=0)
+            )
+            sums = torch.cat([mean * here, (variance + mean * mean) * here, sums.new_tensor([here])])
+        dist.all_reduce(sums)
+        count = float(sums[-1])
+        if count < 2:
+            raise ValueError(
+                f"expected more than 1 value per channel when training, got {tuple(input.shape)}"
+            )
+        mean = sums[:channels] / count
+        variance = (sums[channels:-1] / count - mean * mean).clamp_(min=0.0)
+        mean, variance = mean.to(values.dtype), variance.to(values.dtype)
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
+        ctx.count = count
+        ctx.mark_non_differentiable(mean, variance)
+        weight, bias = (each if each is None else each.to(values.dtype) for each in (weight, bias))
+        normalised = functional.batch_norm(values, mean, variance, weight, bias, False, 0.0, eps)
+        return normalised.to(input.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor, *_: Any
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Weight and bias get the sums over this rank's samples as gradients, which DDP averages."""
+        input, weight, mean, scale = ctx.saved_tensors
+        values, gradient = _wide(input), _wide(gradient)
+        shape = [1, -1] + [1] * (values.dim() - 2)
+        centred = (values - mean.view(shape)) * scale.view(shape)
+        dims = _all_but_channels(values)
+        of_bias, of_weight = gradient.sum(dims), (gradient * centred).sum(dims)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([of_bias, of_weight]).double()
+            dist.all_reduce(sums)
+            means = (sums / ctx.count).to(values.dtype)
+            of_means, of_scales = (each.view(shape) for each in means.chunk(2))
+            factor = scale if weight is None else scale * weight
+            of_input = (gradient - of_means - centred * of_scales) * factor.view(shape)
+            of_input = of_input.to(input.dtype)
+        has_weight, has_bias = ctx.needs_input_grad[1:3]
+        return of_input, of_weight if has_weight else None, of_bias if has_bias else None, None
+
+
+def _all_but_channels(values: Tensor) -> list[int]:
+    return [0, *range(2, values.dim())]
+
+
+def _wide(values: Tensor) -> Tensor:
+    """At least float32: autocast hands in bf16 or fp16, whose sums would be worth little."""
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

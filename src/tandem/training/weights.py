@@ -1,0 +1,224 @@
+"""`--init-from`: weights that a fresh run starts from; found, read without running code, fitted to a model.
+
+What there may be: a checkpoint of tandem (a run, its checkpoints, one step, or PATH@STEP), a .pt or .pth file
+of torch.save, a .safetensors file, or a name of torchvision's weights. Only tensors are read: a file that
+would run code of its own is refused before any of it runs.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.checkpoint.decision import say_damaged
+from tandem.checkpoint.state import deserialize, serialize
+from tandem.checkpoint.store import locate
+from tandem.data.datasets import one_line, torchvision_for
+from tandem.distributed.strategy import Strategy
+from tandem.errors import CheckpointError, ConfigError
+
+log = logging.getLogger("tandem.run")
+
+CONTAINERS = ("state_dict", "model_state_dict", "model")
+"""Where training programs keep the model: Lightning and timm, torch's tutorials, tandem and torchvision."""
+PREFIXES = ("module.", "_orig_mod.", "model.")
+"""What DDP, torch.compile and a module around the model put before its names."""
+NAMED_WEIGHTS = re.compile(r"(torchvision:)?(\w+_Weights(\.\w+)?)")
+VALID = (
+    "a .pt, .pth or .safetensors file, a run or checkpoint of tandem, or torchvision's name of weights, "
+    "such as ResNet18_Weights.DEFAULT"
+)
+SHOWN = 4
+
+
+def read_weights(place: PurePath, download: bool) -> bytes:
+    """The tensors by name that `place` stands for, as `serialize` gives them. Raises ConfigError."""
+    named = NAMED_WEIGHTS.fullmatch(str(place))
+    if named is not None and not (isinstance(place, Path) and place.exists()):
+        place = _torchvision_file(named[2], download)
+    elif isinstance(place, Path) and not place.exists() and "@" not in place.name:
+        raise ConfigError(f"--init-from {place}: nothing is there (from {Path.cwd()}); valid is {VALID}")
+    try:
+        if isinstance(place, Path) and place.is_file():
+            return serialize(tensors_in(_state_in(place)))
+        return serialize(tensors_in(deserialize(_checkpoint_at(place))))
+    except CheckpointError as error:
+        raise ConfigError(
+            f"--init-from {place}: {error}; weights alone can be read: torch.save(model.state_dict(), FILE)"
+        ) from error
+    except (ConfigError, OSError) as error:
+        raise ConfigError(f"--init-from {place}: {error}") from error
+
+
+def _state_in(path: Path) -> Mapping[str, Any]:
+    """What a file holds. Raises CheckpointError where that is no state, or would run code."""
+    if path.suffix != ".safetensors":
+        try:
+            return deserialize(path.read_bytes())
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # any bytes at all may lie there, and torch's readers assume some order
+            raise CheckpointError(f"torch cannot read it ({one_line(error)})") from error
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ConfigError("this needs safetensors: pip install 'tandem[export]'") from error
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"no whole safetensors file ({one_line(error)})") from error
+
+
+def _checkpoint_at(place: PurePath) -> bytes:
+    """The newest checkpoint there that holds, or the step that is named."""
+    store, step = locate(str(place))
+    if step is not None:
+        return store.read(step)[0]
+    found = store.newest(store.read, say_damaged, quarantine=False)
+    if found is None:
+        raise ConfigError(f"{store.directory} holds no checkpoint whose bytes hold")
+    return found[1][0]
+
+
+def _torchvision_file(name: str, download: bool) -> Path:
+    """Where torchvision keeps the weights of that name; fetched where they are not there, if it may be."""
+    models = torchvision_for("--init-from " + name).models
+    member = name if "." in name else f"{name}.DEFAULT"
+    try:
+        url = models.get_weight(member).url
+    except (ValueError, KeyError, AttributeError) as error:
+        kinds = [each for each in dir(models) if each.endswith("_Weights")]
+        kind = member.partition(".")[0]
+        members = [str(each) for each in getattr(models, kind)] if kind in kinds else []
+        near = get_close_matches(member, members, n=1, cutoff=0.0) or get_close_matches(kind, kinds, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--init-from {name}: torchvision has no such weights{meant}") from error
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    path: Path = folder / url.rpartition("/")[2]
+    if path.is_file():
+        return path
+    if not download:
+        raise ConfigError(f"--init-from {name}: {path} is not there; put it there, or give --download")
+    log.info("downloading %s", name)
+    checked = re.search(r"-([0-9a-f]{8,})\.", path.name)  # named by the beginning of its hash
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(path), checked[1] if checked else None, progress=False)
+    except (OSError, RuntimeError) as error:  # URLError is an OSError
+        raise ConfigError(
+            f"--init-from {name} could not be downloaded ({one_line(error)}); check the network, or put the "
+            f"file at {path}"
+        ) from error
+    return path
+
+
+def tensors_in(state: object) -> dict[str, Tensor]:
+    """The tensors by name inside what was saved: {"state_dict": ...} and the like are opened.
+
+    Raises CheckpointError where there are none.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"there is a {type(state).__name__} and no state_dict in it")
+    inner = next((state[key] for key in CONTAINERS if isinstance(state.get(key), Mapping)), None)
+    if inner is not None:
+        return tensors_in(inner)
+    found = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not found:
+        keys = ", ".join(list(map(str, state))[:SHOWN])
+        raise CheckpointError(f"no tensors by name are in it (there is: {keys or 'nothing'})")
+    return found
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Which of a file's tensors go where in a model, by the model's names; and what does not fit."""
+
+    loaded: Mapping[str, Tensor]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    wrong_shaped: tuple[str, ...]
+    elements: tuple[int, int]
+    """Of the model's parameters: those that are loaded, and all."""
+
+    @property
+    def share(self) -> float:
+        """Of the model's parameters, by number of elements; of all tensors where it has no parameters."""
+        loaded, whole = self.elements
+        return loaded / whole if whole else len(self.loaded) / max(1, len(self.loaded) + len(self.missing))
+
+    def table(self) -> Iterator[str]:
+        """A line for each kind, with the exact count and the first names."""
+        rows = ("loaded", self.loaded), ("missing", self.missing), ("unexpected", self.unexpected)
+        for kind, names in (*rows, ("wrong shape", self.wrong_shaped)):
+            shown = ", ".join(list(names)[:SHOWN])
+            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+            yield f"  {kind:<11} {len(names):>6,}  {shown}{more}".rstrip()
+
+
+def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
+    """Match a file's tensors with a model's: by name, exactly or without PREFIXES on both sides; by shape."""
+    mine = model.state_dict()
+    by_core: dict[str, list[str]] = {}
+    for name in mine:
+        by_core.setdefault(_core(name), []).append(name)
+    places: dict[str, str] = {name: name for name in theirs if name in mine}
+    for name in theirs:
+        candidates = by_core.get(_core(name), [])
+        if name not in places and len(candidates) == 1 and candidates[0] not in places.values():
+            places[name] = candidates[0]
+    loaded, wrong = {}, {}
+    for name, place in places.items():
+        here, there = tuple(getattr(mine[place], "shape", ())), tuple(theirs[name].shape)
+        if here == there and isinstance(mine[place], Tensor):
+            loaded[place] = theirs[name]
+        else:
+            wrong[place] = f"{place} is {there} there and {here} here"
+    names: dict[int, tuple[int, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), (parameter.numel(), []))[1].append(name)
+    elements = sum(count for count, own in names.values() if any(name in loaded for name in own))
+    return Fit(
+        loaded=loaded,
+        missing=tuple(name for name in mine if name not in loaded and name not in wrong),
+        unexpected=tuple(name for name in theirs if name not in places),
+        wrong_shaped=tuple(wrong.values()),
+        elements=(elements, sum(count for count, _ in names.values())),
+    )
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Weights that a fresh run starts from: from `place`, at least the share `least` of the parameters."""
+
+    tensors: Mapping[str, Tensor]
+    place: PurePath
+    least: float
+
+    def load(self, strategy: Strategy, model: nn.Module) -> None:
+        """Load what fits, and say what did not. Raises ConfigError for less than `least`, and for nothing."""
+        found = fit(self.tensors, model)
+        (loaded, whole), share = found.elements, found.share
+        said = f"{share:.1%} of the model's parameters ({loaded:,} of {whole:,})"
+        for line in (f"starting from {self.place}: {said}", *found.table()):
+            log.info("%s", line)
+        if share == 0 or share < self.least:
+            wants = f"and --init-min asks for {self.least:.1%}" if share else "which is no start from it"
+            lacks = [*found.wrong_shaped, *(f"{name} is missing" for name in found.missing)][:2]
+            raise ConfigError(
+                f"--init-from {self.place} has {said}, {wants} ({'; '.join(lacks)}; the table in the log has "
+                f"all); give weights of this model{', or lower --init-min' if share else ''}"
+            )
+        strategy.load_model(model, found.loaded, strict=False)
+
+
+def _core(name: str) -> str:
+    while (prefix := next((each for each in PREFIXES if name.startswith(each)), None)) is not None:
+        name = name.removeprefix(prefix)
+    return name

@@ -1,0 +1,61 @@
+"""Scripts of others' frameworks: a killed and a stopped rank, what the page says of it, and a stop."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from typing import Any
+
+import pytest
+
+from conftest import PROGRAMS
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("program, package", [
+    ("imagenet_structure.py", "torch"), ("with_accelerate.py", "accelerate"),
+    ("with_lightning.py", "lightning"), ("with_transformers.py", "transformers"),
+])  # fmt: skip
+def test_a_killed_and_a_stopped_rank(
+    program: str, package: str, scripts: Any, require: Any, free_port: int
+) -> None:
+    python = os.environ.get("FRAMEWORKS_PYTHON") or sys.executable
+    look = f"import importlib.util as util; exit(util.find_spec('{package}') is None)"
+    found = subprocess.run([python, "-c", look], check=False).returncode == 0
+    require("frameworks", found, f"no package {package}: make frameworks")
+    scripts.python = python
+    ours = scripts.tandem("--nodes", 2, "--hang-timeout", 6, "--metrics-port", free_port)
+    process = scripts.start([*ours, str(PROGRAMS / program), "--epochs", "1000000", "--pause", "0.05"])
+
+    def page() -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics", timeout=10) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    def lives() -> int:
+        return min(len(scripts.lives(0)), len(scripts.lives(1)))
+
+    def steps() -> object:
+        return re.search(r"^tandem_global_step [1-9]", page(), re.M)
+
+    for number, (rank, sent) in enumerate([(1, signal.SIGKILL), (0, signal.SIGSTOP)], 1):
+        scripts.until(lambda number=number: lives() == number and steps(), process)
+        os.kill(scripts.lives(rank)[-1], sent)
+    scripts.until(lambda: lives() == 3 and steps(), process)
+    text = page()
+    for series in ('restarts_total{reason="crash"} 1', 'restarts_total{reason="hang"} 1', "world_size 2"):
+        assert re.search(rf"^tandem_{re.escape(series)}", text, re.M), (series, text)
+    assert all(f'tandem_rank_memory_bytes{{node="{rank}",rank="{rank}"}}' in text for rank in (0, 1)), text
+    process.send_signal(signal.SIGTERM)
+    code, said = scripts.wait(process)
+    assert code == 143, said
+    named = r"hang: rank 0 on node 0 \(127\.0\.0\.101\) cannot be heard since [\d.]+ s, in phase "
+    assert re.search(named + re.escape(program) + r":\d+ of step \d+", said), said
+    summary = json.loads((scripts.folder / "run" / "summary.json").read_text())
+    assert (summary["state"], summary["exit_code"], summary["restarts"]) == ("stopped", 143, 2)

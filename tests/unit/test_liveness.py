@@ -1,0 +1,100 @@
+"""The rendezvous state by a node's own clock: torch's own holder of it, two clocks, one store."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
+
+from tandem.errors import FAILED
+from tandem.launch import rendezvous
+from tandem.launch.rendezvous import StoreLostError, VerdictError, WatchfulBackend, check_all_are_in
+from tandem.platforms.placement import Placement
+
+NODES = [engine._NodeDesc(f"node{index}", 1, index) for index in (0, 1)]
+
+
+def shifted(seconds: float) -> type[datetime]:
+    """datetime of a machine whose clock is off by `seconds`."""
+
+    class Shifted(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) + timedelta(seconds=seconds)
+
+    return Shifted
+
+
+def holders(store: TCPStore) -> list[Any]:
+    settings = engine.RendezvousSettings("tandem", 2, 2, engine.RendezvousTimeout(), timedelta(seconds=1), 5)
+    backends = [WatchfulBackend(store, lambda: None) for _ in NODES]
+    return [engine._BackendRendezvousStateHolder(backend, settings, 0) for backend in backends]
+
+
+@pytest.mark.parametrize("seconds", [-3600, -30, -6, 0, 6, 30, 3600])
+def test_a_node_whose_clock_is_off_lives(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.launch import liveness
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    true, off = holders(store)
+
+    def as_node(index: int, holder: Any, beats: bool) -> None:
+        clock = shifted(seconds if index else 0)
+        monkeypatch.setattr(engine, "datetime", clock)
+        monkeypatch.setattr(liveness, "datetime", clock)
+        holder.sync()
+        if beats:
+            holder.state.participants.setdefault(NODES[index], 0)
+            holder.state.last_heartbeats[NODES[index]] = clock.now(UTC)
+            holder.mark_dirty()
+            assert holder.sync()
+
+    for _ in range(3):
+        as_node(0, true, beats=True)
+        as_node(1, off, beats=True)
+        for index, holder in enumerate((true, off)):
+            as_node(index, holder, beats=False)
+            assert set(holder.state.participants) == set(NODES)
+
+
+def test_a_node_that_says_nothing_more_is_out_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.launch import liveness
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    true, off = holders(store)
+    now = [100.0]
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    for index, holder in enumerate((true, off)):
+        holder.sync()
+        holder.state.participants[NODES[index]] = 0
+        holder.state.last_heartbeats[NODES[index]] = datetime.now(UTC) + timedelta(hours=index)
+        holder.mark_dirty()
+        assert holder.sync()
+    for seconds, alive in ((4.0, 2), (4.0, 2), (2.0, 1)):  # first read after four seconds
+        now[0] += seconds
+        true.state.last_heartbeats[NODES[0]] = datetime.now(UTC)  # the one that looks says that it lives
+        true.mark_dirty()
+        true.sync()
+        true.sync()
+        assert len(true.state.participants) == alive
+
+
+@pytest.mark.parametrize(
+    "text, code", [("0", 0), ("143", 143), ("abc", FAILED), ("-1", FAILED), ("999", FAILED)]
+)
+def test_what_comes_as_a_verdict_is_an_exit_code_or_a_failure(text: str, code: int) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rendezvous.raise_verdict(store)
+    store.set(rendezvous.VERDICT_KEY, text)
+    with pytest.raises(VerdictError) as caught:
+        rendezvous.raise_verdict(store)
+    assert caught.value.code == code
+    assert (text in str(caught.value)) or code == int(text)
+
+
+def test_a_world_smaller_than_asked_for_never_opens() -> None:
+    asked = Placement("by-hand", 2, 0, None, "127.0.0.1", 1)
+    check_all_are_in(asked, 2)
+    with pytest.raises(StoreLostError, match="1 of 2 nodes"):
+        check_all_are_in(asked, 1)

@@ -1,0 +1,122 @@
+"""Shares of a batch: every sample somebody's, in whole samples, by weights, and micro-batches that match."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.config import Settings
+from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.data.shares import apportion, equal_shares, fits, given_shares, measured_shares, places
+from tandem.data.source import Reader
+from tandem.errors import ConfigError
+from tandem.telemetry.meter import StepTimes
+from tandem.training.shares import pace
+
+weights = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
+
+
+@given(weights, st.integers(0, 500), st.integers(1, 5))
+def test_all_are_given_out_by_weight_and_nobody_gets_too_few(
+    weights: list[float], more: int, at_least: int
+) -> None:
+    total = at_least * len(weights) + more
+    sizes = apportion(total, weights, at_least)
+    assert sum(sizes) == total and min(sizes) >= at_least
+    ideal = [total * weight / sum(weights) for weight in weights]
+    if min(ideal) >= at_least:
+        assert all(abs(size - one) < 1 + 1e-6 for size, one in zip(sizes, ideal, strict=True))
+    for i, one in enumerate(weights):  # who has the larger weight has no smaller share
+        for j, other in enumerate(weights):
+            assert one <= other or sizes[i] >= sizes[j]
+
+
+@given(st.integers(1, 300), st.integers(1, 9))
+def test_equal_weights_are_equal_shares(total: int, ranks: int) -> None:
+    ranks = min(total, ranks)
+    smallest, rest = divmod(total, ranks)
+    assert apportion(total, [0.1] * ranks) == equal_shares(total, ranks)
+    assert equal_shares(total, ranks) == tuple(smallest + (rank < rest) for rank in range(ranks))
+
+
+@given(weights, st.integers(0, 300), st.none() | st.integers(1, 40), st.integers(0, 1000))
+def test_ranks_share_out_the_global_batch_in_micro_batches_that_match(
+    paces: list[float], more: int, micro: int | None, step: int
+) -> None:
+    order = GlobalOrder(1000, len(paces) + more, seed=5)
+    sizes = measured_shares(paces, 1.2, order.batch_size, micro)
+    cuts = [
+        TrainBatches(order, rank, len(paces), micro, step, step + 1, sizes) for rank in range(len(paces))
+    ]
+    seen = [[part.tolist() for _, part in cut.micro_batches()] for cut in cuts]
+    flat = [index for parts in seen for part in parts for index in part]
+    assert sorted(flat) == sorted(order.batch(step)[1].tolist())
+    assert len({len(parts) for parts in seen}) == 1 and min(len(part) for p in seen for part in p) >= 1
+    assert [sum(map(len, parts)) for parts in seen] == list(sizes)
+    if micro is not None:
+        assert max(len(part) for parts in seen for part in parts) <= micro + (micro == 1)
+
+
+def test_the_shares_of_three_to_one() -> None:
+    assert given_shares("3:1", 64, 2) == (48, 16)
+    assert given_shares("1.5:0.5:1", 64, 3, 16) == (32, 11, 21)
+    assert places((48, 16), 0) == slice(0, 48) and places((48, 16), 1) == slice(48, 64)
+    assert given_shares("2:2", 64, 2) == equal_shares(64, 2) and places((32, 32), 1) == slice(1, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "ranks", "micro", "said"),
+    [
+        ("3:1", 64, 3, None, "is for 2 ranks, and there are 3; give one number for each rank, or auto"),
+        ("3:1", 64, 1, None, "is for 2 ranks, and there are 1"),
+        ("30:1", 62, 2, 4, "leaves a rank 2 of 62 samples.*15 micro-batches.*larger --micro-batch-size"),
+        ("1:1:1", 2, 3, None, "--batch-size 3 or more"),
+    ],
+)
+def test_shares_that_do_not_fit_say_what_would(
+    text: str, batch: int, ranks: int, micro: int | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        given_shares(text, batch, ranks, micro)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["3", "3:", ":3", "0:1", "0.0:1", "3:-1", "a:b", "3:1:", "3 : 1", "fast"])
+def test_what_is_no_shares_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match="batch_shares.*3:1") as caught:
+        Settings.from_dict({"batch_shares": text})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["3:1", "auto", "1.5:1:1", "none", "0.5:10"])
+def test_what_is_shares_is_taken(text: str) -> None:
+    assert str(Settings.from_dict({"batch_shares": text}).data.batch_shares).lower() == text
+
+
+def test_ranks_that_are_alike_keep_equal_shares_and_a_very_slow_one_has_its_micro_batches() -> None:
+    assert measured_shares([100, 110], 1.2, 64) == (32, 32)
+    assert measured_shares([300, 100], 1.2, 64) == (48, 16)
+    sizes = measured_shares([3000, 1], 1.2, 64, 8)
+    assert sizes == (58, 6) or fits(sizes, 8)
+    assert not fits((63, 1), 8)
+
+
+def test_only_an_unequal_batch_without_shares_is_refused_at_a_fresh_start() -> None:
+    def reader(**values: object) -> Reader:
+        config = Settings().replace(batch_size=10, **values).data
+        return Reader(config, 0, 0, 3, None, torch.device("cpu"))
+
+    with pytest.raises(ConfigError, match="does not divide"):
+        reader().check_shares()
+    reader(batch_shares="auto").check_shares()
+    chosen = reader(batch_shares="2:1:1")
+    chosen.check_shares()
+    assert chosen.sizes == (5, 3, 2)
+
+
+def test_the_pace_is_of_the_work_that_grows_with_the_share_in_quick_steps() -> None:
+    def times(seconds: float) -> StepTimes:
+        quarter = seconds / 4
+        return StepTimes(quarter, quarter, quarter, quarter, optimizer=9.0, other=9.0, wait=9.0)
+
+    assert pace(30, [times(0.1)] * 10 + [times(5.0)] * 5) == pytest.approx(300)
