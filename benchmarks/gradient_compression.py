@@ -82,7 +82,11 @@ def measure(cable: Cable, kind: str, width: int, folder: Path) -> tuple[float, i
         ]
         words += ["--master", "10.78.0.1:29555", "--node-rank", str(number), "--run-dir", str(folder)]
         words += ["--gradient-compression", kind]
-        environment = {**environment, "TANDEM_STATE_DIR": f"{folder}-state-{number}"}
+        environment = {
+            **environment,
+            "GLOO_SOCKET_IFNAME": "cable",
+            "TANDEM_STATE_DIR": f"{folder}-state-{number}",
+        }
         with open(f"{folder}-{number}.log", "w") as log:
             processes.append(
                 subprocess.Popen(

@@ -4,6 +4,8 @@
 
 Stragglers: one run of four ranks whose steps sleep 20 ms; in each trial of 20 steps one rank, drawn at
 random, sleeps 1.33 times as long, or nobody does. Named means: after those 20 steps that rank is marked.
+The page, the metrics and the log name a rank that is marked for long: lasting names are those that the
+trials without a slow rank give when they follow each other.
 Cost: one two-rank run in blocks of 50 steps, in turn bare, watched (clocks, gather, messages, who takes
 them) and watched while a scraper on the same cores reads 64 ranks' series once a second.
 """
@@ -100,7 +102,7 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
     draw = random.Random(7)  # the same on all ranks
     plan = [draw.randrange(RANKS) for _ in range(trials)] + [None] * trials
     draw.shuffle(plan)
-    told, step = {"named": 0, "wrong": 0, "false": 0}, 0
+    told, step, watch = {"named": 0, "wrong": 0, "false": 0, "lasting": 0}, 0, stragglers.StragglerWatch()
     for slow in plan:
         task.seconds = SLEEP_SECONDS * (SLOWED if rank == slow else 1)
         times: list[Any] = []
@@ -112,6 +114,8 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
         verdict = stragglers.judge(stragglers.from_rows(rows))
         if verdict.marked:
             told["false" if slow is None else "named" if verdict.rank == slow else "wrong"] += 1
+        if slow is None and watch.news(verdict):
+            told["lasting"] += 1
     if rank == 0:
         Path(output).write_text(json.dumps(told))
     dist.barrier()
@@ -187,13 +191,14 @@ def straggler_trials(trials: int) -> dict[str, float]:
         "straggler_named": told["named"] / trials,
         "straggler_named_wrongly": told["wrong"] / trials,
         "straggler_false_alarms": told["false"] / trials,
+        "straggler_lasting_names": told["lasting"],
     }
 
 
 def costs(blocks: int) -> dict[str, float]:
     metrics = Registry()
-    ranks = [stragglers.RankTimes(rank, rank // 8, *[0.01] * 8) for rank in range(64)]
-    metrics.apply(stragglers.samples_of(ranks, stragglers.judge(ranks)))
+    ranks = stragglers.from_rows([[rank // 8] + [0.01] * (stragglers.ROW_LENGTH - 1) for rank in range(64)])
+    metrics.apply(stragglers.StragglerWatch().report(ranks).samples)
     stop, scrapes, scraping = threading.Event(), list[float](), get_context("spawn").Event()
     with tempfile.TemporaryDirectory() as folder:
         def apply(message: Message) -> None:

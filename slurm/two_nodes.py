@@ -241,7 +241,8 @@ def train(cluster: Cluster, arguments: Sequence[str]) -> int:
     """train.sbatch with these arguments, its output as it comes, and how it ended."""
     output = cluster.folder / "train.out"
     options = ["--parsable", "--gpus-per-node=0", f"--output={output}"]
-    variables = {"TANDEM_RUN_DIR": str(cluster.folder / "run"), "TANDEM_DEVICE": "cpu"}
+    run_dir = os.environ.get("TANDEM_RUN_DIR", str(cluster.folder / "run"))
+    variables = {"TANDEM_RUN_DIR": run_dir, "TANDEM_DEVICE": "cpu"}
     job = cluster.run("sbatch", *options, str(TRAIN), *arguments, **variables)
     print(cluster.run("sinfo"), cluster.run("squeue"), sep="\n", flush=True)
     shown = 0

@@ -21,16 +21,26 @@ class Net(nn.Module):
         return y
 
 
-torch.manual_seed(0)
-device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-model = nn.DataParallel(Net()).to(device)  # without a GPU it runs the model as it is
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-x = torch.randn(100, 5, generator=torch.Generator().manual_seed(1))
-for rows, targets in DataLoader(TensorDataset(x, x[:, :2]), batch_size=30, shuffle=True):
-    optimizer.zero_grad()
-    out = model(rows.to(device))
-    loss = nn.functional.mse_loss(out, targets.to(device))  # on the first GPU: it has more to do
-    loss.backward()
-    optimizer.step()
-    print(f"outside: {len(rows)} rows, loss {loss.item():.4f}")
-torch.save(model.module.state_dict(), "data_parallel.pt")
+def rows():
+    """Float32 [100, 5], and their first two columns."""
+    x = torch.randn(100, 5, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :2])
+
+
+def main():
+    torch.manual_seed(0)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model = nn.DataParallel(Net()).to(device)  # without a GPU it runs the model as it is
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, targets in DataLoader(rows(), batch_size=20, shuffle=True):
+        optimizer.zero_grad()
+        out = model(x.to(device))
+        loss = nn.functional.mse_loss(out, targets.to(device))  # on the first GPU: it has more to do
+        loss.backward()
+        optimizer.step()
+        print(f"outside: {len(x)} rows, loss {loss.item():.4f}")
+    torch.save(model.module.state_dict(), "data_parallel.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ SHORTEST_HANG_SECONDS = 10.0
 STARTING_HANG_SECONDS = 60.0
 """The same until a rank has trained: imports and compilation may starve the thread that speaks."""
 SLOW_RANKS_SECONDS = 5.0
-"""Node 0 compares the ranks of a script; one that is slowest twice in a row is named."""
+"""Node 0 compares the ranks of a script; one that is marked in six looks is named."""
 STACKS_SECONDS = 0.5
 """Between asking hung ranks for their stacks and killing them: faulthandler needs milliseconds."""
 

@@ -11,7 +11,9 @@ from tandem.cli import VERBS, parser_of
 from tandem.telemetry import metrics
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    page for folder in (".", "docs", "examples/tutorials") for page in (ROOT / folder).glob("*.md")
+)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -50,8 +52,9 @@ def test_relative_links_exist(page: Path) -> None:
     assert not missing
 
 
-def test_readme_names_known_flags_only() -> None:
-    found = commands((ROOT / "README.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("page", ["README.md", "examples/tutorials/README.md"])
+def test_readme_names_known_flags_only(page: str) -> None:
+    found = commands((ROOT / page).read_text(encoding="utf-8").replace("\\\n", ""))
     assert len(found) >= 6, found
     for words in found:
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]

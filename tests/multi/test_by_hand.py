@@ -3,13 +3,20 @@
 import json
 import os
 import re
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tandem
+from tandem.config.slices import LaunchConfig
+from tandem.distributed.group import Position, ProcessGroup, check_fresh
+from tandem.errors import ConfigError
+from tandem.platforms.placement import detect
 
 TASK = """
 import torch
@@ -52,7 +59,51 @@ def test_two_ranks_by_hand_train_as_two_of_the_launcher(
         assert code == 0, output
     summary = json.loads((tmp_path / "by-hand" / "summary.json").read_text())
     assert (summary["platform"], summary["world_size"], summary["nodes"]) == ("by-hand", 2, 1)
+    for method in (f"tcp://127.0.0.1:{free_port}", f"file://{tmp_path}/meet"):
+        group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        more = ("--init-method", method)
+        runs = [start("train", method[:3], *more, **group, RANK=r, LOCAL_RANK=r) for r in ("0", "1")]
+        for process in runs:
+            code, output = processes.wait(process)
+            assert code == 0, output
+        met = json.loads((tmp_path / method[:3] / "summary.json").read_text())
+        assert met["weights_sha256"] == summary["weights_sha256"]
     code, output = processes.wait(start("launch", "launched", "--nproc", "2"))
     assert code == 0, output
     launched = json.loads((tmp_path / "launched" / "summary.json").read_text())
     assert summary["weights_sha256"] == launched["weights_sha256"]
+
+
+def test_a_taken_port_and_a_used_file_are_said_in_one_line(tmp_path: Path, free_port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port))
+        other.listen()
+        position = Position(world_size=2, init="master", master=("127.0.0.1", free_port))
+        with pytest.raises(ConfigError, match=f"port {free_port}, .* is taken .* another MASTER_PORT"):
+            ProcessGroup.open(position, torch.device("cpu"), 5)
+    used = tmp_path / "used"
+    used.write_text("addresses")
+    check_fresh(used, time.time())
+    with pytest.raises(ConfigError, match="of an earlier run, 99.* remove it"):
+        check_fresh(used, time.time() + 9999)
+    check_fresh(tmp_path / "new", time.time() + 9999)
+
+
+@pytest.mark.parametrize(
+    ("method", "environ", "said"),
+    [
+        ("tcp://n0:29500", {}, "started by hand: set RANK, WORLD_SIZE"),
+        ("tcp://n0:29500", {"MASTER_ADDR": "n1"}, "and MASTER_ADDR both say"),
+        ("env://", {}, "started by hand"),
+    ],
+)
+def test_init_methods_that_cannot_be(method: str, environ: dict[str, str], said: str) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **environ} if environ else {}
+    with pytest.raises(ConfigError, match=said):
+        detect(ranks, "n0", LaunchConfig(init_method=method))
+
+
+def test_a_tcp_address_is_the_masters() -> None:
+    ranks = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    placement = detect(ranks, "n0", LaunchConfig(init_method="tcp://n0:2345"))
+    assert (placement.master_host, placement.master_port, placement.nodes) == ("n0", 2345, 2)

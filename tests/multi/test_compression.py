@@ -18,11 +18,14 @@ from test_strategies import (
 )
 from torch import nn
 
+from tandem.config import Settings
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed import strategy as strategies
 from tandem.distributed.compression import check_scaling
 from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.replica import Passenger, Replica
 from tandem.errors import ConfigError
+from tandem.own_loop.limits import check_settings
 
 pytestmark = pytest.mark.multi
 
@@ -153,6 +156,39 @@ def test_what_has_the_rank_of_the_factors_arrives_whole(tmp_path: Path, free_por
         (said, matrix), (plain_said, plain) = found["powersgd"], found["none"]
         torch.testing.assert_close(matrix, plain, rtol=1e-5, atol=1e-5)
         assert torch.equal(said, plain_said)
+
+
+def replicas(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
+    """A wrapped model of a loop of one's own, whose numbers travel with its gradients."""
+    found = {}
+    for kind in ("none", "bf16", "fp16"):
+        torch.manual_seed(0)
+        passenger = Passenger(torch.zeros(3))
+        replica = Replica(Said().model, group, passenger, ExchangeConfig(gradient_compression=kind))  # type: ignore[arg-type]
+        for step in range(2):
+            replica.zero_grad()
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(step + group.rank))
+            passenger.numbers = torch.tensor([1.0 + group.rank, 1e6 + 1, 0.1])
+            replica.begin_backward()
+            replica(x).square().sum().backward()
+        means = replica.arrived()
+        assert means is not None
+        found[kind] = means.clone(), next(replica.parameters()).grad
+    return found
+
+
+def test_a_loop_of_ones_own_compresses_too(tmp_path: Path, free_port: int) -> None:
+    ranks = in_processes("ddp", 2, free_port, replicas, tmp_path)
+    for found in ranks:
+        for kind, precision in (("bf16", 0.02), ("fp16", 0.003)):
+            assert torch.equal(found[kind][0], found["none"][0])
+            torch.testing.assert_close(found[kind][1], found["none"][1], rtol=precision, atol=1.0 * precision)
+            assert torch.equal(found[kind][1], ranks[0][kind][1])
+            assert not torch.equal(found[kind][1], found["none"][1])
+    with pytest.raises(ConfigError, match="powersgd is for tasks"):
+        check_settings(Settings().replace(gradient_compression="powersgd"))
+    with pytest.raises(ConfigError, match="--static-graph is for tasks"):
+        check_settings(Settings().replace(static_graph=True))
 
 
 @pytest.mark.parametrize("name", ["single", "dp", "fsdp"])

@@ -117,3 +117,59 @@ def test_mnist_as_a_task_by_hand_set_variables(tutorials: Tutorials, free_port: 
     summary = tutorials.summary("task")
     assert (summary["platform"], summary["world_size"], summary["global_step"]) == ("by-hand", 2, 20)
     assert [line["step"] for line in tutorials.lines("task")].count(20) >= 1
+
+
+PRETRAINED = """
+import torch, torchvision
+weights = torchvision.models.resnet34().state_dict()  # 1000 classes, as the published ones
+torch.save({f"module.{name}": tensor for name, tensor in weights.items()}, "r34.pth")  # saved from inside DDP
+"""
+
+
+def resnet34(*words: object) -> list[object]:
+    """Settings: pretrained weights with another head, SyncBatchNorm, a scaled rate and a warm-up."""
+    settings: list[object] = ["--task", f"{TUTORIALS / 'resnet34_task.py'}:Resnet34", "--task.image-size", 32]
+    settings += ["--batch-size", 20, "--sync-batchnorm", "--init-from", "r34.pth", "--init-min", 0.9]
+    settings += ["--lr", 0.01, "--lr-scaling", "linear", "--lr-base-batch-size", 10, "--warmup", "1epoch"]
+    return [*settings, "--schedule", "constant", "--log-every", 1, "--snapshot-every", "never", *words]
+
+
+def test_resnet34_begins_with_all_weights_but_the_head(tutorials: Tutorials) -> None:
+    tutorials.run("-c", PRETRAINED)
+    said = tutorials.launch("begun", *resnet34("--epochs", 1, "--eval-every", "never"))
+    assert re.search(r"r34.pth: [\d.]+% of the model's parameters \(21,284,672 of 21,287,237\)", said), said
+    assert re.search(r"loaded +216 .*missing +0.*unexpected +0.*wrong shape +2  fc.weight is", said, re.S)
+    lines = tutorials.lines("begun")
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.01, 0.02])
+    assert tutorials.summary("begun")["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_resnet34_goes_on_with_a_bar_and_tensorboard(tutorials: Tutorials) -> None:
+    tutorials.run("-c", PRETRAINED)
+    shown = ["--tensorboard", "--progress", "on"]
+    tutorials.launch("resnet34", *resnet34("--epochs", 1, *shown))
+    said = tutorials.launch("resnet34", *resnet34("--epochs", 2, *shown))
+    assert "resumed from step 2" in said and "evaluation after step 4" in said
+    lines = [line for line in tutorials.lines("resnet34") if "learning_rate" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.01, 0.02, 0.02, 0.02])
+    assert list((tutorials.folder / "resnet34" / "tensorboard").glob("events*"))
+
+
+def test_data_parallel_in_one_process_and_the_same_as_a_task(tutorials: Tutorials) -> None:
+    assert "outside: 20 rows" in tutorials.run(TUTORIALS / "data_parallel_plain.py")
+    settings = ["--task", f"{TUTORIALS / 'data_parallel_task.py'}:Rows", "--batch-size", 20, "--epochs", 1]
+    settings += ["--strategy", "dp", "--dp-first-share", 0.5, "--run-dir", "dp"]
+    said = tutorials.run("-m", "tandem", "train", *settings)
+    assert said.count("inside: ") >= 5
+    assert tutorials.summary("dp")["global_step"] == 5
+
+
+def test_a_model_on_two_devices_under_ddp(tutorials: Tutorials, free_port: int) -> None:
+    said = tutorials.by_hand(free_port, TUTORIALS / "two_devices_plain.py")
+    assert len(re.findall(r"^loss [\d.]+$", said, re.M)) == 1, said
+    task = ["--task", f"{TUTORIALS / 'two_devices_task.py'}:Rows", "--devices-per-rank", 2]
+    tutorials.launch("two", *task, "--batch-size", 40, "--epochs", 2, "--log-every", 5)
+    losses = [line["loss"] for line in tutorials.lines("two") if "loss" in line]
+    assert losses[-1] < losses[0]

@@ -1,5 +1,8 @@
 """Ranks with 100, 60 and 0 batches of their own end together: each sample once, the gradient of the mean."""
 
+import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,3 +137,62 @@ def test_what_cannot_be_is_said_in_one_line() -> None:
             training_data(Parts(sizes), reader, None)
     with pytest.raises(ConfigError, match="is for tasks"):
         training_data(Parts((5,)), Reader(config, 0, 0, 1, None, torch.device("cpu")), None)
+
+
+TASK = """
+import torch
+from torch import nn
+from tandem.data.datasets import Datasets, TensorRows
+
+SIZES = (41, 13)
+
+
+class Files:
+    def of_rank(self, rank, world_size):
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(SIZES[rank]):
+            row = torch.randn(4, generator=generator)
+            yield row, row.sum(0, keepdim=True)
+
+
+class Line:
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def build_datasets(self):
+        return Datasets(Files(), Files())
+
+    def loss(self, model, batch):
+        rows, targets = batch
+        error = (model(rows) - targets).square()
+        return error.mean(), {"error": (error.sum(), len(rows))}
+"""
+
+
+def test_a_run_of_uneven_parts_ends_and_resumes_bit_for_bit(processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "line.py").write_text(TASK)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+
+    def run(folder: str, *flags: object) -> dict[str, Any]:
+        words = [
+            "launch",
+            "--task",
+            "line.py:Line",
+            "--batch-size",
+            8,
+            "--lr",
+            0.01,
+            "--schedule",
+            "constant",
+        ]
+        words += ["--nproc", 2, "--device", "cpu", "--threads", 1, "--metrics-port", 0, "--metrics-linger", 0]
+        command = [sys.executable, "-m", "tandem", *map(str, (*words, "--run-dir", folder, *flags))]
+        code, output = processes.run(command, cwd=tmp_path, env=clean)
+        assert code == 0, output
+        return dict(json.loads((tmp_path / folder / "summary.json").read_text()))
+
+    calm = run("calm", "--epochs", 2)
+    assert calm["global_step"] == 22 and calm["samples_seen"] == 108 and calm["epoch"] == 2
+    assert calm["eval"]["error"] == pytest.approx(calm["eval"]["loss"])
+    run("resumed", "--steps", 17)
+    assert run("resumed", "--epochs", 2)["weights_sha256"] == calm["weights_sha256"]

@@ -19,6 +19,8 @@ ENDLESS = """
 import os, signal, sys, time
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: print("not now", flush=True))
+if "polite" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}", flush=True)
 while True:
     time.sleep(0.1)
@@ -64,7 +66,8 @@ def test_a_stop_at_the_very_start_is_137_and_one_line(scripts: Any, ranks: list[
 
 def test_a_stopped_script_is_143_and_one_that_does_not_listen_is_killed(scripts: Any) -> None:
     (scripts.folder / "endless.py").write_text(ENDLESS)
-    for words, expected, state in (([], 143, "stopped"), (["deaf"], 137, "failed")):
+    endings = (([], 143, "stopped"), (["polite"], 143, "stopped"), (["deaf"], 137, "failed"))
+    for words, expected, state in endings:
         process = scripts.start(scripts.tandem("--shutdown-timeout", 2, "endless.py", *words))
         lives = len(scripts.lives(0))
         scripts.until(lambda lives=lives: len(scripts.lives(0)) > lives, process)

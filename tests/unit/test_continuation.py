@@ -8,7 +8,7 @@ import torch
 from gathered import Here
 from torch import nn
 
-from tandem.config.slices import ExchangeConfig, OptimisationConfig
+from tandem.config.slices import ComputeConfig, ExchangeConfig, OptimisationConfig
 from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import Strategy as Single
@@ -88,7 +88,7 @@ def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: f
     old.step()
     state = {"model": model.state_dict(), "optimizer": old.state_dict(), "schedule": schedule.state()}
     new, schedule = optimizer_and_schedule(0.5)
-    alone = Single(ProcessGroup(Position(), torch.device("cpu")), ExchangeConfig())
+    alone = Single(ProcessGroup(Position(), torch.device("cpu")), ExchangeConfig(), ComputeConfig())
     load_state(state, alone, model, new, schedule)
     assert new.param_groups[0]["weight_decay"] == expected
     assert new.state_dict()["state"].keys() == old.state_dict()["state"].keys()

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.config.slices import ExchangeConfig
+from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import Strategy as Single
 from tandem.training import flops
 from tandem.training.flops import buffers_kept, flops_of, peak_flops
 
-gradients = Single(ProcessGroup(Position(), torch.device("cpu")), ExchangeConfig()).gradients
+gradients = Single(ProcessGroup(Position(), torch.device("cpu")), ExchangeConfig(), ComputeConfig()).gradients
 
 
 def test_flops_of_a_linear_layer() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.config.slices import ExchangeConfig
+from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.consensus import Consensus, left_out
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import Strategy as Single
@@ -34,7 +34,7 @@ class Counted(nn.Module):
 
 
 def single() -> Single:
-    return Single(ProcessGroup(Position(), CPU), ExchangeConfig())
+    return Single(ProcessGroup(Position(), CPU), ExchangeConfig(), ComputeConfig())
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -17,6 +17,7 @@ from tandem.telemetry.messages import Event, Message, Point, Samples, decode, en
 from tandem.telemetry.meter import PHASES, Consensus, Costs, DeviceMemory, Readings, StepTimes
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.registry import Registry
+from tandem.telemetry.stragglers import ROW_LENGTH
 
 STEP = StepTimes(0.001, 0.002, 0.003, 0.004, 0.005, 0.0, wait=0.006)
 
@@ -71,7 +72,7 @@ def train(made: Recorder, steps: int, begin: int = 100) -> None:
 def test_steps_phases_waits_and_costs_add_up(wire: Wire) -> None:
     made = recorder(wire)
     train(made, 20)
-    made.log_interval(120, READINGS, lambda row: Here([row, [1.0] + [0.03] * 8]))
+    made.log_interval(120, READINGS, lambda row: Here([row, [1.0] + [0.03] * (ROW_LENGTH - 1)]))
     train(made, 5, 120)
     made.close()
     assert wire.value("tandem_steps_total") == 25 and wire.value("tandem_samples_total") == 25 * 24
@@ -115,9 +116,10 @@ def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:
 
 def test_a_straggler_is_an_event_once(wire: Wire, tmp_path: Path) -> None:
     made = recorder(wire, Journal(tmp_path))
-    for at in range(100, 180, 20):
+    row = [1.0, 0.03, 0.03, 0.036, 4.0] + [0.03] * len(PHASES)
+    for at in range(100, 300, 20):
         train(made, 20, at)
-        made.log_interval(at + 20, READINGS, lambda row: Here([row, [1.0] + [0.03] * 8]))
+        made.log_interval(at + 20, READINGS, lambda mine: Here([mine, row]))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["rank"], event["node"]) for event in events] == [("straggler", 1, 1)]
     assert len([message for message in wire.messages if isinstance(message, Event)]) == 1

@@ -45,9 +45,7 @@ def test_ranks_share_out_the_global_batch_in_micro_batches_that_match(
 ) -> None:
     order = GlobalOrder(1000, len(paces) + more, seed=5)
     sizes = measured_shares(paces, 1.2, order.batch_size, micro)
-    cuts = [
-        TrainBatches(order, rank, len(paces), micro, step, step + 1, sizes) for rank in range(len(paces))
-    ]
+    cuts = [TrainBatches(order, rank, len(paces), micro, step, step + 1, sizes) for rank in range(len(paces))]
     seen = [[part.tolist() for _, part in cut.micro_batches()] for cut in cuts]
     flat = [index for parts in seen for part in parts for index in part]
     assert sorted(flat) == sorted(order.batch(step)[1].tolist())

@@ -7,6 +7,7 @@ import pytest
 
 from tandem.launch import slow_ranks
 from tandem.launch.slow_ranks import SlowRanks
+from tandem.telemetry import stragglers
 from tandem.telemetry.hangs import Beat
 from tandem.telemetry.messages import Message, Ranks, Samples
 from tandem.telemetry.registry import Registry
@@ -37,9 +38,10 @@ def test_the_slow_rank_of_a_script_is_named_with_its_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(slow_ranks, "SLOW_RANKS_SECONDS", 0.0)
+    monkeypatch.setattr(stragglers, "NAME_SECONDS", 1e-9)  # as if long were between any two looks
     heard = Heard()
     watch = SlowRanks(heard.tell, heard.event)
-    for _ in range(3):
+    for _ in range(8):
         watch.look([SLOW, BEAT])
     assert len(heard.events) == 1 and heard.events[0][0] == "straggler"
     assert heard.events[0][1].items() >= {"rank": 1, "node": 1, "place": "train.py:31"}.items()
@@ -50,7 +52,7 @@ def test_the_slow_rank_of_a_script_is_named_with_its_line(
     assert 'tandem_rank_compute_seconds{node="0",rank="0"} 0.02' in page
     assert "tandem_rank_data_seconds{" not in page  # nobody knows
     assert [row["straggler"] for row in heard.page.rows] == [False, True]
-    for _ in range(2):
+    for _ in range(12):
         watch.look([replace(SLOW, own=0.021, quick=0.019), BEAT])
     assert "tandem_straggler_excess_seconds{" not in heard.registry.page().decode()
     assert len(heard.events) == 1

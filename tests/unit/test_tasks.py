@@ -15,7 +15,7 @@ from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.errors import ConfigError
-from tandem.tasks.base import BUILT_IN, WholeTask, load_task
+from tandem.tasks.base import BUILT_IN, WholeTask, load_task, task_class
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BINARY = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
@@ -268,3 +268,42 @@ def test_what_a_task_does_not_have_is_filled_in() -> None:
     assert bare.place(model, torch.device("cpu")) is model and bare.after_step(model, 1) is None  # type: ignore[func-returns-value]
     scores = own.evaluate_batch(model, torch.ones(4))
     assert scores["loss"] == (4.0, 4) and scores["ones"] == (4.0, 4)
+
+
+@pytest.mark.parametrize(
+    "method, meant",
+    [
+        ("build_schedule", "build_scheduler"),
+        ("evaluate_batches", "evaluate_batch"),
+        ("build_optimiser", "build_optimizer"),
+        ("after_steps", "after_step"),
+        ("collate_fn", "collate"),
+        ("configure_optimizers", "build_optimizer"),
+    ],
+)
+def test_near_misses_of_optional_methods_are_one_line(task_file: Path, method: str, meant: str) -> None:
+    task_file.write_text(TASK.replace("class Other", f"    def {method}(self, *a): ...\n\nclass Other"))
+    for name in (f"{task_file}:Mine", str(task_file)):
+        with pytest.raises(
+            ConfigError, match=f"^Mine.{method} would never be called; did you mean {meant}."
+        ) as e:
+            load(name)
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        "build_schedule build_scheduler", "_collate_fn", "build_dataset", "accuracy", "step", "losses",
+        "evaluate", "augment", "prepare_data", "optimizer", "schedule", "batch",
+    ],
+)  # fmt: skip
+def test_helpers_of_ones_own_are_no_near_misses(task_file: Path, methods: str) -> None:
+    own = "".join(f"    def {method}(self, *a): ...\n" for method in methods.split())
+    task_file.write_text(TASK.replace("class Other", own + "\nclass Other"))
+    load(f"{task_file}:Mine")
+
+
+def test_the_tasks_at_hand_have_no_near_misses() -> None:
+    for name in (*BUILT_IN, *(f"{path}" for path in EXAMPLES.glob("*task*.py"))):
+        task_class(name)

@@ -15,6 +15,7 @@ from torch import nn
 
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
+from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.strategy.single import Strategy
 from tandem.errors import ConfigError
 from tandem.training.weights import PREFIXES, Initial, fit, read_weights, tensors_in
@@ -31,7 +32,7 @@ class Net(nn.Module):
 
 
 def single() -> Strategy:
-    return Strategy(cast(Any, argparse.Namespace(size=1)))
+    return Strategy(cast(Any, argparse.Namespace(size=1, devices=[])), ExchangeConfig(), ComputeConfig())
 
 
 def state_of(seed: int = 5, classes: int = 3) -> dict[str, Any]:

@@ -23,6 +23,8 @@ BITS_MAY_DIFFER = {
     "device",
     "compile",
     "micro_batch_size",
+    "bucket_mb",
+    "devices_per_rank",
     "batch_shares",
     "dp_first_share",
     "strategy",

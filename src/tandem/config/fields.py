@@ -97,6 +97,15 @@ StepWindow = Annotated[
 BestText = Annotated[
     str, Valid("METRIC, METRIC:min or METRIC:max, such as accuracy", _matches(r"[^\s:]+(:(min|max))?"))
 ]
+InitMethod = Annotated[
+    str,
+    Valid(
+        "env://, tcp://HOST:PORT or file:///PATH",
+        lambda text: (
+            text == "env://" or (text[:6] == "tcp://" and _is_address(text[6:])) or text[:8] == "file:///"
+        ),
+    ),
+]
 RunName = Annotated[
     str,
     Valid(

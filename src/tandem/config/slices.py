@@ -14,6 +14,7 @@ from tandem.config.fields import (
     BestText,
     CadenceText,
     Count,
+    InitMethod,
     Natural,
     NodeRange,
     NonNegative,
@@ -30,7 +31,7 @@ from tandem.config.fields import (
     WarmupText,
     setting,
 )
-from tandem.schedule import LrScaling, LrSchedule
+from tandem.schedule import WARMUP_FACTOR, LrScaling, LrSchedule, WarmupMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,15 @@ class OptimisationConfig:
     momentum: BelowOne = setting(0.9, "momentum of sgd")
     weight_decay: NonNegative = setting(1e-4, "weight decay")
     schedule: LrSchedule = setting("cosine", "learning rate after the warm-up")
-    lr_scaling: LrScaling = setting("none", "how lr grows with batch_size / lr_base_batch_size")
+    lr_scaling: LrScaling = setting(
+        "none", "how lr grows with batch_size / lr_base_batch_size; auto: linear for sgd, else sqrt"
+    )
     lr_base_batch_size: Count = setting(240, "the global batch that lr was found with")
-    warmup: WarmupText = setting("0", "length of the linear warm-up")
+    warmup: WarmupText = setting("0", "length of the warm-up")
+    warmup_mode: WarmupMode = setting(
+        "linear", "warm-up from a first small step, at a constant rate, or from zero"
+    )
+    warmup_factor: Share = setting(WARMUP_FACTOR, "share of the peak rate in a constant warm-up")
     clip_norm: Positive | None = setting(None, "largest gradient norm; none: no clipping")
     on_nonfinite: Literal["skip", "stop", "raise"] = setting(
         "stop", "at a loss or gradients that are not finite"
@@ -98,6 +105,7 @@ class ComputeConfig:
     )
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
+    devices_per_rank: Count = setting(1, "GPUs of one process, for a model whose parts lie on several")
     compile: bool = setting(False, "compile the model with torch.compile")
     threads: Auto | Count = setting(
         "auto", "CPU threads per rank; auto: its share of the cores", per_node=True
@@ -124,6 +132,9 @@ class LaunchConfig:
     nodes: Count | None = setting(None, "number of nodes; none: what the platform says")
     node_rank: Natural | None = setting(None, "index of this node, by hand", per_node=True)
     master: Address | None = setting(None, "address of node 0, by hand", per_node=True)
+    init_method: InitMethod | None = setting(
+        None, "how ranks started by hand meet; none: as env://, by MASTER_ADDR and MASTER_PORT", per_node=True
+    )
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
     master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")

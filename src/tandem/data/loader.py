@@ -4,7 +4,7 @@ A dataset that can be asked for a batch in one piece is asked in this process; e
 torch's DataLoader and its workers. No state of a loader is ever saved: it starts anew from a step.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,22 @@ def batch_size_of(batch: Batch) -> int:
         return len(batch)
     parts = batch.values() if isinstance(batch, dict) else batch
     return batch_size_of(next(iter(parts)))
+
+
+def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """A batch cut along the first dimension of every tensor in it that has one; the rest is in every part.
+
+    `sizes` add up to the batch. A tensor of another length belongs to no sample, and is in every part too.
+    """
+    samples, begin, parts = sum(sizes), 0, []
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[begin : begin + size] if tensor.dim() and len(tensor) == samples else tensor
+
+    for size in sizes:
+        parts.append(_mapped(batch, cut))
+        begin += size
+    return parts
 
 
 def _loaded(

@@ -3,11 +3,15 @@
 Everything here is called by all ranks together; no caller puts it under `if rank == 0`.
 """
 
+import contextlib
 import io
 import json
 import os
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,18 +26,26 @@ from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
+STALE_SECONDS = 600.0
+"""Ranks of one start write the file in which they meet within so many seconds."""
+TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto`, `cpu` or `cuda` -> this rank's device; ConfigError where it is not there."""
+def choose_devices(wanted: str, local_rank: int, each: int = 1) -> tuple[torch.device, ...]:
+    """`auto`, `cpu` or `cuda` -> this rank's `each` devices; ConfigError where they are not there.
+
+    Local rank 0 has the first `each` GPUs, local rank 1 the next. A CPU counts as often as it is asked for.
+    """
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and count == 0):
-        return torch.device("cpu")
+        return (torch.device("cpu"),) * each
     if count == 0:
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
-    if local_rank >= count:
-        raise ConfigError(f"local rank {local_rank} has no GPU: torch sees {count}; use --nproc {count}")
-    return torch.device("cuda", local_rank)
+    if (local_rank + 1) * each > count:
+        what = "has no GPU" if each == 1 else f"has no {each} GPUs of its own"
+        fits = f"use --nproc {count // each}" if count >= each else f"use --devices-per-rank {count}"
+        raise ConfigError(f"local rank {local_rank} {what}: torch sees {count}; {fits}")
+    return tuple(torch.device("cuda", local_rank * each + index) for index in range(each))
 
 
 def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
@@ -47,9 +59,13 @@ def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
 class ProcessGroup:
     """An open process group, from `ProcessGroup.open` to `close`."""
 
-    def __init__(self, position: Position, device: torch.device) -> None:
+    def __init__(
+        self, position: Position, device: torch.device, devices: tuple[torch.device, ...] = ()
+    ) -> None:
         self.position = position
         self.device = device
+        self.devices = devices or (device,)
+        """All that this rank has; on the first, `device`, are batches, the loss and what is exchanged."""
         self.rank = position.rank
         self.size = position.world_size
 
@@ -59,7 +75,13 @@ class ProcessGroup:
         return self.rank == 0
 
     @classmethod
-    def open(cls, position: Position, device: torch.device, timeout_seconds: float) -> "ProcessGroup":
+    def open(
+        cls,
+        position: Position,
+        device: torch.device,
+        timeout_seconds: float,
+        devices: tuple[torch.device, ...] = (),
+    ) -> "ProcessGroup":
         """Join the group; every rank of the job calls this. Raises PeerLostError.
 
         `timeout_seconds` bounds every collective; the first step may compile. Hangs are the watchdog's.
@@ -71,16 +93,36 @@ class ProcessGroup:
         try:
             if position.init == "env":
                 dist.init_process_group(backend, timeout=timeout)
+            elif position.store is None and position.init.startswith("file:"):
+                check_fresh(Path(position.init.removeprefix("file://")), time.time())
+                dist.init_process_group(
+                    backend,
+                    init_method=position.init,
+                    rank=position.rank,
+                    world_size=position.world_size,
+                    timeout=timeout,
+                )
             else:
                 store = _open_store(position, timeout)
                 dist.init_process_group(
                     backend, store=store, rank=position.rank, world_size=position.world_size, timeout=timeout
                 )
         except (RuntimeError, ValueError) as error:
+            if TAKEN.search(str(error)):
+                port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
+                raise ConfigError(
+                    f"port {port}, where the ranks are to meet, is taken on this host by another program, "
+                    "perhaps by a run that still lives: end it, or give all ranks another MASTER_PORT"
+                ) from error
             raise PeerLostError(
                 f"cannot join the process group as {position}: {first_line(error)}"
             ) from error
-        return cls(position, device)
+        return cls(position, device, devices)
+
+    @property
+    def ddp_devices(self) -> list[torch.device] | None:
+        """DDP's `device_ids`: it moves inputs to the one device of a model that lies on one GPU."""
+        return [self.device] if self.device.type == "cuda" and len(self.devices) == 1 else None
 
     def close(self) -> None:
         """Leave after a success; after a failure just exit, because destroying would deadlock."""
@@ -193,6 +235,17 @@ class ProcessGroup:
             raise error
         if failed:
             raise PeerLostError("preparing the data failed on another node; its log says why")
+
+
+def check_fresh(path: Path, now: float) -> None:
+    """Raise ConfigError for a file in which an earlier run met: its ranks' addresses are in it."""
+    with contextlib.suppress(OSError):
+        age = now - path.stat().st_mtime
+        if age > STALE_SECONDS and path.stat().st_size:
+            raise ConfigError(
+                f"--init-method file://{path}: the file is of an earlier run, {age:.0f} s old; remove it, or "
+                "name a new one for each start"
+            )
 
 
 def _open_store(position: Position, timeout: timedelta) -> Any:

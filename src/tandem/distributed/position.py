@@ -12,7 +12,8 @@ class Position:
     """Where this process stands in the job.
 
     `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
-    found: "env" (torchrun's variables), "alone" (a world of one) or "master" (rank 0 hosts a store).
+    found: "env" (torchrun's variables), "alone" (a world of one), "master" (rank 0 hosts a store) or the
+    address of a file that all ranks reach, "file:///PATH".
     `job` keeps ranks of different jobs apart that come to one store. `device` is this rank's GPU among those
     it sees, where that is not its local rank.
     `resume` is where the run begins, decided once before any rank starts; it counts on rank 0.
@@ -37,6 +38,11 @@ class Position:
     sample_socket: str | None = None
     resume: ResumeDecision = ResumeDecision("fresh")
     memories: tuple[NodeMemory, ...] = ()
+
+    @property
+    def gpu(self) -> int:
+        """Which of the GPUs that this process sees is its own."""
+        return self.local_rank if self.device is None else self.device
 
     def __str__(self) -> str:
         rank, node = f"rank {self.rank} of {self.world_size}", f"node {self.node_rank} of {self.nodes}"

@@ -102,7 +102,7 @@ class Replica(DistributedDataParallel):
     ) -> None:
         super().__init__(
             _Carrying(model, passenger),
-            device_ids=[group.device] if group.device.type == "cuda" else None,
+            device_ids=group.ddp_devices,
             gradient_as_bucket_view=True,
             **buffer_argument(has_buffers_beside_batchnorm(model)),
             **ddp_arguments(exchange),

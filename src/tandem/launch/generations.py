@@ -169,7 +169,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _watch(self) -> int | None:
         """Watch one generation: its exit code on this node, or None when nodes wait to be let in."""
-        forwarded_at: float | None = None
+        self._forwarded_at: float | None = None
         shutdown_timeout = self._node.config.shutdown_timeout
         next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
         while True:
@@ -181,13 +181,13 @@ class NodeAgent(SimpleElasticAgent):
                 return self._explained(codes)
             if (alarm := self._watchdog.alarm) is not None:
                 return self._end_hang(alarm)
-            if self._stop and forwarded_at is None:
-                forwarded_at = now
+            if self._stop and self._forwarded_at is None:
+                self._forwarded_at = now
                 log.info("%s: asking all ranks to save and stop", self._stop.name)
                 self._workers.signal(self._stop.signal_number or 15)
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
-            if forwarded_at is not None and now - forwarded_at > shutdown_timeout:
+            if self._forwarded_at is not None and now - self._forwarded_at > shutdown_timeout:
                 log.warning("ranks did not stop within %.0f s: killing them", shutdown_timeout)
                 return KILLED
             if self._watchdog.has_trained and now > next_fork:
@@ -195,7 +195,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._workers.stand_by(self._node.nproc)
             if now > next_look:
                 next_look = now + MEMBERSHIP_SECONDS
-                if self._nodes_waiting() and not ended and forwarded_at is None:
+                if self._nodes_waiting() and not ended and self._forwarded_at is None:
                     return None
 
     def _end_hang(self, alarm: Alarm) -> int:

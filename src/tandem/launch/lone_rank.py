@@ -33,8 +33,10 @@ class LoneRank:
         self._view: NodeView | None = None
         if placement.nodes == 1 or placement.nodes_share_host:
             use_loopback()
-        self.position = position_of(placement)
+        self.position = position_of(placement, settings.launch.init_method)
         if self.position.rank != 0:
+            if self.position.init.startswith("file:"):
+                return  # the process group waits for the others
             patience = settings.launch.master_timeout
             wait_for_master(placement.master_host, placement.master_port, patience, lambda: False)
             return
@@ -56,9 +58,12 @@ class LoneRank:
         self._opened.close()
 
 
-def position_of(placement: Placement) -> Position:
+def position_of(placement: Placement, init_method: str | None = None) -> Position:
     """The rank's position; how many ranks share its host is known when its platform started them."""
     world_size = placement.world_size or 1
+    init = "alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master"
+    if world_size > 1 and init_method is not None and init_method != "env://":
+        init = "master" if init_method.startswith("tcp:") else init_method
     return Position(
         rank=placement.rank or 0,
         local_rank=placement.local_rank or 0,
@@ -68,7 +73,7 @@ def position_of(placement: Placement) -> Position:
         ranks_on_host=placement.nproc or 1,
         platform=placement.platform,
         node_name=placement.local_name or "localhost",
-        init="alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master",
+        init=init,
         master=(placement.master_host, placement.master_port),
         job=placement.job,
         device=placement.device,

@@ -12,7 +12,7 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.config import Settings
-from tandem.errors import FINISHED, STOPPED, TandemError
+from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
 from tandem.launch.program import job_of
 from tandem.launch.run_dir import decide, prepare_run_dir
 from tandem.launch.scratch import scratch
@@ -96,7 +96,12 @@ def _prepare(settings: Settings, placement: Placement) -> _Prepared:
     """
     from tandem.tasks.base import load_task
 
-    prepared = _Prepared()
+    prepared, shares = _Prepared(), settings.data.batch_shares
+    if placement.elastic is not None and shares not in (None, "auto"):
+        raise ConfigError(
+            f"--batch-shares {shares} is for a fixed number of ranks, and --elastic changes it; "
+            "give --batch-shares auto"
+        )
     if placement.node_rank == 0:
         access, decision = load_access(settings.metrics), decide(settings)
         if decision.kind == "complete":
@@ -161,12 +166,12 @@ def _run_agent(
 
 
 def _ranks_for_gpus(settings: Settings) -> int:
-    """`--nproc auto`: one rank per GPU, else one."""
-    if settings.compute.device == "cpu":
+    """`--nproc auto`: one rank for its GPU or GPUs, else one; one as well for what is a single process."""
+    if settings.compute.device == "cpu" or settings.compute.strategy in ("single", "dp"):
         return 1
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return max(1, torch.cuda.device_count() // settings.compute.devices_per_rank)
 
 
 _reserved: list[socket.socket] = []

@@ -65,7 +65,13 @@ class ScriptAgent(NodeAgent):
         return code
 
     def _asked_to_stop(self, code: int) -> int:
-        """143 is a stop that was asked for; where nobody asked this agent, somebody killed its ranks."""
+        """143 is a stop that was asked for; where nobody asked this agent, somebody killed its ranks.
+
+        Some programs, such as Lightning's, end well when they are asked to stop. 0 would tell the platform
+        that the job is done.
+        """
+        if code == FINISHED and self._forwarded_at is not None:
+            return STOPPED
         deadline = time.monotonic() + OTHERS_SECONDS
         while code == STOPPED and not self._stop:
             if time.monotonic() > deadline:

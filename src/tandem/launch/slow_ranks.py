@@ -7,12 +7,12 @@ own.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from tandem.telemetry import metrics, stragglers
+from tandem.telemetry import metrics
 from tandem.telemetry.hangs import Beat
 from tandem.telemetry.messages import Message, Ranks, Samples
-from tandem.telemetry.stragglers import RankTimes
+from tandem.telemetry.meter import PHASES
+from tandem.telemetry.stragglers import RankTimes, StragglerWatch
 from tandem.timeouts import SLOW_RANKS_SECONDS
 
 log = logging.getLogger("tandem.run")
@@ -23,7 +23,7 @@ class SlowRanks:
 
     def __init__(self, tell: Callable[[Message], object], event: Callable[..., object]) -> None:
         self._tell, self._event = tell, event
-        self._watch, self._looked_at = stragglers.StragglerWatch(), 0.0
+        self._watch, self._looked_at = StragglerWatch(), 0.0
 
     def look(self, beats: Sequence[Beat]) -> None:
         """At what is known of all ranks now; does nothing most of the time, and where they are a task's."""
@@ -32,25 +32,20 @@ class SlowRanks:
         known = {beat.rank: beat for beat in beats if beat.own is not None and beat.quick is not None}
         if len(known) < 2 or len(known) < len(beats):
             return
-        self._looked_at = time.monotonic()
-        ranks = [_times(beat) for _, beat in sorted(known.items())]
-        verdict = stragglers.judge(ranks)
-        verdict = replace(verdict, place=known[verdict.rank].doing or "")
+        now = time.monotonic()
+        seconds, self._looked_at = now - self._looked_at, now
+        report = self._watch.report([_times(beat, seconds) for _, beat in sorted(known.items())])
         unknown = metrics.RANK_DATA_SECONDS.name
-        samples = [each for each in stragglers.samples_of(ranks, verdict) if each.name != unknown]
-        page = stragglers.rows_for_page(ranks, verdict)
-        rows = [{**row, "phases_ms": {"other": row["own_ms"]}} for row in page.rows]
-        self._tell(Samples(samples))
-        self._tell(Ranks(rows, page.says))
-        news = self._watch.news(verdict)
-        if news is not None:
-            log.warning("%s", news)
-            seconds = {"own_seconds": news.slowest, "median_seconds": news.median}
-            where = {"rank": news.rank, "node": news.node, "phase": news.phase, "place": news.place}
-            self._event("straggler", **where, **seconds)
+        self._tell(Samples([each for each in report.samples if each.name != unknown]))
+        rows = [{**row, "phases_ms": {"other": row["own_ms"]}} for row in report.page.rows]
+        self._tell(Ranks(rows, report.page.says))
+        if report.news is not None:
+            log.warning("%s", report.news)
+            self._event("straggler", **report.news.facts())
 
 
-def _times(beat: Beat) -> RankTimes:
-    own = beat.own or 0.0
-    phases = {"data": 0.0, "transfer": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0, "other": own}
-    return RankTimes(rank=beat.rank, node=beat.node, own=own, quick=beat.quick or 0.0, **phases)
+def _times(beat: Beat, seconds: float) -> RankTimes:
+    own, quick = beat.own or 0.0, beat.quick or 0.0
+    phases = tuple(own if name == "other" else 0.0 for name in PHASES)
+    # How long a whole step is a script's rank does not say: at least its own time.
+    return RankTimes(beat.rank, beat.node, own, quick, own, seconds, phases, beat.doing or "")

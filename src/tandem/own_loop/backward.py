@@ -24,8 +24,8 @@ from tandem.own_loop.numbers import Numbers
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Consensus, Readings
 from tandem.telemetry.recorder import Recorder
-from tandem.torch_private import can_skip_on_device, hidden_sync_seconds, note_nonfinite
-from tandem.training.nonfinite import gradients_by_type
+from tandem.torch_private import can_skip_on_device, hidden_sync_seconds
+from tandem.training.nonfinite import gradients_by_type, note_all_nonfinite
 from tandem.training.step import device_memory
 
 ASKED = "asked"
@@ -122,7 +122,7 @@ class Backward:
     def _take(self, means: Tensor) -> None:
         found = torch.zeros_like(self._one)
         for gradients in gradients_by_type(self._parameters(), self._strategy):
-            note_nonfinite(gradients, found, self._one)
+            note_all_nonfinite(gradients, found, self._one)
         exchanged = torch.cat([means, found.reshape(1)])
         self._refuse(exchanged)
         if self._exchanged is not None:  # by an earlier backward of this step, whose loss counts

@@ -77,8 +77,9 @@ class Run:
     def wrap(self, model: nn.Module) -> nn.Module:
         """`model` on this rank's device; backward passes through it average gradients over ranks.
 
-        Call it before the optimizer is made. A model in which nothing is to be trained is moved, and gets
-        rank 0's weights, no more.
+        With --devices-per-rank N above 1 it stays where the script has put its parts, on devices from
+        LOCAL_RANK * N on. Call this before the optimizer is made. A model in which nothing is to be trained
+        is moved, and gets rank 0's weights, no more.
 
             model = run.wrap(torch.nn.Linear(8, 2))
             teacher = run.wrap(torch.nn.Linear(8, 2).requires_grad_(False))
@@ -88,7 +89,8 @@ class Run:
         if self._state is not None:
             raise ConfigError("run.wrap after run.keep: wrap every model first, then keep them")
         world = self._engine.world
-        model = model.to(world.device)
+        if len(world.devices) == 1:
+            model = model.to(world.device)
         if self._engine.settings.compute.sync_batchnorm:
             model = world.synchronise_batchnorm(model)
         model.register_forward_pre_hook(_tells(self._engine))

@@ -62,10 +62,30 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
         given["nproc"] = str(asked.nproc)
     if asked.master is not None:
         given["host"], given["port"] = split_address("--master", asked.master)
+    given |= _meeting(asked, environ, hostname)
     bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
     facts = Facts(environ, hostname, given, bounds)
     platform = next(platform for platform in platforms() if platform.detect(environ))
     return _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))
+
+
+def _meeting(asked: LaunchConfig, environ: Mapping[str, str], hostname: str) -> dict[str, str]:
+    """The master's address as --init-method gives it; a file needs none, and this host stands in for it."""
+    method = asked.init_method
+    if method is None:
+        return {}
+    if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
+        raise ConfigError(
+            f"--init-method {method} is for ranks that are started by hand: set RANK, WORLD_SIZE and "
+            "LOCAL_RANK for each `tandem train`; `tandem launch` starts ranks itself, with --master HOST:PORT"
+        )
+    if method == "env://":
+        return {}
+    if asked.master is not None or environ.get("MASTER_ADDR"):
+        name = "--master" if asked.master is not None else "MASTER_ADDR"
+        raise ConfigError(f"--init-method {method} and {name} both say where ranks meet; give one of them")
+    host, port = (hostname, "0") if method.startswith("file:") else split_address("--init-method", method[6:])
+    return {"host": host, "port": port}
 
 
 def _checked(placement: Placement, facts: Facts) -> Placement:

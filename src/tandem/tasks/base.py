@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +37,15 @@ BUILT_IN: Mapping[str, str] = {
     "image-folder": "tandem.tasks.image_folder:ImageFolder",
 }
 _VALID = f"valid are {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS and PACKAGE.MODULE:CLASS"
+NEAR = 0.9
+"""How alike a method's name and an optional one are when it is a slip, as "build_schedule" is."""
+MEANT = {
+    "collate_fn": "collate",
+    "configure_optimizers": "build_optimizer",
+    "build_lr_scheduler": "build_scheduler",
+    "eval_batch": "evaluate_batch",
+}
+"""What the same thing is called elsewhere."""
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 
 Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
@@ -77,15 +86,18 @@ class WholeTask:
         """Once on each node, before `build_datasets`: downloads."""
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module | None:
-        """The model on the device; None where it has been moved in place."""
+        """The model on the device; None where it has been moved in place.
+
+        With --devices-per-rank 2 a task's own place(model, first, second) has the parts on several.
+        """
         return model.to(device)
 
     def build_optimizer(self, _model: nn.Module) -> torch.optim.Optimizer | None:
         """Instead of --optimizer; its learning rates are left as they are."""
         return None
 
-    def build_scheduler(self, _optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-        """Instead of --schedule; stepped once per optimizer step."""
+    def build_scheduler(self, _optimizer: torch.optim.Optimizer, *_total_steps: int) -> LRScheduler | None:
+        """Instead of --schedule; stepped once per optimizer step. A task's may take `total_steps` or not."""
         return None
 
     def after_resume(self, model: nn.Module) -> None:
@@ -104,6 +116,18 @@ class WholeTask:
         loss, sums = outcome if isinstance(outcome, tuple) else (outcome, {})
         count = batch_size_of(batch)
         return {"loss": (float(loss) * count, count), **sums}
+
+
+def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
+    """The task's own scheduler for a run of `total_steps` optimizer steps, if it has one."""
+    parameters = list(inspect.signature(task.build_scheduler).parameters.values())
+    if any(each.name == "total_steps" and each.kind is each.KEYWORD_ONLY for each in parameters):
+        return task.build_scheduler(optimizer, total_steps=total_steps)  # type: ignore[call-arg]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    second = [each for each in parameters if each.kind in positional][1:2]
+    if second and (second[0].name == "total_steps" or second[0].default is inspect.Parameter.empty):
+        return task.build_scheduler(optimizer, total_steps)
+    return task.build_scheduler(optimizer)
 
 
 def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bool) -> Task:
@@ -140,7 +164,7 @@ def task_class(name: str) -> type[Any]:
         meant = f", did you mean {near[0]!r}" if near else ""
         raise ConfigError(f"unknown task {name!r}{meant}: {_VALID}")
     if not class_name:
-        return _only_task(module, name)
+        return _without_near_misses(_only_task(module, name))
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         classes = [candidate.__name__ for candidate in _task_classes(module)]
@@ -149,13 +173,20 @@ def task_class(name: str) -> type[Any]:
         raise ConfigError(
             f"{name} is no task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
         )
-    return found
+    return _without_near_misses(found)
 
 
-def model_of(task: WholeTask, device: torch.device) -> nn.Module:
-    """The task's model on the device."""
+def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
+    """The task's model on the devices. Raises ConfigError where its `place` is for another number of them."""
+    try:
+        inspect.signature(task.place).bind(None, *devices)
+    except TypeError:
+        raise ConfigError(
+            f"--devices-per-rank {len(devices)} needs a task with a method place(model, DEVICE, ...) for "
+            f"{len(devices)} devices, which puts the model's parts on them"
+        ) from None
     model = task.build_model()
-    placed = task.place(model, device)
+    placed = task.place(model, *devices)
     return placed if isinstance(placed, nn.Module) else model
 
 
@@ -213,6 +244,21 @@ def _task_classes(module: ModuleType) -> list[type[Any]]:
 def _absent(found: type[Any]) -> list[str]:
     """Methods that every task has and this class has not."""
     return [method for method in REQUIRED_METHODS if not callable(getattr(found, method, None))]
+
+
+def _without_near_misses(found: type[Any]) -> type[Any]:
+    """`found`; ConfigError for a method that is nearly one a task may have: it would never be called."""
+    optional = [name for name in vars(WholeTask) if name[0] != "_" and not hasattr(found, name)]
+    for name, _ in inspect.getmembers(found, inspect.isroutine):
+        if name[0] == "_" or hasattr(WholeTask, name) or name in REQUIRED_METHODS:
+            continue
+        near = MEANT.get(name) or next(iter(get_close_matches(name, optional, n=1, cutoff=NEAR)), None)
+        if near in optional:
+            raise ConfigError(
+                f"{found.__name__}.{name} would never be called; did you mean {near}? "
+                f"A helper of your own can be called _{name}"
+            )
+    return found
 
 
 def _where(error: Exception) -> str:

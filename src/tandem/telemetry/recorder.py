@@ -166,7 +166,8 @@ class Recorder:
             self._send(Samples(samples))
 
     def _show(self, line: LogLine) -> None:
-        self._keep(Point(line.step, time.time(), line.record()), "train", {**line.scores, **line.numbers()})
+        point = Point(line.step, time.time(), line.record())
+        self._keep(point, "train", {**line.scores, **line.numbers()})
         if self._progress is not None:
             epoch = -(-line.step // self._plan.steps_per_epoch)
             speed = line.interval.samples_per_second
@@ -206,7 +207,8 @@ class Recorder:
         self.scores, self._scores_step = dict(scores), step
         if self.rank != 0:
             return
-        self._keep(Point(step, time.time(), {"eval": self.scores}), "eval", self.scores)
+        point = Point(step, time.time(), {"eval": self.scores})
+        self._keep(point, "eval", self.scores)
         if self._progress is not None:
             text = ", ".join(f"{name} {value:.4f}" for name, value in self.scores.items())
             self._progress.note(f"evaluation after step {step}: {text}")

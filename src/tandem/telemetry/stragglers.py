@@ -6,7 +6,7 @@ all-reduce. What differs is a rank's own time: the step without that wait.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any
 
@@ -17,6 +17,15 @@ from tandem.telemetry.meter import PHASES, StepTimes
 
 MARK_RATIO = 1.2
 """A rank is marked when its quick steps take this many times the median rank's; see `judge`."""
+MARK_SHARE = 0.05
+"""What a marked rank takes longer is at least this share of the step; below that, look elsewhere first."""
+NAME_SECONDS = 10.0
+"""About how long a rank has to be marked until it is named; see `StragglerWatch`.
+
+Of two alike ranks on a host with many more runnable processes than cores one was marked in 32% of intervals
+of 20 steps and in 15% of those of 50, each time for some seconds.
+"""
+NAMED_ABOVE, FORGOTTEN_BELOW = 0.65, 0.25
 MAX_RANK_SERIES = 64
 MAX_TIMES = 1000
 """Steps that a rank's typical step is taken from, the last of an interval."""
@@ -26,43 +35,42 @@ MAX_TIMES = 1000
 class RankTimes:
     """A rank's typical step: medians over an interval, so that one slow step names nobody. Seconds.
 
-    `quick` is the lower quartile of its own time: a busy neighbour slows some steps, a slow rank all.
+    `own` is its own time and `step` all of it; `quick` is the lower quartile of its own time: a busy
+    neighbour slows some steps, a slow rank all. `seconds` is the whole interval; `place` the line of a
+    script where most of it goes, if that is known.
     """
 
     rank: int
     node: int
     own: float
     quick: float
-    data: float
-    transfer: float
-    forward: float
-    backward: float
-    optimizer: float
-    other: float
+    step: float
+    seconds: float
+    phases: tuple[float, ...]
+    place: str = ""
 
     def phase(self, name: str) -> float:
-        return float(getattr(self, name))
+        return self.phases[PHASES.index(name)]
 
 
-ROW_LENGTH = len(fields(RankTimes)) - 1  # the rank is the row's index
+ROW_LENGTH = 5 + len(PHASES)
 
 
 def row_of(node: int, steps: Sequence[StepTimes]) -> list[float]:
-    """What a rank hands to the gather: its node and the medians of its steps (zeros without any)."""
+    """What a rank hands to the gather: its node and what `RankTimes` says (zeros without any steps)."""
     if not steps:
         return [float(node)] + [0.0] * (ROW_LENGTH - 1)
-    own = sorted(step.own for step in steps)
-    return [
-        float(node),
-        median(own),
-        own[len(own) // 4],
-        *(median(getattr(step, name) for step in steps) for name in PHASES),
-    ]
+    own, whole = sorted(step.own for step in steps), [step.total for step in steps]
+    phases = [median(getattr(step, name) for step in steps) for name in PHASES]
+    return [float(node), median(own), own[len(own) // 4], median(whole), sum(whole), *phases]
 
 
 def from_rows(rows: Sequence[Sequence[float]]) -> list[RankTimes]:
     """The gathered rows, one per rank in rank order, as `RankTimes`."""
-    return [RankTimes(rank, round(row[0]), *map(float, row[1:ROW_LENGTH])) for rank, row in enumerate(rows)]
+    return [
+        RankTimes(rank, round(node), own, quick, step, seconds, tuple(phases))
+        for rank, (node, own, quick, step, seconds, *phases) in enumerate(rows)
+    ]
 
 
 class Gathering:
@@ -84,7 +92,10 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The spread of own times over ranks (seconds), and who is slowest, by how much, in which phase."""
+    """Own times over ranks in an interval of `seconds`: who is slowest, by how much, in which phase.
+
+    `marked`: it stands out in this interval. Who is in several is named, by `StragglerWatch`.
+    """
 
     fastest: float
     median: float
@@ -93,13 +104,15 @@ class Verdict:
     node: int
     phase: str
     excess: float
+    seconds: float
     marked: bool
     place: str = ""
 
     def facts(self) -> dict[str, Any]:
         """The fields of the event that names it."""
+        place = {"place": self.place} if self.place else {}
         seconds = {"own_seconds": self.slowest, "median_seconds": self.median}
-        return {"rank": self.rank, "node": self.node, "phase": self.phase, **seconds}
+        return {"rank": self.rank, "node": self.node, "phase": self.phase, **place, **seconds}
 
     def __str__(self) -> str:
         return (
@@ -109,18 +122,18 @@ class Verdict:
         )
 
 
-def judge(ranks: Sequence[RankTimes], mark_ratio: float = MARK_RATIO) -> Verdict:
-    """Name the slowest of at least one rank.
+def judge(ranks: Sequence[RankTimes]) -> Verdict:
+    """Compare the slowest of at least one rank with the median rank, in one interval.
 
-    `marked` is a rank whose quick steps take `mark_ratio` times the median rank's, or more, and its
-    typical ones at least half as much more: noise of a busy host adds to every rank's typical steps, and
-    hides in the quick ones of none. The median is the lower of two middle ranks: of two ranks the slower
-    is compared with the faster.
+    `marked` is a rank whose quick steps take MARK_RATIO times the median rank's, or more, and its typical
+    ones at least half as much more: noise of a busy host adds to every rank's typical steps, and hides in
+    the quick ones of none. The difference has to be MARK_SHARE of the step. The median is the lower of two
+    middle ranks: of two ranks the slower is compared with the faster.
     """
-    middle = median_low(each.own for each in ranks)
-    quick = median_low(each.quick for each in ranks)
+    middle, quick = median_low(each.own for each in ranks), median_low(each.quick for each in ranks)
     slow = max(ranks, key=lambda each: each.quick)
-    marked = 0 < quick * mark_ratio <= slow.quick and slow.own >= middle * (1 + mark_ratio) / 2
+    typical = slow.own - middle >= max(middle * (MARK_RATIO - 1) / 2, slow.step * MARK_SHARE)
+    marked = typical and 0 < quick * MARK_RATIO <= slow.quick
     if not marked:
         slow = max(ranks, key=lambda each: each.own)
     excess = {name: slow.phase(name) - median_low(each.phase(name) for each in ranks) for name in PHASES}
@@ -132,11 +145,13 @@ def judge(ranks: Sequence[RankTimes], mark_ratio: float = MARK_RATIO) -> Verdict
         node=slow.node,
         phase=max(excess, key=lambda name: excess[name]),
         excess=slow.own - middle,
+        seconds=max(each.seconds for each in ranks),
         marked=marked,
+        place=slow.place,
     )
 
 
-def samples_of(ranks: Sequence[RankTimes], verdict: Verdict) -> list[Sample]:
+def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | None) -> list[Sample]:
     """The metrics of an interval; series per rank up to MAX_RANK_SERIES ranks."""
     samples = [
         metrics.RANK_COMPUTE_SECONDS_MIN.set(verdict.fastest),
@@ -148,15 +163,16 @@ def samples_of(ranks: Sequence[RankTimes], verdict: Verdict) -> list[Sample]:
     if len(ranks) <= MAX_RANK_SERIES:
         samples += [metrics.RANK_COMPUTE_SECONDS.clear(), metrics.RANK_DATA_SECONDS.clear()]
         for each in ranks:
-            samples.append(metrics.RANK_COMPUTE_SECONDS.set(each.own, rank=each.rank, node=each.node))
-            samples.append(metrics.RANK_DATA_SECONDS.set(each.data, rank=each.rank, node=each.node))
-    if verdict.marked:
-        where = {"rank": verdict.rank, "node": verdict.node, "phase": verdict.phase}
-        samples.append(metrics.STRAGGLER_EXCESS_SECONDS.set(verdict.excess, **where))
+            where = {"rank": each.rank, "node": each.node}
+            samples.append(metrics.RANK_COMPUTE_SECONDS.set(each.own, **where))
+            samples.append(metrics.RANK_DATA_SECONDS.set(each.phase("data"), **where))
+    if named is not None:
+        name = {"rank": named.rank, "node": named.node, "phase": named.phase}
+        samples.append(metrics.STRAGGLER_EXCESS_SECONDS.set(named.excess, **name))
     return samples
 
 
-def rows_for_page(ranks: Sequence[RankTimes], verdict: Verdict) -> Ranks:
+def rows_for_page(ranks: Sequence[RankTimes], named: Verdict | None) -> Ranks:
     """For the live page: milliseconds by phase, the slowest ranks where there are too many."""
     shown = sorted(sorted(ranks, key=lambda each: -each.own)[:MAX_RANK_SERIES], key=lambda each: each.rank)
     rows = [
@@ -165,11 +181,11 @@ def rows_for_page(ranks: Sequence[RankTimes], verdict: Verdict) -> Ranks:
             "node": each.node,
             "own_ms": round(1e3 * each.own, 3),
             "phases_ms": {name: round(1e3 * each.phase(name), 3) for name in PHASES},
-            "straggler": verdict.marked and each.rank == verdict.rank,
+            "straggler": named is not None and each.rank == named.rank,
         }
         for each in shown
     ]
-    return Ranks(rows, str(verdict) if verdict.marked else None)
+    return Ranks(rows, None if named is None else str(named))
 
 
 class Stragglers:
@@ -209,23 +225,34 @@ class Report:
 
 
 class StragglerWatch:
-    """Tells news only: a rank that is marked twice in a row, and its end after two rows without it."""
+    """Who holds the others back for long: a mark is of one interval, a name is of a rank in several.
+
+    Of each rank the share of marked intervals is kept, one that lasted t seconds with the weight
+    t / NAME_SECONDS, a sixth at most. Named is who comes above NAMED_ABOVE, so after about NAME_SECONDS of
+    marks and six intervals at the soonest, until it falls below FORGOTTEN_BELOW.
+    """
 
     def __init__(self) -> None:
         self.named: Verdict | None = None
-        self._before: int | None = None
+        self._shares: dict[int, float] = {}
 
     def report(self, ranks: Sequence[RankTimes]) -> Report:
         """What is to be said of one more interval."""
         verdict = judge(ranks)
-        return Report(samples_of(ranks, verdict), rows_for_page(ranks, verdict), self.news(verdict))
+        news = self.news(verdict)
+        return Report(samples_of(ranks, verdict, self.named), rows_for_page(ranks, self.named), news)
 
     def news(self, verdict: Verdict) -> Verdict | None:
         """The verdict when it names somebody new; `named` is who holds the others back now, if anybody."""
-        rank = verdict.rank if verdict.marked else None
-        twice, self._before = rank == self._before, rank
-        if not twice:
-            return None
-        known = self.named.rank if self.named is not None else None
-        self.named = verdict if verdict.marked else None
-        return verdict if rank is not None and rank != known else None
+        weight = min(verdict.seconds / NAME_SECONDS, 1 / 6)
+        marked = verdict.rank if verdict.marked else None
+        shares = {rank: (1 - weight) * share for rank, share in self._shares.items()}
+        if marked is not None:
+            shares[marked] = shares.get(marked, 0.0) + weight
+        self._shares = {rank: share for rank, share in shares.items() if share > 0.01}
+        before = None if self.named is None else self.named.rank
+        if before is not None and self._shares.get(before, 0.0) < FORGOTTEN_BELOW:
+            self.named = None
+        if marked is not None and (marked == before or shares[marked] > NAMED_ABOVE):
+            self.named = verdict
+        return self.named if self.named is not None and self.named.rank != before else None

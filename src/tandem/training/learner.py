@@ -1,5 +1,6 @@
 """What is trained, and what a checkpoint holds of it: all that the next step depends on beside its number."""
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,8 @@ from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import Beginning, load_state
 from tandem.training.shares import BatchShares
 from tandem.training.step import Stepper
+
+log = logging.getLogger("tandem.run")
 
 
 class Learner:
@@ -53,9 +56,9 @@ class Learner:
             check_uneven(compute, exchange)
         self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
-        self.strategy = strategies.load(compute.strategy, world, exchange)
+        self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         seed_model(run.seed)  # the same initial weights on every rank
-        self.model = model_of(self.task, world.device)
+        self.model = model_of(self.task, world.devices)
         if compute.sync_batchnorm:
             self.model = world.synchronise_batchnorm(self.model)
         self.rank_zeros = rank_zeros(self.model)  # before a strategy makes them other tensors
@@ -70,6 +73,10 @@ class Learner:
             self.order.steps_per_epoch,
             self.planned,
         )
+        if world.is_first:
+            log.info("%s", self.schedule.describe())
+            if unread := self.schedule.without_effect():
+                log.warning("%s", unread)
         self.stepper = Stepper(
             world,
             self.strategy,

@@ -62,7 +62,7 @@ class Guard:
         """After the last backward: a scalar on the device, 1 if a gradient that is here is not finite."""
         found = torch.zeros_like(self._one)
         for gradients in self._gradients_by_type():
-            note_nonfinite(gradients, found, self._one)
+            note_all_nonfinite(gradients, found, self._one)
         return found
 
     def update(self, found: Tensor, clip: Callable[[], None]) -> None:
@@ -110,8 +110,8 @@ class Guard:
 
 
 def gradients_by_type(parameters: Sequence[nn.Parameter], strategy: Strategy) -> Iterator[list[Tensor]]:
-    """The gradients that this rank holds, as real and dense tensors, those of one type together."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
+    """The gradients that are here, as real and dense tensors, those of one type and device together."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
@@ -119,8 +119,17 @@ def gradients_by_type(parameters: Sequence[nn.Parameter], strategy: Strategy) ->
             values = strategy.local(parameter.grad)
             values = values.values() if values.is_sparse else values
             values = torch.view_as_real(values) if values.is_complex() else values
-            groups.setdefault(values.dtype, []).append(values)
+            groups.setdefault((values.dtype, values.device), []).append(values)
     yield from groups.values()
+
+
+def note_all_nonfinite(gradients: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
+    """`note_nonfinite`, also of gradients on another device than `found`."""
+    device = gradients[0].device
+    there = found.to(device)
+    note_nonfinite(gradients, there, one.to(device))
+    if there is not found:
+        found.copy_(torch.maximum(found, there.to(found.device)))
 
 
 class Policy:

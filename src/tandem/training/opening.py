@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.config.slices import ComputeConfig, ReliabilityConfig
-from tandem.distributed.group import Position, ProcessGroup, choose_device, set_threads
+from tandem.distributed.group import Position, ProcessGroup, choose_devices, set_threads
 from tandem.log import redirect_output, setup
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
@@ -44,10 +44,8 @@ def open_world(
     Heartbeats(position.rank, clock, send, reliability, log_dir)
     with clock.phase("rendezvous"):
         threads = set_threads(compute.threads, position)
-        device = choose_device(
-            compute.device, position.local_rank if position.device is None else position.device
-        )
-        world = ProcessGroup.open(position, device, reliability.first_step_timeout)
+        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
+        world = ProcessGroup.open(position, devices[0], reliability.first_step_timeout, devices)
         world.check_same_settings(common)
-    clock.measure(device)
+    clock.measure(devices[0])
     return clock, world, threads

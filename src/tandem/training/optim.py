@@ -1,14 +1,19 @@
 """The optimizer and the learning rate of each step."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 
 import torch
 from torch import nn
 
 from tandem.config.slices import OptimisationConfig
-from tandem.schedule import Cadence, learning_rate, scale_lr
-from tandem.tasks.base import WholeTask
+from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_rule
+from tandem.tasks.base import WholeTask, scheduler_of
+
+BY_SCHEDULE = ("schedule", "lr_scaling", "lr_base_batch_size", "warmup", "warmup_mode", "warmup_factor")
+BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
+"""Settings of OptimisationConfig that say what the rates are, and how the optimizer is made."""
 
 
 def build_optimizer(config: OptimisationConfig, task: WholeTask, model: nn.Module) -> torch.optim.Optimizer:
@@ -35,11 +40,41 @@ def learning_rate_of(
     config: OptimisationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int
 ) -> Callable[[int], float]:
     """step (0-based, about to be taken) -> learning rate; a pure function, so nothing of it is saved."""
-    peak = scale_lr(config.lr, config.lr_scaling, batch_size, config.lr_base_batch_size)
-    warmup = Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0
     return partial(
-        learning_rate, peak=peak, warmup_steps=warmup, steps_planned=steps_planned, schedule=config.schedule
+        learning_rate,
+        peak=peak_of(config, batch_size),
+        warmup_steps=Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0,
+        steps_planned=steps_planned,
+        schedule=config.schedule,
+        warmup=config.warmup_mode,
+        warmup_factor=config.warmup_factor,
     )
+
+
+def peak_of(config: OptimisationConfig, batch_size: int) -> float:
+    """The learning rate after the warm-up. The number of ranks is no part of it: the global batch is."""
+    rule = scaling_rule(config.lr_scaling, config.optimizer)
+    return scale_lr(config.lr, rule, batch_size, config.lr_base_batch_size)
+
+
+def arithmetic(config: OptimisationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int) -> str:
+    """How the rates of a run come about: `lr 0.1 x 480/240 (linear) = 0.2, warm-up ..., then ...`."""
+    said, rule = f"lr {config.lr:g}", scaling_rule(config.lr_scaling, config.optimizer)
+    if rule != "none":
+        ratio = f"{batch_size}/{config.lr_base_batch_size}"
+        factor = f"sqrt({ratio})" if rule == "sqrt" else ratio
+        by = f"{rule}, for {config.optimizer}" if config.lr_scaling == "auto" else rule
+        said += f" x {factor} ({by}) = {peak_of(config, batch_size):.4g}"
+    warmup = Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0
+    if warmup:
+        how = {
+            "linear": "linear",
+            "zero": "linear from zero",
+            "constant": f"constant at {config.warmup_factor:g} of it",
+        }
+        said += f", warm-up {how[config.warmup_mode]} over {warmup:,} steps"
+    end = "" if config.schedule == "constant" else f" to step {steps_planned:,}"
+    return f"{said}, {'then ' if warmup else ''}{config.schedule}{end}"
 
 
 class Schedule:
@@ -55,14 +90,39 @@ class Schedule:
         planned: int,
     ) -> None:
         self._optimizer = optimizer
-        self._own = task.build_scheduler(optimizer)
+        self._own = scheduler_of(task, optimizer, planned)
         self._rule = learning_rate_of(config, batch_size, epoch_steps, planned)
+        self._arithmetic = arithmetic(config, batch_size, epoch_steps, planned)
         self._fixed = "build_optimizer" in task.own
+        self._config = config
 
     @property
     def is_by_settings(self) -> bool:
         """Whether the settings alone decide the rates: neither optimizer nor scheduler is the task's own."""
         return self._own is None and not self._fixed
+
+    def describe(self) -> str:
+        """One line on where the rates come from."""
+        if self.is_by_settings:
+            return self._arithmetic
+        return "lr by the task's own " + ("optimizer" if self._own is None else "scheduler")
+
+    def without_effect(self) -> str:
+        """One line on settings that were given and that the task's own optimizer or scheduler leaves unread.
+
+        A setting that was given its default cannot be told from one that was not given.
+        """
+        if self.is_by_settings:
+            return ""
+        unread = (*BY_OPTIMIZER, *BY_SCHEDULE) if self._fixed else BY_SCHEDULE
+        given = [each for each in fields(self._config) if getattr(self._config, each.name) != each.default]
+        flags = [
+            f"--{each.name.replace('_', '-')} {getattr(self._config, each.name)}"
+            for each in given
+            if each.name in unread
+        ]
+        kind = "optimizer" if self._fixed else "scheduler"
+        return f"without effect beside the task's own {kind}: {', '.join(flags)}" if flags else ""
 
     def set(self, step: int) -> float:
         """Prepare the optimizer for 0-based `step`; return the rate of its first group."""

@@ -63,7 +63,7 @@ class TrainingModule(nn.Module):
             nothing = torch.stack([p.sum().float() for p in self.parameters() if p.requires_grad]).sum() * 0
             return nothing, torch.zeros(1 + 2 * len(self.names), device=self._device)
         loss, sums = self.outcome(batch)
-        loss = loss.float() * (batch_size_of(batch) * self._ranks / self.samples)
+        loss = loss.to(self._device, torch.float32) * (batch_size_of(batch) * self._ranks / self.samples)
         return loss, torch.stack([loss.detach(), *self._flat(sums, loss.device)])
 
     def outcome(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Sums]:
@@ -76,7 +76,7 @@ class TrainingModule(nn.Module):
         """The sums and counts of `names`, in their order; what is not finite, or not there, adds nothing."""
         numbers = [number for name in self.names for number in sums.get(name, (0.0, 0.0))]
         return [
-            number.detach().float().reshape(())
+            number.detach().to(device, torch.float32).reshape(())
             if isinstance(number, Tensor)
             else torch.full((), float(number), device=device)
             for number in numbers

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,16 +71,18 @@ class WatchedRun:
         if kill.rank is None:
             self._kill_all()
         else:
-            victim = _rank_processes(process.pid).get(kill.rank)
+            victim = rank_processes(process.pid).get(kill.rank)
             if victim is None:
                 raise EndedFirstError
             os.kill(victim, signal.SIGKILL)
         return self._logged_step()
 
-    def finish(self, stop: StopFlag) -> None:
-        """Run, or resume, to the end. Raises RunFailedError."""
+    def finish(self, stop: StopFlag, look: Callable[[int], None] | None = None) -> None:
+        """Run, or resume, to the end; `look(its session)` again and again. Raises RunFailedError."""
         process = self._started()
         while process.poll() is None:
+            if look is not None:
+                look(process.pid)
             if stop:
                 raise StoppedError(f"stopped by {stop.name}; nothing is decided")
             time.sleep(END_POLL_SECONDS)
@@ -169,7 +171,7 @@ def last_words(lines: Sequence[str]) -> str:
     return lines[last].partition("error: ")[2] or lines[last] if lines else ""
 
 
-def _rank_processes(session: int) -> dict[int, int]:
+def rank_processes(session: int) -> dict[int, int]:
     """{rank: process id} of the ranks in a session (Linux: /proc); their loader processes bear their name."""
     parents: dict[int, int] = {}
     ranks: dict[int, int] = {}

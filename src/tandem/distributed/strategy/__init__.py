@@ -6,18 +6,20 @@ choices of `--strategy` (config/slices.py). It is imported only where it is used
 
 from importlib import import_module
 
-from tandem.config.slices import ExchangeConfig
+from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy.base import Strategy
 
 __all__ = ["Strategy", "load", "preload"]
 
-AS_TORCH_DOES = ExchangeConfig()
+AS_TORCH_DOES, PLAIN = ExchangeConfig(), ComputeConfig()
 
 
-def load(name: str, group: ProcessGroup, exchange: ExchangeConfig = AS_TORCH_DOES) -> Strategy:
+def load(
+    name: str, group: ProcessGroup, exchange: ExchangeConfig = AS_TORCH_DOES, compute: ComputeConfig = PLAIN
+) -> Strategy:
     """The strategy of that name for the ranks of `group`; ConfigError where it cannot work with them."""
-    strategy: Strategy = import_module(f"{__name__}.{name}").Strategy(group, exchange)
+    strategy: Strategy = import_module(f"{__name__}.{name}").Strategy(group, exchange, compute)
     return strategy
 
 

@@ -83,7 +83,7 @@ class Strategy(single.Strategy):
         self._is_last, self._is_settled = True, False
         self._ddp = DistributedDataParallel(
             telemetry,
-            device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
+            device_ids=self._group.ddp_devices,
             gradient_as_bucket_view=True,
             **buffers,
             **ddp_arguments(self._exchange),

@@ -1,12 +1,73 @@
-"""nn.DataParallel: one process, all its GPUs; without one it runs the model as it is, as torch does."""
+"""nn.DataParallel: one process, all its GPUs, a thread for each. What it cannot do is said once."""
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from tandem.config.slices import ComputeConfig, ExchangeConfig
+from tandem.data.loader import batch_size_of, parts_of, to_device
+from tandem.data.seeds import derive_seed
+from tandem.data.shares import apportion
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import single
 from tandem.errors import ConfigError
+
+log = logging.getLogger("tandem.run")
+
+
+class Strategy(single.Strategy):
+    """The batch of this one process is cut over the GPUs; the first of them has weights and optimizer."""
+
+    has_one_device = True
+
+    def __init__(self, group: ProcessGroup, exchange: ExchangeConfig, compute: ComputeConfig) -> None:
+        super().__init__(group, exchange, compute)
+        self._first_share = compute.dp_first_share
+        self._devices = list(range(torch.cuda.device_count())) if group.device.type == "cuda" else []
+
+    def check(self, group: ProcessGroup) -> None:
+        if group.size > 1:
+            raise ConfigError(
+                f"--strategy dp trains in one process with all its GPUs, and there are {group.size} ranks; "
+                "use --nproc 1 on one node, or --strategy ddp"
+            )
+
+    def wrap(self, module: nn.Module, slots: int) -> None:
+        log.warning("%s", limits(self._devices, self._first_share))
+        if len(self._devices) < 2:
+            self._module = module
+            return
+        parallel = Balanced(_Gatherable(module), self._devices, self._first_share)
+
+        def whole(batch: Any) -> tuple[Tensor, Tensor]:
+            for device in self._devices[1:]:  # the step has seeded the first one alone
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(derive_seed(torch.initial_seed(), device))
+            losses, numbers = parallel(batch)
+            return losses.sum(), numbers.sum(dim=0)
+
+        self._module = whole
+
+
+class Balanced(nn.DataParallel):  # type: ignore[type-arg]
+    """DataParallel whose first GPU, which gathers and updates, is given a smaller part of each batch."""
+
+    def __init__(self, module: nn.Module, devices: Sequence[int], first_share: float) -> None:
+        super().__init__(module, device_ids=list(devices))
+        self._first_share = first_share
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The parts of the one argument, a batch, each on its GPU; not on all if samples are too few."""
+        (batch,) = inputs
+        sizes = shares_of_devices(batch_size_of(batch), len(devices), self._first_share)
+        parts = zip(parts_of(batch, sizes), devices, strict=False)
+        scattered = [(to_device(part, torch.device("cuda", device)),) for part, device in parts]
+        return scattered, [kwargs or {}] * len(scattered)
 
 
 class _Gatherable(nn.Module):
@@ -21,21 +82,26 @@ class _Gatherable(nn.Module):
         return loss.reshape(1), numbers.reshape(1, -1)
 
 
-class Strategy(single.Strategy):
-    """The batch of this one process is cut over the GPUs; the first of them has the weights."""
+def shares_of_devices(samples: int, devices: int, first_share: float) -> tuple[int, ...]:
+    """Samples for each GPU: the first computes `first_share` of what each other does, none computes nothing.
 
-    def check(self, group: ProcessGroup) -> None:
-        if group.size > 1:
-            raise ConfigError(
-                f"--strategy dp trains in one process with all its GPUs, and there are {group.size} ranks; "
-                "use --nproc 1 on one node, or --strategy ddp"
-            )
+    With fewer samples than GPUs the last ones are left out.
+    """
+    used = min(samples, devices)
+    return apportion(samples, [first_share] + [1.0] * (used - 1))
 
-    def wrap(self, module: nn.Module, slots: int) -> None:
-        parallel = nn.DataParallel(_Gatherable(module))
 
-        def whole(batch: Any) -> tuple[Tensor, Tensor]:
-            losses, numbers = parallel(batch)
-            return losses.sum(), numbers.sum(dim=0)
-
-        self._module = whole
+def limits(devices: Sequence[int], first_share: float) -> str:
+    """One line on what this strategy does here and what it does not."""
+    if len(devices) < 2:
+        found = "1 GPU" if devices else "no GPU"
+        return (
+            f"--strategy dp: nn.DataParallel splits a batch over GPUs and there is {found} here, so nothing "
+            "is split: this run computes as --strategy single does"
+        )
+    return (
+        f"--strategy dp: one process drives {len(devices)} GPUs by threads that share one interpreter lock; "
+        f"every step copies the weights to all of them and the gradients back to the first, which computes "
+        f"{first_share:g} of what another does; BatchNorm's running statistics are the first GPU's alone; "
+        "--strategy ddp has none of these limits"
+    )

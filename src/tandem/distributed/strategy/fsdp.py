@@ -24,6 +24,7 @@ class Strategy(single.Strategy):
 
     shares_parameters = True
     shares_state = True
+    has_one_device = True
 
     def check(self, group: ProcessGroup) -> None:
         """It works with any number of ranks."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.config.slices import ExchangeConfig
+from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.consensus import pack
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
@@ -19,11 +19,17 @@ class Strategy:
 
     shares_parameters = False
     shares_state = False
+    has_one_device = False
+    """Whether it takes a model to be on one device."""
 
-    def __init__(self, group: ProcessGroup, exchange: ExchangeConfig) -> None:
+    def __init__(self, group: ProcessGroup, exchange: ExchangeConfig, _compute: ComputeConfig) -> None:
         self._group = group
         self._slots = torch.zeros(0)
         self.check(group)
+        if self.has_one_device and len(group.devices) > 1:
+            raise ConfigError(
+                "--devices-per-rank is for --strategy ddp or single: leave it out, or use those"
+            )
         self.check_exchange(exchange)
 
     def check(self, group: ProcessGroup) -> None:

@@ -1,0 +1,260 @@
+"""`tandem bench --compare single,dp,ddp,fsdp`: one task and global batch under each strategy, here and now.
+
+Real runs of `tandem launch`, one after the other. In a round each has its turn and every round begins with
+another one, so that what else the machine does falls on all; ratios are of runs of the same round.
+"""
+
+import json
+import platform
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from tandem.config import SETTINGS, Settings
+from tandem.config.fields import words_of
+from tandem.errors import FAILED, FINISHED, ConfigError
+from tandem.signals import StopFlag
+from tandem.telemetry.journal import write_json_atomic
+from tandem.verify.watched_run import RunFailedError, WatchedRun, rank_processes
+
+ROUNDS = 3
+STEPS = 120
+"""A run's samples/s leave out its first 20 steps."""
+CPU_RANKS = 2
+LOG_LINES = 10
+ONE_PROCESS = ("single", "dp")
+PEAK = re.compile(r"^tandem_torch_memory_peak_bytes\{[^}]*\} (\S+)", re.MULTILINE)
+MIB = 2**20
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Mode:
+    """A strategy, its ranks, and what its runs gave, by round; `problem`: why there is nothing."""
+
+    name: str
+    ranks: int
+    problem: str = ""
+    samples_per_second: list[float] = field(default_factory=list)
+    memory_bytes: list[int] = field(default_factory=list)  # the largest of a rank's or GPU's peaks
+    losses: list[float] = field(default_factory=list)  # means over log intervals, of the last round
+
+    def as_json(self, reference: "Mode | None") -> dict[str, Any]:
+        rates = self.samples_per_second
+        return {
+            "strategy": self.name,
+            "ranks": self.ranks,
+            "problem": self.problem or None,
+            "samples_per_second": rates,
+            "ratio": self.ratio(reference),
+            "memory_bytes": self.memory_bytes,
+            "losses": self.losses,
+            "loss_difference": self.loss_difference(reference),
+        }
+
+    def ratio(self, reference: "Mode | None") -> float | None:
+        """Median over rounds of its samples/s by the reference's."""
+        if reference is None or not self.samples_per_second:
+            return None
+        pairs = zip(self.samples_per_second, reference.samples_per_second, strict=False)
+        return round(statistics.median(mine / theirs for mine, theirs in pairs), 3)
+
+    def loss_difference(self, reference: "Mode | None") -> float | None:
+        """The largest difference of a logged loss from the reference's."""
+        if reference is None or not self.losses:
+            return None
+        return max(abs(mine - theirs) for mine, theirs in zip(self.losses, reference.losses, strict=False))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the verb is asked for."""
+
+    names: list[str]
+    rounds: int = ROUNDS
+    output: Path | None = None
+
+    @classmethod
+    def of(cls, compare: str | None, rounds: int | None, output: Path | None) -> "Wanted":
+        """From the words of the command line. Raises ConfigError."""
+        known = words_of(SETTINGS["strategy"].annotation).removeprefix("one of ").split(", ")
+        names = list(dict.fromkeys(compare.split(","))) if compare is not None else known
+        for name in names:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"--compare: {name!r} is no strategy; valid are {', '.join(known)}{meant}")
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ConfigError(f"--json {output}: there is no folder {output.absolute().parent}")
+        return cls(names, rounds or ROUNDS, output)
+
+
+def modes_of(names: Sequence[str], settings: Settings, gpus: int) -> list[Mode]:
+    """What is to be run: a process for single and dp, `--nproc` ranks for the others. Raises ConfigError."""
+    if settings.launch.nodes not in (None, 1):
+        raise ConfigError(f"--nodes is {settings.launch.nodes}: bench compares on this machine, give --nproc")
+    asked = settings.launch.nproc
+    ranks = int(asked) if asked != "auto" else gpus or CPU_RANKS
+    modes = []
+    for name in names:
+        mode = Mode(name, 1 if name in ONE_PROCESS else ranks)
+        if name == "dp" and gpus < 2:
+            mode.problem = f"nn.DataParallel needs two GPUs, and torch sees {gpus}"
+        elif gpus and mode.ranks > gpus:
+            mode.problem = (
+                f"{mode.ranks} ranks need as many GPUs, and torch sees {gpus}; --device cpu has no limit"
+            )
+        modes.append(mode)
+    return modes
+
+
+def compare(
+    settings: Settings,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    wanted: Wanted,
+    say: Say,
+) -> int:
+    """Run them all, print one table: 0, or 1 where a run failed. Raises ConfigError and StoppedError."""
+    gpus, rounds, stop = gpus_for(settings), wanted.rounds, StopFlag().install()
+    modes, steps = modes_of(wanted.names, settings, gpus), settings.run.steps or STEPS
+    device = f"{gpus} GPUs" if gpus else "CPU"
+    batch_size = settings.data.batch_size
+    say(f"bench: {settings.run.task}, {steps} steps of {batch_size} samples, {rounds} rounds, {device}")
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        for number in range(rounds):
+            turn = number % len(modes)
+            for mode in modes[turn:] + modes[:turn]:
+                if mode.problem:
+                    continue
+                run_dir = Path(folder) / f"{mode.name}-{number}"
+                try:
+                    _run(mode, steps, run_dir, arguments, environ, stop)
+                except RunFailedError as error:
+                    mode.problem, failed = f"failed: {error}", True
+                    continue
+                rate = mode.samples_per_second[-1]
+                say(f"round {number + 1} of {rounds}: {mode.name}, {rate:,.0f} samples/s")
+    say(table(modes, on_gpus=bool(gpus)))
+    if wanted.output is not None:
+        write_json_atomic(wanted.output, _report(settings, steps, rounds, device, modes))
+    return FAILED if failed else FINISHED
+
+
+def gpus_for(settings: Settings) -> int:
+    """The GPUs that runs of these settings would use."""
+    if settings.compute.device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _run(
+    mode: Mode,
+    steps: int,
+    run_dir: Path,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    stop: StopFlag,
+) -> None:
+    """One run; its numbers are added to `mode`. Raises RunFailedError."""
+    flags: dict[str, object] = {
+        "--strategy": mode.name,
+        "--nproc": mode.ranks,
+        "--run-dir": run_dir,
+        "--steps": steps,
+        "--log-every": max(1, steps // LOG_LINES),
+        "--eval-every": "never",
+        "--checkpoint-every": "never",
+        "--resume": "never",
+        "--max-restarts": 0,
+        "--metrics-port": 0,
+        "--metrics-linger": 0,
+        "--progress": "off",
+        "--log-format": "text",
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    peaks: dict[int, int] = {}
+    with WatchedRun([sys.executable, "-m", "tandem", "launch", *arguments, *words], environ, run_dir) as run:
+        run.finish(stop, lambda session: _look(session, peaks))
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    on_gpus = [int(float(value)) for value in PEAK.findall((run_dir / "metrics.prom").read_text())]
+    mode.losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+    mode.memory_bytes.append(max(on_gpus or peaks.values(), default=0))
+    mode.samples_per_second.append(json.loads((run_dir / "summary.json").read_text())["samples_per_second"])
+
+
+def _look(session: int, peaks: dict[int, int]) -> None:
+    """Each rank's largest resident memory so far."""
+    for rank, pid in rank_processes(session).items():
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:  # gone meanwhile
+            continue
+        found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        if found:
+            peaks[rank] = max(peaks.get(rank, 0), int(found[1]) * 1024)
+
+
+def reference_of(modes: Sequence[Mode]) -> Mode | None:
+    """What the others are compared with: the first that ran."""
+    return next((mode for mode in modes if mode.samples_per_second and not mode.problem), None)
+
+
+def table(modes: Sequence[Mode], on_gpus: bool) -> str:
+    """One line for each; samples/s are the median over rounds, with the smallest and the largest."""
+    reference = reference_of(modes)
+    against = reference.name if reference else "-"
+    holder = "GPU" if on_gpus else "rank"
+    heads = ["strategy", "ranks", "samples/s", f"of {against}", f"MiB a {holder}", "last loss", "loss off by"]
+    rows = [heads]
+    for mode in modes:
+        if mode.problem or not mode.samples_per_second:
+            rows.append([mode.name, str(mode.ranks), mode.problem])
+            continue
+        rates = mode.samples_per_second
+        rows.append(
+            [
+                mode.name,
+                str(mode.ranks),
+                f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+                f"{mode.ratio(reference):.2f}",
+                f"{max(mode.memory_bytes) / MIB:,.0f}",
+                f"{mode.losses[-1]:.4f}" if mode.losses else "-",
+                f"{mode.loss_difference(reference):.1g}" if mode.losses else "-",
+            ]
+        )
+    full = [row for row in rows if len(row) == len(heads)]
+    widths = [max(len(row[column]) for row in full) for column in range(len(heads))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    )
+
+
+def _report(
+    settings: Settings, steps: int, rounds: int, device: str, modes: Sequence[Mode]
+) -> dict[str, Any]:
+    import torch
+
+    reference = reference_of(modes)
+    return {
+        "task": settings.run.task,
+        "batch_size": settings.data.batch_size,
+        "steps": steps,
+        "rounds": rounds,
+        "device": device,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "reference": reference.name if reference else None,
+        "strategies": [mode.as_json(reference) for mode in modes],
+    }

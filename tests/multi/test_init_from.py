@@ -1,0 +1,111 @@
+"""`--init-from` as people type it: what a run starts from, by both doors and shared out; what is refused."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import Scripts
+from torch import nn
+
+from tandem.checkpoint.state import weights_sha256
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+TASK = """
+import torch
+from torch import nn
+from tandem.data.datasets import Datasets, TensorRows
+
+class Layers:
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 33), nn.ReLU(), nn.Linear(33, 2))
+
+    def build_datasets(self):
+        rows = TensorRows(torch.ones(48, 4), torch.ones(48, 2))
+        return Datasets(rows, rows)
+
+    def loss(self, model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+LOOP = """
+import torch, tandem
+from torch import nn
+
+run = tandem.start()
+model = run.wrap(nn.Sequential(nn.Linear(4, 33), nn.ReLU(), nn.Linear(33, 2)))
+average = nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+run.keep(model=model, average=average, optimizer=optimizer)
+dataset = torch.utils.data.TensorDataset(torch.ones(48, 4), torch.ones(48, 2))
+for inputs, targets in run.batches(dataset, batch_size=16, steps=2):
+    run.backward(nn.functional.mse_loss(model(inputs), targets))
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save(model.state_dict(), "ended.pt")
+"""
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Saved as DDP has them, inside of more; the last layer is another one in other.pt."""
+    (tmp_path / "layers.py").write_text(TASK)
+    torch.manual_seed(5)
+    state = nn.Sequential(nn.Linear(4, 33), nn.ReLU(), nn.Linear(33, 2)).state_dict()
+    torch.save({"model": {f"module.{name}": value for name, value in state.items()}}, tmp_path / "own.pt")
+    torch.save({**state, "2.weight": torch.ones(9, 33), "2.bias": torch.ones(9)}, tmp_path / "other.pt")
+    torch.save({**state, "x": Hostile(tmp_path / "hit")}, tmp_path / "hostile.pt")
+    return state
+
+
+def train(processes: Any, folder: Path, verb: str, run: str, *flags: object) -> tuple[int, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    common = ["--task", "layers.py:Layers", "--batch-size", 16, "--steps", 2, "--lr", 0, "--device", "cpu"]
+    common += ["--metrics-port", 0, "--metrics-linger", 0, "--run-dir", run]
+    command = [sys.executable, "-m", "tandem", verb, *map(str, common), *map(str, flags)]
+    code, output = processes.run(command, 250, cwd=folder, env=own)
+    return int(code), str(output)
+
+
+def test_two_ranks_that_share_the_parameters_start_from_them(
+    tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
+) -> None:
+    flags = ("--nproc", 2, "--strategy", "fsdp", "--init-from", "own.pt", "--init-min", 1)
+    code, output = train(processes, tmp_path, "launch", "run", *flags)
+    assert code == 0, output
+    assert "starting from own.pt: 100.0% of the model's parameters (233 of 233)" in output
+    assert weights_sha256(weights) in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_what_is_refused_is_one_line_and_2(
+    tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
+) -> None:
+    code, output = train(processes, tmp_path, "train", "hostile", "--init-from", "hostile.pt")
+    assert code == 2 and "hostile.pt" in output and "it would run" in output, output
+    assert not (tmp_path / "hit").exists() and "Traceback" not in output
+    flags = ("--init-from", "other.pt", "--init-min", 0.9)
+    code, output = train(processes, tmp_path, "train", "other", *flags)
+    assert code == 2 and "Traceback" not in output, output
+    assert "has 70.8% of the model's parameters (165 of 233), and --init-min asks for 90.0%" in output
+    assert "wrong shape      2" in output and "loaded           2" in output
+
+
+def test_a_loop_of_ones_own_starts_from_them(
+    tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
+) -> None:
+    scripts = Scripts(tmp_path, processes)
+    scripts.write("loop.py", LOOP)
+    code, output = scripts.alone("loop.py", "run", TANDEM_INIT_FROM="own.pt", TANDEM_INIT_MIN="0.9")
+    assert code == 0, output
+    ended = torch.load(tmp_path / "ended.pt", weights_only=True)
+    assert all(torch.equal(ended[name], value) for name, value in weights.items())

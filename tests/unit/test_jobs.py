@@ -1,0 +1,72 @@
+"""What keeps jobs of one scheduler apart: run directories of array tasks, restarts, and the store's owner."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config import Settings
+from tandem.distributed.group import choose_device
+from tandem.errors import ConfigError, PeerLostError
+from tandem.launch.rendezvous import host_store, join_store
+from tandem.launch.run_dir import of_this_job
+from tandem.platforms.placement import Placement
+from tandem.signals import StopFlag
+
+
+def task_of_array(number: int, **more: Any) -> Placement:
+    return Placement(
+        "slurm", 2, 0, None, "node1", 20004, job=f"slurm-{number}.0", array=("3", str(number)), **more
+    )
+
+
+def settings_of(folder: Path, resume: str = "auto") -> Settings:
+    return Settings().replace(run_dir=folder, resume=resume)
+
+
+def test_two_tasks_of_an_array_never_share_a_run_directory(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path / "run")
+    assert of_this_job(settings, task_of_array(1)) == settings
+    of_this_job(settings, task_of_array(1, restarts=1))  # it comes back
+    with pytest.raises(ConfigError, match=r"is the run of task 1 of array 3, and this is task 2; give each"):
+        of_this_job(settings, task_of_array(2))
+    of_this_job(settings_of(tmp_path / "other"), task_of_array(2))
+    of_this_job(settings, replace(task_of_array(1), array=("8", "2")))  # another array goes on with the run
+    of_this_job(settings, replace(task_of_array(2), node_rank=1))  # node 0 looks, and node 0 alone
+    with pytest.raises(ConfigError, match="cannot write to the run directory"):
+        of_this_job(settings_of(Path("/proc/nothing")), task_of_array(1))
+
+
+def test_a_requeued_job_goes_on_though_it_began_with_never(tmp_path: Path) -> None:
+    settings, job = settings_of(tmp_path, "never"), replace(task_of_array(1), array=None)
+    assert of_this_job(settings, job).checkpoint.resume == "never"
+    assert of_this_job(settings, replace(job, restarts=1)).checkpoint.resume == "auto"
+    # One that was requeued before it ran for the first time has not begun yet.
+    late = replace(job, job="slurm-9.0", restarts=1)
+    assert of_this_job(settings, late).checkpoint.resume == "never"
+    assert of_this_job(settings, replace(late, restarts=2)).checkpoint.resume == "auto"
+    assert of_this_job(settings_of(tmp_path), replace(job, restarts=1)) == settings_of(tmp_path)
+
+
+def test_nodes_of_another_job_are_not_let_in(free_port: int) -> None:
+    first = Placement("slurm", 2, 0, None, "127.0.0.1", free_port, job="slurm-4.0")
+    store = host_store(first)
+    assert join_store(replace(first, node_rank=1), 10, StopFlag()).check(["tandem/job"])
+    with pytest.raises(
+        PeerLostError, match="is served by slurm-4.0, and this is slurm-135.0"
+    ):
+        join_store(replace(first, node_rank=1, job="slurm-135.0"), 10, StopFlag())
+    del store
+
+
+@pytest.mark.parametrize(("local_rank", "device"), [(0, None), (1, None), (1, 0)])
+def test_a_rank_takes_the_gpu_that_is_its_own(
+    local_rank: int, device: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under --gpus-per-task each sees one GPU; elsewhere all, and the local rank counts."""
+    from tandem.distributed.position import Position
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1 if device == 0 else 2)
+    position = Position(local_rank=local_rank, device=device)
+    assert choose_device("auto", position.gpu).index == (local_rank if device is None else 0)
