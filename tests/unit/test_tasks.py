@@ -110,7 +110,7 @@ def test_any_text_for_a_number_is_taken_or_refused_in_one_line(text: str) -> Non
         ("tandem.nothing:A", "there is no module 'tandem.nothing'"),
         ("tandem.tasks.digits:Digit", "task classes in it: Digits"),
         ("tandem.errors:ConfigError", "is no task: add build_model, build_datasets, loss"),
-        ("tandem.errors", "0 task classes"),
+        ("tandem.errors", "started without --task: tandem launch -m tandem.errors"),
     ],
 )
 def test_a_task_that_is_not_there_is_explained(name: str, says: str) -> None:

@@ -12,6 +12,18 @@ from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
 
+TORCHRUNS: Mapping[str, str] = {
+    "nproc-per-node": "--nproc",
+    "nnodes": "--nodes",
+    "master-addr": "--master HOST:PORT",
+    "master-port": "--master HOST:PORT",
+    "rdzv-endpoint": "--master HOST:PORT",
+    "world-size": "--nodes and --nproc",
+    "local-rank": "LOCAL_RANK=0 in the environment",
+    "rank": "RANK=0 in the environment",
+}
+"""What tutorials give to torchrun and to their own scripts, and what it is here."""
+
 
 class Parser(argparse.ArgumentParser):
     """The arguments of one verb. Errors are ConfigErrors of one line, which name the nearest known flag."""
@@ -54,9 +66,13 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             raise self._mistake(str(error.argument_name), error.message) from None
         if rest and rest[0].startswith("-"):
-            raise unknown("flag", rest[0].partition("=")[0], self._option_string_actions, see=self._see)
+            flag = rest[0].partition("=")[0]
+            meant = TORCHRUNS.get(flag.lstrip("-").replace("_", "-")) if self._takes_settings else None
+            raise unknown("flag", flag, self._option_string_actions, see=self._see, meant=meant)
         if rest:
             hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""
+            if rest[0].endswith(".py"):
+                hint = f"; a script: `tandem launch {rest[0]}`; a task: --task {rest[0]}:CLASS"
             raise ConfigError(f"unexpected argument {rest[0]!r}{hint}. {self._see}")
         return found
 

@@ -98,12 +98,21 @@ def bad_value(label: str, got: object, valid: str) -> NoReturn:
 
 
 def unknown(
-    kind: str, name: str, known: Iterable[str], label: str | None = None, see: str = SEE
+    kind: str,
+    name: str,
+    known: Iterable[str],
+    label: str | None = None,
+    see: str = SEE,
+    meant: str | None = None,
 ) -> ConfigError:
-    """The error for a name nobody knows, with the nearest known one; prefixes would make all of them near."""
+    """The error for a name nobody knows, with the nearest known one; prefixes would make all of them near.
+
+    `meant`: what is known to stand for it here.
+    """
     from difflib import get_close_matches
 
     plain = {other.lower().removeprefix("tandem_").lstrip("-"): other for other in known}
     nearest = get_close_matches(name.lower().removeprefix("tandem_").lstrip("-"), plain, n=1)
-    hint = f"; did you mean {plain[nearest[0]]}?" if nearest else "."
+    meant = meant or (plain[nearest[0]] if nearest else None)
+    hint = f"; did you mean {meant}?" if meant else "."
     return ConfigError(f"unknown {kind} {label or name}{hint} {see}")

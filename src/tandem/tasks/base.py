@@ -230,6 +230,12 @@ def _search_also(folder: Path) -> None:
 
 def _only_task(module: ModuleType, name: str) -> type[Any]:
     classes = _task_classes(module)
+    is_file = name.endswith(".py")
+    if not classes:
+        raise ConfigError(
+            f"{name} has 0 task classes: a task is a class with {_listed(REQUIRED_METHODS)}; a script with a "
+            f"loop of its own is started without --task: tandem launch {'' if is_file else '-m '}{name}"
+        )
     if len(classes) != 1:
         names = _listed([found.__name__ for found in classes])
         raise ConfigError(f"{name} has {len(classes)} task classes ({names}): name one, as in {name}:MyTask")

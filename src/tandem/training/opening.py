@@ -11,6 +11,8 @@ from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
 from tandem.telemetry.messages import Send
 
+log = logging.getLogger("tandem.run")
+
 
 def set_up_log(log_format: str, position: Position, run_dir: Path) -> None:
     """Rank 0 keeps the terminal and copies to its log; the others write to theirs alone."""
@@ -45,6 +47,12 @@ def open_world(
     with clock.phase("rendezvous"):
         threads = set_threads(compute.threads, position)
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
+        if position.store is None and position.init == "master" and position.master is not None:
+            # Nobody else says it: there is no agent, and a rank that was started alone waits for long.
+            where = ":".join(map(str, position.master))
+            log.info(
+                "meeting the other %d of %d ranks at %s", position.world_size - 1, position.world_size, where
+            )
         world = ProcessGroup.open(position, devices[0], reliability.first_step_timeout, devices)
         world.check_same_settings(common)
     clock.measure(devices[0])
