@@ -110,11 +110,9 @@ def volume(rows: Sequence[dict[str, Any]]) -> None:
         kind = "two" if row["way"] == "ring" else "one"
         if row["parameters"] > 500_000:
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" class="{kind}"/>')
-    parts.append(
-        text(
-            left + width, bottom - 8, "dots: measured over gloo, 1 and 10 million parameters", "end", "small"
-        )
-    )
+    if rows:
+        said = "dots: measured over gloo, 1 and 10 million parameters"
+        parts.append(text(left + width, bottom - 8, said, "end", "small"))
     save("dp-volume.svg", "Bytes through the busiest device", 530, 300, parts)
 
 
@@ -162,11 +160,13 @@ def shares() -> None:
 
 
 def main() -> None:
-    found = json.loads((HERE / "results" / "dp_vs_ddp.json").read_text())
+    results = HERE / "results" / "dp_vs_ddp.json"
+    found = json.loads(results.read_text()) if results.exists() else {}
     exchange()
-    volume(found["bytes"])
-    threads(found["threads"])
     shares()
+    volume(found.get("bytes", []))
+    if "threads" in found:
+        threads(found["threads"])
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
 """When does a compressed gradient pay? `python benchmarks/gradient_compression.py` (root, for the network).
 
-Two machines as network namespaces with a cable between them, each with one rank of `tandem launch` on
-wide_model.py. The cable has a token bucket at each end (tc tbf). For each rate every compression trains the
-same model; what is compared is the time of a step, as a ratio to uncompressed gradients at the same rate in
-the same round. Rounds take turns; the median of the rounds counts. Prints one table.
+Two machines as network namespaces with a cable between them, each with one rank; at both ends of the cable a
+token bucket (tc tbf) limits the rate. The ranks train one copy of wide_model.py's model for each compression,
+with tandem's own strategy and step, and take steps with them in turns: the ratio of two compressions is one
+of medians over the same seconds. Prints one table, and writes it as JSON.
 """
 
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 KINDS = ("none", "bf16", "fp16", "powersgd")
 RATES = ("", "1gbit", "100mbit")
-STEPS, LOG_EVERY = 24, 6
+BATCH, WARM_UP = 24, 2
 LIMIT_SECONDS = 300
 BUCKET = "burst 64kb latency 200ms"
 
@@ -58,96 +58,100 @@ class Cable:
                 run(*f"tc -n {machine} qdisc add dev cable root tbf rate {rate} {BUCKET}".split())
 
 
-def measure(cable: Cable, kind: str, width: int, folder: Path) -> tuple[float, int]:
-    """(milliseconds, gradient bytes) of a step; without the first interval."""
-    flags = (
-        f"--steps {STEPS} --log-every {LOG_EVERY} --batch-size 24 --threads 1 --device cpu --eval-every never"
-    )
-    flags += " --checkpoint-every never --snapshot-every never --metrics-linger 0 --metrics-port 0 --nodes 2"
-    task = ("--task", f"{HERE / 'wide_model.py'}:Wide", "--task.width", str(width))
-    processes = []
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
-    for number, machine in enumerate(cable.machines):
-        words = [
-            "ip",
-            "netns",
-            "exec",
-            machine,
-            sys.executable,
-            "-m",
-            "tandem",
-            "launch",
-            *flags.split(),
-            *task,
-        ]
-        words += ["--master", "10.78.0.1:29555", "--node-rank", str(number), "--run-dir", str(folder)]
-        words += ["--gradient-compression", kind]
-        environment = {
-            **environment,
-            "GLOO_SOCKET_IFNAME": "cable",
-            "TANDEM_STATE_DIR": f"{folder}-state-{number}",
-        }
-        with open(f"{folder}-{number}.log", "w") as log:
-            processes.append(
-                subprocess.Popen(
-                    words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            )
+def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]]]:
+    """{compression: (bytes, milliseconds) of a step}, as one of the two ranks."""
+    import torch
+
+    sys.path.insert(0, str(HERE))
+    from tandem.config import Settings
+    from tandem.distributed import strategy as strategies
+    from tandem.distributed.group import Position, ProcessGroup
+    from tandem.tasks.base import WholeTask
+    from tandem.telemetry.clock import Clock
+    from tandem.telemetry.meter import Costs
+    from tandem.training.step import Proposal, Stepper
+    from wide_model import Wide
+
+    torch.set_num_threads(1)
+    position = Position(rank=rank, world_size=2, nodes=2, init="master", master=("10.78.0.1", 29555))
+    world = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    task, steppers, found = WholeTask(Wide(width)), {}, {}
+    rows = task.build_datasets().train
+    batch = rows.__getitems__(torch.arange(rank, BATCH, 2))
+    for kind in KINDS:
+        settings = Settings().replace(gradient_compression=kind, batch_size=BATCH)
+        torch.manual_seed(0)
+        strategy = strategies.load("ddp", world, settings.exchange)
+        model = strategy.spread(task.build_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        made = settings.compute, settings.optimisation, BATCH, 0, task, model, optimizer
+        steppers[kind] = Stepper(world, strategy, *made, Clock())
+        steppers[kind].settle([batch], 0, Costs())
+        found[kind] = strategy.sync_bytes(list(model.parameters())), []
+    for step in range(WARM_UP + steps):
+        for kind, stepper in steppers.items():
+            world.sum([0.0])  # both begin together
+            began = time.perf_counter()
+            stepper.take([batch], step, Proposal())
+            if step >= WARM_UP:
+                found[kind][1].append(1000 * (time.perf_counter() - began))
+    world.sum([0.0])
+    return found
+
+
+def measure(cable: Cable, width: int, steps: int, folder: Path) -> dict[str, tuple[int, list[float]]]:
+    """What rank 0 has found. Raises SystemExit with the ranks' words where one fails."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "cable"}
+    ranks = []
+    for rank, machine in enumerate(cable.machines):
+        words = ["ip", "netns", "exec", machine, sys.executable, __file__, "--rank", str(rank)]
+        words += ["--width", str(width), "--steps", str(steps), "--output", str(folder / str(rank))]
+        ranks.append(subprocess.Popen(words, env=environment, start_new_session=True))
     try:
-        codes = [process.wait(timeout=LIMIT_SECONDS) for process in processes]
+        codes = [rank.wait(timeout=LIMIT_SECONDS) for rank in ranks]
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)
-                process.wait()
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, 9)
+                rank.wait()
     if any(codes):
-        raise SystemExit(f"{kind} ended with {codes}:\n{Path(f'{folder}-0.log').read_text()[-3000:]}")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = [sum(line["phases"].values()) / LOG_EVERY for line in lines if "phases" in line]
-    page = (folder / "metrics.prom").read_text()
-    found = re.search(r"^tandem_gradient_sync_bytes_total(?:\{[^}]*\})? (\S+)", page, re.MULTILINE)
-    return 1000 * statistics.median(times[1:]), round(float(found[1]) / STEPS) if found else 0
+        raise SystemExit(f"the ranks ended with {codes}")
+    return dict(json.loads((folder / "0").read_text()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--width", type=int, default=1400)
     parser.add_argument("--rates", default=",".join(RATES), help="comma-separated; an empty one is no limit")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gradient_compression.json")
+    parser.add_argument("--rank", type=int, help="of the program itself: be one of the two ranks")
     given = parser.parse_args()
+    if given.rank is not None:
+        given.output.write_text(json.dumps(train(given.rank, given.width, given.steps)))
+        sys.stdout.flush()
+        os._exit(0)
     rows = []
     with tempfile.TemporaryDirectory(prefix="tandem-compression-") as place, Cable() as cable:
         for rate in given.rates.split(","):
             cable.limit(rate)
-            times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-            ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
-            sent = {}
-            for turn in range(given.rounds):
-                for kind in KINDS:
-                    folder = Path(place) / f"{rate or 'open'}-{turn}-{kind}"
-                    milliseconds, sent[kind] = measure(cable, kind, given.width, folder)
-                    times[kind].append(milliseconds)
-                    ratios[kind].append(milliseconds / times["none"][-1])
-                    print(
-                        f"{rate or 'open'} {turn} {kind}: {milliseconds:.1f} ms", file=sys.stderr, flush=True
-                    )
-            for kind in KINDS:
-                rows.append(
-                    {
-                        "rate": rate or "no limit",
-                        "compression": kind,
-                        "bytes_a_step": sent[kind],
-                        "step_ms": round(statistics.median(times[kind]), 1),
-                        "ratio": round(statistics.median(ratios[kind]), 2),
-                        "ratios": [round(ratio, 3) for ratio in ratios[kind]],
-                    }
-                )
+            found = measure(cable, given.width, given.steps, Path(place))
+            plain = statistics.median(found["none"][1])
+            for kind, (sent, times) in found.items():
+                step = statistics.median(times)
+                row = {
+                    "rate": rate or "no limit",
+                    "compression": kind,
+                    "bytes": sent,
+                    "step_ms": round(step, 1),
+                }
+                rows.append({**row, "ratio": round(step / plain, 2), "all_ms": [round(t, 1) for t in times]})
     print("| rate | compression | bytes a step | step, ms | to none |\n|---|---|---|---|---|")
     for row in rows:
-        print("| {rate} | {compression} | {bytes_a_step:,} | {step_ms} | {ratio} |".format(**row))
+        print("| {rate} | {compression} | {bytes:,} | {step_ms} | {ratio} |".format(**row))
     given.output.parent.mkdir(exist_ok=True)
-    given.output.write_text(json.dumps({"width": given.width, "steps": STEPS, "rows": rows}, indent=1) + "\n")
+    made = {"width": given.width, "steps": given.steps, "load": os.getloadavg()[0], "rows": rows}
+    given.output.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -241,9 +241,6 @@ def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
     """How the job ended, in one line."""
     nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes, 1))
     summary = cluster.summary()
-    if summary is None and "WORKING_DIR" in cluster.variables:
-        copied = f"docker cp {cluster.project}-node-1:{cluster.run_dir} ."
-        return f"ended with {code} ({nodes}); logs and what the script has written: {copied}"
     if summary is None:
         return f"ended with {code} ({nodes}); no summary was written, the logs say why: make compose-logs"
     scores = summary.get("eval")
@@ -253,7 +250,10 @@ def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
     said += [f"weights {str(summary['weights_sha256'])[:12]}"] if summary.get("weights_sha256") else []
     if summary.get("reason"):
         said.append(str(summary["reason"]))
-    where = f"{summary['state']} at step {summary['global_step']}"
+    whose = "rank 0 " if code and summary["state"] == "finished" else ""  # another node's has failed
+    where = f"{whose}{summary['state']} at step {summary['global_step']}"
+    if "WORKING_DIR" in cluster.variables:  # a script's
+        said.append(f"its files: docker cp {cluster.project}-node-1:{cluster.run_dir} .")
     return f"ended with {code} ({nodes}): {'; '.join([where, ', '.join(said)]) if said else where}"
 
 

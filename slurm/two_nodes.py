@@ -138,7 +138,9 @@ class Cluster:
             timeout=120,
         )
         if done.returncode:
-            raise subprocess.CalledProcessError(done.returncode, command, done.stdout)
+            error = subprocess.CalledProcessError(done.returncode, command, done.stdout)
+            error.add_note(done.stdout)
+            raise error
         return done.stdout.strip()
 
     def job(self, number: str) -> Mapping[str, str]:
@@ -155,9 +157,15 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def bring_back(self, node: str) -> None:
+        """Start it anew. It may be taken back as soon as it registers; else the administrator says so."""
         self._start_node(node)
+        self._until(lambda: self._is_up(node), f"{node} is not back")
+
+    def _is_up(self, node: str) -> bool:
+        if self.node_state(node).startswith(("idle", "alloc", "mix")):
+            return True
         self.run("scontrol", "update", f"nodename={node}", "state=resume")
-        self._until(lambda: self.node_state(node).startswith(("idle", "alloc", "mix")), f"{node} is not back")
+        return False
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""

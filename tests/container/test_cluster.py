@@ -130,7 +130,8 @@ def test_a_plain_ddp_script_goes_on_from_its_own_file_after_a_node_is_killed(
     engine.helper("sh", "-c", f"kill -9 {engine.node(2).pid}", options=["--pid=host"])
     code, output = cluster.processes.wait(process, 250)
     assert code == 0, output
-    assert "ended with 0 (node 1 0, node 2 0); logs and what the script has written: docker cp " in output
+    assert "ended with 0 (node 1 0, node 2 0): finished at step " in output
+    assert f"its files: docker cp {cluster.project}-node-1:/checkpoints/train ." in output
     log = engine.read("/checkpoints/train/log/rank-0.log") or ""
     assert "resuming from epoch" in log and log.count("final loss") == 1
     assert engine.node(2).starts == 2

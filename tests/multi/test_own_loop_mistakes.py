@@ -6,6 +6,10 @@ from typing import Any
 import pytest
 from own_loops import SMALL, Scripts
 
+from tandem.config import Settings
+from tandem.errors import ConfigError
+from tandem.own_loop.engine import check_settings
+
 pytestmark = pytest.mark.multi
 
 
@@ -71,6 +75,18 @@ def test_each_mistake_is_one_line_and_ends_with_2(scripts: Scripts) -> None:
     assert code == 2, output
     assert "run.backward added to gradients of an earlier backward" in output.splitlines()[-1]
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("settings, line", [
+    ({"strategy": "fsdp"}, "--strategy fsdp is for tasks; a loop of one's own runs with ddp or single"),
+    ({"strategy": "dp"}, "--strategy dp is for tasks; a loop of one's own runs with ddp or single"),
+    ({"precision": "bf16"}, "--precision bf16 is for tasks; in a loop of one's own use torch.autocast"),
+    ({"compile": True}, "--compile is for tasks; in a loop of one's own call torch.compile on the wrapped"),
+])  # fmt: skip
+def test_settings_of_tasks_alone_are_refused(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_settings(Settings().replace(**settings))
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
 
 
 def test_what_is_not_finite_changes_nothing_and_ends_the_run_or_is_left_out(scripts: Scripts) -> None:

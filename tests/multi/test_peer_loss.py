@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tandem.distributed.compression.half import Half
+from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.peers import is_peer_loss
 
 pytestmark = pytest.mark.multi
@@ -26,6 +28,7 @@ SOUNDS_LIKE = [
     RuntimeError("socket of the tokenizer: connection reset, broken pipe"),
     RuntimeError("my gloo and nccl settings are wrong: Connection closed by peer"),
     RuntimeError("size mismatch in store.weight"),
+    RuntimeError("Got the following error when running the callback: KeyError: gloo"),
     ValueError("[/x/gloo/transport/tcp/pair.cc:1] Connection closed by peer"),
     ConnectionResetError("connection reset by peer"),
 ]
@@ -53,6 +56,10 @@ def test_typed_errors_and_nccl_messages_mean_a_lost_peer_but_not_in_a_world_of_o
             "[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: W"
         ),
         RuntimeError("Operation timed out!"),
+        RuntimeError(
+            "Got the following error when running the callback: RuntimeError: Got the following error when "
+            "running the callback: RuntimeError: [/x/gloo/transport/tcp/pair.cc:1] Connection closed by peer"
+        ),
     ]
     assert [is_peer_loss(error, 2) for error in lost] == [True] * len(lost)
     assert not any(is_peer_loss(error, 1) for error in lost)
@@ -82,6 +89,19 @@ def backward(size: int) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
+def compressed(size: int) -> None:
+    """The error comes through a callback of DDP's hook, which puts words of its own before it."""
+    module = torch.nn.Module()
+    module.model, module.carrier = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.zeros(2))
+    module.forward = lambda x: module.model(x).sum() + module.carrier.sum()
+    model = torch.nn.parallel.DistributedDataParallel(module)
+    Half(ProcessGroup(Position(world_size=size), torch.device("cpu")), "bf16").attach(
+        model, module.carrier, {}
+    )
+    for _ in range(2):
+        model(torch.ones(2, 4)).backward()
+
+
 def read_store(size: int) -> None:
     dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=1))
 
@@ -107,7 +127,7 @@ def work(rank: int, size: int, port: int, collective: Callable[[int], None], end
 
 CASES = [
     ("killed", reduce, 2), ("killed", backward, 2), ("killed", broadcast, 3), ("killed", scatter, 3),
-    ("closed", gather, 2), ("closed", backward, 3),
+    ("closed", gather, 2), ("closed", backward, 3), ("killed", compressed, 2), ("silent", compressed, 2),
     ("silent", reduce, 2), ("silent", backward, 2), ("silent", read_store, 2),
 ]  # fmt: skip
 

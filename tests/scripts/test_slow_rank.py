@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import os, time

@@ -61,6 +61,16 @@ for inputs, labels in run.batches(dataset, batch_size=24, epochs=3):
     optimizer.step()
     optimizer.zero_grad()
 """
+STAND_IN = """
+import signal
+import sys
+import time
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as tandem's agent ends, after a checkpoint
+print("started", flush=True)
+time.sleep(300 if sys.argv[1] == "wait" else 0)
+sys.exit(int(sys.argv[1]))
+"""
 PLAIN = """
 import torch
 import torch.distributed as dist
@@ -88,6 +98,7 @@ class Slurm:
         (folder / "held.py").write_text(TASK)
         (folder / "own.py").write_text(OWN_LOOP)
         (folder / "plain.py").write_text(PLAIN)
+        (folder / "stand_in.py").write_text(STAND_IN)
 
     def task(self, run: str | None = None, steps: int = STEPS) -> list[str]:
         flags = ["--task", "held.py:Held", "--batch-size", "24", "--steps", str(steps)]
@@ -199,6 +210,28 @@ def test_every_task_of_an_array_is_a_run_of_its_own(slurm: Slurm, undisturbed: d
     assert code != 0
     outputs = [(slurm.folder / f"array-{task}.out").read_text() for task in (1, 2)]
     assert sum("is the run of task" in each and "requeuing" not in each for each in outputs) == 1, outputs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_does_not_come_back(slurm: Slurm) -> None:
+    """A cancelled job, the script's own error, and a failure too many; what srun starts only ends so."""
+    jobs = {}
+    for name, word in {"cancelled": "wait", "own-error": "2", "failing": "200"}.items():
+        options = ("--parsable", f"--job-name={name}", "--cpus-per-task=1", f"--output={name}.out")
+        variables = {"LAUNCHER": "python stand_in.py", "MAX_RESTARTS": "1"}
+        code, jobs[name] = slurm.run("sbatch", *options, str(TRAIN), word, **variables)
+        assert code == 0, jobs[name]
+    jobs = {name: number.strip() for name, number in jobs.items()}
+    cancelled = slurm.folder / "cancelled.out"
+    slurm.until(lambda: cancelled.exists() and cancelled.read_text().count("started") == 2, "it runs")
+    slurm.cluster.run("scancel", jobs["cancelled"])
+    ends = {"cancelled": ("CANCELLED", "0"), "own-error": ("FAILED", "0"), "failing": ("FAILED", "1")}
+    for name, (state, restarts) in ends.items():
+        slurm.until(lambda job=jobs[name], state=state: slurm.cluster.job(job)["JobState"] == state, name)
+        assert slurm.cluster.job(jobs[name])["Restarts"] == restarts
+    assert slurm.cluster.job(jobs["own-error"])["ExitCode"] == "2:0"
+    assert slurm.cluster.job(jobs["failing"])["ExitCode"] == "200:0"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from tandem.data.loader import batch_size_of, parts_of
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.dp import Balanced, limits, shares_of_devices
+from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.training.step import TrainingModule
 
@@ -113,6 +114,14 @@ def test_without_two_gpus_it_says_that_nothing_is_split(caplog: pytest.LogCaptur
     assert "there is 1 GPU here" in limits([0], 1.0)
     assert all("\n" not in limits(devices, 0.5) for devices in ([], [0], [0, 1]))
     assert "2 GPUs" in limits([0, 1], 0.5) and "0.5 of what another does" in limits([0, 1], 0.5)
+
+
+def test_a_first_share_is_for_dp_alone() -> None:
+    compute = Settings().replace(dp_first_share=0.5).compute
+    strategies.load("dp", ProcessGroup(Position(), CPU), compute=compute)
+    for name in ("single", "ddp"):
+        with pytest.raises(ConfigError, match="--dp-first-share is for --strategy dp"):
+            strategies.load(name, ProcessGroup(Position(), CPU), compute=compute)
 
 
 @pytest.mark.parametrize("value", ["0", "1.1", "-1", "nan"])

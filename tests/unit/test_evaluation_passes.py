@@ -34,7 +34,7 @@ def test_scores_are_computed_in_the_precision_of_the_training(
 ) -> None:
     group: Any = SimpleNamespace(
         rank=0, size=1, device=torch.device("cpu"), broadcast_buffers=lambda model: None,
-        broadcast_json=lambda value: value, sum=lambda values: values,
+        broadcast_json=lambda value: value, gather_json=lambda value: [value], sum=lambda values: values,
     )  # fmt: skip
     task: Any = Watching()
     if own:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.config import Settings
-from tandem.distributed.group import choose_device
+from tandem.distributed.group import choose_devices
 from tandem.errors import ConfigError, PeerLostError
 from tandem.launch.rendezvous import host_store, join_store
 from tandem.launch.run_dir import of_this_job
@@ -69,4 +69,4 @@ def test_a_rank_takes_the_gpu_that_is_its_own(
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1 if device == 0 else 2)
     position = Position(local_rank=local_rank, device=device)
-    assert choose_device("auto", position.gpu).index == (local_rank if device is None else 0)
+    assert choose_devices("auto", position.gpu)[0].index == (local_rank if device is None else 0)

@@ -1,12 +1,14 @@
 """Where tandem's own words end, what is refused before anything starts, and who is to blame at the end."""
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tandem.config import Given, Settings
+from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.launch.endings import Cause, choose, failures, last_words
@@ -15,6 +17,8 @@ from tandem.script.environment import variables
 from tandem.script.execute import code_of
 from tandem.script.job import Job, Program
 from tandem.script.watch import where
+
+ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,30 @@ def test_a_program_gets_the_settings_that_were_given_as_variables() -> None:
         "TANDEM_RUN_DIR": "/runs/x", "TANDEM_RESUME": "auto", "TANDEM_EPOCHS": "3", "TANDEM_DOWNLOAD": "true",
         "TANDEM_SEED": "0",  # given, be it as the default: it goes before what the script says
     }  # fmt: skip
+
+
+def test_a_flag_with_the_default_goes_before_dotenv_in_the_script_too(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("TANDEM_SEED=5\nTANDEM_LR=0.7\n")
+    flags = {"seed": Given("0", "flag --seed", "--seed")}
+    given = resolve(flags, {}, tmp_path / ".env")
+    variables = variables_of(given.settings.replace(run_dir=tmp_path), given.chosen)
+    inside = resolve({}, variables, tmp_path / ".env").settings
+    assert (inside.run.seed, inside.optimisation.lr) == (0, 0.7)
+
+
+@pytest.mark.parametrize("name", ["slurm-two-per-node-1", "torchrun-rank-1"])
+def test_where_each_process_is_a_rank_already_a_program_is_not_launched_again(
+    name: str, tmp_path: Path, processes: Any
+) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    lines = (ENVIRONMENTS / f"{name}.env").read_text().splitlines()
+    place = dict(line.split("=", 1) for line in lines if "=" in line)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+    command = [sys.executable, "-m", "tandem", "launch", "--run-dir", "run", "train.py"]
+    code, output = processes.run(command, 60, cwd=tmp_path, env=clean | place)
+    assert code == 2 and output.count("\n") == 1
+    assert "starts each rank itself, and `tandem launch train.py` would start them again" in output
+    assert not (tmp_path / "run").exists()
 
 
 def test_threads_are_torchruns_where_ranks_share_a_host() -> None:

@@ -1,17 +1,24 @@
 """Shares of a batch: every sample somebody's, in whole samples, by weights, and micro-batches that match."""
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
 from tandem.config import Settings
+from tandem.data.kinds import training_data
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.shares import apportion, equal_shares, fits, given_shares, measured_shares, places
 from tandem.data.source import Reader
 from tandem.errors import ConfigError
+from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import StepTimes
-from tandem.training.shares import pace
+from tandem.training.shares import BatchShares, pace
 
 weights = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
@@ -118,3 +125,61 @@ def test_the_pace_is_of_the_work_that_grows_with_the_share_in_quick_steps() -> N
         return StepTimes(quarter, quarter, quarter, quarter, optimizer=9.0, other=9.0, wait=9.0)
 
     assert pace(30, [times(0.1)] * 10 + [times(5.0)] * 5) == pytest.approx(300)
+
+
+class Numbers(IterableDataset[int]):
+    """A stream that cannot say where it stands: it is read anew."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1000))
+
+    def __len__(self) -> int:
+        return 1000
+
+
+def rank_of_two(dataset: Any, rank: int, **values: Any) -> BatchShares:
+    """One of two ranks, of which rank 0 is three times as quick."""
+    config = Settings().replace(batch_size=32, batch_shares="auto", **values).data
+    reader = Reader(config, 0, rank, 2, None, torch.device("cpu"))
+    data = training_data(dataset, reader, None)
+    world = SimpleNamespace(size=2, rank=rank, is_first=rank == 0, gather_json=lambda _mine: [300.0, 100.0])
+    clock, recorder = Clock(), SimpleNamespace(event=lambda *_kind, **_fields: None)
+    clock.recent += [StepTimes(0.0, 0.0, 0.1, 0.1, 0.0, 0.0, 0.0)] * 19
+    return BatchShares(data, reader, cast(Any, world), clock, cast(Any, recorder))
+
+
+def taken(shares: BatchShares, start: int, stop: int) -> list[list[list[int]]]:
+    """Each step's micro-batches, with the decisions in between, as the loop does it."""
+    found = []
+    for step, batches in enumerate(shares.steps(start, stop), start):
+        found.append([batch.tolist() for batch in batches])
+        shares.after_step(step + 1)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["rows", "stream"])
+def test_auto_changes_who_computes_what_and_nothing_else(kind: str, workers: int) -> None:
+    if kind == "stream" and workers:
+        pytest.skip("ranks read a stream themselves")
+    dataset: Any = Numbers() if kind == "stream" else list(range(1000))
+    more = {"micro_batch_size": 5, "workers": workers}
+    ranks = [rank_of_two(dataset, rank, **more) for rank in range(2)]
+    seen = [taken(shares, 0, 30) for shares in ranks]
+    assert [shares.sizes for shares in ranks] == [(24, 8), (24, 8)]
+    sizes = [[sum(map(len, batches)) for batches in steps] for steps in seen]
+    assert sizes == [[16] * 20 + [24] * 10, [16] * 20 + [8] * 10]
+    order = training_data(dataset, ranks[0]._reader, None).order
+    for step, (first, second) in enumerate(zip(*seen, strict=True)):
+        assert len(first) == len(second)
+        whole = sorted(index for batches in (first, second) for batch in batches for index in batch)
+        expected = range(step * 32, (step + 1) * 32) if kind == "stream" else order.batch(step)[1].tolist()
+        assert whole == sorted(expected)
+
+    resumed = rank_of_two(dataset, 1, **more)
+    resumed.load(ranks[1].state())
+    assert taken(resumed, 25, 30) == seen[1][25:]
+    for other in ([0, 0], [31, 1], [16, 8, 8], [20, 8]):  # not decided; micro-batches, ranks or batch differ
+        anew = rank_of_two(dataset, 1, **more)
+        anew.load(other)
+        assert anew.sizes == () and anew.state() == [0, 0]

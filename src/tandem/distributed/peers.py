@@ -23,6 +23,8 @@ LOST_PEER_MESSAGES = {
         r"|\[(PG [^\]]*)?Rank \d+\] .*(Watchdog caught collective operation timeout|NCCL watchdog)"
     ),
 }
+CALLBACK = re.compile(r"(Got the following error when running the callback: (\w+: )?)+")
+"""What torch's futures put before an error that a hook of DDP has passed on. torch 2.11 to 2.15."""
 
 
 def is_peer_loss(error: BaseException, world_size: int) -> bool:
@@ -34,5 +36,5 @@ def is_peer_loss(error: BaseException, world_size: int) -> bool:
         return False
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
-    text = str(error)
+    text = CALLBACK.sub("", str(error), count=1) if CALLBACK.match(str(error)) else str(error)
     return isinstance(error, RuntimeError) and any(p.match(text) for p in LOST_PEER_MESSAGES.values())

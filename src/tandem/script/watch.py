@@ -97,7 +97,8 @@ class Watch:
                 self._times[self.steps % RECENT_STEPS] = now - self._ended_at
                 self._unsent.append(now - self._ended_at)
             self.steps, self._ended_at = self.steps + 1, now
-        self._pace.stepped(optimizer)
+        if not self._is_silent:
+            self._pace.stepped(optimizer)
         if self.steps == 1 and self._position.local_rank == 0:
             self._learn()
 

@@ -182,6 +182,8 @@ def _run(
         "--progress": "off",
         "--log-format": "text",
     }
+    if mode.name != "dp":
+        flags["--dp-first-share"] = 1
     words = [str(word) for pair in flags.items() for word in pair]
     peaks: dict[int, int] = {}
     with WatchedRun([sys.executable, "-m", "tandem", "launch", *arguments, *words], environ, run_dir) as run:

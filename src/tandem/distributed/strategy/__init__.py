@@ -9,6 +9,7 @@ from importlib import import_module
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy.base import Strategy
+from tandem.errors import ConfigError
 
 __all__ = ["Strategy", "load", "preload"]
 
@@ -19,6 +20,8 @@ def load(
     name: str, group: ProcessGroup, exchange: ExchangeConfig = AS_TORCH_DOES, compute: ComputeConfig = PLAIN
 ) -> Strategy:
     """The strategy of that name for the ranks of `group`; ConfigError where it cannot work with them."""
+    if compute.dp_first_share != 1.0 and name != "dp":
+        raise ConfigError("--dp-first-share is for --strategy dp: leave it out, or train with dp")
     strategy: Strategy = import_module(f"{__name__}.{name}").Strategy(group, exchange, compute)
     return strategy
 
