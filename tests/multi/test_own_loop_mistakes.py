@@ -115,8 +115,10 @@ def test_an_own_error_has_its_traceback_and_a_loop_that_is_left_is_one_line(scri
 def test_a_volume_that_fails_is_one_line(scripts: Scripts) -> None:
     breaks = "    if run.step == 7:\n        break_volume()\n    run.backward(loss)"
     top = (
-        "import pathlib\n\n"
+        "import pathlib, time\n\n"
         "def break_volume():\n"  # a save may be on its way
+        "    while not pathlib.Path('run/checkpoints').exists():\n"
+        "        time.sleep(0.01)\n"
         "    pathlib.Path('run/checkpoints').rename('run/elsewhere')\n"
         "    pathlib.Path('run/checkpoints').touch()\n"
     )
