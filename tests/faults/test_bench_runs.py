@@ -27,7 +27,7 @@ def test_it_runs_what_can_run_here_and_says_what_cannot(runs: Runs) -> None:
     assert ddp["ranks"] == 2 and ddp["ratio"] > 0 and ddp["loss_difference"] < 0.5
     for mode in (single, ddp):
         assert len(mode["samples_per_second"]) == 1 and mode["samples_per_second"][0] > 0
-        assert mode["memory_bytes"][0] > 50 * 2**20 and len(mode["losses"]) == 12
+        assert mode["memory_bytes"][0] > 50 * 2**20 and len(mode["losses"]) == 13
     assert [line.split()[0] for line in output.splitlines()[-4:]] == ["strategy", "dp", "single", "ddp"]
 
 
