@@ -5,12 +5,14 @@ import json
 import pytest
 from small_runs import Runs
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FLAGS = (
     "--device", "cpu", "--threads", 1, "--log-every", 5, "--checkpoint-every", 10, "--eval-every", "never",
     "--lr-scaling", "auto", "--lr-base-batch-size", 12, "--warmup", 8, "--warmup-mode", "zero",
 )  # fmt: skip
+
+DELAY = 0.15  # seconds per step: time to be stopped in the middle; a resume asks for the same
 
 
 def test_an_elastic_resume_keeps_the_rate_curve(runs: Runs) -> None:
@@ -18,10 +20,10 @@ def test_an_elastic_resume_keeps_the_rate_curve(runs: Runs) -> None:
     for ranks, last in ((2, 20), (1, 40)):  # the rest of the plan is the same: the schedule knows 40 steps
         flags = (*FLAGS, "--nproc", ranks, "--steps", 40)
         if last == 40:
-            code, output = runs.processes.wait(runs.start("launch", "run", *flags))
+            code, output = runs.processes.wait(runs.start("launch", "run", *flags, delay=DELAY))
             assert code == 0, output
         else:
-            started = runs.start("launch", "run", *flags, delay=0.2)
+            started = runs.start("launch", "run", *flags, delay=DELAY)
             runs.wait_for_step("run", last)
             started.terminate()
             code, output = runs.processes.wait(started)
