@@ -43,9 +43,9 @@ def test_digits_comes_to_the_accuracy_of_uncompressed_gradients(
     rest = ("--threads", 1, "--metrics-port", 0, "--metrics-linger", 0)
     accuracy = {}
     for name in ("none", kind):
-        words = ("launch", *flags, *rest, "--run-dir", name, "--gradient-compression", name)
+        words = ("launch", *flags, *rest, "--run-dir", f"as-{name}", "--gradient-compression", name)
         command = [*runs.command("launch", name)[:3], *map(str, words)]
         code, output = runs.processes.run(command, limit=400, cwd=runs.folder, env=runs.environment)
         assert code == 0, output
-        accuracy[name] = runs.summary(name)["eval"]["accuracy"]
+        accuracy[name] = runs.summary(f"as-{name}")["eval"]["accuracy"]
     assert accuracy["none"] > 0.97 and accuracy[kind] > accuracy["none"] - 0.005, accuracy

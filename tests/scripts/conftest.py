@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_SECONDS = 280.0  # three or four imports of torch at worst, on a machine that does other things
 
 

@@ -10,8 +10,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-
-from conftest import PROGRAMS
+from unchanged import PROGRAMS
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(900)]
 

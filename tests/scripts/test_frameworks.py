@@ -11,8 +11,7 @@ import sys
 from typing import Any
 
 import pytest
-
-from conftest import PROGRAMS
+from unchanged import PROGRAMS
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -7,8 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-
-from conftest import PROGRAMS
+from unchanged import PROGRAMS
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 

@@ -8,8 +8,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-
-from conftest import PROGRAMS
+from unchanged import PROGRAMS
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from conftest import PROGRAMS
+from unchanged import PROGRAMS
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 

@@ -1,0 +1,5 @@
+"""Where the programs lie that know nothing of tandem."""
+
+from pathlib import Path
+
+PROGRAMS = Path(__file__).parent / "programs"
