@@ -121,7 +121,9 @@ def test_ranks_end_together_with_the_gradients_of_one_process(tmp_path: Path, fr
         for number, rank in enumerate(ranks):
             mine, seen, rest, (samples, before), state = rank[micro]
             assert len(seen) == SIZES[number] and rest == seen[57 * SHARE :]
-            assert mine == ranks[0][micro][0] and mine == pytest.approx(losses, abs=1e-4)
+            assert mine == ranks[0][micro][0]
+            assert mine[:20] == pytest.approx(losses[:20], rel=2e-6, abs=1e-6)  # after as many exact updates
+            assert mine == pytest.approx(losses, abs=1e-4)  # where rounding has grown by momentum
             assert samples == [4] * 60 + [2] * 39 + [1] and before == sum(SIZES) + 200
             for name, value in weights.items():
                 torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
