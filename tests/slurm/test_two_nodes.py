@@ -206,7 +206,8 @@ def test_every_task_of_an_array_is_a_run_of_its_own(slurm: Slurm, undisturbed: d
     runs = [slurm.summary(f"array/{task}") for task in (1, 2)]
     assert {each["weights_sha256"] for each in runs} == {undisturbed["weights_sha256"]}
     # Told to share one, the second is refused, and does not come back.
-    code, output = slurm.run(*sbatch, *slurm.task("one-for-all", 20))
+    # Its other node waits for the refused one's, so the wait is a short one here.
+    code, output = slurm.run(*sbatch, *slurm.task("one-for-all", 20), "--master-timeout", "100")
     assert code != 0
     outputs = [(slurm.folder / f"array-{task}.out").read_text() for task in (1, 2)]
     assert sum("is the run of task" in each and "requeuing" not in each for each in outputs) == 1, outputs
