@@ -20,7 +20,7 @@ WORKERS ?= 2
 # Seconds. A test has a limit of its own (pyproject.toml); these end a suite between two tests, with its summary,
 # and a suite that cannot even do that is killed two minutes later. Why a test failed is said when it fails.
 UNIT_LIMIT := 600
-TEST_LIMIT := 1800
+TEST_LIMIT := 2700
 ALL_LIMIT := 3600
 PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n $(WORKERS) --session-timeout=$(1)
 # A second object store, for the tests of the first; they skip where it is not there.

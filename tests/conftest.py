@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +40,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByModule(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """TRIALS_UNTIL (seconds since 1970): from then on no long trial is begun, and each says so."""
+    if item.get_closest_marker("slow") and time.time() > float(os.environ.get("TRIALS_UNTIL", "inf")):
+        pytest.skip("no time is left for this long trial on so slow a machine; make test-all runs it")
 
 
 class Reasons:
