@@ -20,6 +20,7 @@ from tandem.launch.liveness import OwnClock
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.timeouts import (
+    ANNOUNCE_SECONDS,
     LAST_CALL_SECONDS,
     LEAVE_SECONDS,
     LEFT_POLL_SECONDS,
@@ -174,11 +175,12 @@ def announce(placement: Placement, code: int) -> None:
     with contextlib.suppress(PeerLostError, RuntimeError):
         store = host_store(placement)
         store.set(VERDICT_KEY, str(code))
-        stay_until_all_left(store, placement.nodes, store.add(LEFT_KEY, 1))
+        stay_until_all_left(store, placement.nodes, store.add(LEFT_KEY, 1), ANNOUNCE_SECONDS)
 
 
-def stay_until_all_left(store: TCPStore, nodes: int, left: int) -> None:
-    deadline = time.monotonic() + LEAVE_SECONDS
+def stay_until_all_left(store: TCPStore, nodes: int, left: int, seconds: float = LEAVE_SECONDS) -> None:
+    """Until so many nodes have left, but no longer than `seconds`."""
+    deadline = time.monotonic() + seconds
     while left < nodes and time.monotonic() < deadline:
         time.sleep(LEFT_POLL_SECONDS)
         left = store.add(LEFT_KEY, 0)
