@@ -70,7 +70,7 @@ WAITING_WORD_SECONDS = 5.0
 LEAVE_SECONDS = 10.0
 """Node 0 keeps the store for the others to hear the verdict; kubernetes' grace period counts on it."""
 ANNOUNCE_SECONDS = 30.0
-"""The same before anything has begun: the others may still import torch, and would wait for a master in vain."""
+"""The same before anything has begun: others may still import torch, and would wait for it in vain."""
 LEFT_POLL_SECONDS = 0.02
 """Node 0 looks meanwhile whether all have left."""
 

@@ -169,7 +169,7 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
 
 
 def announce(placement: Placement, code: int) -> None:
-    """Node 0 ends the job before it began: tell the nodes that come within a few seconds."""
+    """Node 0 ends the job before it began: tell the nodes that come within half a minute."""
     if placement.node_rank != 0 or placement.nodes == 1:
         return
     with contextlib.suppress(PeerLostError, RuntimeError):
