@@ -33,7 +33,11 @@ def test_two_tasks_of_an_array_never_share_a_run_directory(tmp_path: Path) -> No
         of_this_job(settings, task_of_array(2))
     of_this_job(settings_of(tmp_path / "other"), task_of_array(2))
     of_this_job(settings, replace(task_of_array(1), array=("8", "2")))  # another array goes on with the run
-    of_this_job(settings, replace(task_of_array(2), node_rank=1))  # node 0 looks, and node 0 alone
+    other = replace(task_of_array(1), node_rank=1)
+    assert of_this_job(settings, other) == settings
+    with pytest.raises(ConfigError, match="is the run of task 1"):  # instead of waiting for a refused node 0
+        of_this_job(settings, replace(other, array=task_of_array(2).array))
+    of_this_job(settings_of(Path("/proc/nothing")), other)  # the volume need not be there
     with pytest.raises(ConfigError, match="cannot write to the run directory"):
         of_this_job(settings_of(Path("/proc/nothing")), task_of_array(1))
 

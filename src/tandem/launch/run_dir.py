@@ -36,12 +36,14 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
     """The settings, where the scheduler starts a job several times, or many alike, in one run directory.
 
     Every task of a job array has a run directory of its own: the first that comes writes its name down, and
-    for the others this raises ConfigError; they would save over each other, or find the run complete. A job
-    that comes back after `--resume never` goes on, or it would never end.
+    for the others this raises ConfigError; they would save over each other, or find the run complete. All
+    nodes look, where they see the folder: one that waited for a refused node 0 would end with 200, and come
+    back. A job that comes back after `--resume never` goes on, or it would never end.
     """
     folder, never = local_folder(settings.run.place), settings.checkpoint.resume == "never"
-    if placement.node_rank or placement.rank or folder != settings.run.place:
+    if folder != settings.run.place:
         return settings
+    is_first = not placement.node_rank and not placement.rank
     try:
         if placement.array is not None:
             array, task = placement.array
@@ -50,7 +52,7 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
                     f"{folder} is the run of task {other} of array {array}, and this is task {task}; give "
                     "each task its own: --run-dir runs/$SLURM_ARRAY_TASK_ID"
                 )
-        if never and placement.job:
+        if is_first and never and placement.job:
             before = _noted(folder / f"begun-{placement.job}", str(placement.restarts))
             if int(before or 0) < placement.restarts:
                 log.info(
@@ -58,7 +60,8 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
                 )
                 return settings.replace(resume="auto")
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        if is_first:
+            raise _unwritable(folder, error) from error
     return settings
 
 
