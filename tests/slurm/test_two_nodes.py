@@ -122,7 +122,8 @@ class Slurm:
 
     def step(self, run: str) -> int:
         """The newest checkpoint's."""
-        names = [path.name for path in (self.folder / run / "checkpoints").glob("step-*/manifest.json/..")]
+        manifests = (self.folder / run / "checkpoints").glob("step-*/manifest.json")
+        names = [path.parent.name for path in manifests]
         return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
     def until(self, true: Callable[[], object], what: str) -> None:
