@@ -198,6 +198,9 @@ class Cluster:
 
     def _start_node(self, node: str) -> None:
         self._hold(node, ["nsenter", "--target", str(self._pids[HEAD]), "--net", "--uts", "--mount", "--pid"])
+        # The cable of a node that is lost goes with its namespace, when the kernel comes to it.
+        on_head = ["nsenter", "--target", str(self._pids[HEAD]), "--net"]
+        subprocess.run([*on_head, "ip", "link", "delete", node], stderr=subprocess.DEVNULL, check=False)
         self._in_network(HEAD, f"ip link add {node} type veth peer name eth0 netns {self._pids[node]}")
         self._in_network(HEAD, f"ip link set {node} master br0 up")
         address = next(line.split()[0] for line in HOSTS.splitlines() if line.endswith(node))

@@ -146,10 +146,13 @@ def test_alerts_fire_in_the_cluster_and_resolve(
 
     (tmp_path / "slow").touch()
     watched.fires("TandemStraggler")
-    named = watched.ask("query?" + urllib.parse.urlencode({"query": "tandem_straggler_excess_seconds"}))[
-        "result"
-    ]
-    assert [(each["metric"]["rank"], each["metric"]["node"]) for each in named] == [("1", "1")]
+
+    def is_named() -> bool:  # once it has been slow for some intervals
+        query = urllib.parse.urlencode({"query": "tandem_straggler_excess_seconds"})
+        named = watched.ask(f"query?{query}")["result"]
+        return [(each["metric"]["rank"], each["metric"]["node"]) for each in named] == [("1", "1")]
+
+    watched.until(is_named, "name of the straggler")
     (tmp_path / "slow").unlink()
     watched.resolves("TandemStraggler")
 
