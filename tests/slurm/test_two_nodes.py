@@ -264,5 +264,5 @@ def test_a_job_goes_on_after_whatever_stops_it(slurm: Slurm, undisturbed: dict[s
     slurm.until(lambda: slurm.cluster.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), "it ended")
     assert slurm.cluster.job(job)["JobState"] == "COMPLETED", slurm.said()
     assert slurm.summary("disturbed")["weights_sha256"] == undisturbed["weights_sha256"]
-    resumed = [line for line in slurm.said().splitlines() if "resumed from step" in line]
+    resumed = [line for line in slurm.said().splitlines() if "an epoch; resumed from step" in line]
     assert len(resumed) == 4, resumed
