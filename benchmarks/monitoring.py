@@ -70,10 +70,10 @@ class SleepyTask:
 
 def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Stepper, list[Any]]:
     torch.manual_seed(0)
-    model = task.build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = Settings.from_dict({"batch_size": batch * world.size})
     strategy, compute, optimisation = load("ddp", world), settings.compute, settings.optimisation
+    model = strategy.spread(task.build_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     stepper = Stepper(
         world, strategy, compute, optimisation, batch * world.size, 0, task, model, optimizer, Clock()
     )
