@@ -150,3 +150,10 @@ def test_exit_codes_are_pythons(given: object, code: int) -> None:
 def test_a_place_is_the_programs_own_line() -> None:
     place, in_distributed, in_autograd = where(sys._getframe())
     assert place.startswith("test_program.py:") and not in_distributed and not in_autograd
+
+
+def test_a_place_is_a_line_of_a_file() -> None:
+    """A dataclass's methods and other code made as it ran have no file to look into."""
+    made: dict[str, Any] = {"where": where, "sys": sys}
+    exec("def asked(): return where(sys._getframe())", made)
+    assert made["asked"]()[0].startswith("test_program.py:")

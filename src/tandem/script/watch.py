@@ -186,14 +186,15 @@ def imports_file(position: Position) -> Path:
 def where(frame: FrameType | None) -> tuple[str, bool, bool]:
     """("train.py:42", in a collective, in autograd) of a thread's innermost frame.
 
-    The place is the innermost line that belongs to no installed package, else the innermost of all.
+    The place is the innermost line of a file that belongs to no installed package, else the innermost
+    line of all. Code that was made as it ran ("<string>", a dataclass's methods) is no file.
     """
     innermost, place, in_distributed, in_autograd = frame, "", False, False
     while frame is not None:
         file = frame.f_code.co_filename
         in_distributed = in_distributed or "/torch/distributed/" in file
         in_autograd = in_autograd or "/torch/autograd/" in file
-        if not place and not file.startswith(OURS) and not any(each in file for each in INSTALLED):
+        if not place and not file.startswith((OURS, "<")) and not any(each in file for each in INSTALLED):
             place = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     if not place and innermost is not None:
