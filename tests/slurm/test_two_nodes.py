@@ -249,7 +249,7 @@ def test_a_job_goes_on_after_whatever_stops_it(slurm: Slurm, undisturbed: dict[s
         "scancel --signal": lambda: slurm.cluster.run("scancel", "--signal=TERM", job),
         "scontrol requeue": lambda: slurm.cluster.run("scontrol", "requeue", job),
         "node down": lambda: slurm.cluster.lose("node2"),
-        "preemption": lambda: slurm.cluster.run(*preempting, "--output=none.out", "--wrap=true"),
+        "preemption": lambda: slurm.cluster.run(*preempting, "--output=/dev/null", "--wrap=true"),
     }
     for number, (what, act) in enumerate(disturb.items(), start=1):
         before = slurm.step("disturbed")
