@@ -125,3 +125,8 @@ class JsonFormatter(logging.Formatter):
             if key not in _STANDARD_FIELDS and line.get(key) is None:
                 line[key] = value
         return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 rank, 2 ranks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -39,6 +39,13 @@ def test_ranks_follow_the_gpus_and_what_there_is_not_is_said() -> None:
     assert modes(2, nproc=3) == [(1, False), (1, False), (3, True)]
 
 
+def test_a_setting_of_ddp_leaves_the_others_out() -> None:
+    settings = Settings().replace(gradient_compression="bf16")
+    single, ddp, fsdp = modes_of(["single", "ddp", "fsdp"], settings, 0)
+    assert (single.problem, ddp.problem) == ("--gradient-compression is for ddp only", "")
+    assert fsdp.problem == single.problem
+
+
 def test_the_table_compares_runs_of_the_same_round() -> None:
     single = Mode("single", 1, "", [100.0, 50.0, 100.0], [2**30] * 3, [2.0, 1.0])
     ddp = Mode("ddp", 2, "", [150.0, 100.0, 160.0], [2**29] * 3, [2.0, 1.25])

@@ -104,6 +104,13 @@ def test_another_head_loads_all_but_the_head_and_says_so(
         Initial(initial.tensors, initial.place, 0.9).load(single(), model)
 
 
+def test_a_hundred_percent_is_all(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3000, 1)
+    with caplog.at_level("INFO"):
+        Initial({"weight": model.weight.detach()}, PurePath("most.pt"), 0.5).load(single(), model)
+    assert caplog.messages[0] == "starting from most.pt: 99.9% of the model's parameters (3,000 of 3,001)"
+
+
 def test_what_loads_nothing_is_an_error() -> None:
     other = {name: value for name, value in nn.Linear(5, 5).state_dict().items()}
     with pytest.raises(ConfigError, match=r"has 0\.0% .*no start from it .*give weights of this model$"):

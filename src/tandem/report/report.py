@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem.checkpoint.storage.copies import at_hand, local_folder, make_folder
 from tandem.config.address import address
 from tandem.errors import ConfigError
+from tandem.log import counted
 from tandem.report.history import History
 from tandem.report.pages import report_page
 from tandem.telemetry.journal import write_bytes_atomic
@@ -47,13 +48,14 @@ def _read_run(run_dir: PurePath, folder: Path) -> dict[str, Any]:
     summary, now = _read_json(folder / "summary.json"), history.now()
     name = str(settings.get("run_name") or Path(run_dir).resolve().name)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
+    size = f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}" if ranks else ""
     events = now["events"]
     assert isinstance(events, list)
     restarts = sum(1 for event in events if event.get("kind") == "world" and event.get("number", 1) > 1)
     return {
         "name": name,
         "state": str(summary.get("state", "not finished")),
-        "where": f"{settings.get('task', '')}: {ranks} ranks on {nodes} nodes" if ranks else "",
+        "where": f"{settings.get('task', '')}: {size}" if size else "",
         "cards": [
             ["steps", summary.get("global_step", points[-1]["step"] if points else None)],
             ["loss", summary.get("loss")],

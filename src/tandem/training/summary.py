@@ -17,6 +17,7 @@ from tandem.config.slices import RunConfig, TelemetryConfig
 from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import FINISHED
+from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
 from tandem.telemetry.journal import Journal, write_json_atomic
@@ -178,17 +179,17 @@ def open_displays(
 def _say_derived_numbers(facts: Facts, model: nn.Module) -> None:
     world, parameters = facts.world, sum(parameter.numel() for parameter in model.parameters())
     log.info(
-        "%s: %s samples, %s parameters; %d ranks on %d nodes (%s), %s of a batch of %d each, %s, %d threads",
+        "%s: %s samples, %s parameters; %s on %s (%s), %s of a batch of %d each, %s, %s",
         facts.run.task,
         f"{facts.order.n:,}",
         f"{parameters:,}",
-        world.size,
-        world.position.nodes,
+        counted(world.size, "rank"),
+        counted(world.position.nodes, "node"),
         world.device.type,
         ":".join(map(str, facts.shares)) or f"{facts.batch_size / world.size:g}",
         facts.batch_size,
         facts.precision,
-        facts.threads,
+        counted(facts.threads, "thread"),
     )
     log.info(
         "steps %d to %d, %d an epoch%s",

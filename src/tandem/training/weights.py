@@ -205,7 +205,7 @@ class Initial:
         """Load what fits, and say what did not. Raises ConfigError for less than `least`, and for nothing."""
         found = fit(self.tensors, model)
         (loaded, whole), share = found.elements, found.share
-        said = f"{share:.1%} of the model's parameters ({loaded:,} of {whole:,})"
+        said = f"{_percent(share)} of the model's parameters ({loaded:,} of {whole:,})"
         for line in (f"starting from {self.place}: {said}", *found.table()):
             log.info("%s", line)
         if share == 0 or share < self.least:
@@ -216,6 +216,11 @@ class Initial:
                 f"all); give weights of this model{', or lower --init-min' if share else ''}"
             )
         strategy.load_model(model, found.loaded, strict=False)
+
+
+def _percent(share: float) -> str:
+    """To a tenth, and 100.0% for all only."""
+    return f"{share:.1%}" if share == 1 else f"{min(round(share * 100, 1), 99.9)}%"
 
 
 def _core(name: str) -> str:

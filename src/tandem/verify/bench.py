@@ -107,6 +107,8 @@ def modes_of(names: Sequence[str], settings: Settings, gpus: int) -> list[Mode]:
         mode = Mode(name, 1 if name in ONE_PROCESS else ranks)
         if name == "dp" and gpus < 2:
             mode.problem = f"nn.DataParallel needs two GPUs, and torch sees {gpus}"
+        elif name != "ddp" and settings.exchange.gradient_compression != "none":
+            mode.problem = "--gradient-compression is for ddp only"
         elif gpus and mode.ranks > gpus:
             mode.problem = (
                 f"{mode.ranks} ranks need as many GPUs, and torch sees {gpus}; --device cpu has no limit"
