@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -72,6 +73,27 @@ def test_two_ranks_by_hand_train_as_two_of_the_launcher(
     assert code == 0, output
     launched = json.loads((tmp_path / "launched" / "summary.json").read_text())
     assert summary["weights_sha256"] == launched["weights_sha256"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_the_others_can_be_stopped(
+    processes: Any, tmp_path: Path, free_port: int, number: int
+) -> None:
+    """torch waits in C, where no handler of Python's comes through; there is nothing yet to be saved."""
+    (tmp_path / "line.py").write_text(TASK)
+    clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+    clean.update(PYTHONPATH=str(Path(tandem.__file__).parents[1]), WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
+    clean.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port))
+    command = [sys.executable, "-m", "tandem", "train", *SETTINGS, "--run-dir", "alone"]
+    process = processes.start(command, cwd=tmp_path, env=clean)
+    for line in process.stdout:
+        if "meeting the other 1 of 2 ranks" in line:
+            break
+    time.sleep(1)  # into the wait
+    process.send_signal(number)
+    code, output = processes.wait(process, 30)
+    assert code == -number and "Traceback" not in output, output
 
 
 def test_a_taken_port_and_a_used_file_are_said_in_one_line(tmp_path: Path, free_port: int) -> None:

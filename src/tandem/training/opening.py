@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from tandem.config.slices import ComputeConfig, ReliabilityConfig
 from tandem.distributed.group import Position, ProcessGroup, choose_devices, set_threads
 from tandem.log import redirect_output, setup
+from tandem.signals import ended_by_stop_signals
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
 from tandem.telemetry.messages import Send
@@ -53,7 +55,9 @@ def open_world(
             log.info(
                 "meeting the other %d of %d ranks at %s", position.world_size - 1, position.world_size, where
             )
-        world = ProcessGroup.open(position, devices[0], reliability.first_step_timeout, devices)
-        world.check_same_settings(common)
+        # Nothing is there yet to be saved, and without an agent nobody else could end the wait.
+        with nullcontext() if position.store is not None else ended_by_stop_signals():
+            world = ProcessGroup.open(position, devices[0], reliability.first_step_timeout, devices)
+            world.check_same_settings(common)
     clock.measure(devices[0])
     return clock, world, threads
