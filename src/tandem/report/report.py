@@ -48,7 +48,7 @@ def _read_run(run_dir: PurePath, folder: Path) -> dict[str, Any]:
     summary, now = _read_json(folder / "summary.json"), history.now()
     name = str(settings.get("run_name") or Path(run_dir).resolve().name)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
-    size = f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}" if ranks else ""
+    size = f"{counted(int(ranks), 'rank')} on {counted(int(nodes or 1), 'node')}" if ranks else ""
     events = now["events"]
     assert isinstance(events, list)
     restarts = sum(1 for event in events if event.get("kind") == "world" and event.get("number", 1) > 1)
