@@ -14,6 +14,8 @@ TASK ?= digits
 RUN ?= runs/$(TASK)
 EPOCHS ?=
 ARGS ?=
+# What a person gives, by name: a recipe reads it as "$$GIVEN_NAME" (the end of this file).
+GIVEN := NODES TASK RUN EPOCHS ARGS WORKERS
 
 # Processes that run tests. Most tests wait for processes of their own, more than they compute.
 WORKERS ?= 2
@@ -22,7 +24,7 @@ WORKERS ?= 2
 UNIT_LIMIT := 600
 TEST_LIMIT := 2700
 ALL_LIMIT := 3600
-PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n $(WORKERS) --session-timeout=$(1)
+PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n "$$GIVEN_WORKERS" --session-timeout=$(1)
 # A second object store, for the tests of the first; they skip where it is not there.
 S3RVER := build/node/node_modules/.bin/s3rver
 export S3RVER_PROGRAM ?= $(abspath $(wildcard $(S3RVER)))
@@ -36,7 +38,7 @@ LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-ve
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: NODES=$(NODES) TASK=$(TASK) RUN=$(RUN) EPOCHS=$(EPOCHS) ARGS=$(ARGS)"
+	@echo "  variables: NODES=$$GIVEN_NODES TASK=$$GIVEN_TASK RUN=$$GIVEN_RUN EPOCHS=$$GIVEN_EPOCHS ARGS=$$GIVEN_ARGS"
 
 setup: $(STAMP) ## make .venv with the pinned packages and tandem itself
 
@@ -59,9 +61,10 @@ $(STAMP): requirements-dev.lock pyproject.toml
 	fi
 
 train: setup ## train on NODES simulated nodes of this machine, resumable in RUN
-	@[[ "$(NODES)" =~ ^[1-9][0-9]*$$ ]] \
-		|| { echo "make: NODES=$(NODES) is not a number of nodes; valid is 1, 2, 3...: make train NODES=2" >&2; exit 2; }
-	$(BIN)/tandem launch --nodes $(NODES) --task $(TASK) --run-dir $(RUN) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
+	@[[ "$$GIVEN_NODES" =~ ^[1-9][0-9]*$$ ]] \
+		|| { echo "make: NODES=$$GIVEN_NODES is not a number of nodes; valid is 1, 2, 3...: make train NODES=2" >&2; exit 2; }
+	@$(call words_of,ARGS); $(BIN)/tandem launch --nodes "$$GIVEN_NODES" --task "$$GIVEN_TASK" --run-dir "$$GIVEN_RUN" \
+		$${GIVEN_EPOCHS:+--epochs "$$GIVEN_EPOCHS"} "$${args[@]}"
 
 check: setup ## lint, types, layers and unit tests
 	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring slurm examples
@@ -106,3 +109,11 @@ include compose/compose.mk
 include k8s/k8s.mk
 include monitoring/monitoring.mk
 include slurm/slurm.mk
+
+# Neither make nor the shell may take a part of what was given for code ($(shell ...), ;, a quote, a new line), also
+# where it came from the environment: each is kept literally, and reaches recipes as an environment variable.
+is_given = $(filter-out file undefined default,$(firstword $(origin $(1))))
+$(foreach name,$(GIVEN),$(if $(call is_given,$(name)),$(eval override $(name) := $$(value $(name)))))
+$(foreach name,$(GIVEN),$(eval export GIVEN_$(name) := $$($(name))))
+# The words of such a variable, as a shell reads quotes and nothing else, as the array `args`.
+words_of = mapfile -d '' -t args < <(xargs -r printf '%s\0' <<<"$$GIVEN_$(1)") && wait $$!

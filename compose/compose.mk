@@ -13,34 +13,34 @@ SCRIPT ?=
 SCRIPT_ARGS ?=
 CLUSTER := $(PYTHON) compose/cluster.py
 # A run's name in the checkpoint volume; RUN is a directory of this host elsewhere, so only a given one counts.
-COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(RUN)))
-
+COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(value RUN)))
 # The Makefile's own default would hide a task of .env, and a script is no task.
-COMPOSE_TASK := $(if $(filter file,$(origin TASK)),,$(TASK))
-quoted = '$(subst ','\'',$(1))'
+COMPOSE_TASK := $(if $(filter file,$(origin TASK)),,$(value TASK))
+GIVEN += PROJECT GPUS RATE LATENCY LOSS NODE FAULT VOLUMES METRICS_PORT MONITORING SCRIPT SCRIPT_ARGS COMPOSE_RUN COMPOSE_TASK
 
 .PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale chaos
 
 compose-up: ## train on NODES containers; its code is the job's (SCRIPT=train.py, RATE=100mbit, MONITORING=1)
-	@$(CLUSTER) up --project $(PROJECT) --nodes '$(NODES)' --task '$(COMPOSE_TASK)' --epochs '$(EPOCHS)' --run '$(COMPOSE_RUN)' \
-		--script $(call quoted,$(SCRIPT)) --script-args=$(call quoted,$(SCRIPT_ARGS)) --args=$(call quoted,$(ARGS)) \
-		--gpus '$(GPUS)' --rate '$(RATE)' --latency '$(LATENCY)' --loss '$(LOSS)' \
-		--metrics-port '$(METRICS_PORT)' --monitoring '$(MONITORING)' $(if $(filter undefined file,$(origin IMAGE)),,--image '$(IMAGE)')
+	@$(CLUSTER) up --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES" --task "$$GIVEN_COMPOSE_TASK" --epochs "$$GIVEN_EPOCHS" \
+		--run "$$GIVEN_COMPOSE_RUN" --script "$$GIVEN_SCRIPT" --script-args="$$GIVEN_SCRIPT_ARGS" --args="$$GIVEN_ARGS" \
+		--gpus "$$GIVEN_GPUS" --rate "$$GIVEN_RATE" --latency "$$GIVEN_LATENCY" --loss "$$GIVEN_LOSS" \
+		--metrics-port "$$GIVEN_METRICS_PORT" --monitoring "$$GIVEN_MONITORING" \
+		$(if $(filter undefined file,$(origin IMAGE)),,--image "$$GIVEN_IMAGE")
 
 compose-down: ## remove the containers and their network (VOLUMES=1: and the volumes)
-	@$(CLUSTER) down --project $(PROJECT) --volumes '$(VOLUMES)'
+	@$(CLUSTER) down --project "$$GIVEN_PROJECT" --volumes "$$GIVEN_VOLUMES"
 
 compose-ps: ## the nodes and how they stand
-	@$(CLUSTER) ps --project $(PROJECT)
+	@$(CLUSTER) ps --project "$$GIVEN_PROJECT"
 
 compose-logs: ## follow the nodes' logs
-	@$(CLUSTER) logs --project $(PROJECT)
+	@$(CLUSTER) logs --project "$$GIVEN_PROJECT"
 
 compose-shell: ## a shell in a node (NODE=1)
-	@$(CLUSTER) shell --project $(PROJECT) --node '$(or $(NODE),1)'
+	@$(CLUSTER) shell --project "$$GIVEN_PROJECT" --node "$${GIVEN_NODE:-1}"
 
 compose-scale: ## go on with NODES nodes
-	@$(CLUSTER) scale --project $(PROJECT) --nodes '$(NODES)'
+	@$(CLUSTER) scale --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES"
 
 chaos: ## break the running cluster: FAULT=kill-rank, ..., all (NODE=2)
-	@$(PYTHON) compose/chaos.py '$(FAULT)' --project $(PROJECT) --node '$(NODE)'
+	@$(PYTHON) compose/chaos.py "$$GIVEN_FAULT" --project "$$GIVEN_PROJECT" --node "$$GIVEN_NODE"

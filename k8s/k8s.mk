@@ -5,9 +5,11 @@ OVERLAY ?= pytorchjob
 NAMESPACE ?=
 PURGE ?=
 
-K8S_IMAGE = $(if $(filter command environment,$(firstword $(origin IMAGE))),--image "$(IMAGE)")
+GIVEN += OVERLAY NAMESPACE PURGE
+
+K8S_IMAGE = $(if $(filter undefined file,$(origin IMAGE)),,--image "$$GIVEN_IMAGE")
 K8S_TOOL = PYTHONPATH=k8s $(PYTHON) -m tandem_k8s
-K8S_TARGET = --overlay "$(OVERLAY)" --namespace "$(NAMESPACE)" $(K8S_IMAGE)
+K8S_TARGET = --overlay "$$GIVEN_OVERLAY" --namespace "$$GIVEN_NAMESPACE" $(K8S_IMAGE)
 
 .PHONY: k8s-render k8s-validate k8s-generate k8s-apply k8s-logs k8s-status k8s-delete k8s-try
 
@@ -30,7 +32,7 @@ k8s-status: ## job, pods, volume, warnings
 	@$(K8S_TOOL) status $(K8S_TARGET)
 
 k8s-delete: ## remove the job and wait for its pods; the volume stays (PURGE=1 removes it)
-	@$(K8S_TOOL) delete $(K8S_TARGET) $(if $(PURGE),--purge)
+	@$(K8S_TOOL) delete $(K8S_TARGET) $${GIVEN_PURGE:+--purge}
 
 k8s-try: ## a cluster on this machine (kind or minikube): build, load, operator, apply, follow
 	@$(K8S_TOOL) try $(K8S_IMAGE)

@@ -1,22 +1,24 @@
 # Prometheus and Grafana beside the cluster of compose/, and what is made from other files (docs/monitoring.md).
 PROMETHEUS_PORT ?= 9090
 GRAFANA_PORT ?= 3000
-WATCHERS := PROMETHEUS_PORT=$(PROMETHEUS_PORT) GRAFANA_PORT=$(GRAFANA_PORT) docker compose \
-	--project-name $(or $(PROJECT),tandem) --file compose/compose.yaml --file compose/monitoring.yaml
+RULES ?=
+GIVEN += PROMETHEUS_PORT GRAFANA_PORT RULES
+WATCHERS := PROMETHEUS_PORT="$$GIVEN_PROMETHEUS_PORT" GRAFANA_PORT="$$GIVEN_GRAFANA_PORT" docker compose \
+	--project-name "$${GIVEN_PROJECT:-tandem}" --file compose/compose.yaml --file compose/monitoring.yaml
 
 .PHONY: monitoring-up monitoring-down dashboard dashboard-json rules-check screenshots
 
 monitoring-up: ## Prometheus and Grafana beside the containers (RULES=short.yaml: other rules)
-	$(if $(RULES),RULES='$(abspath $(RULES))') $(WATCHERS) up --detach prometheus grafana
+	[[ -z "$$GIVEN_RULES" ]] || export RULES="$$(realpath --no-symlinks "$$GIVEN_RULES")"; $(WATCHERS) up --detach prometheus grafana
 	@$(MAKE) --silent dashboard
 
 monitoring-down: ## remove them; what they have stored stays in their volumes
 	$(WATCHERS) rm --stop --force prometheus grafana
 
 dashboard: ## where a person looks
-	@echo "live page   http://127.0.0.1:$(or $(METRICS_PORT),9469)/"
-	@echo "Prometheus  http://127.0.0.1:$(PROMETHEUS_PORT)/alerts"
-	@echo "Grafana     http://127.0.0.1:$(GRAFANA_PORT)/d/tandem"
+	@echo "live page   http://127.0.0.1:$${GIVEN_METRICS_PORT:-9469}/"
+	@echo "Prometheus  http://127.0.0.1:$$GIVEN_PROMETHEUS_PORT/alerts"
+	@echo "Grafana     http://127.0.0.1:$$GIVEN_GRAFANA_PORT/d/tandem"
 
 dashboard-json: ## make k8s/components/monitoring/dashboard.json from dashboard.py
 	$(PYTHON) monitoring/dashboard.py

@@ -1,0 +1,66 @@
+"""What is given to make is text: neither make nor the shell runs a part of it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = {
+    "train": "NODES TASK RUN EPOCHS ARGS",
+    "compose-up": "PROJECT NODES TASK EPOCHS RUN SCRIPT SCRIPT_ARGS ARGS GPUS RATE LATENCY LOSS METRICS_PORT "
+    "MONITORING IMAGE",
+    "compose-down": "VOLUMES",
+    "compose-shell": "NODE",
+    "chaos": "FAULT",
+    "image": "TORCH IMAGE BASE_IMAGE PIP_CONF CA_BUNDLE BUILD_ARGS CONTEXT",
+    "image-size": "IMAGE",
+    "k8s-apply": "OVERLAY NAMESPACE IMAGE",
+    "k8s-delete": "PURGE",
+    "monitoring-up": "RULES PROJECT PROMETHEUS_PORT GRAFANA_PORT METRICS_PORT",
+    "slurm-try": "TASK EPOCHS ARGS",
+    "help": "RUN",
+}
+CODE = ["$(shell touch {})", "$(touch {})", "';touch {};'", '";touch {};"', "x\ntouch {} #"]
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the programs that recipes start do nothing."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("docker", "kubectl", "python", "tandem", "pip"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "BIN": str(folder)}
+
+
+def make(target: str, stubs: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    settings = ["--silent", "--old-file=.venv/.installed", f"BIN={stubs['BIN']}", "PYTHON=true"]
+    return subprocess.run(
+        ["make", *settings, target, *words], cwd=ROOT, env=stubs, capture_output=True, text=True, timeout=30
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_of_what_is_given_is_run(target: str, stubs: dict[str, str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    for name in TARGETS[target].split():
+        for code in CODE:
+            value = code.format(trace)
+            make(target, stubs, f"{name}={value}")
+            make(target, {**stubs, name: value})
+            assert not trace.exists(), f"make {target} {name}={value!r}"
+
+
+def test_words_are_split_as_a_shell_reads_quotes_and_nothing_else(
+    stubs: dict[str, str], tmp_path: Path
+) -> None:
+    (Path(stubs["BIN"]) / "tandem").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
+    said = make("train", stubs, "RUN=a run", "EPOCHS=2", "ARGS=--task.name 'two words' $$HOME *").stdout
+    assert said == (
+        "launch|--nodes|2|--task|digits|--run-dir|a run|--epochs|2|--task.name|two words|$$HOME|*|"
+    )
+    assert make("train", stubs).stdout == "launch|--nodes|2|--task|digits|--run-dir|runs/digits|"
+    assert make("train", stubs, "ARGS='open").returncode == 2
