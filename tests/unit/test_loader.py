@@ -1,8 +1,10 @@
 """Batches: the same samples and the same randomness whatever the ranks, micro-batches and workers."""
 
+import gc
 import os
 import random
 import signal
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy
@@ -48,6 +50,36 @@ def test_randomness_is_the_same_for_any_ranks_micro_batches_and_workers() -> Non
     assert run(Noisy(), workers=2) == expected
     assert sorted(run(Noisy(), stop=1) + run(Noisy(), start=1)) == expected
     assert run(Noisy(), seed=6) != expected
+
+
+class Collecting(Noisy):
+    """Looks for garbage in the worker that makes a sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_a_worker_does_not_end_what_is_garbage_in_the_rank(tmp_path: Path) -> None:
+    """As it would with torch's store server, whose destructor joins a thread that a fork has not."""
+
+    class Server:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            (tmp_path / str(os.getpid())).touch()
+
+    gc.collect()
+    gc.disable()
+    try:
+        Server()
+        run(Collecting(), workers=1, stop=1)
+        assert not list(tmp_path.iterdir())
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_no_global_generator_is_moved() -> None:

@@ -4,7 +4,9 @@ A dataset that can be asked for a batch in one piece is asked in this process; e
 torch's DataLoader and its workers. No state of a loader is ever saved: it starts anew from a step.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -102,8 +104,26 @@ def _loaded(
         multiprocessing_context="fork" if workers else None,
         generator=torch.Generator().manual_seed(samples.seed),  # else the loader draws from the global one
     )
-    for batch in loader:
+    with _kept_from_forks() if workers else nullcontext():
+        batches = iter(loader)  # starts the workers
+    for batch in batches:
         yield to_device(batch, device)
+
+
+@contextmanager
+def _kept_from_forks() -> Iterator[None]:
+    """What is there now is no garbage to a process forked in this block.
+
+    A destructor may wait for a thread, and a fork has none of this process's threads: torch's store server
+    crashes a worker that collects it.
+    """
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
 
 
 def _as_it_is(batch: Batch) -> Batch:
