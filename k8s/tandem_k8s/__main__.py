@@ -43,14 +43,14 @@ def _run(given: argparse.Namespace) -> int:
 
         print("\n".join(f"wrote {path}" for path in write()))
         return 0
-    from tandem_k8s import cluster
+    from tandem_k8s import cluster, following, trial
 
     if given.verb == "try":
-        return cluster.try_it(given.image)
+        return trial.try_it(given.image)
     target = cluster.Target(render(given.overlay, given.image), given.namespace, given.run)
     if given.verb == "delete":
         return cluster.delete(target, given.purge)
-    return {"apply": cluster.apply, "logs": cluster.logs, "status": cluster.status}[given.verb](target)
+    return {"apply": cluster.apply, "logs": following.logs, "status": cluster.status}[given.verb](target)
 
 
 def validate(files: Sequence[Path]) -> int:

@@ -1,21 +1,22 @@
-"""apply, logs, status, delete and try: kubectl, with the questions asked first. Standard library only.
+"""apply, status and delete: kubectl, with the questions asked first. Standard library only.
 
 Every failure that a person can mend is one line; what kubectl itself says is kept behind it.
 """
 
 import json
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tandem_k8s.render import DEFAULT_IMAGE, ROOT, UsageError, kinds, render
+from tandem_k8s import seen
+from tandem_k8s.render import UsageError, kinds
 
 QUICK_SECONDS = 20
 DELETE_SECONDS = 240  # longer than the grace period of the pods
-OPERATOR_SECONDS = 300
 OPERATOR = "github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"
-KIND_CLUSTER = "tandem"
+QUEUE_LABEL, QUEUE_GROUP = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io"
+WARNINGS = 20  # of the newest that are shown
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Target:
         return ["kubectl", *(["--namespace", self.namespace] if self.namespace else []), *arguments]
 
 
-def _ask(command: Sequence[str], seconds: float = QUICK_SECONDS) -> subprocess.CompletedProcess[str]:
+def ask(command: Sequence[str], seconds: float = QUICK_SECONDS) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except FileNotFoundError:
@@ -89,14 +90,14 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def preflight(target: Target) -> None:
     """Is there a cluster, the namespace, and every custom kind of the manifest? Raises UsageError."""
-    answer = _ask(["kubectl", "version", "--output=json", "--request-timeout=10s"])
+    answer = ask(["kubectl", "version", "--output=json", "--request-timeout=10s"])
     if answer.returncode != 0 or "serverVersion" not in answer.stdout:
         raise UsageError(
             f"no cluster answers ({_last_line(answer)}); choose one with kubectl config use-context NAME, "
             "or make one on this machine: make k8s-try"
         )
     if target.namespace:
-        found = _ask(["kubectl", "get", "namespace", target.namespace, "--output=name"])
+        found = ask(["kubectl", "get", "namespace", target.namespace, "--output=name"])
         if "NotFound" in found.stderr:
             raise UsageError(
                 f"the namespace {target.namespace!r} does not exist; make it with "
@@ -106,96 +107,144 @@ def preflight(target: Target) -> None:
         if kind not in CUSTOM:
             continue
         resource = CUSTOM[kind]
-        served = _ask(["kubectl", "api-resources", f"--api-group={resource.group}", "--output=name"])
+        served = ask(["kubectl", "api-resources", f"--api-group={resource.group}", "--output=name"])
         if resource.name not in served.stdout.split():
             raise UsageError(f"the cluster knows no {kind}: {resource.install}")
 
 
+def kubectl_json(target: Target, what: str, *more: str, selected: bool = True) -> list[Any]:
+    """The run's objects of a kind, [] where the cluster has none or does not let them be read."""
+    select = ["--selector", target.selector] if selected else []
+    done = ask(target.kubectl("get", what, *select, *more, "--output=json"))
+    if done.returncode != 0 or not done.stdout.strip():
+        return []
+    found = json.loads(done.stdout)
+    return list(found["items"]) if "items" in found else [found]
+
+
+def jobs_of(target: Target) -> list[Any]:
+    """The run's job, of the manifest's kind; more than one where somebody else has labelled so."""
+    return [
+        job for kind in kinds(target.text) if kind in JOBS for job in kubectl_json(target, REMOVED[kind])
+    ]
+
+
 def apply(target: Target) -> int:
-    """Apply the manifest once nothing of an earlier run is still ending. Raises UsageError."""
+    """Apply the manifest where it starts a job. Raises UsageError with what is in its way."""
     preflight(target)
-    pods = _ask(target.kubectl("get", "pods", "--selector", target.selector, "--output=json"))
-    if pods.returncode == 0 and any(
-        "deletionTimestamp" in pod["metadata"] for pod in json.loads(pods.stdout).get("items", [])
-    ):
+    _check_queue(target)
+    pods = kubectl_json(target, "pods")
+    for job in jobs_of(target):
+        if "deletionTimestamp" in job["metadata"]:
+            continue  # its pods are said below
+        name, end = f"{job['kind']} {job['metadata']['name']}", seen.outcome(job, pods)
+        if end is None:
+            raise UsageError(
+                f"{name} is there and has not ended: to apply would not change its pods; make k8s-logs "
+                "follows it, make k8s-delete ends it after a checkpoint"
+            )
+        raise UsageError(
+            f"{name} has ended, {end}: to apply would start nothing; remove it first, its checkpoints stay: "
+            "make k8s-delete"
+        )
+    if any("deletionTimestamp" in pod["metadata"] for pod in pods):
         raise UsageError(
             f"pods of an earlier {target.run} are still ending, and a new job would meet them; wait: "
             f"kubectl wait --for=delete pod --selector {target.selector} --timeout={DELETE_SECONDS}s"
         )
+    _check_claims(target)
     done = subprocess.run(target.kubectl("apply", "--filename", "-"), input=target.text, text=True)
     return done.returncode
 
 
-def logs(target: Target) -> int:
-    """Follow all pods of the run, each line with its pod's name."""
-    preflight(target)
-    return subprocess.run(
-        target.kubectl("logs", "--selector", target.selector, "--follow", "--prefix", "--tail=100",
-                       "--max-log-requests=100", "--ignore-errors")
-    ).returncode  # fmt: skip
+def _check_queue(target: Target) -> None:
+    if QUEUE_LABEL not in target.text:
+        return
+    if not ask(["kubectl", "api-resources", f"--api-group={QUEUE_GROUP}", "--output=name"]).stdout.split():
+        raise UsageError(
+            "the manifest waits for a queue, and the cluster has no Kueue to admit it: "
+            "kueue.sigs.k8s.io/docs/installation, or leave kueue out of OVERLAY"
+        )
+
+
+def _check_claims(target: Target) -> None:
+    """Kubernetes refuses most changes of a claim, when the rest of the manifest is applied already."""
+    there = {claim["metadata"]["name"]: claim for claim in kubectl_json(target, "persistentvolumeclaims")}
+    if not there:
+        return
+    command = target.kubectl("create", "--dry-run=client", "--output=json", "--filename", "-")
+    done = subprocess.run(command, input=target.text, capture_output=True, text=True, timeout=QUICK_SECONDS)
+    for asked in _documents(done.stdout):
+        name = asked["metadata"]["name"]
+        if asked["kind"] == "PersistentVolumeClaim" and name in there:
+            difference = seen.claim_difference(asked, there[name])
+            if difference:
+                raise UsageError(
+                    f"the claim {name} is there with {difference}; give the manifest what is there, or "
+                    "remove it with its checkpoints: make k8s-delete PURGE=1"
+                )
+
+
+def _documents(text: str) -> list[Any]:
+    """kubectl writes JSON documents one behind the other, or one List."""
+    decoder, found, at = json.JSONDecoder(), list[Any](), 0
+    while text[at:].strip():
+        at += len(text[at:]) - len(text[at:].lstrip())
+        document, at = decoder.raw_decode(text, at)
+        found += document["items"] if document.get("kind") == "List" else [document]
+    return found
 
 
 def status(target: Target) -> int:
-    """The job, its pods with their nodes, its claims; then what the cluster last said about them."""
+    """The job, its pods and claims; each container's reason and code; warnings about them, newest last."""
     preflight(target)
     jobs = [REMOVED[kind] for kind in kinds(target.text) if kind in JOBS]
     what = ",".join([*jobs, "pods", "persistentvolumeclaims"])
     code = subprocess.run(
         target.kubectl("get", what, "--selector", target.selector, "--output=wide")
     ).returncode
-    warnings = ("--sort-by=.lastTimestamp", "--field-selector=type=Warning")
-    subprocess.run(target.kubectl("get", "events", *warnings))
+    pods = kubectl_json(target, "pods")
+    _print("containers", [line for pod in pods for line in seen.container_lines(pod)])
+    own = {each["metadata"]["name"] for each in (*jobs_of(target), *pods)}
+    own |= {claim["metadata"]["name"] for claim in kubectl_json(target, "persistentvolumeclaims")}
+    warnings = kubectl_json(target, "events", "--field-selector=type=Warning", selected=False)
+    _print("warnings", seen.event_lines(warnings, own)[-WARNINGS:])
+    for line in _lost_nodes(target, pods):
+        print(f"\n{line}", flush=True)
     return code
 
 
+def _print(title: str, lines: Sequence[str]) -> None:
+    if lines:
+        print("\n".join(["", title, *lines]), flush=True)
+
+
+def _lost_nodes(target: Target, pods: Sequence[Any]) -> list[str]:
+    lost = seen.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
+    return [seen.lost_node_line(node, names) for node, names in lost.items()]
+
+
 def delete(target: Target, purge: bool) -> int:
-    """Remove the job and all but its volume, and wait until its pods are gone: they may be saving."""
+    """Remove the job and all but its volume, and wait until its pods are gone: they may be saving.
+
+    Pods of a node that does not answer cannot end: they are named, not waited for, and the code is 1.
+    """
     preflight(target)
+    pods = kubectl_json(target, "pods")
+    lost = seen.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
+    stuck = {name for names in lost.values() for name in names}
     present = [REMOVED[kind] for kind in kinds(target.text) if kind in REMOVED]
     what = ",".join([*present, *(["persistentvolumeclaims"] if purge else [])])
-    wait = [f"--timeout={DELETE_SECONDS}s"]
-    code = subprocess.run(
-        target.kubectl("delete", what, "--selector", target.selector, "--wait=true", *wait)
-    ).returncode
-    gone = subprocess.run(
-        target.kubectl("wait", "--for=delete", "pod", "--selector", target.selector, *wait)
-    ).returncode
+    limit = f"--timeout={DELETE_SECONDS}s"
+    # A claim waits for the pods that use it, and with a stuck one it would wait for ever.
+    wait = ["--wait=false"] if stuck else ["--wait=true", limit]
+    code = subprocess.run(target.kubectl("delete", what, "--selector", target.selector, *wait)).returncode
+    ending = [f"pod/{pod['metadata']['name']}" for pod in pods if pod["metadata"]["name"] not in stuck]
+    if not stuck:
+        ending = ["pod", "--selector", target.selector]
+    gone = subprocess.run(target.kubectl("wait", "--for=delete", *ending, limit)).returncode if ending else 0
+    for node, names in lost.items():
+        print(seen.lost_node_line(node, names), flush=True)
     if not purge:
         print("the volume with the checkpoints stays; the next apply resumes from it (PURGE=1 removes it)")
-    return code or gone
-
-
-def try_it(image: str) -> int:
-    """On this machine: a cluster, the image in it, the operator, the cpu overlay; then its logs."""
-    tool = next((name for name in ("kind", "minikube") if shutil.which(name)), None)
-    if tool is None:
-        raise UsageError("neither kind nor minikube is installed; either makes a cluster on this machine")
-    for program in ("docker", "kubectl"):
-        if shutil.which(program) is None:
-            raise UsageError(f"{program} is not installed; make k8s-try needs it")
-    image = image or f"{DEFAULT_IMAGE}:cpu"
-    steps = [["make", "image", "TORCH=cpu", f"IMAGE={image}"], *_cluster_steps(tool, image)]
-    steps.append(["kubectl", "apply", "--server-side", "--kustomize", OPERATOR])
-    steps.append(["kubectl", "--namespace", "kubeflow", "rollout", "status", "deployment/training-operator",
-                  f"--timeout={OPERATOR_SECONDS}s"])  # fmt: skip
-    for step in steps:
-        print("+", " ".join(step), flush=True)
-        if subprocess.run(step, cwd=ROOT.parent).returncode != 0:
-            raise UsageError(f"this failed: {' '.join(step)}")
-    target = Target(render("cpu", image), "default")
-    code = apply(target)
-    if code != 0:
-        return code
-    ready = ("--for=condition=Ready", f"--timeout={OPERATOR_SECONDS}s")
-    subprocess.run(target.kubectl("wait", "pod", "--selector", target.selector, *ready))
-    return logs(target)
-
-
-def _cluster_steps(tool: str, image: str) -> list[list[str]]:
-    if tool == "minikube":
-        running = _ask(["minikube", "status"]).returncode == 0
-        return [*([] if running else [["minikube", "start"]]), ["minikube", "image", "load", image]]
-    clusters = _ask(["kind", "get", "clusters"]).stdout.split()
-    create = [] if KIND_CLUSTER in clusters else [["kind", "create", "cluster", "--name", KIND_CLUSTER]]
-    use = ["kubectl", "config", "use-context", f"kind-{KIND_CLUSTER}"]
-    return [*create, use, ["kind", "load", "docker-image", image, "--name", KIND_CLUSTER]]
+    return code or gone or int(bool(stuck))

@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 CORE = {"namespaces": "Namespace", "pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim",
-        "services": "Service", "configmaps": "ConfigMap", "events": "Event"}  # fmt: skip
+        "services": "Service", "configmaps": "ConfigMap", "events": "Event", "nodes": "Node"}  # fmt: skip
+GLOBAL = ("Namespace", "Node")
 GROUPS = {
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "batch/v1": {"jobs": "Job"},
@@ -20,11 +21,12 @@ OPERATOR = {"kubeflow.org/v1": {"pytorchjobs": "PyTorchJob"}}
 
 
 class ApiServer:
-    """`objects` is {path: object}; `requests` every (method, path) that came."""
+    """`objects` is {path: object}, `logs` {pod: text}; `requests` every (method, path) that came."""
 
     def __init__(self, folder: Path, groups: dict[str, dict[str, str]]) -> None:
         self.groups = {**GROUPS, **groups}
         self.objects: dict[str, dict[str, Any]] = {}
+        self.logs: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.add("/api/v1/namespaces/default", "v1", "Namespace")
         handler = type("Handler", (_Handler,), {"api": self})
@@ -40,13 +42,14 @@ class ApiServer:
         }  # fmt: skip
         self.kubeconfig.write_text(json.dumps(config))
 
-    def add(self, path: str, version: str, kind: str, **metadata: Any) -> None:
-        """Keep an object at this path; its name is the path's last part."""
+    def add(self, path: str, version: str, kind: str, **metadata: Any) -> dict[str, Any]:
+        """Keep an object at this path, and return it; its name is the path's last part."""
         parts = path.split("/")
         named = {"name": parts[-1], "uid": str(len(self.objects)), "resourceVersion": "1", **metadata}
         if "namespaces" in parts[:-2]:
             named["namespace"] = parts[parts.index("namespaces") + 1]
         self.objects[path] = {"apiVersion": version, "kind": kind, "metadata": named}
+        return self.objects[path]
 
     def close(self) -> None:
         self._server.shutdown()
@@ -67,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         self.api.requests.append(("GET", url.path))
+        if url.path.endswith("/log"):
+            return self._write(200, "text/plain", self.api.logs[url.path.split("/")[-2]].encode())
         found = self._discovery(url.path) or self.api.objects.get(url.path)
         if found is None and url.path.rpartition("/")[2] in self._plurals():
             found = self._list(url.path, parse_qs(url.query).get("labelSelector", [""])[0])
@@ -133,9 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
         return dict(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}"))
 
     def _answer(self, code: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+        self._write(code, "application/json", json.dumps(body).encode())
+
+    def _write(self, code: int, kind: str, data: bytes) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -150,7 +157,7 @@ def _group(version: str) -> dict[str, Any]:
 def _resources(version: str, kinds: dict[str, str]) -> dict[str, Any]:
     verbs = ["create", "delete", "get", "list", "patch", "watch"]
     entries = [
-        {"name": name, "singularName": kind.lower(), "namespaced": kind != "Namespace", "kind": kind}
+        {"name": name, "singularName": kind.lower(), "namespaced": kind not in GLOBAL, "kind": kind}
         for name, kind in kinds.items()
     ]
     head = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version}

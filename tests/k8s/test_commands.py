@@ -1,5 +1,6 @@
 """`make k8s-...` against no cluster, and against a small API server through real kubectl."""
 
+import itertools
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 MAKE = shutil.which("make") or "make"
 INSTANCE = {"app.kubernetes.io/instance": "tandem"}
 Make = Callable[..., tuple[int, str]]
+uids = itertools.count()
 
 
 @pytest.fixture
@@ -100,12 +102,154 @@ def test_apply_then_delete_keeps_the_volume(make: Make, api: Callable[..., ApiSe
     assert code == 0 and "PersistentVolumeClaim" not in server.kinds(), output
 
 
+JOB = "/apis/kubeflow.org/v1/namespaces/default/pytorchjobs/tandem"
+PODS = "/api/v1/namespaces/default/pods"
+
+
+def add_job(server: ApiServer, *conditions: str) -> dict[str, Any]:
+    job = server.add(JOB, "kubeflow.org/v1", "PyTorchJob", labels=INSTANCE)
+    job["status"] = {"conditions": [{"type": each, "status": "True", "message": ""} for each in conditions]}
+    return job
+
+
+def add_pod(server: ApiServer, name: str, state: dict[str, Any], **status: Any) -> dict[str, Any]:
+    """A pod of this state, in the place of one of the same name."""
+    role = name.split("-")[1]
+    labels = {**INSTANCE, "training.kubeflow.org/replica-type": role}
+    pod = server.add(f"{PODS}/{name}", "v1", "Pod", labels=labels, uid=f"{name}-{next(uids)}")
+    container = {"name": "pytorch", "state": state, "restartCount": 0, **status}
+    pod["spec"] = {"nodeName": "n1", "containers": [{"name": "pytorch"}]}
+    pod["status"] = {"phase": "Running", "containerStatuses": [container]}
+    return pod
+
+
+ENDED = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+
+
+def test_apply_over_a_job_that_runs_or_has_ended_says_so(make: Make, api: Callable[..., ApiServer]) -> None:
+    server = api()
+    add_job(server, "Created", "Running")
+    result = make("k8s-apply", kubeconfig=server.kubeconfig)
+    one_line(result, "PyTorchJob tandem is there and has not ended", "make k8s-logs", "make k8s-delete")
+    add_job(server, "Created", "Succeeded")
+    one_line(make("k8s-apply", kubeconfig=server.kubeconfig), "has ended, Succeeded (0)", "make k8s-delete")
+    assert not any(method in ("POST", "PATCH") for method, _ in server.requests)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"accessModes": ["ReadWriteOnce"]}, "access modes ReadWriteOnce, and the manifest asks for "),
+        ({"resources": {"requests": {"storage": "1Ti"}}}, "1Ti, and the manifest asks for 20Gi: a claim "),
+        ({"resources": {"requests": {"storage": "10Gi"}}}, ""),
+    ],
+)  # fmt: skip
+def test_a_claim_that_cannot_become_the_manifests_is_seen_before_anything_changes(
+    make: Make, api: Callable[..., ApiServer], spec: dict[str, Any], said: str
+) -> None:
+    server = api()
+    path = "/api/v1/namespaces/default/persistentvolumeclaims/tandem-checkpoints"
+    claim = server.add(path, "v1", "PersistentVolumeClaim", labels=INSTANCE)
+    claim["spec"] = {"accessModes": ["ReadWriteMany"], "storageClassName": "nfs", **spec}
+    result = make("k8s-apply", kubeconfig=server.kubeconfig)
+    if said:
+        one_line(result, "the claim tandem-checkpoints is there with", said, "PURGE=1")
+    assert ("PyTorchJob" in server.kinds()) is not bool(said)
+
+
+def test_a_queue_nobody_admits_from(make: Make, api: Callable[..., ApiServer]) -> None:
+    server = api()
+    one_line(make("k8s-apply", "OVERLAY=kueue", kubeconfig=server.kubeconfig), "no Kueue", "leave kueue out")
+    served = api({**OPERATOR, "kueue.x-k8s.io/v1beta1": {"localqueues": "LocalQueue"}})
+    code, output = make("k8s-apply", "OVERLAY=kueue", kubeconfig=served.kubeconfig)
+    assert code == 0, output
+
+
+def test_logs_of_no_job(make: Make, api: Callable[..., ApiServer]) -> None:
+    one_line(make("k8s-logs", kubeconfig=api().kubeconfig), "there is no job of the run tandem", "k8s-apply")
+
+
+def test_logs_wait_follow_replaced_pods_and_end_with_the_jobs_code(
+    make: Make, api: Callable[..., ApiServer], processes: Any
+) -> None:
+    server = api()
+    add_job(server, "Created")
+    add_pod(server, "tandem-master-0", {"waiting": {"reason": "ContainerCreating"}})
+    own = {**os.environ, "KUBECONFIG": str(server.kubeconfig)}
+    command = [MAKE, "--no-print-directory", "-C", str(REPOSITORY), "k8s-logs"]
+    process = processes.start(command, env=own)
+    said = process.stdout.readline()
+    assert said == "waiting for containers: tandem-master-0  pytorch  waits: ContainerCreating\n"
+    server.logs.update({"tandem-master-0": "step 1\n", "tandem-worker-0": "a first worker\n"})
+    add_pod(server, "tandem-master-0", {"running": {}})
+    add_pod(server, "tandem-worker-0", {"running": {}})
+    lines = {process.stdout.readline() for _ in range(2)}
+    assert lines == {
+        "[pod/tandem-master-0/pytorch] step 1\n", "[pod/tandem-worker-0/pytorch] a first worker\n"
+    }  # fmt: skip
+    server.logs["tandem-worker-0"] = "its successor\n"
+    add_pod(server, "tandem-worker-0", {"running": {}})
+    assert process.stdout.readline() == "[pod/tandem-worker-0/pytorch] its successor\n"
+    add_pod(server, "tandem-master-0", {"terminated": {"exitCode": 3}})
+    add_job(server, "Created", "Failed")["status"]["conditions"][-1]["message"] = "tandem has failed"
+    code, rest = processes.wait(process)
+    assert "tandem has ended: Failed (3): tandem has failed" in rest.splitlines()
+    assert code == 2 and "Error 3" in rest  # make's own is 2
+
+
+def test_status_has_this_runs_reasons_codes_warnings_and_the_dead_node(
+    make: Make, api: Callable[..., ApiServer]
+) -> None:
+    server = api()
+    add_job(server, "Created", "Running")
+    add_pod(server, "tandem-master-0", {"running": {}}, restartCount=2, lastState=ENDED)
+    add_pod(server, "tandem-worker-0", ENDED)["spec"]["nodeName"] = "n2"
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image x"}}
+    add_pod(server, "tandem-worker-1", waiting)
+    for number, (name, when) in enumerate(
+        [("tandem-worker-1", "2026-01-01T00:00:02Z"), ("stranger", "2026-01-01T00:00:03Z"),
+         ("tandem-worker-1", "2026-01-01T00:00:01Z")]
+    ):  # fmt: skip
+        event = server.add(f"/api/v1/namespaces/default/events/e{number}", "v1", "Event")
+        event |= {"type": "Warning", "reason": f"why-{number}", "message": "m", "lastTimestamp": when}
+        event |= {"involvedObject": {"name": name}, "count": number}
+    for name, ready in (("n1", "True"), ("n2", "Unknown")):
+        node = server.add(f"/api/v1/nodes/{name}", "v1", "Node")
+        node["status"] = {"conditions": [{"type": "Ready", "status": ready}]}
+    code, output = make("k8s-status", kubeconfig=server.kubeconfig)
+    assert code == 0, output
+    assert "tandem-master-0  pytorch  runs; before: ended with 137 (OOMKilled); 2 restarts" in output
+    assert "tandem-worker-0  pytorch  ended with 137 (OOMKilled)" in output
+    assert "tandem-worker-1  pytorch  waits: ImagePullBackOff, Back-off pulling image x" in output
+    assert "stranger" not in output
+    assert output.index("why-2: m (2 times)") < output.index("why-0: m")
+    assert "node n2 does not answer, and tandem-worker-0 cannot end there" in output
+    assert "kubectl taint nodes n2 node.kubernetes.io/out-of-service=nodeshutdown:NoExecute" in output
+
+
+def test_delete_beside_a_dead_node_does_not_wait_for_it(make: Make, api: Callable[..., ApiServer]) -> None:
+    server = api()
+    code, output = make("k8s-apply", "OVERLAY=cpu", kubeconfig=server.kubeconfig)
+    assert code == 0, output
+    add_pod(server, "tandem-worker-0", {"running": {}})
+    node = server.add("/api/v1/nodes/n1", "v1", "Node")
+    node["status"] = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+    code, output = make("k8s-delete", "OVERLAY=cpu", kubeconfig=server.kubeconfig)
+    assert code != 0, output
+    assert "node n1 does not answer, and tandem-worker-0 cannot end there" in output
+    assert "the volume with the checkpoints stays" in output
+    assert "PyTorchJob" not in server.kinds()
+
+
 def test_try_without_kind_and_minikube(make: Make, tmp_path: Path) -> None:
     path = ":".join(
         part for part in os.environ["PATH"].split(":")
         if not any((Path(part) / name).exists() for name in ("kind", "minikube"))
     )  # fmt: skip
     one_line(make("k8s-try", PATH=path), "neither kind nor minikube")
+
+
+JOB_THAT_ENDED = '{"status": {"conditions": [{"type": "Succeeded", "status": "True"}]}}'
 
 
 def test_try_builds_loads_installs_applies_and_follows(make: Make, tmp_path: Path) -> None:
@@ -120,7 +264,9 @@ def test_try_builds_loads_installs_applies_and_follows(make: Make, tmp_path: Pat
             'case "$1 $2" in "version --output=json") echo \'{"serverVersion": {}}\';; '
             '"api-resources --api-group=kubeflow.org") echo pytorchjobs.kubeflow.org;; '
             "*json*) echo '{}';; esac\n"
-            'case "$*" in *"get pods"*) echo \'{"items": []}\';; kustomize*) echo "kind: PyTorchJob";; esac\n'
+            'case "$*" in *"get pods"*) echo \'{"items": []}\';; kustomize*) echo "kind: PyTorchJob";; '
+            f"*pytorchjobs*json) grep -q 'apply --filename' {calls} && echo '{JOB_THAT_ENDED}';; esac\n"
+            "exit 0\n"
         )
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
     code, output = make("k8s-try", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -133,7 +279,8 @@ def test_try_builds_loads_installs_applies_and_follows(make: Make, tmp_path: Pat
         "kubectl apply --server-side --kustomize",
         "rollout status deployment/training-operator",
         "apply --filename -",
-        "logs --selector",
+        "get pytorchjobs.kubeflow.org --selector app.kubernetes.io/instance=tandem --output=json\nkubectl "
+        "--namespace default get pods",
     ]
     positions = [steps.find(step) for step in wanted]
     assert -1 not in positions and positions == sorted(positions), steps

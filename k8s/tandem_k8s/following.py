@@ -1,0 +1,66 @@
+"""`make k8s-logs`: every pod of a run, those that replace others too, until the job has ended."""
+
+import subprocess
+import time
+from typing import Any
+
+from tandem_k8s.cluster import Target, jobs_of, kubectl_json, preflight
+from tandem_k8s.render import UsageError
+from tandem_k8s.seen import container_lines, lives, outcome
+
+POLL_SECONDS = 2.0
+LAST_WORDS_SECONDS = 10.0  # for the rest of the logs, once the job has ended
+LAST_LINES = 100  # of a pod that has written before this began
+
+Followed = dict[tuple[str, str, int], subprocess.Popen[bytes]]
+
+
+def logs(target: Target) -> int:
+    """Follow the run's pods, each line with its pod's name; the job's own code. Raises UsageError."""
+    preflight(target)
+    followed: Followed = {}
+    said = ""
+    try:
+        while True:
+            found = jobs_of(target)
+            if not found:
+                raise UsageError(f"there is no job of the run {target.run}; start one: make k8s-apply")
+            pods = kubectl_json(target, "pods")
+            _follow(target, pods, followed)
+            if end := outcome(found[0], pods):
+                _wait(followed)
+                print(f"{target.run} has ended: {end}", flush=True)
+                return end.code
+            waiting = "" if followed else _waiting(pods)
+            if waiting and waiting != said:
+                print(said := waiting, flush=True)
+            time.sleep(POLL_SECONDS)
+    finally:
+        for process in followed.values():
+            process.kill()
+            process.wait()
+
+
+def _follow(target: Target, pods: list[Any], followed: Followed) -> None:
+    for pod in pods:
+        name = pod["metadata"]["name"]
+        for container, restarts in lives(pod):
+            key = (pod["metadata"]["uid"], container, restarts)
+            if key not in followed:
+                command = target.kubectl("logs", name, "--container", container, "--follow", "--prefix")
+                followed[key] = subprocess.Popen([*command, f"--tail={LAST_LINES}"])
+
+
+def _waiting(pods: list[Any]) -> str:
+    if not pods:
+        return "waiting: the job has no pods yet"
+    return "waiting for containers: " + "; ".join(line for pod in pods for line in container_lines(pod))
+
+
+def _wait(followed: Followed) -> None:
+    deadline = time.monotonic() + LAST_WORDS_SECONDS
+    for process in followed.values():
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return  # a lost node never closes its log

@@ -1,0 +1,47 @@
+"""`make k8s-try`: a cluster on this machine, and the job in it."""
+
+import shutil
+import subprocess
+
+from tandem_k8s.cluster import OPERATOR, Target, apply, ask
+from tandem_k8s.following import logs
+from tandem_k8s.render import DEFAULT_IMAGE, ROOT, UsageError, render
+
+OPERATOR_SECONDS = 300
+KIND_CLUSTER = "tandem"
+
+
+def try_it(image: str) -> int:
+    """On this machine: a cluster, the image in it, the operator, the cpu overlay; then its logs."""
+    tool = next((name for name in ("kind", "minikube") if shutil.which(name)), None)
+    if tool is None:
+        raise UsageError("neither kind nor minikube is installed; either makes a cluster on this machine")
+    for program in ("docker", "kubectl"):
+        if shutil.which(program) is None:
+            raise UsageError(f"{program} is not installed; make k8s-try needs it")
+    image = image or f"{DEFAULT_IMAGE}:cpu"
+    steps = [["make", "image", "TORCH=cpu", f"IMAGE={image}"], *_cluster_steps(tool, image)]
+    steps.append(["kubectl", "apply", "--server-side", "--kustomize", OPERATOR])
+    steps.append(["kubectl", "--namespace", "kubeflow", "rollout", "status", "deployment/training-operator",
+                  f"--timeout={OPERATOR_SECONDS}s"])  # fmt: skip
+    for step in steps:
+        print("+", " ".join(step), flush=True)
+        if subprocess.run(step, cwd=ROOT.parent).returncode != 0:
+            raise UsageError(f"this failed: {' '.join(step)}")
+    target = Target(render("cpu", image), "default")
+    code = apply(target)
+    if code != 0:
+        return code
+    ready = ("--for=condition=Ready", f"--timeout={OPERATOR_SECONDS}s")
+    subprocess.run(target.kubectl("wait", "pod", "--selector", target.selector, *ready))
+    return logs(target)
+
+
+def _cluster_steps(tool: str, image: str) -> list[list[str]]:
+    if tool == "minikube":
+        running = ask(["minikube", "status"]).returncode == 0
+        return [*([] if running else [["minikube", "start"]]), ["minikube", "image", "load", image]]
+    clusters = ask(["kind", "get", "clusters"]).stdout.split()
+    create = [] if KIND_CLUSTER in clusters else [["kind", "create", "cluster", "--name", KIND_CLUSTER]]
+    use = ["kubectl", "config", "use-context", f"kind-{KIND_CLUSTER}"]
+    return [*create, use, ["kind", "load", "docker-image", image, "--name", KIND_CLUSTER]]
