@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from patience import PATIENCE, patient
+
 settings.register_profile("tandem", deadline=None)  # a busy machine is no fault of the code under test
 settings.load_profile("tandem")
 
@@ -40,6 +42,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByModule(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """pytest-timeout's limits are patient, too."""
+    for item in items if PATIENCE != 1 else ():
+        marker = item.get_closest_marker("timeout")
+        seconds = float(marker.args[0] if marker else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -126,11 +136,12 @@ class Processes:
 
     def wait(self, process: subprocess.Popen[str], limit: float = DEFAULT_LIMIT_SECONDS) -> tuple[int, str]:
         try:
-            output, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=patient(limit))
         except subprocess.TimeoutExpired:
             self.kill(process)
             output, _ = process.communicate(timeout=10)
-            pytest.fail(f"{process.args!r} ran longer than {limit:g} s; its output:\n{output}", pytrace=False)
+            too_long = f"{process.args!r} ran longer than {patient(limit):g} s"
+            pytest.fail(f"{too_long}; its output:\n{output}", pytrace=False)
         return process.returncode, output or ""
 
     def kill(self, process: subprocess.Popen[str]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from patience import patient
+
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("IMAGE") or "tandem:cuda"
 CLUSTER = [sys.executable, str(ROOT / "compose" / "cluster.py")]
@@ -90,7 +92,7 @@ class TestedCluster:
 
     def until(self, condition: Callable[[], bool], process: Any, what: str, limit: float = 240) -> None:
         """Poll while `up` runs; the test fails when it ends first, or the time is over."""
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + patient(limit)
         while not condition():
             assert process.poll() is None, f"ended before {what}:\n{process.stdout.read()}"
             assert time.monotonic() < deadline, f"no {what} within {limit:g} s"

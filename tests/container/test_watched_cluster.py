@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from clusters import IMAGE, ROOT, TestedCluster, docker
 
+from patience import patient
+
 pytestmark = pytest.mark.timeout(900)
 LIMIT = 120.0
 ENDLESS = (
@@ -106,7 +108,7 @@ class Watched:
         return any(each["labels"]["alertname"] == name and each["state"] == "firing" for each in alerts)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + patient(LIMIT)
         while True:
             try:
                 if condition():

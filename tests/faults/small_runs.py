@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from patience import patient
+
 TASK = """
 import time
 from dataclasses import dataclass
@@ -116,7 +118,7 @@ class Runs:
 
     @staticmethod
     def until(condition: Callable[[], bool], what: str, limit: float = 90.0) -> None:
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + patient(limit)
         while not condition():
             assert time.monotonic() < deadline, f"no {what} within {limit:g} s"
             time.sleep(0.05)

@@ -141,7 +141,7 @@ with output.open("w") as file:
     run = subprocess.Popen(sys.argv[2:], stdout=file, stderr=file)
 
 def until(condition, what):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not condition():
         if run.poll() is not None or time.monotonic() > deadline:
             run.kill()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import patient
 from tandem_k8s.contract import PodPlan
 from tandem_k8s.documents import Document
 from tandem_k8s.rules import action_for
@@ -84,7 +85,7 @@ class Cluster:
         self._write_hosts()
         self._numbers = itertools.count(10)
         self._fabric = subprocess.Popen(["unshare", "--net", "sleep", "600"], stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patient(10)
         while os.readlink(f"/proc/{self._fabric.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
             assert time.monotonic() < deadline, "no network namespace within 10 s"
             time.sleep(0.01)
@@ -154,7 +155,7 @@ class Cluster:
 
     def _connect(self, process: subprocess.Popen[str], number: int, address: str) -> None:
         """A cable from the pod's namespace to the bridge; its end in the pod is eth0."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patient(10)
         while os.readlink(f"/proc/{process.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
             assert process.poll() is None and time.monotonic() < deadline, "no network namespace within 10 s"
             time.sleep(0.01)
@@ -196,7 +197,7 @@ class Controller:
 
     def run(self, limit_seconds: float, each_round: Callable[[], None] = lambda: None) -> str:
         """Until the job has ended: Succeeded or Failed. Fails the test after `limit_seconds`."""
-        deadline = time.monotonic() + limit_seconds
+        deadline = time.monotonic() + patient(limit_seconds)
         while True:
             each_round()
             state = self.look()

@@ -8,6 +8,7 @@ from typing import Any
 
 from simulated_cluster import Cluster, Controller
 
+from patience import patient
 from tandem_k8s.contract import plan
 from tandem_k8s.documents import ROOT, Document, find, load, pod_templates, read
 from tandem_k8s.render import render
@@ -59,14 +60,14 @@ class Run:
         state = self.controller.run(RUN_SECONDS)
         assert state == "Succeeded", self.controller.logs()
         for pod in self.controller.current.values():
-            pod.process.wait(timeout=100)
+            pod.process.wait(timeout=patient(100))
         summary = self.summary()
         assert summary["state"] == "finished" and summary["exit_code"] == 0
         return summary
 
     def until(self, condition: Callable[[], bool], what: str, limit: float = 100.0) -> None:
         """Reconcile until the condition holds; fails the test with the pods' logs after `limit` seconds."""
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + patient(limit)
         while not condition():
             state = self.controller.look()
             assert state not in ("Failed", "Succeeded"), f"{state} before {what}\n{self.controller.logs()}"

@@ -11,6 +11,7 @@ from podman import Podman, as_pod
 from small_jobs import SMALL, manifest
 from small_runs import TASK
 
+from patience import patient
 from tandem_k8s.contract import plan
 from tandem_k8s.documents import MANIFESTS, Document, find, jobset_spec
 
@@ -70,7 +71,7 @@ def test_a_pod_runs_as_restricted_and_its_probes_answer(podman: Podman, name: st
 
 def _look_inside(podman: Podman, running: str, container: Document) -> None:
     probe = ["exec", running, *container["startupProbe"]["exec"]["command"]]
-    deadline = time.monotonic() + END_SECONDS
+    deadline = time.monotonic() + patient(END_SECONDS)
     while (done := podman.call(*probe)).returncode != 0 or b"train" not in done.stdout:
         logs = podman.call("logs", running)
         assert podman.inspect(running)["State"]["Running"], logs.stdout.decode() + logs.stderr.decode()

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from patience import patient
+
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "monitoring" / "rules.yaml"
 DASHBOARD = ROOT / "k8s" / "components" / "monitoring" / "dashboard.json"
@@ -62,7 +64,7 @@ def fetch(url: str, timeout: float = 10.0) -> bytes:
 
 def until(condition: Callable[[], Any], what: str, limit: float = 60.0) -> Any:
     """The first true value of `condition()`; an answer that does not come counts as false."""
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + patient(limit)
     while True:
         try:
             value = condition()

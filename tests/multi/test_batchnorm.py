@@ -13,6 +13,7 @@ from own_loops import Scripts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from patience import patient
 from tandem.distributed.batchnorm import SynchronisedBatchNorm
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.statistics import Statistics
@@ -182,7 +183,7 @@ def in_processes(size: int, port: int, what: Any, folder: Path) -> list[Any]:
     for rank in ranks:
         rank.start()
     try:
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + patient(LIMIT_SECONDS)
         for rank in ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
         assert [rank.exitcode for rank in ranks] == [0] * size

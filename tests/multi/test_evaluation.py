@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from patience import patient
 from tandem.data.datasets import TensorRows
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import load
@@ -108,7 +109,7 @@ def scores_in_a_world_of(
     context = torch.multiprocessing.start_processes(
         work, args=arguments, nprocs=size, join=False, start_method="fork"
     )
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + patient(LIMIT_SECONDS)
     try:
         while not context.join(timeout=1.0):
             if time.monotonic() > deadline:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from own_loops import SMALL, Scripts
 
+from patience import patient
+
 pytestmark = pytest.mark.multi
 LIMIT_SECONDS = 100.0
 
@@ -44,7 +46,7 @@ def test_a_killed_rank_goes_on_from_memory_to_the_same_bits_and_lines(scripts: S
 
 def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Scripts) -> None:
     process = scripts.launch(["--nodes", "2", "--log-every", "5"], "small.py", "run", TANDEM_STEPS=100_000)
-    deadline, lines = time.monotonic() + LIMIT_SECONDS, scripts.folder / "run/metrics.jsonl"
+    deadline, lines = time.monotonic() + patient(LIMIT_SECONDS), scripts.folder / "run/metrics.jsonl"
     while not lines.exists() or not lines.read_text():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from patience import patient
 from tandem.config import Settings
 from tandem.data.datasets import TensorRows
 from tandem.distributed import strategy as strategies
@@ -235,7 +236,7 @@ def in_processes(name: str, size: int, port: int, what: Any, folder: Path) -> li
     for rank in ranks:
         rank.start()
     try:
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + patient(LIMIT_SECONDS)
         for rank in ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
         assert [rank.exitcode for rank in ranks] == [0] * size

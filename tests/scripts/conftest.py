@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from patience import patient
+
 LIMIT_SECONDS = 280.0  # three or four imports of torch at worst, on a machine that does other things
 
 
@@ -49,7 +51,7 @@ class Scripts:
 
     def until(self, true: Callable[[], object], process: Any, seconds: float = 200.0) -> Any:
         """Wait until `true()`, as long as `process` runs."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while not (found := true()):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "too long"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from patience import patient
 from two_nodes import HEAD, Cluster, available
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multi]
@@ -127,7 +128,7 @@ class Slurm:
         return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
     def until(self, true: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + patient(LIMIT_SECONDS)
         while not true():
             assert time.monotonic() < deadline, f"waited too long until {what}\n{self.said()}"
             time.sleep(0.1)

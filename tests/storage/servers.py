@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import patient
+
 BUCKET = "bucket"
 PROXY = Path(__file__).with_name("proxy.py")
 SERVERS = ("moto", "s3rver")
@@ -21,7 +23,7 @@ def s3rver() -> str | None:
 
 
 def wait_for(port: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()

@@ -14,6 +14,7 @@ import pytest
 from killed_writer import STATE
 from servers import ObjectServer
 
+from patience import patient
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
@@ -102,7 +103,7 @@ def test_a_run_goes_on_from_the_store_with_an_empty_disk(
     run = f"{store_address}/run"
     killed = start(run, "disk-1", delay=0.2)
     store = CheckpointStore(address(f"{run}/checkpoints"))
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + patient(200)
     while 16 not in store.steps() and killed.poll() is None:
         assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.1)
