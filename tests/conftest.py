@@ -22,6 +22,10 @@ settings.load_profile("tandem")
 for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
     os.environ.pop(name, None)
 
+# A shell starts what is to run in the background deaf to Ctrl-C, and so would be all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 DEFAULT_LIMIT_SECONDS = 100.0  # below pytest-timeout's 120, so that the process is named, not the test
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS_EACH = 1000

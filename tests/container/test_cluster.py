@@ -19,11 +19,15 @@ TASK = """
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from tandem.data.datasets import Datasets, TensorRows
+
+
+QUICK = Path(__file__).with_name("quick")
 
 
 @dataclass
@@ -43,7 +47,7 @@ class Small:
     def loss(self, model, batch):
         x, y = batch
         if model.training:
-            time.sleep(self.pause)
+            time.sleep(0 if QUICK.exists() else self.pause)
             self.steps = getattr(self, "steps", 0) + 1
             if self.code >= 0 and self.steps == 20 and torch.distributed.get_rank() == self.rank:
                 os._exit(self.code)
@@ -51,7 +55,8 @@ class Small:
 """
 
 
-SLOWLY = "--task.pause 0.05 --log-every 5 --checkpoint-every 30 --eval-every 1000"
+# So that what a test does to a run comes before its end; `at_full_pace` lets the rest go.
+SLOWLY = "--task.pause 0.5 --log-every 5 --checkpoint-every 30 --eval-every 1000"
 
 
 @pytest.fixture
@@ -59,6 +64,11 @@ def task(tmp_path: Path) -> str:
     tmp_path.chmod(0o755)
     (tmp_path / "small.py").write_text(TASK)
     return f"{tmp_path}/small.py:Small"
+
+
+def at_full_pace(task: str) -> None:
+    """From here on the task does not pause."""
+    Path(task.partition(":")[0]).with_name("quick").touch()
 
 
 def test_two_nodes_train_the_digits_and_show_metrics(cluster: TestedCluster) -> None:
@@ -175,6 +185,7 @@ def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task
     assert "ended with 143 (node 1 143, node 2 143): stopped at step" in output
     stopped = cluster.engine("Small").summary()
     assert stopped is not None and stopped["last_checkpoint_step"] == stopped["global_step"]
+    at_full_pace(task)
     code, output = cluster.up(*flags)
     summary = cluster.engine("Small").summary()
     assert code == 0 and summary is not None, output
@@ -188,6 +199,7 @@ def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task
     cluster.until(lambda: cluster.step() > 0, process, "first step")
     code, output = cluster.call("scale", "--nodes", "2")
     assert code == 0 and "1 nodes stopped, 2 started" in output, output
+    at_full_pace(task)
     assert "there is no node 3 in" in cluster.call("shell", "--node", "3")[1]
     assert cluster.processes.wait(process, 60)[0] == 143, "who followed the first cluster hears of its stop"
     code, output = cluster.call("logs")

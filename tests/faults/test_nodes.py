@@ -77,13 +77,19 @@ def test_a_node_comes_back_and_the_survivor_spends_no_budget(runs: Runs, free_po
 
 
 def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, free_port: int) -> None:
+    def worlds() -> list[int]:
+        return [event["world_size"] for event in runs.events("elastic", "world")]
+
+    def trains_on(nodes: int) -> bool:
+        return worlds()[-1:] == [nodes] and len(runs.events("elastic", "training")) >= len(worlds())
+
     cluster = Cluster(runs, free_port, "elastic", "--steps", 600, "--elastic", "1:2")
-    runs.wait_for_step("elastic", 30)
+    runs.until(lambda: trains_on(2), "world of both")  # whoever was there first may have begun alone
     cluster.kill(1)
-    runs.until(lambda: len(runs.events("elastic", "training")) == 2, "world without node 1")
+    runs.until(lambda: trains_on(1), "world without node 1")
     cluster.nodes[1] = cluster.start(1)
     summary = cluster.finish()
-    assert [event["world_size"] for event in runs.events("elastic", "world")] == [2, 1, 2]
+    assert worlds()[-3:] == [2, 1, 2]
     assert summary["global_step"] == 600
     assert summary["samples_seen"] == 600 * 24
 
