@@ -245,7 +245,7 @@ def test_a_job_goes_on_after_whatever_stops_it(slurm: Slurm, undisturbed: dict[s
     sbatch = ("sbatch", "--parsable", "--partition=low", "--output=disturbed.out", str(TRAIN))
     code, job = slurm.run(*sbatch, *slurm.task(), TANDEM_RUN_DIR="disturbed")
     assert code == 0, job
-    job, preempting = job.strip(), ("sbatch", "--wait", "--partition=main", "--nodes=2", "--exclusive")
+    job, preempting = job.strip(), ("sbatch", "--partition=main", "--nodes=2", "--exclusive")
     disturb: dict[str, Callable[[], object]] = {
         "scancel --signal": lambda: slurm.cluster.run("scancel", "--signal=TERM", job),
         "scontrol requeue": lambda: slurm.cluster.run("scontrol", "requeue", job),
@@ -256,11 +256,15 @@ def test_a_job_goes_on_after_whatever_stops_it(slurm: Slurm, undisturbed: dict[s
         before = slurm.step("disturbed")
         slurm.until(lambda before=before: slurm.step("disturbed") >= before + 5, f"it trains before {what}")
         act()
-        slurm.until(lambda: slurm.cluster.job(job)["JobState"] != "RUNNING", f"it stopped after {what}")
+        restarts = str(number)
+        slurm.until(
+            lambda restarts=restarts: slurm.cluster.job(job)["Restarts"] == restarts,
+            f"it stopped after {what}",
+        )
         if what == "node down":
             slurm.cluster.bring_back("node2")
         slurm.until(lambda: slurm.cluster.job(job)["JobState"] == "RUNNING", f"it came back after {what}")
-        assert slurm.cluster.job(job)["Restarts"] == str(number), what
+        assert slurm.cluster.job(job)["Restarts"] == restarts, what
     (slurm.folder / "hold").unlink()
     slurm.until(lambda: slurm.cluster.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), "it ended")
     assert slurm.cluster.job(job)["JobState"] == "COMPLETED", slurm.said()
