@@ -2,6 +2,7 @@
 
     TandemError
     ├── ConfigError             2    what the user asked for cannot be (never retried)
+    ├── RunTakenError           2    another launch has taken the run directory over (never retried)
     ├── CheckpointError         1    saving or reading a checkpoint failed
     │   └── CorruptCheckpointError   its bytes are not the bytes that were written
     ├── NonFiniteError          1    loss or gradients are not finite (never retried)
@@ -31,6 +32,12 @@ class TandemError(Exception):
 
 class ConfigError(TandemError):
     """The settings, the environment or the input data cannot be used as given."""
+
+    exit_code: ClassVar[int] = MISCONFIGURED
+
+
+class RunTakenError(TandemError):
+    """The run directory belongs to another launch by now; nothing more may be written there."""
 
     exit_code: ClassVar[int] = MISCONFIGURED
 

@@ -74,6 +74,15 @@ ANNOUNCE_SECONDS = 30.0
 LEFT_POLL_SECONDS = 0.02
 """Node 0 looks meanwhile whether all have left."""
 
+# Who a run directory belongs to (checkpoint/claim.py)
+
+OWNER_RENEW_SECONDS = 5.0
+"""The owner renews its note; a launch elsewhere that finds one is refused within this."""
+OWNER_EXPIRY_SECONDS = 30.0
+"""A note that is older than six renewals, where nobody can see its process, is of a dead launch."""
+OWNER_LOOK_SECONDS = 0.2
+"""Between two looks at such a note."""
+
 # The page and the probes (launch/view.py, report/, telemetry/health.py)
 
 NODE_TICK_SECONDS = 1.0

@@ -57,6 +57,11 @@ class Drawer:
         self._at(path).parent.mkdir(parents=True, exist_ok=True)
         self._at(path).write_bytes(data)
 
+    def create(self, path: PurePath, data: bytes) -> bool:
+        if self.read(path) is None:
+            self.write(path, data)
+        return self.read(path) == data
+
     def delete(self, directory: PurePath, names: Iterable[str]) -> None:
         for name in names:
             self._at(directory / name).unlink(missing_ok=True)

@@ -4,8 +4,8 @@
     checkpoints/step-000000500/manifest.json   size and SHA-256 of every file, of itself too; and `info`
     checkpoints/corrupt-step-000000500-1       its bytes were not those written; kept for a look
 
-One process writes to a directory at a time (rank 0); any number may read. How files get there, and what a
-killed writer leaves, is the storage's matter.
+One process writes to a directory at a time (rank 0), which its `fence` sees to; any number may read. How
+files get there, and what a killed writer leaves, is the storage's matter.
 """
 
 import errno
@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from tandem.checkpoint.manifest import check, measured, parse_manifest, render_manifest
 from tandem.checkpoint.retention import Retention, Scores, why_kept
 from tandem.checkpoint.storage import storage_at
-from tandem.checkpoint.storage.protocol import MANIFEST, Payload, Reader, unstale
+from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Reader, unstale
 from tandem.config.address import address
-from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunTakenError
 
 STEP_NAME = re.compile(r"step-(\d{9,})")
 T = TypeVar("T")
@@ -40,10 +40,13 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in `directory` (made by the first save): a Path or an ObjectPath."""
+    """The checkpoints of one run, in `directory` (made by the first save): a Path or an ObjectPath.
 
-    def __init__(self, directory: PurePath) -> None:
-        self.directory, self._storage = directory, storage_at(directory)
+    `fence` raises RunTakenError once the run belongs to another launch (see `owner.fence`).
+    """
+
+    def __init__(self, directory: PurePath, fence: Callable[[], None] = lambda: None) -> None:
+        self.directory, self._storage, self._fence = directory, storage_at(directory), fence
         self._ours: set[int] | None = None  # steps that a save may replace
         self._scores: dict[int, Scores] = {}
 
@@ -83,8 +86,8 @@ class CheckpointStore:
 
         `payload` is the state's bytes, or a function that writes them to the sink it is given and that
         can be called twice. Scores in `info["eval"]` are those of the weights of this step.
-        Raises CheckpointError (full, read-only or failing volume; another writer has saved this step);
-        older checkpoints are as they were.
+        Raises CheckpointError (full, read-only or failing volume; another writer has saved this step) and
+        RunTakenError; older checkpoints are as they were.
         """
         free = "free space or mend the volume there; older checkpoints are untouched"
         with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
@@ -96,15 +99,23 @@ class CheckpointStore:
 
     def _commit(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
         assert self._ours is not None
+
+        def sealed(files: Entries) -> bytes:
+            self._fence()  # the state is written, nothing of it is published
+            return render_manifest(step, files, info)
+
         try:
-            size = self._storage.commit(
-                self.path(step), payload, lambda files: render_manifest(step, files, info), step in self._ours
-            )
+            size = self._storage.commit(self.path(step), payload, sealed, step in self._ours)
         except FileExistsError as error:
             raise CheckpointError(
                 f"step {step} in {self.directory} was saved by another writer meanwhile; "
                 "let one run alone write there, or give another --run-dir"
             ) from error
+        try:
+            self._fence()
+        except RunTakenError:  # between the two looks: its new owner must not go on from this one
+            self._storage.remove([self.path(step)])
+            raise
         self._ours.add(step)
         return size
 
@@ -135,6 +146,7 @@ class CheckpointStore:
         if doomed:
             self.verify(max(kept))
         with translated(f"cannot remove old checkpoints in {self.directory}"):
+            self._fence()
             self._storage.remove([self.path(step) for step in doomed])
             self._storage.mend(self.directory)  # what a killed prune left, too
         for step in doomed:
@@ -147,6 +159,7 @@ class CheckpointStore:
         while (name := f"corrupt-{self.path(step).name}-{number}") in there:
             number += 1
         with translated(f"cannot quarantine {self.path(step)}"):
+            self._fence()
             self._storage.rename(self.path(step), self.directory / name)
         return self.directory / name
 

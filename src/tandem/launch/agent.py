@@ -8,8 +8,9 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from tandem.errors import KILLED, PEER_LOST, PeerLostError
-from tandem.launch.generations import Node, NodeAgent
+from tandem.errors import KILLED, PEER_LOST, PeerLostError, RunTakenError
+from tandem.launch.generations import NodeAgent
+from tandem.launch.part import Node
 from tandem.launch.rendezvous import (
     StopRequestedError,
     StoreLostError,
@@ -22,8 +23,6 @@ from tandem.launch.slow_ranks import SlowRanks
 from tandem.launch.watchdog import Watchdog
 from tandem.timeouts import RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
 from tandem.torch_private import hasten_rendezvous
-
-__all__ = ["AgentReport", "Node", "run_agent"]
 
 log = logging.getLogger("tandem.agent")
 
@@ -79,8 +78,8 @@ def _run_connections(
         except RendezvousTimeoutError:
             missing = f"not all of {node.placement.nodes} nodes came within {patience:.0f} s"
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
-        except PeerLostError as error:
-            code, reason = PEER_LOST, str(error)
+        except (PeerLostError, RunTakenError) as error:
+            code, reason = error.exit_code, str(error)
         except (StoreLostError, RendezvousConnectionError, DistStoreError, DistNetworkError) as error:
             node.workers.kill()
             if agent is not None:

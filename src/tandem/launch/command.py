@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 
+from tandem.checkpoint.claim import refuse_if_owned
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
@@ -61,6 +62,7 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     if placement.rank is not None:
         return _train(settings, placement)
     if placement.platform == "none":
+        refuse_if_owned(settings.run.place)  # at once; node 0 makes it its own when it has started
         if settings.telemetry.log_format != "json":
             print(where(settings.run.place, program is not None), file=sys.stderr)
         placement = with_port(placement)

@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -29,10 +28,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from tandem.checkpoint.decision import ResumeDecision
-from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
+from tandem.launch.part import Node
 from tandem.launch.rendezvous import (
     LEFT_KEY,
     RUN_ID,
@@ -45,11 +43,7 @@ from tandem.launch.rendezvous import (
     stay_until_all_left,
 )
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
-from tandem.launch.view import NodeView
 from tandem.launch.watchdog import Watchdog
-from tandem.launch.workers import Workers
-from tandem.platforms.placement import Placement
-from tandem.signals import StopFlag
 from tandem.telemetry.hangs import Alarm
 from tandem.telemetry.heartbeat import DUMP_SIGNAL
 from tandem.timeouts import (
@@ -67,19 +61,6 @@ from tandem.timeouts import (
 from tandem.torch_private import hasten_handler, nodes_here, stop_keep_alive
 
 log = logging.getLogger("tandem.agent")
-
-
-@dataclass(frozen=True)
-class Node:
-    """This node's part of a job, as every agent of it works with it."""
-
-    placement: Placement
-    nproc: int
-    config: LaunchConfig
-    workers: Workers
-    view: NodeView
-    stop: StopFlag
-    resume: ResumeDecision
 
 
 class NodeAgent(SimpleElasticAgent):
@@ -174,6 +155,7 @@ class NodeAgent(SimpleElasticAgent):
         next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
         while True:
             self._workers.pause(MONITOR_SECONDS)
+            self._node.claim.check()
             now = time.monotonic()
             codes = self._workers.codes()
             ended = [code for code in codes.values() if code is not None]
@@ -221,6 +203,7 @@ class NodeAgent(SimpleElasticAgent):
             return  # the engine's keep-alive looks, too
         if self._stop:
             raise StopRequestedError
+        self._node.claim.check()
         raise_verdict(self._root)
         waited = time.monotonic() - self._waiting_since
         if waited > self._next_word:
@@ -286,6 +269,7 @@ class NodeAgent(SimpleElasticAgent):
             restart=self._restart,
             sample_socket=str(self._node.view.socket_path),
             resume=self._node.resume,
+            owner=self._node.claim.token,
         )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

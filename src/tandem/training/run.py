@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoint.owner import fence
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
@@ -87,7 +88,7 @@ def _run(
         clock,
         recorder,
     )
-    store = CheckpointStore(settings.run.place / "checkpoints")
+    store = CheckpointStore(settings.run.place / "checkpoints", fence(settings.run.place, position.owner))
     with clock.phase("resume"):
         beginning = begin(world, store, settings.checkpoint, position, recorder, settings.data.download)
         if beginning.step == COMPLETE:

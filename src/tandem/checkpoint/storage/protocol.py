@@ -118,5 +118,8 @@ class Remote(Storage, Protocol):
     def write(self, path: PurePath, data: bytes) -> None:
         """Put a small file where none or another one is; directories on the way to it are made."""
 
+    def create(self, path: PurePath, data: bytes) -> bool:
+        """Put a small file, unlike any other, where there is none; whether it is the one there now."""
+
     def delete(self, directory: PurePath, names: Iterable[str]) -> None:
         """Delete these files of `directory`, in this order, as far as they are there."""
