@@ -8,9 +8,10 @@ import pytest
 from servers import ObjectServer
 
 from tandem.checkpoint.listing import list_checkpoints
+from tandem.checkpoint.locate import checkpoints_of, locate
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.storage import _made
-from tandem.checkpoint.store import CheckpointStore, checkpoints_of, locate
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError
 

@@ -10,21 +10,25 @@ files get there, and what a killed writer leaves, is the storage's matter.
 
 import errno
 import hashlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, TypeVar
 
-from tandem.checkpoint.manifest import check, measured, parse_manifest, render_manifest
+from tandem.checkpoint.manifest import (
+    LARGEST_BYTES,
+    check,
+    check_size,
+    measured,
+    parse_manifest,
+    render_manifest,
+)
 from tandem.checkpoint.retention import Retention, Scores, why_kept
 from tandem.checkpoint.storage import storage_at
-from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Reader, unstale
-from tandem.config.address import address
-from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunTakenError
+from tandem.checkpoint.storage.protocol import MANIFEST, STEP_NAME, Entries, Payload, Reader, unstale
+from tandem.errors import CheckpointError, CorruptCheckpointError, RunTakenError
 
-STEP_NAME = re.compile(r"step-(\d{9,})")
 T = TypeVar("T")
 OnCorrupt = Callable[[int, str], None]  # step, problem
 
@@ -185,7 +189,13 @@ class CheckpointStore:
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest: step, written_at (Unix seconds), files, info. Raises CorruptCheckpointError."""
         path = self.path(step) / MANIFEST
-        if (manifest := parse_manifest(path, self._read(path, lambda file: file.read())))["step"] != step:
+
+        def whole(file: Reader) -> bytes:
+            if file.size > LARGEST_BYTES:
+                raise CorruptCheckpointError(f"{path} has {file.size} bytes, and no manifest has so many")
+            return file.read(file.size)
+
+        if (manifest := parse_manifest(path, self._read(path, whole)))["step"] != step:
             raise CorruptCheckpointError(f"{path} is of step {manifest['step']}, its directory of {step}")
         return manifest
 
@@ -200,14 +210,25 @@ class CheckpointStore:
         """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""
         for name, wanted in self.manifest(step)["files"].items():
             path = self.path(step) / name
-            check(path, wanted, *self._read(path, measured, from_disk=True))
+
+            def sized(file: Reader, path: PurePath = path, wanted: Any = wanted) -> tuple[int, str]:
+                check_size(path, wanted, file.size)
+                return measured(file)
+
+            check(path, wanted, *self._read(path, sized, from_disk=True))
 
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
         """The state's bytes, hashed before they are returned, and info. Raises CorruptCheckpointError."""
         manifest = self.manifest(step)
         ((name, wanted),) = manifest["files"].items()
-        state = self._read(self.path(step) / name, lambda file: file.read())
-        check(self.path(step) / name, wanted, len(state), hashlib.sha256(state).hexdigest())
+        path = self.path(step) / name
+
+        def whole(file: Reader) -> bytes:
+            check_size(path, wanted, file.size)
+            return file.read(file.size)
+
+        state = self._read(path, whole)
+        check(path, wanted, len(state), hashlib.sha256(state).hexdigest())
         return state, manifest["info"]
 
     def _read(self, path: PurePath, use: Callable[[Reader], T], from_disk: bool = False) -> T:
@@ -263,34 +284,3 @@ class CheckpointStore:
             return f"; quarantined as {self.quarantine(step).name}"
         except CheckpointError as error:
             return f"; {error}, so it stays where it is"
-
-
-def checkpoints_of(run: str | PurePath) -> PurePath:
-    """Where the checkpoints of a run lie, or `run` itself where that is a directory of checkpoints."""
-    path = address(run)
-    inner = path / "checkpoints"
-    return inner if (inner.is_dir() if isinstance(inner, Path) else CheckpointStore(inner).steps()) else path
-
-
-def locate(text: str) -> tuple[CheckpointStore, int | None]:
-    """PATH[@STEP] -> the store and the step (None: the newest); PATH is a run, its checkpoints, or one step.
-
-    Raises ConfigError where there is no such checkpoint.
-    """
-    name, at, number = text.rpartition("@")
-    step = int(number) if at and number.isdecimal() and not Path(text).exists() else None
-    path = address(text if step is None else name)
-    if isinstance(path, Path):
-        if not path.is_dir():
-            raise ConfigError(f"{path} is no directory; give a run, its checkpoints, or one step-... of them")
-        path = path.resolve()
-    if step is None and (match := STEP_NAME.fullmatch(path.name)):
-        path, step = path.parent, int(match[1])
-    store = CheckpointStore(checkpoints_of(path))
-    steps = store.steps()
-    if not steps:
-        raise ConfigError(f"{store.directory} holds no checkpoint; give a run that has saved one")
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-        raise ConfigError(f"{store.directory} has no checkpoint of step {step}; it has {there}")
-    return store, step

@@ -35,7 +35,7 @@ class _Reader:
     """An open object."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self._file, self.size = file, int(file.size)
 
     def read(self, size: int = -1, /) -> bytes:
         return bytes(ask(self._file.read, size))
