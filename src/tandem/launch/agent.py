@@ -2,13 +2,13 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from tandem.errors import KILLED, PEER_LOST, PeerLostError, RunTakenError
+from tandem.errors import KILLED, PEER_LOST, TandemError
 from tandem.launch.generations import NodeAgent
 from tandem.launch.part import Node
 from tandem.launch.rendezvous import (
@@ -29,11 +29,12 @@ log = logging.getLogger("tandem.agent")
 
 @dataclass(frozen=True)
 class AgentReport:
-    """How this node's part of the job ended."""
+    """How this node's part of the job ended. `store`: node 0's, there for the others as long as this is."""
 
     code: int
     reason: str
     generations: int
+    store: TCPStore | None = None
 
 
 def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
@@ -54,7 +55,7 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
     watchdog.start()
     try:
-        return _run_connections(node, kind, watchdog, server)
+        return replace(_run_connections(node, kind, watchdog, server), store=server)
     finally:
         watchdog.close(server)
         node.workers.dismiss()
@@ -78,7 +79,7 @@ def _run_connections(
         except RendezvousTimeoutError:
             missing = f"not all of {node.placement.nodes} nodes came within {patience:.0f} s"
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
-        except (PeerLostError, RunTakenError) as error:
+        except TandemError as error:
             code, reason = error.exit_code, str(error)
         except (StoreLostError, RendezvousConnectionError, DistStoreError, DistNetworkError) as error:
             node.workers.kill()
@@ -93,5 +94,5 @@ def _run_connections(
             continue
         node.workers.kill()
         if agent is not None:
-            agent.leave(code)
+            agent.leave(code, reason)
         return AgentReport(code, reason, budget.generations)

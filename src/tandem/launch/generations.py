@@ -28,18 +28,21 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
 from tandem.launch.part import Node
 from tandem.launch.rendezvous import (
     LEFT_KEY,
     RUN_ID,
-    VERDICT_KEY,
     StopRequestedError,
     StoreLostError,
     WatchfulBackend,
     check_all_are_in,
-    raise_verdict,
+    heed_verdict,
+    is_confirmed,
+    leave_verdict,
+    outstay_node_0,
     stay_until_all_left,
 )
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
@@ -51,6 +54,7 @@ from tandem.timeouts import (
     KEEP_ALIVE_ATTEMPTS,
     KEEP_ALIVE_SECONDS,
     LAST_CALL_SECONDS,
+    LEAVE_SECONDS,
     MEMBERSHIP_SECONDS,
     MONITOR_SECONDS,
     RENDEZVOUS_POLL_SECONDS,
@@ -133,7 +137,9 @@ class NodeAgent(SimpleElasticAgent):
 
     def _said(self, codes: Mapping[int, int]) -> str:
         """How a generation ended on this node, in words."""
-        return "ranks ended with " + ", ".join(str(each) for each in sorted(set(codes.values())))
+        said = "ranks ended with " + ", ".join(str(each) for each in sorted(set(codes.values())))
+        words = self._node.view.last_words
+        return f"{said}: {words}" if words else said
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
         """The node's code, once a rank has failed or all have ended: {local rank: code, if any}."""
@@ -204,7 +210,7 @@ class NodeAgent(SimpleElasticAgent):
         if self._stop:
             raise StopRequestedError
         self._node.claim.check()
-        raise_verdict(self._root)
+        heed_verdict(self._root, self._is_done)
         waited = time.monotonic() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
@@ -212,21 +218,31 @@ class NodeAgent(SimpleElasticAgent):
             here_of = f"{'some' if here is None else here} of {nodes} nodes are here"
             log.info("waiting: %s (%.0f of %.0f s)", here_of, waited, self._node.config.master_timeout)
 
+    def _is_done(self) -> bool:
+        """Whether a verdict of 0 can be: the last step is saved, which only node 0 surely sees."""
+        if self._node.placement.node_rank != 0:
+            return is_confirmed(self._root)
+        return is_finished(self._node.view.checkpoints)
+
     def abandon(self) -> None:
         """This connection is given up: nothing of it goes on saying that the node lives, into the void."""
         with contextlib.suppress(RendezvousError):
             stop_keep_alive(self._handler)
 
-    def leave(self, code: int) -> None:
-        """Tell the others how the job ended; node 0 stays until they have heard it."""
+    def leave(self, code: int, reason: str) -> None:
+        """Tell the others how the job ended; node 0 stays until they have heard it, and they outstay it."""
+        is_final = not self._is_retried(code) or self._budget.is_spent
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
-            if not self._is_retried(code) or self._budget.is_spent:
-                self._root.compare_set(VERDICT_KEY, "", str(code))
+            if is_final:
+                leave_verdict(self._root, code, reason)
             with contextlib.suppress(RendezvousClosedError):
                 stop_keep_alive(self._handler)
             left = self._root.add(LEFT_KEY, 1)
             if self._node.placement.node_rank == 0:
                 stay_until_all_left(self._root, self._node.placement.nodes, left)
+            elif is_final:
+                seconds = LEAVE_SECONDS + self._node.view.linger_seconds
+                outstay_node_0(self._root, seconds, lambda: bool(self._stop))
 
     # What torch's engine asks of an agent.
 

@@ -17,6 +17,7 @@ from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
 from tandem.launch.program import job_of
 from tandem.launch.run_dir import decide, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
+from tandem.launch.termination import leave_word
 from tandem.launch.workers import Workers, record_collectives, start_fork_server, use_loopback
 from tandem.log import setup
 from tandem.platforms.placement import Placement
@@ -81,7 +82,8 @@ def _run_in(
             prepared = prepare(settings, placement, mine)
         except TandemError as error:
             log.error("%s", error)
-            announce(placement, error.exit_code)
+            leave_word(str(error))
+            announce(placement, error.exit_code, str(error))
             return error.exit_code
         if prepared.decision.kind == "complete":
             announce(placement, FINISHED)
@@ -162,16 +164,17 @@ def _run_agent(
         node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision, mine)
         agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
         report = run_agent(node, agent)
+        if mine.look():
+            view.ended(report.code, report.reason, report.generations)
+            if prepared.copies is not None:
+                prepared.copies.push()
         if report.code not in (FINISHED, STOPPED):
             said_already = (  # by rank 0, which is here
                 report.code in (1, 2) and placement.node_rank == 0 and not work.is_script
             )
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
-        if mine.look():
-            view.ended(report.code, report.reason, report.generations)
-            if prepared.copies is not None:
-                prepared.copies.push()
+            leave_word(f"ended with code {report.code}: {report.reason}")
         view.linger(settings.metrics.metrics_linger, lambda: bool(stop))
         return report.code
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandem import __version__
 from tandem.config.slices import ComputeConfig, ReliabilityConfig
 from tandem.distributed.group import Position, ProcessGroup, choose_devices, set_threads
 from tandem.log import redirect_output, setup
@@ -54,6 +55,6 @@ def open_world(
                 "meeting the other %d of %d ranks at %s", position.world_size - 1, position.world_size, where
             )
         world = ProcessGroup.open(position, devices[0], reliability.first_step_timeout, devices)
-        world.check_same_settings(common)
+        world.check_same_settings({**common, "the version of tandem": __version__})
     clock.measure(devices[0])
     return clock, world, threads
