@@ -50,6 +50,15 @@ SUPERVISE_SECONDS = 0.1
 REPEAT_WINDOW_SECONDS = 2.0
 """Stop signals within it count as one: a scheduler signals the whole tree, and the agent forwards."""
 
+# Starts that save nothing new (launch/starts.py)
+
+FIRST_BACKOFF_SECONDS = 5.0
+"""The third such start in a row waits; each one after it twice as long."""
+LONGEST_BACKOFF_SECONDS = 120.0
+"""Less than --master-timeout, in which the other nodes wait for node 0."""
+STEADY_SECONDS = 600.0
+"""A start that lives so long is no crash that repeats, whatever it has saved."""
+
 # Where nodes meet (launch/rendezvous.py, launch/generations.py)
 
 STORE_READ_SECONDS = 60

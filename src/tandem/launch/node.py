@@ -6,17 +6,18 @@ import socket
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.config import Settings
-from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
+from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, TandemError
 from tandem.launch.program import job_of
 from tandem.launch.run_dir import decide, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
+from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
 from tandem.launch.workers import Workers, record_collectives, start_fork_server, use_loopback
 from tandem.log import setup
@@ -24,6 +25,11 @@ from tandem.platforms.placement import Placement
 from tandem.report.access import Access, load_access
 from tandem.script.job import Program
 from tandem.signals import StopFlag
+
+if TYPE_CHECKING:
+    from tandem.launch.agent import AgentReport
+    from tandem.launch.generations import NodeAgent
+    from tandem.launch.part import Node
 
 log = logging.getLogger("tandem.launch")
 
@@ -163,20 +169,41 @@ def _run_agent(
         mine = prepared.claim
         node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision, mine)
         agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
-        report = run_agent(node, agent)
+        if placement.node_rank == 0:
+            report = _run_counted(node, agent, Starts(settings.run.place, mine.look))
+        else:
+            report = run_agent(node, agent)
         if mine.look():
             view.ended(report.code, report.reason, report.generations)
             if prepared.copies is not None:
                 prepared.copies.push()
         if report.code not in (FINISHED, STOPPED):
             said_already = (  # by rank 0, which is here
-                report.code in (1, 2) and placement.node_rank == 0 and not work.is_script
+                report.code in (1, 2)
+                and report.generations > 0
+                and placement.node_rank == 0
+                and not work.is_script
             )
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
             leave_word(f"ended with code {report.code}: {report.reason}")
         view.linger(settings.metrics.metrics_linger, lambda: bool(stop))
         return report.code
+
+
+def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "AgentReport":
+    """The agent of node 0, unless its starts have saved nothing new for too long."""
+    from tandem.launch.agent import AgentReport, run_agent
+    from tandem.launch.rendezvous import announce
+
+    try:
+        starts.begin(node.config.max_starts, lambda: bool(node.stop))
+        report = run_agent(node, agent)
+    except CrashLoopError as error:
+        announce(node.placement, error.exit_code, str(error))
+        report = AgentReport(error.exit_code, str(error), 0)
+    starts.end(report.code, report.reason, report.generations)
+    return report
 
 
 def _ranks_for_gpus(settings: Settings) -> int:
