@@ -4,7 +4,6 @@ owner/000000007            in a folder: a file that appears with all its bytes
 owner/000000007/note.json  on an object store: put on condition that there is none
 """
 
-import errno
 import os
 import re
 import secrets
@@ -18,7 +17,6 @@ from tandem.checkpoint.storage.protocol import unstale
 from tandem.config.address import RemotePath
 
 LARGEST_BYTES = 64 * 1024
-NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 NAME = re.compile(r"\d{9,}")
 
 
@@ -85,9 +83,7 @@ class FolderNotes:
                 os.link(whole, target)
             except FileExistsError:
                 return self.read(number) == content  # NFS may say so of a link that has worked
-            except OSError as error:
-                if error.errno not in NO_HARD_LINKS:
-                    raise
+            except OSError:  # no hard links here, for which file systems have many numbers
                 return self._create_exclusively(target, content)
             return True
         finally:
