@@ -16,6 +16,7 @@ from tandem.launch.rendezvous import (
     outstay_node_0,
     raise_verdict,
 )
+from tandem.platforms.placement import Placement
 
 
 @pytest.mark.parametrize(
@@ -51,9 +52,9 @@ def test_a_verdict_carries_its_reason_and_the_first_one_counts() -> None:
 @pytest.mark.timeout(60)
 def test_other_nodes_outstay_the_first(free_port: int) -> None:
     server = TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)
-    store = TCPStore("127.0.0.1", free_port, is_master=False)
-    outstay_node_0(store, 0.1, lambda: False)
-    outstay_node_0(store, 300, lambda: True)
+    here = Placement("by-hand", 2, 1, None, "127.0.0.1", free_port)
+    outstay_node_0(here, 0.1, lambda: False)
+    outstay_node_0(here, 300, lambda: True)
     looks = []
 
     def node_0_leaves() -> bool:
@@ -63,7 +64,7 @@ def test_other_nodes_outstay_the_first(free_port: int) -> None:
             del server
         return False
 
-    outstay_node_0(store, 300, node_0_leaves)
+    outstay_node_0(here, 300, node_0_leaves)
     assert len(looks) >= 3
 
 

@@ -17,11 +17,12 @@ from tandem.launch.rendezvous import (
     VerdictError,
     host_store,
     join_store,
+    outstay_node_0,
 )
-from tandem.launch.restarts import RestartBudget
+from tandem.launch.restarts import RestartBudget, is_retried
 from tandem.launch.slow_ranks import SlowRanks
 from tandem.launch.watchdog import Watchdog
-from tandem.timeouts import RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
+from tandem.timeouts import LEAVE_SECONDS, RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
 from tandem.torch_private import hasten_rendezvous
 
 log = logging.getLogger("tandem.agent")
@@ -55,10 +56,13 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
     watchdog.start()
     try:
-        return replace(_run_connections(node, kind, watchdog, server), store=server)
+        report = replace(_run_connections(node, kind, watchdog, server), store=server)
     finally:
         watchdog.close(server)
         node.workers.dismiss()
+    if placement.node_rank != 0 and not is_retried(report.code):
+        outstay_node_0(placement, LEAVE_SECONDS + node.view.linger_seconds, lambda: bool(node.stop))
+    return report
 
 
 def _run_connections(

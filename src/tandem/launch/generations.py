@@ -42,7 +42,6 @@ from tandem.launch.rendezvous import (
     heed_verdict,
     is_confirmed,
     leave_verdict,
-    outstay_node_0,
     stay_until_all_left,
 )
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
@@ -54,7 +53,6 @@ from tandem.timeouts import (
     KEEP_ALIVE_ATTEMPTS,
     KEEP_ALIVE_SECONDS,
     LAST_CALL_SECONDS,
-    LEAVE_SECONDS,
     MEMBERSHIP_SECONDS,
     MONITOR_SECONDS,
     RENDEZVOUS_POLL_SECONDS,
@@ -230,19 +228,15 @@ class NodeAgent(SimpleElasticAgent):
             stop_keep_alive(self._handler)
 
     def leave(self, code: int, reason: str) -> None:
-        """Tell the others how the job ended; node 0 stays until they have heard it, and they outstay it."""
-        is_final = not self._is_retried(code) or self._budget.is_spent
+        """Tell the others how the job ended; node 0 stays until they have heard it."""
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
-            if is_final:
+            if not self._is_retried(code) or self._budget.is_spent:
                 leave_verdict(self._root, code, reason)
             with contextlib.suppress(RendezvousClosedError):
                 stop_keep_alive(self._handler)
             left = self._root.add(LEFT_KEY, 1)
             if self._node.placement.node_rank == 0:
                 stay_until_all_left(self._root, self._node.placement.nodes, left)
-            elif is_final:
-                seconds = LEAVE_SECONDS + self._node.view.linger_seconds
-                outstay_node_0(self._root, seconds, lambda: bool(self._stop))
 
     # What torch's engine asks of an agent.
 

@@ -114,16 +114,18 @@ def one_line(reason: str) -> str:
     return "".join(each if each.isprintable() else " " for each in text)[:REASON_CHARACTERS]
 
 
-def outstay_node_0(store: TCPStore, seconds: float, should_stop: Callable[[], bool]) -> None:
-    """Until the store on node 0 is gone, but no longer than `seconds`.
+def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[], bool]) -> None:
+    """Until node 0's port is closed, but no longer than `seconds`.
 
-    What ends first decides what a platform cleans up, and node 0 has the only log that says why.
+    What ends first decides what a platform cleans up, and node 0 has the only log that says why. Asked by a
+    connection of its own: torch's store writes a stack trace when one of its reads ends so.
     """
     deadline = time.monotonic() + seconds
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(OSError):
         while time.monotonic() < deadline and not should_stop():
-            time.sleep(LEFT_POLL_SECONDS)
-            store.add(LEFT_KEY, 0)
+            address = placement.master_host, placement.master_port
+            socket.create_connection(address, timeout=MASTER_ANSWER_SECONDS).close()
+            time.sleep(MASTER_RETRY_SECONDS)
 
 
 def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
