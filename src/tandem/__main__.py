@@ -1,6 +1,11 @@
-"""`python -m tandem`, also under torchrun."""
+"""`python -m tandem`, also under torchrun. Nothing that lies in the current folder is imported."""
 
-from tandem.cli import main
+import sys
+
+if not sys.flags.safe_path:
+    del sys.path[0]  # the current folder, which -m has put there
+
+from tandem.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -120,8 +120,9 @@ def train(options: "Namespace", environ: Environment) -> int:
 def checkpoints(options: "Namespace", environ: Environment) -> int:
     """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
     from tandem.checkpoint.listing import list_checkpoints, rule_of, table
+    from tandem.checkpoint.locate import checkpoints_of
     from tandem.checkpoint.retention import Best
-    from tandem.checkpoint.store import CheckpointStore, checkpoints_of
+    from tandem.checkpoint.store import CheckpointStore
 
     directory = checkpoints_of(options.run_dir)
     if isinstance(directory, Path) and not directory.is_dir():

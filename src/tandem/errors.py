@@ -2,8 +2,10 @@
 
     TandemError
     ├── ConfigError             2    what the user asked for cannot be (never retried)
+    ├── RunTakenError           2    another launch has taken the run directory over (never retried)
     ├── CheckpointError         1    saving or reading a checkpoint failed
     │   └── CorruptCheckpointError   its bytes are not the bytes that were written
+    ├── CrashLoopError          1    the run ends again and again before it has saved anything (never retried)
     ├── NonFiniteError          1    loss or gradients are not finite (never retried)
     ├── ReplicaMismatchError    1    the ranks do not train the same weights (never retried)
     ├── StoppedError          137    stopped by a signal before a checkpoint could be written
@@ -35,12 +37,22 @@ class ConfigError(TandemError):
     exit_code: ClassVar[int] = MISCONFIGURED
 
 
+class RunTakenError(TandemError):
+    """The run directory belongs to another launch by now; nothing more may be written there."""
+
+    exit_code: ClassVar[int] = MISCONFIGURED
+
+
 class CheckpointError(TandemError):
     """A checkpoint could not be written or read."""
 
 
 class CorruptCheckpointError(CheckpointError):
     """A file's size or SHA-256 differs from the manifest."""
+
+
+class CrashLoopError(TandemError):
+    """Start after start has saved nothing new."""
 
 
 class NonFiniteError(TandemError):

@@ -1,6 +1,7 @@
-"""What the kernel is asked to do for a process of ours (Linux: prctl(2))."""
+"""How a process of ours is started: its name, whom it ends with (prctl(2)), where it finds modules."""
 
 import ctypes
+from collections.abc import Mapping, MutableMapping
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
@@ -13,3 +14,29 @@ def name_process(name: str) -> None:
 def end_with_parent(number: int) -> None:
     """Get this signal when the parent dies, however it dies; exec keeps that."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+SAFE_PATH, OURS = "PYTHONSAFEPATH", "tandem"
+_is_ours = False
+
+
+def safe_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for an interpreter that looks for no module in the current folder.
+
+    A random.py, queue.py or torch.py that lies where somebody types the command would be run. The value says
+    whose wish it is: people's own programs are to behave as python does, see `take_back_safe_path`.
+    """
+    return {**environ, SAFE_PATH: environ.get(SAFE_PATH) or OURS}
+
+
+def take_back_safe_path(environ: MutableMapping[str, str]) -> None:
+    """In a process started so, and before it runs or starts what is not ours: for that the wish is gone."""
+    global _is_ours
+    if environ.get(SAFE_PATH) == OURS:
+        del environ[SAFE_PATH]
+        _is_ours = True
+
+
+def is_safe_path_ours() -> bool:
+    """Whether python's safe path is on here because of us alone, and nobody else has asked for it."""
+    return _is_ours

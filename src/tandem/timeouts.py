@@ -50,6 +50,15 @@ SUPERVISE_SECONDS = 0.1
 REPEAT_WINDOW_SECONDS = 2.0
 """Stop signals within it count as one: a scheduler signals the whole tree, and the agent forwards."""
 
+# Starts that save nothing new (launch/starts.py)
+
+FIRST_BACKOFF_SECONDS = 5.0
+"""The third such start in a row waits; each one after it twice as long."""
+LONGEST_BACKOFF_SECONDS = 120.0
+"""Less than --master-timeout, in which the other nodes wait for node 0."""
+STEADY_SECONDS = 600.0
+"""A start that lives so long is no crash that repeats, whatever it has saved."""
+
 # Where nodes meet (launch/rendezvous.py, launch/generations.py)
 
 STORE_READ_SECONDS = 60
@@ -73,6 +82,15 @@ ANNOUNCE_SECONDS = 30.0
 """The same before anything has begun: others may still import torch, and would wait for it in vain."""
 LEFT_POLL_SECONDS = 0.02
 """Node 0 looks meanwhile whether all have left."""
+
+# Who a run directory belongs to (checkpoint/claim.py)
+
+OWNER_RENEW_SECONDS = 5.0
+"""The owner renews its note; a launch elsewhere that finds one is refused within this."""
+OWNER_EXPIRY_SECONDS = 30.0
+"""A note that is older than six renewals, where nobody can see its process, is of a dead launch."""
+OWNER_LOOK_SECONDS = 0.2
+"""Between two looks at such a note."""
 
 # The page and the probes (launch/view.py, report/, telemetry/health.py)
 

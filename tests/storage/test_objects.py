@@ -2,17 +2,22 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from servers import ObjectServer
 
+from tandem.checkpoint.claim import claim
 from tandem.checkpoint.listing import list_checkpoints
+from tandem.checkpoint.locate import checkpoints_of, locate
+from tandem.checkpoint.owner import Note, fence
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.storage import _made
-from tandem.checkpoint.store import CheckpointStore, checkpoints_of, locate
+from tandem.checkpoint.storage.notes import notes_at
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, RunTakenError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -128,3 +133,23 @@ def test_a_network_that_damages(server: ObjectServer, store_address: str, rule: 
         assert found is not None and found[0] >= acknowledged and found[1] == STATE, f"request {nth}"
     assert not told or rule == "truncate", "what was never acknowledged may be damaged by a lying network"
     assert acknowledged and (rule == "truncate" or not refused), "one failure is asked again"
+
+
+def test_a_run_there_belongs_to_one_launch(store_address: str) -> None:
+    run = address(store_address)
+    mine = claim(run)
+    assert mine.problem is None and mine.token is not None and mine.token.number == 1
+    store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
+    store.save(1, STATE, {})
+    notes = notes_at(run / "owner")
+    theirs = replace(Note.mine(""), word="theirs", host="far", boot="another", machine="")
+    assert not notes.create(1, theirs.render()), "a number is given once"
+    assert notes.create(2, theirs.render()) and notes.numbers() == [1, 2]
+    with pytest.raises(RunTakenError, match="on far"):
+        store.save(2, STATE, {})
+    assert not mine.look() and store.steps() == [1]
+    mine.close()
+    notes.rewrite(2, replace(theirs, is_over=True).render())
+    again = claim(run)
+    assert again.token is not None and again.token.number == 3 and notes.numbers() == [3]
+    again.close()

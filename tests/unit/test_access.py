@@ -12,11 +12,53 @@ import pytest
 
 from tandem.config import Settings
 from tandem.errors import ConfigError
-from tandem.report.access import Access, load_access
+from tandem.report.access import Access, is_local_name, load_access
 from tandem.report.server import MetricsServer
 from tandem.telemetry.registry import Registry
 
 TOKEN = "s3cret-ü"
+LOCAL_NAMES = (
+    *(None, "", "localhost", "localhost:9469", "LOCALHOST.:1", "127.0.0.1", "127.0.0.1:9469", "10.1.2.3:80"),
+    *("[::1]", "[::1]:9469", "node1", "node1:9469", "run.localhost:9469"),
+)
+FOREIGN_NAMES = (
+    *(
+        "evil.example",
+        "evil.example:9469",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "a.b",
+        "x.local",
+    ),
+    *("127.0.0.1 .evil", "evil.example.:80", "127.0.0.1.nip.io:9469"),
+)
+
+
+@pytest.mark.parametrize("name", LOCAL_NAMES)
+def test_a_page_on_a_laptop_is_read_by_its_own_names(name: str | None) -> None:
+    assert is_local_name(name) and asked_by(name) == 200
+
+
+@pytest.mark.parametrize("name", FOREIGN_NAMES)
+def test_and_by_no_foreign_one(name: str) -> None:
+    assert not is_local_name(name) and asked_by(name) == 421
+    assert asked_by(name, Access(TOKEN)) == 401, "with a token it is the token that counts"
+    assert asked_by(name, host="0.0.0.0") == 200, "there, who reaches it may read it"
+
+
+def asked_by(name: str | None, access: Access | None = None, host: str = "127.0.0.1") -> int:
+    """The status of /api/run for a request with this Host header; None: without one."""
+    server = MetricsServer(Registry(), host, 0, lambda: {"healthy": True}, access=access)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    try:
+        connection.putrequest("GET", "/api/run", skip_host=True)
+        if name is not None:
+            connection.putheader("Host", name)
+        connection.endheaders()
+        return connection.getresponse().status
+    finally:
+        connection.close()
+        server.close()
 
 
 def basic(password: str) -> str:

@@ -6,11 +6,12 @@ from pathlib import Path, PurePath
 
 import pytest
 
+from tandem.checkpoint.locate import checkpoints_of
 from tandem.checkpoint.storage import _made, storage_at
 from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
 from tandem.checkpoint.storage.folder import Folder
 from tandem.checkpoint.storage.protocol import Entries, Payload, Reader
-from tandem.checkpoint.store import CheckpointStore, checkpoints_of
+from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import run
 from tandem.config import address, resolve
 from tandem.config.sources import Given
@@ -56,6 +57,11 @@ class Drawer:
     def write(self, path: PurePath, data: bytes) -> None:
         self._at(path).parent.mkdir(parents=True, exist_ok=True)
         self._at(path).write_bytes(data)
+
+    def create(self, path: PurePath, data: bytes) -> bool:
+        if self.read(path) is None:
+            self.write(path, data)
+        return self.read(path) == data
 
     def delete(self, directory: PurePath, names: Iterable[str]) -> None:
         for name in names:

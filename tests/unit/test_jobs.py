@@ -9,6 +9,7 @@ import pytest
 from tandem.config import Settings
 from tandem.distributed.group import choose_devices
 from tandem.errors import ConfigError, PeerLostError
+from tandem.launch import rendezvous
 from tandem.launch.rendezvous import host_store, join_store
 from tandem.launch.run_dir import of_this_job
 from tandem.platforms.placement import Placement
@@ -57,11 +58,26 @@ def test_nodes_of_another_job_are_not_let_in(free_port: int) -> None:
     first = Placement("slurm", 2, 0, None, "127.0.0.1", free_port, job="slurm-4.0")
     store = host_store(first)
     assert join_store(replace(first, node_rank=1), 10, StopFlag()).check(["tandem/job"])
-    with pytest.raises(
-        PeerLostError, match="is served by slurm-4.0, and this is slurm-135.0"
-    ):
+    with pytest.raises(PeerLostError, match="is served by slurm-4.0, and this is slurm-135.0"):
         join_store(replace(first, node_rank=1, job="slurm-135.0"), 10, StopFlag())
     del store
+
+
+@pytest.mark.parametrize("theirs", ["9.9.9", None])
+def test_two_versions_in_one_job_are_refused_in_one_line(free_port: int, theirs: str | None) -> None:
+    first = Placement("by-hand", 2, 0, None, "127.0.0.1", free_port)
+    store = host_store(first)
+    if theirs is None:
+        store.delete_key(rendezvous.VERSION_KEY)
+    else:
+        store.set(rendezvous.VERSION_KEY, theirs)
+    with pytest.raises(
+        ConfigError, match=f"node 1 has tandem .* node 0 has {theirs or 'an older'}"
+    ) as caught:
+        join_store(replace(first, node_rank=1), 10, StopFlag())
+    assert "\n" not in str(caught.value) and "same version" in str(caught.value)
+    with pytest.raises(rendezvous.VerdictError, match="code 2: node 1 has tandem"):
+        rendezvous.raise_verdict(store)
 
 
 @pytest.mark.parametrize(("local_rank", "device"), [(0, None), (1, None), (1, 0)])

@@ -1,12 +1,15 @@
 """The rendezvous state by a node's own clock: torch's own holder of it, two clocks, one store."""
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
 
+from tandem.checkpoint.listing import is_finished
+from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import FAILED
 from tandem.launch import rendezvous
 from tandem.launch.rendezvous import StoreLostError, VerdictError, WatchfulBackend, check_all_are_in
@@ -81,7 +84,16 @@ def test_a_node_that_says_nothing_more_is_out_after_its_time(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "text, code", [("0", 0), ("143", 143), ("abc", FAILED), ("-1", FAILED), ("999", FAILED)]
+    "text, code",
+    [
+        ("0", 0),
+        ("143", 143),
+        ("abc", FAILED),
+        ("-1", FAILED),
+        ("999", FAILED),
+        ("", FAILED),
+        ("9" * 5000, FAILED),
+    ],
 )
 def test_what_comes_as_a_verdict_is_an_exit_code_or_a_failure(text: str, code: int) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -90,7 +102,31 @@ def test_what_comes_as_a_verdict_is_an_exit_code_or_a_failure(text: str, code: i
     with pytest.raises(VerdictError) as caught:
         rendezvous.raise_verdict(store)
     assert caught.value.code == code
-    assert (text in str(caught.value)) or code == int(text)
+    assert (text[:40] in str(caught.value)) or code == int(text)
+
+
+def test_a_verdict_of_0_needs_a_job_that_is_done() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set(rendezvous.VERDICT_KEY, "0")
+    with pytest.raises(VerdictError):
+        rendezvous.heed_verdict(store, lambda: True)
+    assert rendezvous.is_confirmed(store)
+    rendezvous.heed_verdict(store, lambda: False)
+    assert not store.check([rendezvous.VERDICT_KEY]) and not rendezvous.is_confirmed(store)
+    store.set(rendezvous.VERDICT_KEY, "1 rank 3 failed")
+    with pytest.raises(VerdictError, match="code 1: rank 3 failed") as caught:
+        rendezvous.heed_verdict(store, lambda: False)
+    assert caught.value.code == FAILED
+
+
+def test_a_run_is_finished_when_its_last_step_is_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert not is_finished(tmp_path)
+    for step, finished in ((50, False), (99, False), (100, True)):
+        store.save(step, b"x", {"steps_planned": 100})
+        assert is_finished(tmp_path) == finished
+    store.save(101, b"x", {"steps_planned": "many"})
+    assert not is_finished(tmp_path)
 
 
 def test_a_world_smaller_than_asked_for_never_opens() -> None:

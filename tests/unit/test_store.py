@@ -17,9 +17,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tandem.checkpoint.listing import list_checkpoints, rule_of, table
+from tandem.checkpoint.locate import locate
 from tandem.checkpoint.retention import Best, Retention
 from tandem.checkpoint.storage.protocol import Sink
-from tandem.checkpoint.store import CheckpointStore, locate
+from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 INFO = {"epoch": 2, "eval": {"accuracy": 0.97}, "task": "digits"}

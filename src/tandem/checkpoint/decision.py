@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from tandem.checkpoint.store import CheckpointStore, locate
+from tandem.checkpoint.locate import locate
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.config.address import address
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, CorruptCheckpointError
 
 log = logging.getLogger("tandem.run")
 
@@ -132,6 +133,8 @@ def _look(
     except ConfigError:
         store.verify(step)  # bytes that do not hold are passed over, whatever run they were of
         raise
+    if "train_samples" not in info:
+        raise CorruptCheckpointError(f"the manifest of {store.path(step)} does not say its train_samples")
     steps_per_epoch = int(info["train_samples"]) // settings.data.batch_size
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
     if whole or step >= planned:

@@ -106,6 +106,17 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def is_finished(directory: PurePath) -> bool:
+    """Whether the newest checkpoint is of the last step of its run; False where nobody can tell."""
+    store = CheckpointStore(directory)
+    try:
+        step = max(store.steps(), default=None)
+        planned = None if step is None else store.info(step).get("steps_planned")
+    except CheckpointError:
+        return False
+    return step is not None and isinstance(planned, int) and step >= planned
+
+
 def newest_step(directory: PurePath) -> int | None:
     """The newest committed step by the names on the volume; None where there is none, or nothing answers."""
     try:

@@ -6,6 +6,7 @@ import pickle
 import re
 import struct
 import sys
+import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -49,11 +50,29 @@ def serialize(state: Mapping[str, Any]) -> bytes:
 
 def deserialize(raw: bytes) -> dict[str, Any]:
     """Inverse of `serialize`, tensors on the CPU; no pickled code runs. Raises CheckpointError."""
+    _check_records(raw)
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, LookupError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's state cannot be loaded: {_first_line(error)}") from error
     return state
+
+
+def _check_records(raw: bytes) -> None:
+    """What is loaded is not larger than what was read: torch.save neither compresses nor shares bytes."""
+    if not raw.startswith(b"PK"):
+        return  # of an older torch, or nothing at all: torch says so
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, LookupError, struct.error, NotImplementedError, OSError) as error:
+        raise CheckpointError(f"the checkpoint's state is no whole archive: {_first_line(error)}") from error
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise CheckpointError(
+            "the checkpoint's state is compressed, as no state of torch.save is; not loaded"
+        )
+    if sum(record.file_size for record in records) > len(raw):
+        raise CheckpointError("the checkpoint's state has records larger than the file; not loaded")
 
 
 def check_loadable(state: Mapping[str, Any]) -> None:

@@ -4,27 +4,31 @@
     checkpoints/step-000000500/manifest.json   size and SHA-256 of every file, of itself too; and `info`
     checkpoints/corrupt-step-000000500-1       its bytes were not those written; kept for a look
 
-One process writes to a directory at a time (rank 0); any number may read. How files get there, and what a
-killed writer leaves, is the storage's matter.
+One process writes to a directory at a time (rank 0), which its `fence` sees to; any number may read. How
+files get there, and what a killed writer leaves, is the storage's matter.
 """
 
 import errno
 import hashlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, TypeVar
 
-from tandem.checkpoint.manifest import check, measured, parse_manifest, render_manifest
+from tandem.checkpoint.manifest import (
+    LARGEST_BYTES,
+    check,
+    check_size,
+    measured,
+    parse_manifest,
+    render_manifest,
+)
 from tandem.checkpoint.retention import Retention, Scores, why_kept
 from tandem.checkpoint.storage import storage_at
-from tandem.checkpoint.storage.protocol import MANIFEST, Payload, Reader, unstale
-from tandem.config.address import address
-from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from tandem.checkpoint.storage.protocol import MANIFEST, STEP_NAME, Entries, Payload, Reader, unstale
+from tandem.errors import CheckpointError, CorruptCheckpointError, RunTakenError
 
-STEP_NAME = re.compile(r"step-(\d{9,})")
 T = TypeVar("T")
 OnCorrupt = Callable[[int, str], None]  # step, problem
 
@@ -40,10 +44,13 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in `directory` (made by the first save): a Path or an ObjectPath."""
+    """The checkpoints of one run, in `directory` (made by the first save): a Path or an ObjectPath.
 
-    def __init__(self, directory: PurePath) -> None:
-        self.directory, self._storage = directory, storage_at(directory)
+    `fence` raises RunTakenError once the run belongs to another launch (see `owner.fence`).
+    """
+
+    def __init__(self, directory: PurePath, fence: Callable[[], None] = lambda: None) -> None:
+        self.directory, self._storage, self._fence = directory, storage_at(directory), fence
         self._ours: set[int] | None = None  # steps that a save may replace
         self._scores: dict[int, Scores] = {}
 
@@ -83,8 +90,8 @@ class CheckpointStore:
 
         `payload` is the state's bytes, or a function that writes them to the sink it is given and that
         can be called twice. Scores in `info["eval"]` are those of the weights of this step.
-        Raises CheckpointError (full, read-only or failing volume; another writer has saved this step);
-        older checkpoints are as they were.
+        Raises CheckpointError (full, read-only or failing volume; another writer has saved this step) and
+        RunTakenError; older checkpoints are as they were.
         """
         free = "free space or mend the volume there; older checkpoints are untouched"
         with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
@@ -96,15 +103,23 @@ class CheckpointStore:
 
     def _commit(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
         assert self._ours is not None
+
+        def sealed(files: Entries) -> bytes:
+            self._fence()  # the state is written, nothing of it is published
+            return render_manifest(step, files, info)
+
         try:
-            size = self._storage.commit(
-                self.path(step), payload, lambda files: render_manifest(step, files, info), step in self._ours
-            )
+            size = self._storage.commit(self.path(step), payload, sealed, step in self._ours)
         except FileExistsError as error:
             raise CheckpointError(
                 f"step {step} in {self.directory} was saved by another writer meanwhile; "
                 "let one run alone write there, or give another --run-dir"
             ) from error
+        try:
+            self._fence()
+        except RunTakenError:  # between the two looks: its new owner must not go on from this one
+            self._storage.remove([self.path(step)])
+            raise
         self._ours.add(step)
         return size
 
@@ -135,6 +150,7 @@ class CheckpointStore:
         if doomed:
             self.verify(max(kept))
         with translated(f"cannot remove old checkpoints in {self.directory}"):
+            self._fence()
             self._storage.remove([self.path(step) for step in doomed])
             self._storage.mend(self.directory)  # what a killed prune left, too
         for step in doomed:
@@ -147,6 +163,7 @@ class CheckpointStore:
         while (name := f"corrupt-{self.path(step).name}-{number}") in there:
             number += 1
         with translated(f"cannot quarantine {self.path(step)}"):
+            self._fence()
             self._storage.rename(self.path(step), self.directory / name)
         return self.directory / name
 
@@ -172,7 +189,13 @@ class CheckpointStore:
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest: step, written_at (Unix seconds), files, info. Raises CorruptCheckpointError."""
         path = self.path(step) / MANIFEST
-        if (manifest := parse_manifest(path, self._read(path, lambda file: file.read())))["step"] != step:
+
+        def whole(file: Reader) -> bytes:
+            if file.size > LARGEST_BYTES:
+                raise CorruptCheckpointError(f"{path} has {file.size} bytes, and no manifest has so many")
+            return file.read(file.size)
+
+        if (manifest := parse_manifest(path, self._read(path, whole)))["step"] != step:
             raise CorruptCheckpointError(f"{path} is of step {manifest['step']}, its directory of {step}")
         return manifest
 
@@ -187,14 +210,25 @@ class CheckpointStore:
         """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""
         for name, wanted in self.manifest(step)["files"].items():
             path = self.path(step) / name
-            check(path, wanted, *self._read(path, measured, from_disk=True))
+
+            def sized(file: Reader, path: PurePath = path, wanted: Any = wanted) -> tuple[int, str]:
+                check_size(path, wanted, file.size)
+                return measured(file)
+
+            check(path, wanted, *self._read(path, sized, from_disk=True))
 
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
         """The state's bytes, hashed before they are returned, and info. Raises CorruptCheckpointError."""
         manifest = self.manifest(step)
         ((name, wanted),) = manifest["files"].items()
-        state = self._read(self.path(step) / name, lambda file: file.read())
-        check(self.path(step) / name, wanted, len(state), hashlib.sha256(state).hexdigest())
+        path = self.path(step) / name
+
+        def whole(file: Reader) -> bytes:
+            check_size(path, wanted, file.size)
+            return file.read(file.size)
+
+        state = self._read(path, whole)
+        check(path, wanted, len(state), hashlib.sha256(state).hexdigest())
         return state, manifest["info"]
 
     def _read(self, path: PurePath, use: Callable[[Reader], T], from_disk: bool = False) -> T:
@@ -250,34 +284,3 @@ class CheckpointStore:
             return f"; quarantined as {self.quarantine(step).name}"
         except CheckpointError as error:
             return f"; {error}, so it stays where it is"
-
-
-def checkpoints_of(run: str | PurePath) -> PurePath:
-    """Where the checkpoints of a run lie, or `run` itself where that is a directory of checkpoints."""
-    path = address(run)
-    inner = path / "checkpoints"
-    return inner if (inner.is_dir() if isinstance(inner, Path) else CheckpointStore(inner).steps()) else path
-
-
-def locate(text: str) -> tuple[CheckpointStore, int | None]:
-    """PATH[@STEP] -> the store and the step (None: the newest); PATH is a run, its checkpoints, or one step.
-
-    Raises ConfigError where there is no such checkpoint.
-    """
-    name, at, number = text.rpartition("@")
-    step = int(number) if at and number.isdecimal() and not Path(text).exists() else None
-    path = address(text if step is None else name)
-    if isinstance(path, Path):
-        if not path.is_dir():
-            raise ConfigError(f"{path} is no directory; give a run, its checkpoints, or one step-... of them")
-        path = path.resolve()
-    if step is None and (match := STEP_NAME.fullmatch(path.name)):
-        path, step = path.parent, int(match[1])
-    store = CheckpointStore(checkpoints_of(path))
-    steps = store.steps()
-    if not steps:
-        raise ConfigError(f"{store.directory} holds no checkpoint; give a run that has saved one")
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-        raise ConfigError(f"{store.directory} has no checkpoint of step {step}; it has {there}")
-    return store, step

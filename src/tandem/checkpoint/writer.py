@@ -16,7 +16,7 @@ from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import check_loadable
 from tandem.checkpoint.store import CheckpointStore
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, RunTakenError
 from tandem.telemetry.meter import SaveOutcome as SaveOutcome
 from tandem.torch_private import copy_all
 
@@ -155,3 +155,5 @@ class CheckpointWriter:
                 self._verified(newest)
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
+        except RunTakenError as error:
+            self._error = error

@@ -140,6 +140,7 @@ class LaunchConfig:
     master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")
     shutdown_timeout: Positive = setting(25.0, "seconds ranks get to save and end after a signal")
     max_restarts: Natural = setting(5, "incidents that are restarted on this node before giving up")
+    max_starts: Count = setting(10, "starts in a row that save nothing new until node 0 gives up")
     restart_on_error: bool = setting(False, "start a script again after its own errors, too")
     cold: bool = setting(False, "start each rank of a script as a new interpreter")
 

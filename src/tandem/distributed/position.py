@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.owner import Token
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Position:
     `job` keeps ranks of different jobs apart that come to one store. `device` is this rank's GPU among those
     it sees, where that is not its local rank.
     `resume` is where the run begins, decided once before any rank starts; it counts on rank 0.
+    `owner` is what each publication in the run directory is checked against; None where nobody writes there.
     `memories` outlive the node's ranks, one region for each of them; none without an agent.
     """
 
@@ -37,6 +39,7 @@ class Position:
     restart: int = 0
     sample_socket: str | None = None
     resume: ResumeDecision = ResumeDecision("fresh")
+    owner: Token | None = None
     memories: tuple[NodeMemory, ...] = ()
 
     @property

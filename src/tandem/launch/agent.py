@@ -2,39 +2,40 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from tandem.errors import KILLED, PEER_LOST, PeerLostError
-from tandem.launch.generations import Node, NodeAgent
+from tandem.errors import KILLED, PEER_LOST, TandemError
+from tandem.launch.generations import NodeAgent
+from tandem.launch.part import Node
 from tandem.launch.rendezvous import (
     StopRequestedError,
     StoreLostError,
     VerdictError,
     host_store,
     join_store,
+    outstay_node_0,
 )
-from tandem.launch.restarts import RestartBudget
+from tandem.launch.restarts import RestartBudget, is_retried
 from tandem.launch.slow_ranks import SlowRanks
 from tandem.launch.watchdog import Watchdog
-from tandem.timeouts import RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
+from tandem.timeouts import LEAVE_SECONDS, RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
 from tandem.torch_private import hasten_rendezvous
-
-__all__ = ["AgentReport", "Node", "run_agent"]
 
 log = logging.getLogger("tandem.agent")
 
 
 @dataclass(frozen=True)
 class AgentReport:
-    """How this node's part of the job ended."""
+    """How this node's part of the job ended. `store`: node 0's, there for the others as long as this is."""
 
     code: int
     reason: str
     generations: int
+    store: TCPStore | None = None
 
 
 def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
@@ -55,10 +56,13 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
     watchdog.start()
     try:
-        return _run_connections(node, kind, watchdog, server)
+        report = replace(_run_connections(node, kind, watchdog, server), store=server)
     finally:
         watchdog.close(server)
         node.workers.dismiss()
+    if placement.node_rank != 0 and not is_retried(report.code):
+        outstay_node_0(placement, LEAVE_SECONDS + node.view.linger_seconds, lambda: bool(node.stop))
+    return report
 
 
 def _run_connections(
@@ -79,8 +83,8 @@ def _run_connections(
         except RendezvousTimeoutError:
             missing = f"not all of {node.placement.nodes} nodes came within {patience:.0f} s"
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
-        except PeerLostError as error:
-            code, reason = PEER_LOST, str(error)
+        except TandemError as error:
+            code, reason = error.exit_code, str(error)
         except (StoreLostError, RendezvousConnectionError, DistStoreError, DistNetworkError) as error:
             node.workers.kill()
             if agent is not None:
@@ -94,5 +98,5 @@ def _run_connections(
             continue
         node.workers.kill()
         if agent is not None:
-            agent.leave(code)
+            agent.leave(code, reason)
         return AgentReport(code, reason, budget.generations)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 
+from tandem.checkpoint.claim import refuse_if_owned
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
@@ -13,6 +14,7 @@ from tandem.launch.node import run_this_node, script_work, task_work, with_port
 from tandem.launch.program import check
 from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.launch.simulated import simulate
+from tandem.launch.termination import leave_word
 from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect
@@ -32,11 +34,19 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
 
     Raises TandemError.
     """
-    if program is not None:
-        check(program, flags)
-    if not environ.get("TANDEM_COMPOSE_PROJECT"):
-        return _launch(flags, environ, program)
-    # Compose would start this container again also where that cannot help.
+    try:
+        if program is not None:
+            check(program, flags)
+        if not environ.get("TANDEM_COMPOSE_PROJECT"):
+            return _launch(flags, environ, program)
+        return _launch_replica(flags, environ, program)
+    except TandemError as error:
+        leave_word(str(error))
+        raise
+
+
+def _launch_replica(flags: Flags, environ: Environment, program: Program | None) -> int:
+    """In a container that Compose would start again also where that cannot help."""
     run_dir, container = local_folder(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
     code = stay_down_code(run_dir, container)
     if code is not None:
@@ -61,6 +71,7 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     if placement.rank is not None:
         return _train(settings, placement)
     if placement.platform == "none":
+        refuse_if_owned(settings.run.place)  # at once; node 0 makes it its own when it has started
         if settings.telemetry.log_format != "json":
             print(where(settings.run.place, program is not None), file=sys.stderr)
         placement = with_port(placement)

@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -29,27 +28,24 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from tandem.checkpoint.decision import ResumeDecision
-from tandem.config.slices import LaunchConfig
+from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
+from tandem.launch.part import Node
 from tandem.launch.rendezvous import (
     LEFT_KEY,
     RUN_ID,
-    VERDICT_KEY,
     StopRequestedError,
     StoreLostError,
     WatchfulBackend,
     check_all_are_in,
-    raise_verdict,
+    heed_verdict,
+    is_confirmed,
+    leave_verdict,
     stay_until_all_left,
 )
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
-from tandem.launch.view import NodeView
 from tandem.launch.watchdog import Watchdog
-from tandem.launch.workers import Workers
-from tandem.platforms.placement import Placement
-from tandem.signals import StopFlag
 from tandem.telemetry.hangs import Alarm
 from tandem.telemetry.heartbeat import DUMP_SIGNAL
 from tandem.timeouts import (
@@ -67,19 +63,6 @@ from tandem.timeouts import (
 from tandem.torch_private import hasten_handler, nodes_here, stop_keep_alive
 
 log = logging.getLogger("tandem.agent")
-
-
-@dataclass(frozen=True)
-class Node:
-    """This node's part of a job, as every agent of it works with it."""
-
-    placement: Placement
-    nproc: int
-    config: LaunchConfig
-    workers: Workers
-    view: NodeView
-    stop: StopFlag
-    resume: ResumeDecision
 
 
 class NodeAgent(SimpleElasticAgent):
@@ -145,14 +128,16 @@ class NodeAgent(SimpleElasticAgent):
             if self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
-                return PEER_LOST, f"{self._budget} is spent"
+                return PEER_LOST, f"{self._budget} is spent: {said}"
             log.warning("%s: starting generation %d", said, self._budget.generations + 1)
 
     _is_retried = staticmethod(is_retried)
 
     def _said(self, codes: Mapping[int, int]) -> str:
         """How a generation ended on this node, in words."""
-        return "ranks ended with " + ", ".join(str(each) for each in sorted(set(codes.values())))
+        said = "ranks ended with " + ", ".join(str(each) for each in sorted(set(codes.values())))
+        words = self._node.view.last_words
+        return f"{said}: {words}" if words else said
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
         """The node's code, once a rank has failed or all have ended: {local rank: code, if any}."""
@@ -174,6 +159,7 @@ class NodeAgent(SimpleElasticAgent):
         next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
         while True:
             self._workers.pause(MONITOR_SECONDS)
+            self._node.claim.check()
             now = time.monotonic()
             codes = self._workers.codes()
             ended = [code for code in codes.values() if code is not None]
@@ -221,7 +207,8 @@ class NodeAgent(SimpleElasticAgent):
             return  # the engine's keep-alive looks, too
         if self._stop:
             raise StopRequestedError
-        raise_verdict(self._root)
+        self._node.claim.check()
+        heed_verdict(self._root, self._is_done)
         waited = time.monotonic() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
@@ -229,16 +216,22 @@ class NodeAgent(SimpleElasticAgent):
             here_of = f"{'some' if here is None else here} of {nodes} nodes are here"
             log.info("waiting: %s (%.0f of %.0f s)", here_of, waited, self._node.config.master_timeout)
 
+    def _is_done(self) -> bool:
+        """Whether a verdict of 0 can be: the last step is saved, which only node 0 surely sees."""
+        if self._node.placement.node_rank != 0:
+            return is_confirmed(self._root)
+        return is_finished(self._node.view.checkpoints)
+
     def abandon(self) -> None:
         """This connection is given up: nothing of it goes on saying that the node lives, into the void."""
         with contextlib.suppress(RendezvousError):
             stop_keep_alive(self._handler)
 
-    def leave(self, code: int) -> None:
+    def leave(self, code: int, reason: str) -> None:
         """Tell the others how the job ended; node 0 stays until they have heard it."""
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
             if not self._is_retried(code) or self._budget.is_spent:
-                self._root.compare_set(VERDICT_KEY, "", str(code))
+                leave_verdict(self._root, code, reason)
             with contextlib.suppress(RendezvousClosedError):
                 stop_keep_alive(self._handler)
             left = self._root.add(LEFT_KEY, 1)
@@ -286,6 +279,7 @@ class NodeAgent(SimpleElasticAgent):
             restart=self._restart,
             sample_socket=str(self._node.view.socket_path),
             resume=self._node.resume,
+            owner=self._node.claim.token,
         )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -1,6 +1,7 @@
 """One rank without an agent: under torchrun, srun or mpirun, started by hand, or all alone."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.checkpoint.decision import ResumeDecision
@@ -8,7 +9,7 @@ from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.launch.rendezvous import wait_for_master
-from tandem.launch.run_dir import decide, prepare_run_dir
+from tandem.launch.run_dir import decide, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.view import NodeView
 from tandem.launch.workers import RankFunction, use_loopback
@@ -18,40 +19,58 @@ from tandem.report.access import load_access
 
 def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankFunction) -> int:
     """Train as the rank that the environment says; its exit code. Rank 0 also hosts page and metrics."""
-    decision = decide(settings) if not placement.rank else ResumeDecision("fresh")
-    with contextlib.closing(LoneRank(settings, placement)) as rank:
-        code = rank_function(settings.to_dict(), replace(rank.position, resume=decision))
+    with contextlib.closing(LoneRank(settings, placement, lambda: decide(settings))) as rank:
+        code = rank_function(settings.to_dict(), rank.position)
         rank.ended(code, f"the rank ended with code {code}")
         return code
 
 
 class LoneRank:
-    """A rank without an agent, from its place in the world to `close`: rank 0 hosts page and metrics."""
+    """A rank without an agent, from its place in the world to `close`: rank 0 hosts page and metrics.
 
-    def __init__(self, settings: Settings, placement: Placement) -> None:
-        self._settings, self._opened = settings, contextlib.ExitStack()
+    Rank 0 asks for the `decision` once the run directory is its own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        placement: Placement,
+        decision: Callable[[], ResumeDecision] = lambda: ResumeDecision("fresh"),
+    ) -> None:
+        self._settings = settings
         self._view: NodeView | None = None
         if placement.nodes == 1 or placement.nodes_share_host:
             use_loopback()
         self.position = position_of(placement, settings.launch.init_method)
-        if self.position.rank != 0:
-            if self.position.init.startswith("file:"):
-                return  # the process group waits for the others
-            patience = settings.launch.master_timeout
-            wait_for_master(placement.master_host, placement.master_port, patience, lambda: False)
-            return
+        with contextlib.ExitStack() as opened:
+            if self.position.rank == 0:
+                self._open_on_first_rank(opened, placement, decision)
+            elif not self.position.init.startswith("file:"):  # there the process group waits for the others
+                patience = settings.launch.master_timeout
+                wait_for_master(placement.master_host, placement.master_port, patience, lambda: False)
+            self._opened = opened.pop_all()
+
+    def _open_on_first_rank(
+        self, opened: contextlib.ExitStack, placement: Placement, decision: Callable[[], ResumeDecision]
+    ) -> None:
+        settings = self._settings
+        self._claim = opened.enter_context(owned(settings, placement))
+        resume = decision()
         run_dir, access = local_folder(settings.run.place), load_access(settings.metrics)
-        self._copies = prepare_run_dir(settings)
-        folder = self._opened.enter_context(scratch())
+        self._copies = prepare_run_dir(settings, self._claim)
+        folder = opened.enter_context(scratch())
         self._view = NodeView(settings, placement, None, folder, run_dir, access)
-        self._opened.callback(self._view.close)
-        self.position = replace(self.position, sample_socket=str(self._view.socket_path))
+        opened.callback(self._view.close)
+        self.position = replace(
+            self.position, sample_socket=str(self._view.socket_path), resume=resume, owner=self._claim.token
+        )
 
     def ended(self, code: int, reason: str) -> None:
         """The training is over: rank 0 shows it, and waits for the last scrape, if there was any."""
         if self._view is not None:
-            self._view.ended(code, reason, 1)
-            self._copies.push()
+            if self._claim.look():
+                self._view.ended(code, reason, 1)
+                self._copies.push()
             self._view.linger(self._settings.metrics.metrics_linger, lambda: False)
 
     def close(self) -> None:

@@ -6,22 +6,30 @@ import socket
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.config import Settings
-from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
+from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, TandemError
 from tandem.launch.program import job_of
-from tandem.launch.run_dir import decide, prepare_run_dir
+from tandem.launch.run_dir import decide, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
+from tandem.launch.starts import Starts
+from tandem.launch.termination import leave_word
 from tandem.launch.workers import Workers, record_collectives, start_fork_server, use_loopback
 from tandem.log import setup
 from tandem.platforms.placement import Placement
 from tandem.report.access import Access, load_access
 from tandem.script.job import Program
 from tandem.signals import StopFlag
+
+if TYPE_CHECKING:
+    from tandem.launch.agent import AgentReport
+    from tandem.launch.generations import NodeAgent
+    from tandem.launch.part import Node
 
 log = logging.getLogger("tandem.launch")
 
@@ -71,32 +79,39 @@ def _run_in(
     start_fork_server(work.preload, folder)  # it imports torch while this process does
     from tandem.launch.rendezvous import announce  # and torch with it
 
-    try:
-        prepared = _prepare_script(settings, placement) if work.is_script else _prepare(settings, placement)
-    except TandemError as error:
-        log.error("%s", error)
-        announce(placement, error.exit_code)
-        return error.exit_code
-    if prepared.decision.kind == "complete":
-        announce(placement, FINISHED)
-        return FINISHED
-    return _run_agent(folder, settings, placement, work, state_dir, stop, prepared)
+    with contextlib.ExitStack() as opened:
+        try:
+            mine = Claim(settings.run.place)
+            if placement.node_rank == 0:
+                mine = opened.enter_context(owned(settings, placement, lambda: bool(stop)))
+            prepare = _prepare_script if work.is_script else _prepare
+            prepared = prepare(settings, placement, mine)
+        except TandemError as error:
+            log.error("%s", error)
+            leave_word(str(error))
+            announce(placement, error.exit_code, str(error))
+            return error.exit_code
+        if prepared.decision.kind == "complete":
+            announce(placement, FINISHED)
+            return FINISHED
+        return _run_agent(folder, settings, placement, work, state_dir, stop, prepared)
 
 
 class _Prepared(NamedTuple):
+    claim: Claim
     decision: ResumeDecision = ResumeDecision("fresh")
     access: Access | None = None
     copies: Copies | None = None  # of what this node writes, when the run directory is an object store
 
 
-def _prepare(settings: Settings, placement: Placement) -> _Prepared:
+def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
     """What can be wrong before any rank starts; the first node also decides where the run begins.
 
     Raises TandemError.
     """
     from tandem.tasks.base import load_task
 
-    prepared, shares = _Prepared(), settings.data.batch_shares
+    prepared, shares = _Prepared(mine), settings.data.batch_shares
     if placement.elastic is not None and shares not in (None, "auto"):
         raise ConfigError(
             f"--batch-shares {shares} is for a fixed number of ranks, and --elastic changes it; "
@@ -105,18 +120,19 @@ def _prepare(settings: Settings, placement: Placement) -> _Prepared:
     if placement.node_rank == 0:
         access, decision = load_access(settings.metrics), decide(settings)
         if decision.kind == "complete":
-            return _Prepared(decision)
-        prepared = _Prepared(decision, access, prepare_run_dir(settings))
+            return _Prepared(mine, decision)
+        prepared = _Prepared(mine, decision, access, prepare_run_dir(settings, mine))
     load_task(settings.run.task, settings.run.task_fields, settings.data.data_dir, settings.data.download)
     _log_of_first_node(settings, placement)
     return prepared
 
 
-def _prepare_script(settings: Settings, placement: Placement) -> _Prepared:
+def _prepare_script(settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
     """The same for a program: where it begins is its own affair. Raises TandemError."""
     if placement.node_rank != 0:
-        return _Prepared()
-    prepared = _Prepared(access=load_access(settings.metrics), copies=prepare_run_dir(settings))
+        return _Prepared(mine)
+    access = load_access(settings.metrics)
+    prepared = _Prepared(mine, access=access, copies=prepare_run_dir(settings, mine))
     (local_folder(settings.run.place) / "summary.json").unlink(missing_ok=True)
     _log_of_first_node(settings, placement)
     return prepared
@@ -138,8 +154,9 @@ def _run_agent(
     prepared: _Prepared,
 ) -> int:
     """The agent, and beside it what shows the run to the outside."""
-    from tandem.launch.agent import Node, run_agent
+    from tandem.launch.agent import run_agent
     from tandem.launch.generations import NodeAgent
+    from tandem.launch.part import Node
     from tandem.launch.script_agent import ScriptAgent
     from tandem.launch.view import NodeView
 
@@ -149,20 +166,44 @@ def _run_agent(
     view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
     with contextlib.closing(view):
         log.info("%s", placement)
-        node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision)
+        mine = prepared.claim
+        node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision, mine)
         agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
-        report = run_agent(node, agent)
+        if placement.node_rank == 0:
+            report = _run_counted(node, agent, Starts(settings.run.place, mine.look))
+        else:
+            report = run_agent(node, agent)
+        if mine.look():
+            view.ended(report.code, report.reason, report.generations)
+            if prepared.copies is not None:
+                prepared.copies.push()
         if report.code not in (FINISHED, STOPPED):
             said_already = (  # by rank 0, which is here
-                report.code in (1, 2) and placement.node_rank == 0 and not work.is_script
+                report.code in (1, 2)
+                and report.generations > 0
+                and placement.node_rank == 0
+                and not work.is_script
             )
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
-        view.ended(report.code, report.reason, report.generations)
-        if prepared.copies is not None:
-            prepared.copies.push()
+            leave_word(f"ended with code {report.code}: {report.reason}")
         view.linger(settings.metrics.metrics_linger, lambda: bool(stop))
         return report.code
+
+
+def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "AgentReport":
+    """The agent of node 0, unless its starts have saved nothing new for too long."""
+    from tandem.launch.agent import AgentReport, run_agent
+    from tandem.launch.rendezvous import announce
+
+    try:
+        starts.begin(node.config.max_starts, lambda: bool(node.stop))
+        report = run_agent(node, agent)
+    except CrashLoopError as error:
+        announce(node.placement, error.exit_code, str(error))
+        report = AgentReport(error.exit_code, str(error), 0)
+    starts.end(report.code, report.reason, report.generations)
+    return report
 
 
 def _ranks_for_gpus(settings: Settings) -> int:

@@ -14,8 +14,9 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from tandem import __version__
 from tandem.distributed.group import first_line
-from tandem.errors import FAILED, PeerLostError
+from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
 from tandem.launch.liveness import OwnClock
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
@@ -26,16 +27,19 @@ from tandem.timeouts import (
     LEFT_POLL_SECONDS,
     MASTER_ANSWER_SECONDS,
     MASTER_RETRY_SECONDS,
+    OTHERS_SECONDS,
     STORE_READ_SECONDS,
     WAITING_WORD_SECONDS,
 )
 
 log = logging.getLogger("tandem.agent")
 
+REASON_CHARACTERS = 400
 RUN_ID = "tandem"
 VERDICT_KEY = "tandem/verdict"
 LEFT_KEY = "tandem/left"
 JOB_KEY = "tandem/job"
+VERSION_KEY = "tandem/version"
 
 
 class StopRequestedError(Exception):
@@ -90,9 +94,58 @@ def raise_verdict(store: TCPStore) -> None:
         text = store.get(VERDICT_KEY).decode(errors="replace")
     except RuntimeError as error:
         raise StoreLostError from error
-    if text.isdecimal() and int(text) <= 255:
-        raise VerdictError(int(text))
+    code, _, why = text.partition(" ")
+    if code.isdecimal() and len(code) <= 3 and int(code) <= 255:
+        raise VerdictError(
+            int(code), f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
+        )
     raise VerdictError(FAILED, f"the job's verdict in the store is {text[:40]!r}, which is no exit code")
+
+
+def leave_verdict(store: TCPStore, code: int, reason: str) -> None:
+    """End the job for the other nodes, with why; the first one counts."""
+    store.compare_set(VERDICT_KEY, "", f"{code} {one_line(reason)}".strip())
+
+
+def one_line(reason: str) -> str:
+    """What may be long, or come from anybody, as a line for people: the first, with the last one."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
+    text = lines[0] if len(lines) == 1 else f"{lines[0].removesuffix(':')}: {lines[-1]}"
+    return "".join(each if each.isprintable() else " " for each in text)[:REASON_CHARACTERS]
+
+
+def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[], bool]) -> None:
+    """Until node 0's port is closed, but no longer than `seconds`.
+
+    What ends first decides what a platform cleans up, and node 0 has the only log that says why. Asked by a
+    connection of its own: torch's store writes a stack trace when one of its reads ends so.
+    """
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline and not should_stop():
+            address = placement.master_host, placement.master_port
+            socket.create_connection(address, timeout=MASTER_ANSWER_SECONDS).close()
+            time.sleep(MASTER_RETRY_SECONDS)
+
+
+def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
+    """As `raise_verdict`, but 0 needs a job that `is_done`; else it is taken out of the store."""
+    try:
+        raise_verdict(store)
+    except VerdictError as verdict:
+        if verdict.code != FINISHED or is_done():
+            raise
+        log.warning("the store says that the job has finished, and it has not: going on")
+        with contextlib.suppress(RuntimeError):
+            store.delete_key(VERDICT_KEY)
+
+
+def is_confirmed(store: TCPStore) -> bool:
+    """Whether a verdict of 0 still stands when node 0, which sees the checkpoints, has had time to look."""
+    time.sleep(OTHERS_SECONDS)
+    with contextlib.suppress(RuntimeError):
+        return bool(store.check([VERDICT_KEY]))
+    return False
 
 
 def check_all_are_in(placement: Placement, nodes: int) -> None:
@@ -113,6 +166,7 @@ def host_store(placement: Placement) -> TCPStore:
             wait_for_workers=False,
             timeout=timedelta(seconds=STORE_READ_SECONDS),
         )
+        store.set(VERSION_KEY, __version__)
         store.set(JOB_KEY, placement.job)
         return store
     except (RuntimeError, ValueError) as error:
@@ -130,6 +184,7 @@ def join_store(placement: Placement, timeout_seconds: float, stop: StopFlag) -> 
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
         job = store.get(JOB_KEY).decode()
+        version = store.get(VERSION_KEY).decode() if store.check([VERSION_KEY]) else "an older version"
     except (RuntimeError, ValueError) as error:
         raise StoreLostError from error
     if job != placement.job:
@@ -137,6 +192,11 @@ def join_store(placement: Placement, timeout_seconds: float, stop: StopFlag) -> 
             f"{host}:{port} is served by {job or 'another job'}, and this is {placement.job or 'not that'}; "
             "choose another port with --master HOST:PORT"
         )
+    if version != __version__:
+        why = f"node {placement.node_rank} has tandem {__version__}, and node 0 has {version[:40]}"
+        with contextlib.suppress(RuntimeError):
+            leave_verdict(store, MISCONFIGURED, why)
+        raise ConfigError(f"{why}; install the same version, or use one image, on all nodes of a job")
     return store
 
 
@@ -168,13 +228,13 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
         time.sleep(MASTER_RETRY_SECONDS)
 
 
-def announce(placement: Placement, code: int) -> None:
-    """Node 0 ends the job before it began: tell the nodes that come within half a minute."""
+def announce(placement: Placement, code: int, reason: str = "") -> None:
+    """Node 0 ends the job before it began: tell the nodes that come within half a minute, and why."""
     if placement.node_rank != 0 or placement.nodes == 1:
         return
     with contextlib.suppress(PeerLostError, RuntimeError):
         store = host_store(placement)
-        store.set(VERDICT_KEY, str(code))
+        leave_verdict(store, code, reason)
         stay_until_all_left(store, placement.nodes, store.add(LEFT_KEY, 1), ANNOUNCE_SECONDS)
 
 

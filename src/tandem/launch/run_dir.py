@@ -1,18 +1,26 @@
 """What a run begins with: its folder, its config.json, and the checkpoint that it goes on from."""
 
 import logging
+import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path, PurePath
 
+from tandem.checkpoint.claim import Claim, claim
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.errors import ConfigError
+from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.telemetry.journal import write_json_atomic
 
 log = logging.getLogger("tandem.launch")
+
+STARTED_ONCE = ("kubeflow-v1", "kubeflow-v2", "jobset", "indexed-job", "compose")
+"""Platforms that start a node again only after its last start has ended."""
 
 
 def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Settings:
@@ -81,11 +89,34 @@ def _unwritable(where: PurePath, error: OSError) -> ConfigError:
     return ConfigError(f"cannot write to the run directory {where}: {reason}; give another --run-dir")
 
 
-def prepare_run_dir(settings: Settings) -> Copies:
+@contextmanager
+def owned(
+    settings: Settings, placement: Placement, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[Claim]:
+    """The run directory is this launch's alone meanwhile. Raises ConfigError where it is another's."""
+    with closing(claim(settings.run.place, _restarted_as(placement), should_stop)) as mine:
+        yield mine
+
+
+def _restarted_as(placement: Placement) -> str:
+    """What names this job wherever its platform starts it again, after its last start has ended; "": nothing.
+
+    A pod's own name is that of one job, and its successor is made when it is gone.
+    """
+    if placement.job or placement.platform not in STARTED_ONCE:
+        return placement.job
+    is_name = placement.master_host not in ("localhost", LOOPBACK)
+    name = placement.master_host if is_name else os.uname().nodename
+    return f"{placement.platform} {name}:{placement.master_port}"
+
+
+def prepare_run_dir(settings: Settings, mine: Claim) -> Copies:
     """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError."""
     where, copies = settings.run.place, Copies(settings.run.place)
     folder = local_folder(where)
     try:
+        if mine.problem is not None:
+            raise mine.problem
         make_folder(folder)
         write_json_atomic(folder / "config.json", settings.to_dict())
         copies.begin((folder / "config.json").read_bytes())

@@ -38,7 +38,7 @@ class ScriptAgent(NodeAgent):
         except VerdictError as verdict:
             if verdict.code == FINISHED and self._cause is not None:
                 return FAILED, f"the ranks of other nodes have ended well without it: {self._cause.told()}"
-            raise VerdictError(verdict.code, self._told_by_others()) from None
+            raise VerdictError(verdict.code, self._told_by_others() or str(verdict)) from None
         if is_own(code) and self._cause is not None:
             with contextlib.suppress(RuntimeError):
                 self._root.set(CAUSE_KEY, self._cause.to_json())
@@ -124,7 +124,11 @@ class ScriptAgent(NodeAgent):
             if self._root.check([CAUSE_KEY]):
                 cause = Cause.from_json(self._root.get(CAUSE_KEY))
                 return self._told(cause) if self._node.placement.node_rank == 0 else str(cause)
-        return "another node ended the job"
+        return ""
+
+    def _is_done(self) -> bool:
+        """Only the program knows; where a rank here has failed, `run_generations` does not believe it."""
+        return True
 
     def _is_retried(self, code: int) -> bool:
         return is_retried(code) or (self._node.config.restart_on_error and is_own(code))

@@ -17,7 +17,7 @@ from tandem.config import Settings
 from tandem.errors import KILLED
 from tandem.launch.restarts import job_code
 from tandem.platforms.placement import Placement
-from tandem.process import end_with_parent
+from tandem.process import end_with_parent, safe_path
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.timeouts import SUPERVISE_SECONDS
@@ -104,7 +104,7 @@ class SimulatedNode:
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,
-                env=dict(self._environment),
+                env=safe_path(self._environment),
                 preexec_fn=stop_with_parent,
             )
 

@@ -43,7 +43,7 @@ class NodeView:
         stop: StopFlag | None = None,
     ) -> None:
         self._settings, self._placement, self.run_dir = settings, placement, run_dir
-        self._checkpoints = (settings.run.run_dir or run_dir) / "checkpoints"
+        self.checkpoints = (settings.run.run_dir or run_dir) / "checkpoints"
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
         self._pids: Mapping[int, int] = {}
@@ -52,10 +52,10 @@ class NodeView:
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         timeouts, master = settings.reliability, settings.launch.master_timeout
         self._limits = health.Limits(master, timeouts.first_step_timeout, timeouts.hang_seconds)
-        self._restart_reason = "crash"
+        self._restart_reason, self.last_words = "crash", ""  # what the first rank that failed said
         self._state, self._last_progress = "starting", time.time()
-        self._state_dir, self._stop = state_dir, stop
-        self._health_failed = False
+        self._state_dir, self._stop, self._health_failed = state_dir, stop, False
+        self.linger_seconds = settings.metrics.metrics_linger
         self._generations, self._nodes = 0, placement.nodes
         self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
@@ -79,7 +79,7 @@ class NodeView:
 
     def _open_on_first_node(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
         """Node 0: journal, history and server."""
-        self._journal, self._history = Journal(run_dir), History(run_dir, self._checkpoints)
+        self._journal, self._history = Journal(run_dir), History(run_dir, self.checkpoints)
         self._replays = life.Replays(self._history.last_step)
         host, port = settings.metrics.metrics_host, settings.metrics.metrics_port
         server = MetricsServer(self.metrics, host, port, self.status, self._history.curves, access)
@@ -92,7 +92,7 @@ class NodeView:
 
     def generation_started(self, number: int, position: Position) -> None:
         """The agent is about to start its ranks."""
-        self._last_progress = time.time()
+        self._last_progress, self.last_words = time.time(), ""
         if self._journal is None:
             return
         reason = "elastic" if position.nodes != self._nodes else self._restart_reason
@@ -207,6 +207,8 @@ class NodeView:
             case StepsDone(step):
                 self._done = message
                 self._count_steps(0, self._replays.advance(step))
+            case Event("rank_failed", _, values):
+                self.last_words = self.last_words or str(values.get("reason", ""))
 
     def _beat(self, beat: Heartbeat) -> None:
         before = self._beats.get(beat.rank)
@@ -294,5 +296,5 @@ class NodeView:
             "weights_sha256": None,
             "restarts": max(0, generations - 1),
             "resumed_from_step": None,
-            "last_checkpoint_step": newest_step(self._checkpoints),
+            "last_checkpoint_step": newest_step(self.checkpoints),
         }

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ from typing import Any, cast
 from tandem.checkpoint.memory import NodeMemory
 from tandem.errors import KILLED, PEER_LOST, PeerLostError
 from tandem.launch.restarts import shell_code
-from tandem.process import end_with_parent, name_process
+from tandem.process import SAFE_PATH, end_with_parent, name_process, safe_path
 from tandem.signals import IGNORED_BY_FORK_SERVER
 from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
 
@@ -58,12 +58,27 @@ def start_fork_server(preload: Sequence[str], folder: Path) -> None:
     """
     cast(Any, multiprocessing.current_process())._config["tempdir"] = str(folder)
     multiprocessing.set_forkserver_preload(["tandem.launch.deaf", *preload])
-    resource_tracker.ensure_running()  # before: it unblocks signals when it has started its process
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_FORK_SERVER)
+    with _no_current_folder():
+        resource_tracker.ensure_running()  # before: it unblocks signals when it has started its process
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_FORK_SERVER)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _no_current_folder() -> Iterator[None]:
+    """Interpreters that are started meanwhile import nothing from the current folder."""
+    environ = dict(os.environ)
+    os.environ.update(safe_path(environ))
     try:
-        forkserver.ensure_running()
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if SAFE_PATH in environ:
+            os.environ[SAFE_PATH] = environ[SAFE_PATH]
+        else:
+            del os.environ[SAFE_PATH]
 
 
 def _worker_main(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.owner import fence
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
@@ -256,7 +257,8 @@ class Engine:
         return decide(self.settings.replace(steps=NO_END))
 
     def _store(self) -> CheckpointStore:
-        return CheckpointStore(self.settings.run.place / "checkpoints")
+        place = self.settings.run.place
+        return CheckpointStore(place / "checkpoints", fence(place, self.world.position.owner))
 
     def _recorder(self, settings: Settings) -> Recorder:
         world = self.world

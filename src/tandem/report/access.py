@@ -2,7 +2,9 @@
 
 import base64
 import hmac
+import ipaddress
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,25 @@ class Access:
         elif scheme.lower() != "bearer":
             return False
         return hmac.compare_digest(credentials.strip().encode(), self.token.encode())
+
+
+def is_local_name(header: str | None) -> bool:
+    """Whether a Host header is an address, or a name that nobody far away can have given this machine.
+
+    A foreign page can let its own name point to 127.0.0.1, and its scripts then read what listens there (DNS
+    rebinding). Such a name has a dot; an address is no name, and a name without a dot is of this network.
+    """
+    if header is None:
+        return True  # no browser
+    host = header.strip().lower()
+    if host.startswith("["):
+        host = host[1:].partition("]")[0]
+    else:
+        host = host.partition(":")[0].removesuffix(".")
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return "." not in host or host.endswith(".localhost")
 
 
 def load_access(config: MetricsConfig) -> Access:

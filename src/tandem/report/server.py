@@ -1,5 +1,6 @@
 """Node 0's HTTP server for metrics, health and the live page. Read-only, and bounded in every direction."""
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -11,7 +12,7 @@ from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
-from tandem.report.access import OPEN_PATHS, Access
+from tandem.report.access import OPEN_PATHS, Access, is_local_name
 from tandem.report.pages import live_page
 from tandem.telemetry.journal import to_json
 from tandem.telemetry.registry import Registry
@@ -22,6 +23,11 @@ logger = logging.getLogger("tandem")
 MAX_CONNECTIONS = 32
 MAX_HEAD_BYTES = 16 * 1024
 PATHS = ("/", "/metrics", "/healthz", "/readyz", "/api/run", "/api/history")
+
+NOT_CALLED_SO = (
+    b"this page is on loopback, and is not called so; open http://localhost:PORT/, or start the run with "
+    b"--metrics-token-file\n"
+)
 
 
 class MetricsServer:
@@ -142,6 +148,7 @@ class _HTTPServer(ThreadingMixIn, HTTPServer):
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._silent: dict[socket.socket, None] = {}  # in the order they came
         self._silent_lock = threading.Lock()
+        self.is_local = ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -241,6 +248,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         owner, began = self.server.owner, time.monotonic()
         path = self.path.partition("?")[0]
+        host = self.headers.get("Host")
+        if self.server.is_local and owner.access.token is None and not is_local_name(host):
+            self._send(421, "text/plain; charset=utf-8", NOT_CALLED_SO)
+            return
         allowed = owner.access.allows(self.headers.get("Authorization"))
         code, content_type, body = owner.answer(path, self.headers.get("Accept", ""), allowed)
         self._send(code, content_type, body)

@@ -1,13 +1,15 @@
 """`python -m tandem.script.cold JOB`: a rank in an interpreter of its own, which `rank.py` has become."""
 
+import os
 import pickle
 import sys
 from pathlib import Path
 
-from tandem.process import name_process
+from tandem.process import name_process, take_back_safe_path
 from tandem.script.rank import run_program
 
 if __name__ == "__main__":
+    take_back_safe_path(os.environ)
     job, position = pickle.loads(Path(sys.argv[1]).read_bytes())
     name_process(f"tandem-rank-{position.rank}")  # exec has taken it away
     run_program(job, position)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tandem.errors import FINISHED
+from tandem.process import is_safe_path_ours
 from tandem.script.job import Program
 from tandem.signals import IGNORED_BY_FORK_SERVER, hear_stop_signals
 from tandem.timeouts import LEAVING_SECONDS
@@ -58,8 +59,8 @@ def execute(program: Program) -> None:
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     place = os.getcwd() if program.kind == "module" else str(Path(program.target).resolve().parent)
-    if not sys.flags.safe_path:
-        sys.path[0] = place
+    if not sys.flags.safe_path or is_safe_path_ours():
+        sys.path.insert(0, place)
     sys.argv = [program.target, *program.arguments]
     if program.kind == "module":
         cast(Any, runpy)._run_module_as_main(program.target)  # what `python -m` itself calls

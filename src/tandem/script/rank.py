@@ -22,7 +22,7 @@ from tandem.distributed import position as positions
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, PEER_LOST, TandemError
 from tandem.log import redirect_output, setup
-from tandem.process import end_with_parent
+from tandem.process import end_with_parent, is_safe_path_ours, safe_path
 from tandem.script.environment import error_file, set_variables
 from tandem.script.execute import (
     code_of,
@@ -217,7 +217,8 @@ def _exec_cold(job: Job, position: Position) -> NoReturn:
     path.write_bytes(pickle.dumps((job, replace(position, memories=()))))
     _end_with_fork_server()
     flags = cast(Any, subprocess)._args_from_interpreter_flags()
-    os.execv(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)])
+    environ = safe_path(os.environ) if is_safe_path_ours() else os.environ
+    os.execve(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)], environ)
 
 
 def _end_with_fork_server() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
+from tandem import __version__
 from tandem.config.slices import ComputeConfig, ReliabilityConfig
 from tandem.distributed.group import Position, ProcessGroup, choose_devices, set_threads
 from tandem.log import redirect_output, setup
@@ -58,6 +59,6 @@ def open_world(
         # Nothing is there yet to be saved, and without an agent nobody else could end the wait.
         with nullcontext() if position.store is not None else ended_by_stop_signals():
             world = ProcessGroup.open(position, devices[0], reliability.first_step_timeout, devices)
-            world.check_same_settings(common)
+            world.check_same_settings({**common, "the version of tandem": __version__})
     clock.measure(devices[0])
     return clock, world, threads

@@ -8,19 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoint.owner import fence
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup, first_line
 from tandem.distributed.peers import is_peer_loss
-from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, StoppedError, TandemError
+from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, PeerLostError, StoppedError, TandemError
 from tandem.signals import StopFlag
 from tandem.tasks.base import task_class
 from tandem.telemetry.channel import sender
 from tandem.telemetry.heartbeat import dump_stacks_on_request
 from tandem.telemetry.life import count_log_messages
-from tandem.telemetry.messages import Send
+from tandem.telemetry.messages import Event, Send
 from tandem.telemetry.recorder import Recorder
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.learner import Learner
@@ -53,13 +54,23 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
         return _run(settings, position, run_dir, stop, send, started)
     except TandemError as error:
         log.error("%s", error)
+        _tell(send, position, error)
         return error.exit_code
     except Exception as error:
         if is_peer_loss(error, position.world_size):
             log.error("lost the other ranks: %s", first_line(error))
             return PEER_LOST
+        _tell(send, position, error)
         log.error("the task failed: %s\n%s", first_line(error), traceback.format_exc().rstrip())
         return FAILED
+
+
+def _tell(send: Send | None, position: Position, error: Exception) -> None:
+    """Why this rank fails, for its agent, which says it last of all, and to the other nodes."""
+    if send is not None and not isinstance(error, PeerLostError):
+        what = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        reason = f"rank {position.rank} on node {position.node_rank}: {what}"
+        send(Event("rank_failed", time.time(), {"rank": position.rank, "reason": reason[:1000]}))
 
 
 def warm_up(settings_dict: dict[str, object], _expected: Position | None = None) -> None:
@@ -87,7 +98,7 @@ def _run(
         clock,
         recorder,
     )
-    store = CheckpointStore(settings.run.place / "checkpoints")
+    store = CheckpointStore(settings.run.place / "checkpoints", fence(settings.run.place, position.owner))
     with clock.phase("resume"):
         beginning = begin(world, store, settings.checkpoint, position, recorder, settings.data.download)
         if beginning.step == COMPLETE:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint.decision import say_damaged
+from tandem.checkpoint.locate import locate
 from tandem.checkpoint.state import deserialize, serialize
-from tandem.checkpoint.store import locate
 from tandem.data.datasets import one_line, torchvision_for
 from tandem.distributed.strategy import Strategy
 from tandem.errors import CheckpointError, ConfigError

@@ -13,6 +13,7 @@ from typing import Any
 
 from tandem.errors import FINISHED, StoppedError, TandemError
 from tandem.launch.simulated import stop_with_parent
+from tandem.process import safe_path
 from tandem.signals import StopFlag
 from tandem.timeouts import END_POLL_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
@@ -120,7 +121,7 @@ class WatchedRun:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=dict(self._environ),
+                    env=safe_path(self._environ),
                     start_new_session=True,
                     preexec_fn=stop_with_parent,
                 )

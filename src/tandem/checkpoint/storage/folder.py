@@ -9,17 +9,41 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
+from typing import BinaryIO
 
-from tandem.checkpoint.storage.protocol import MANIFEST, STATE, Entries, Payload, Reader, Sink, unstale
+from tandem.checkpoint.storage.protocol import (
+    MANIFEST,
+    STATE,
+    STEP_NAME,
+    Entries,
+    Payload,
+    Reader,
+    Sink,
+    unstale,
+)
 
 NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that cannot, and need not
 
 
 class FsyncError(OSError):
     """The kernel could not say that the bytes are on disk."""
+
+
+class _File:
+    """An open file."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self.size = file, size
+
+    def read(self, size: int = -1, /) -> bytes:
+        return self._file.read(size)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Folder:
@@ -34,11 +58,20 @@ class Folder:
         return unstale(lambda: dict(_entries(Path(directory))))
 
     def open(self, path: PurePath, from_disk: bool = False) -> Reader:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:  # without waiting for a pipe's writer, and not through a link
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            raise OSError(errno.EBADMSG, "it is no file, but a link or a socket") from None
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EBADMSG, "it is no file, but a pipe, a device or a directory")
         if from_disk:
             with suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return os.fdopen(descriptor, "rb")
+        return _File(os.fdopen(descriptor, "rb"), state.st_size)
 
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
@@ -104,8 +137,12 @@ class Folder:
 def _entries(directory: Path) -> Iterator[tuple[str, dict[str, int]]]:
     for name in os.listdir(directory) if directory.is_dir() else []:
         with suppress(FileNotFoundError, NotADirectoryError):  # pruned meanwhile; not ours
+            if not STEP_NAME.fullmatch(name):  # what it holds is nobody's business here
+                if (directory / name).is_dir():
+                    yield name, {}
+                continue
             with os.scandir(directory / name) as files:
-                yield name, {file.name: file.stat().st_size for file in files}
+                yield name, {file.name: file.stat(follow_symlinks=False).st_size for file in files}
 
 
 def _publish(temporary: Path, target: Path) -> None:

@@ -35,7 +35,7 @@ class _Reader:
     """An open object."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self._file, self.size = file, int(file.size)
 
     def read(self, size: int = -1, /) -> bytes:
         return bytes(ask(self._file.read, size))
@@ -91,19 +91,31 @@ class Objects:
         """Put an object; `mode` "create": only where there is none, if the server can tell."""
         ask(self._fs.pipe_file, str(path), data, mode=mode)
 
+    def create(self, path: PurePath, data: bytes) -> bool:
+        """Put an object where there is none; whether it is the one that is there now."""
+        held, lost = self._put(path, data, replace=False)
+        if held is None:
+            raise lost or OSError(errno.EIO, "an object that was put is not there")
+        return held == data
+
+    def _put(self, path: PurePath, data: bytes, replace: bool) -> tuple[bytes | None, OSError | None]:
+        """(what is there afterwards, what went wrong)"""
+        lost: OSError | None = None
+        if replace or self.read(path) is None:  # looked for servers that know no condition
+            try:
+                self.write(path, data, "overwrite" if replace else "create")
+            except OSError as error:  # it may be there all the same, when only the answer was lost
+                lost = error
+        return self.read(path), lost
+
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
     ) -> int:
         state, seal = target / f"state-{secrets.token_hex(8)}.pt", target / MANIFEST
         sink = self._upload(str(state), payload)
         raw = manifest({state.name: sink.entry()})
-        lost: OSError | None = None
-        if replace or self.read(seal) is None:  # looked for servers that know no condition
-            try:
-                self.write(seal, raw, "overwrite" if replace else "create")
-            except OSError as error:  # it may be there all the same, when only the answer was lost
-                lost = error
-        if (held := self.read(seal)) != raw:
+        held, lost = self._put(seal, raw, replace)
+        if held != raw:
             if held is not None and not replace:
                 raise FileExistsError(errno.EEXIST, "another writer has saved this step") from lost
             raise lost or OSError(errno.EIO, "the manifest there is not the one that was put")

@@ -5,11 +5,13 @@ An entry is a directory with the files of one checkpoint; MANIFEST says that it 
 
 import errno
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Protocol, TypeVar
 
 STATE, MANIFEST = "state.pt", "manifest.json"
+STEP_NAME = re.compile(r"step-(\d{9,})")
 STALE_TRIES = 3
 T = TypeVar("T")
 
@@ -69,8 +71,10 @@ def unstale(action: Callable[[], T]) -> T:
 
 
 class Reader(Protocol):
-    """An open file."""
+    """An open file, of `size` bytes when it was opened."""
 
+    @property
+    def size(self) -> int: ...
     def read(self, size: int = -1, /) -> bytes: ...
     def close(self) -> None: ...
 
@@ -88,7 +92,10 @@ class Storage(Protocol):
         """{entry: {file: bytes}} of what lies in `directory`, nothing where that is not there."""
 
     def open(self, path: PurePath, from_disk: bool = False) -> Reader:
-        """The file to read; `from_disk`: its bytes as they lie there, not as memory remembers them."""
+        """The file to read; `from_disk`: its bytes as they lie there, not as memory remembers them.
+
+        What is there and is no file (a pipe, a device, a link, a directory) is EBADMSG, as damage is.
+        """
 
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
@@ -117,6 +124,9 @@ class Remote(Storage, Protocol):
 
     def write(self, path: PurePath, data: bytes) -> None:
         """Put a small file where none or another one is; directories on the way to it are made."""
+
+    def create(self, path: PurePath, data: bytes) -> bool:
+        """Put a small file, unlike any other, where there is none; whether it is the one there now."""
 
     def delete(self, directory: PurePath, names: Iterable[str]) -> None:
         """Delete these files of `directory`, in this order, as far as they are there."""

@@ -1,0 +1,39 @@
+"""Where checkpoints lie that a person names: a run, its checkpoints, or one step of them. No torch here."""
+
+from pathlib import Path, PurePath
+
+from tandem.checkpoint.storage.protocol import STEP_NAME
+from tandem.checkpoint.store import CheckpointStore
+from tandem.config.address import address
+from tandem.errors import ConfigError
+
+
+def checkpoints_of(run: str | PurePath) -> PurePath:
+    """Where the checkpoints of a run lie, or `run` itself where that is a directory of checkpoints."""
+    path = address(run)
+    inner = path / "checkpoints"
+    return inner if (inner.is_dir() if isinstance(inner, Path) else CheckpointStore(inner).steps()) else path
+
+
+def locate(text: str) -> tuple[CheckpointStore, int | None]:
+    """PATH[@STEP] -> the store and the step (None: the newest); PATH is a run, its checkpoints, or one step.
+
+    Raises ConfigError where there is no such checkpoint.
+    """
+    name, at, number = text.rpartition("@")
+    step = int(number) if at and number.isdecimal() and not Path(text).exists() else None
+    path = address(text if step is None else name)
+    if isinstance(path, Path):
+        if not path.is_dir():
+            raise ConfigError(f"{path} is no directory; give a run, its checkpoints, or one step-... of them")
+        path = path.resolve()
+    if step is None and (match := STEP_NAME.fullmatch(path.name)):
+        path, step = path.parent, int(match[1])
+    store = CheckpointStore(checkpoints_of(path))
+    steps = store.steps()
+    if not steps:
+        raise ConfigError(f"{store.directory} holds no checkpoint; give a run that has saved one")
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+        raise ConfigError(f"{store.directory} has no checkpoint of step {step}; it has {there}")
+    return store, step

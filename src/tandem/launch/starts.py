@@ -1,0 +1,130 @@
+"""A crash that comes back: starts that have saved nothing new are counted in the run directory.
+
+Out of memory is a new pod every few seconds, and a segmentation fault at the first step ends with 200, which
+a platform starts again for ever. Node 0 waits longer before each such start, and gives up after --max-starts.
+"""
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+
+from tandem.checkpoint.listing import newest_step
+from tandem.checkpoint.storage import remote_at
+from tandem.checkpoint.storage.copies import local_folder
+from tandem.config.address import RemotePath
+from tandem.errors import CrashLoopError
+from tandem.launch.restarts import is_retried
+from tandem.telemetry.journal import write_bytes_atomic
+from tandem.timeouts import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, MONITOR_SECONDS, STEADY_SECONDS
+
+log = logging.getLogger("tandem.launch")
+
+NAME = "starts.json"
+AT_ONCE = 2
+"""So many starts without anything new are nothing unusual: a node is drained twice in a row."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the file holds: so many starts since `step` was saved, and why the last one ended."""
+
+    starts: int = 0
+    step: int = 0
+    reason: str = ""
+
+    @classmethod
+    def parse(cls, raw: bytes | None) -> "Record":
+        """Nothing counted, for what is no record."""
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            fields = json.loads(raw or b"{}")
+            return cls(int(fields["starts"]), int(fields["step"]), str(fields["reason"])[:1000])
+        return cls()
+
+
+class Starts:
+    """The starts of the run in `run_dir`, one of them this launch's; `is_ours` is asked before a write."""
+
+    def __init__(self, run_dir: PurePath, is_ours: Callable[[], bool] = lambda: True) -> None:
+        self._run_dir, self._is_ours = run_dir, is_ours
+        step = newest_step(run_dir / "checkpoints") or 0
+        before = Record.parse(self._read())
+        self._before = before if step <= before.step else Record(step=step)
+        self._timer = threading.Timer(STEADY_SECONDS, self._forget)
+        self._timer.daemon = True
+
+    def begin(self, allowed: int, should_stop: Callable[[], bool]) -> None:
+        """Count this start, after the wait that those before it ask for. Raises CrashLoopError."""
+        before = self._before
+        if before.starts >= allowed:
+            self._forget()  # what comes next was started by a person, who has read this
+            raise CrashLoopError(
+                f"{before.starts} starts in a row have saved nothing new after step {before.step}; the last "
+                f"one: {before.reason or 'it was killed'}. Look into log/ in {self._run_dir}, mend that, and "
+                "start again; --max-starts says how many are tried"
+            )
+        seconds = backoff_seconds(before.starts)
+        if seconds:
+            log.warning(
+                "%d starts in a row have saved nothing new after step %d (%s): waiting %.0f s",
+                before.starts, before.step, before.reason or "killed", seconds,
+            )  # fmt: skip
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not should_stop():
+            time.sleep(MONITOR_SECONDS)
+        self._write(Record(before.starts + 1, before.step))
+        self._timer.start()
+
+    def end(self, code: int, reason: str, generations: int) -> None:
+        """The launch has ended: only an end that the platform starts again counts, after ranks have begun."""
+        self._timer.cancel()
+        if not is_retried(code):
+            self._forget()
+        elif generations == 0:
+            self._write(self._before)
+        else:
+            self._write(Record(self._before.starts + 1, self._before.step, f"code {code}, {reason}"[:1000]))
+
+    def _read(self) -> bytes | None:
+        with suppress(OSError):
+            if isinstance(self._run_dir, RemotePath):
+                return remote_at(self._run_dir).read(self._run_dir / NAME)
+            return (local_folder(self._run_dir) / NAME).read_bytes()
+        return None
+
+    def _write(self, record: Record) -> None:
+        self._put((json.dumps(asdict(record)) + "\n").encode() if record.starts else None)
+
+    def _forget(self) -> None:
+        """This start is steady, or has ended for good: those before it count no more."""
+        self._put(None)
+
+    def _put(self, content: bytes | None) -> None:
+        if not self._is_ours():
+            return
+        try:
+            if isinstance(self._run_dir, RemotePath):
+                store = remote_at(self._run_dir)
+                if content is None:
+                    store.delete(self._run_dir, [NAME])
+                else:
+                    store.write(self._run_dir / NAME, content)
+            elif content is None:
+                (local_folder(self._run_dir) / NAME).unlink(missing_ok=True)
+            else:
+                write_bytes_atomic(local_folder(self._run_dir) / NAME, content)
+        except OSError as error:
+            log.warning("cannot count this start in %s: %s", self._run_dir, error)
+
+
+def backoff_seconds(starts: int) -> float:
+    """The wait after so many starts that have saved nothing new."""
+    if starts <= AT_ONCE:
+        return 0.0
+    doublings = min(starts - AT_ONCE - 1, 16)
+    return min(FIRST_BACKOFF_SECONDS * math.pow(2, doublings), LONGEST_BACKOFF_SECONDS)

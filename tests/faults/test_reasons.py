@@ -1,0 +1,53 @@
+"""What ended a job is the last line of every node, and the first node is the first to leave."""
+
+import os
+import signal
+
+import pytest
+from small_runs import Runs, rank_processes
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+pytestmark = pytest.mark.timeout(600)
+LIMIT = 250.0  # two nodes import torch in half a minute, on a busy machine in two
+
+BUG = """
+import torch.distributed as dist
+from small import Small
+
+class Buggy(Small):
+    def after_step(self, model, step):
+        if step == 5 and dist.get_rank() == 1:
+            raise KeyError("no such column")
+"""
+SAID = "rank 1 on node 1: KeyError: 'no such column'"
+
+
+def test_a_bug_on_one_node_is_the_last_line_of_all(runs: Runs) -> None:
+    (runs.folder / "buggy.py").write_text(BUG)
+    flags = ("--task", "buggy.py:Buggy", "--nodes", 2, "--steps", 50)
+    code, output = runs.processes.wait(runs.start("launch", "bug", *flags), LIMIT)
+    assert code == 1, output
+    last = output.splitlines()[-1]
+    assert "ended with code 1: another node ended the job with code 1" in last and SAID in last, output
+    there = (runs.folder / "bug" / "log" / "node-1.log").read_text().splitlines()
+    assert "ended with code 1" in there[-1] and SAID in there[-1], there
+    assert not any("recvValue" in line for line in there), "no stack trace of torch's store"
+    assert runs.summary("bug")["reason"].endswith(SAID)
+    assert runs.summary("bug")["exit_code"] == 1
+
+
+def test_a_poisoned_verdict_of_0_does_not_end_a_job_that_is_not_done(runs: Runs, free_port: int) -> None:
+    """As somebody on the network could: a verdict in the store, and a rank that dies."""
+    undisturbed = runs.undisturbed("--steps", 200)
+    own = ("--nodes", 2, "--master", f"127.0.0.1:{free_port}", "--steps", 200, "--checkpoint-every", 20)
+    nodes = [runs.start("launch", "poisoned", *own, "--node-rank", index, delay=0.02) for index in range(2)]
+    runs.wait_for_step("poisoned", 40)
+    TCPStore("127.0.0.1", free_port, is_master=False).set("tandem/verdict", "0")
+    (pid,) = rank_processes(nodes[1].pid).values()
+    os.kill(pid, signal.SIGKILL)
+    ended = [runs.processes.wait(node, LIMIT) for node in nodes]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "the store says that the job has finished, and it has not" in ended[0][1] + ended[1][1]
+    summary = runs.summary("poisoned")
+    assert summary["global_step"] == 200 and summary["weights_sha256"] == undisturbed
+    assert (runs.folder / "poisoned" / "checkpoints" / "step-000000200").is_dir()

@@ -1,0 +1,83 @@
+"""Why a job failed, on its way from the rank that knows to the last line of every node."""
+
+import os
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tandem.errors import FAILED
+from tandem.launch import termination
+from tandem.launch.rendezvous import (
+    VERDICT_KEY,
+    VerdictError,
+    leave_verdict,
+    one_line,
+    outstay_node_0,
+    raise_verdict,
+)
+from tandem.platforms.placement import Placement
+
+
+@pytest.mark.parametrize(
+    "said, line",
+    [
+        ("", ""),
+        ("one line", "one line"),
+        ("rank 1 ended with 1:\n  File x\n  ValueError: no", "rank 1 ended with 1: ValueError: no"),
+        ("\n\n a \n\n", "a"),
+        ("a\x1b[31mb\x00c", "a [31mb c"),
+        ("x" * 5000, "x" * 400),
+    ],
+)
+def test_a_reason_is_a_line(said: str, line: str) -> None:
+    assert one_line(said) == line
+
+
+def test_a_verdict_carries_its_reason_and_the_first_one_counts() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    leave_verdict(store, 1, "rank 3 on node 1: ValueError: no such file")
+    leave_verdict(store, 2, "another")
+    with pytest.raises(VerdictError) as caught:
+        raise_verdict(store)
+    assert caught.value.code == FAILED
+    said = "another node ended the job with code 1: rank 3 on node 1: ValueError: no such file"
+    assert str(caught.value) == said
+    store.delete_key(VERDICT_KEY)
+    leave_verdict(store, 143, "")
+    with pytest.raises(VerdictError, match="^another node ended the job with code 143$"):
+        raise_verdict(store)
+
+
+@pytest.mark.timeout(60)
+def test_other_nodes_outstay_the_first(free_port: int) -> None:
+    server = TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)
+    here = Placement("by-hand", 2, 1, None, "127.0.0.1", free_port)
+    outstay_node_0(here, 0.1, lambda: False)
+    outstay_node_0(here, 300, lambda: True)
+    looks = []
+
+    def node_0_leaves() -> bool:
+        nonlocal server
+        looks.append(1)
+        if len(looks) == 3:
+            del server
+        return False
+
+    outstay_node_0(here, 300, node_0_leaves)
+    assert len(looks) >= 3
+
+
+def test_kubernetes_is_told_where_it_asks_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "termination-log"
+    monkeypatch.setattr(termination, "TERMINATION_LOG", path)
+    termination.leave_word("nobody asks")
+    assert not path.exists()
+    path.write_text("an earlier end of this container, which was longer")
+    termination.leave_word("ended with code 1: é" + "x" * 5000)
+    assert path.read_text().startswith("ended with code 1: éxx") and path.stat().st_size == 4096
+    path.unlink()
+    os.mkfifo(path)
+    termination.leave_word("a pipe is none of Kubernetes'")
