@@ -40,6 +40,7 @@ class Notes:
     backends: list[str] = field(default_factory=list)
     bound_to: list[str] = field(default_factory=list)
     device_ids: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def count(self, what: str) -> None:
         place = _place()
@@ -188,6 +189,7 @@ def _play_group(notes: Notes, patch: Callable[[Any, str, Any], None]) -> None:
 
     def init_process_group(backend: str, **options: Any) -> None:
         notes.backends.append(backend)
+        notes.environment |= {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
         notes.bound_to.append(str(options.pop("device_id", None)))
         init("gloo", **options)
 

@@ -71,7 +71,9 @@ def test_each_rank_takes_its_own_gpu_and_nccl(plain: tuple[list[Notes], str]) ->
     assert "2 ranks on 1 nodes (cuda)" in output
     for rank, note in enumerate(notes):
         assert note.backends == ["nccl"]
-        assert note.counts[f"set_device cuda:{rank}"]["distributed/group.py:open"] == 1
+        assert sum(note.counts[f"set_device cuda:{rank}"].values()) == 1
+        assert note.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+        assert note.bound_to == [f"cuda:{rank}"]  # left alone, torch 2.15 binds to the global rank's
         assert note.device_ids == [f"[device(type='cuda', index={rank})]"]
 
 
@@ -85,3 +87,19 @@ def test_no_step_makes_the_host_wait_for_the_gpu(plain: tuple[list[Notes], str])
         assert note.counts["wait for an event"]["distributed/consensus.py:drain"] == STEPS
         assert note.counts["pinned memory"]["distributed/consensus.py:read"] == STEPS
         assert sum(note.counts["pinned copy"].values()) >= 2 * STEPS
+
+
+def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port: int) -> None:
+    """One opened nccl and the other gloo, and both waited for half an hour, six times."""
+    started = []
+    for rank in (0, 1):
+        flags = ("--task", "small.py:Small", "--batch-size", 24, "--steps", 4, "--metrics-port", 0)
+        environment = played_gpu.environment(ranks.folder / "unlike", gpus=1 - rank) | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port),
+        }  # fmt: skip
+        command = played_gpu.command("train", *flags, "--metrics-linger", 0, "--run-dir", "unlike")
+        started.append(ranks.processes.start(command, cwd=ranks.folder, env=environment))
+    said = [ranks.processes.wait(process) for process in started]
+    assert [code for code, _ in said] == [2, 2], said
+    assert "has a GPU and rank 1 on" in said[0][1] and "--device cpu" in said[0][1]

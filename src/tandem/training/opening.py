@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.config.slices import ComputeConfig, ReliabilityConfig
-from tandem.distributed.group import Position, ProcessGroup, choose_devices, set_threads
+from tandem.distributed.devices import choose_devices, set_threads
+from tandem.distributed.group import Position, ProcessGroup
 from tandem.log import redirect_output, setup
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
