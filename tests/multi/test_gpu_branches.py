@@ -12,6 +12,8 @@ from played_gpu import Notes
 pytestmark = pytest.mark.multi
 
 TASK = """
+import os
+
 import torch
 from torch import nn
 
@@ -19,6 +21,8 @@ from tandem.data.datasets import Datasets, TensorRows
 
 
 class Small:
+    steps = 0
+
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
 
@@ -29,6 +33,12 @@ class Small:
 
     def loss(self, model, batch):
         x, y = batch
+        self.steps += model.training
+        if self.steps == 9 and os.path.exists("fails"):
+            os.remove("fails")
+            error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+            error.error_code = 719
+            raise error
         out = model(x)
         return nn.functional.cross_entropy(out, y), {"accuracy": ((out.argmax(1) == y).sum(), len(y))}
 """
@@ -103,3 +113,10 @@ def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port:
     said = [ranks.processes.wait(process) for process in started]
     assert [code for code, _ in said] == [2, 2], said
     assert "has a GPU and rank 1 on" in said[0][1] and "--device cpu" in said[0][1]
+
+
+def test_a_gpu_that_fails_is_given_a_new_process(ranks: Ranks) -> None:
+    (ranks.folder / "fails").touch()
+    _, output = ranks.run("failing")
+    assert "GPU failed, which a new process may mend: CUDA error: unspecified launch failure" in output
+    assert "starting generation 2" in output and "restarts: 1" in output

@@ -24,6 +24,7 @@ from tandem.torch_private import is_batchnorm
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
+MOST_CHARACTERS = 2000
 SAME_GPU = re.compile("Duplicate GPU detected")
 
 
@@ -84,7 +85,7 @@ class ProcessGroup:
                     "use --nproc with the number of GPUs, or --device cpu"
                 ) from error
             raise PeerLostError(
-                f"cannot join the process group as {position}: {first_line(error)}"
+                f"cannot join the process group as {position}: {in_one_line(error)}"
             ) from error
         return cls(position, device, devices)
 
@@ -231,3 +232,9 @@ def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for a one-line message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """All of an error's text: what has happened to NCCL is in its last lines, behind c10d's own words."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines)[:MOST_CHARACTERS] or type(error).__name__

@@ -12,9 +12,10 @@ from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup, first_line
+from tandem.distributed.gpu_failures import is_gpu_failure
+from tandem.distributed.group import Position, ProcessGroup, first_line, in_one_line
 from tandem.distributed.peers import is_peer_loss
-from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, StoppedError, TandemError
+from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, STOPPED, StoppedError, TandemError
 from tandem.signals import StopFlag
 from tandem.tasks.base import task_class
 from tandem.telemetry.channel import sender
@@ -55,8 +56,11 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
         log.error("%s", error)
         return error.exit_code
     except Exception as error:
+        if is_gpu_failure(error):
+            log.error("this rank's GPU failed, which a new process may mend: %s", in_one_line(error))
+            return GPU_FAILED
         if is_peer_loss(error, position.world_size):
-            log.error("lost the other ranks: %s", first_line(error))
+            log.error("lost the other ranks: %s", in_one_line(error))
             return PEER_LOST
         log.error("the task failed: %s\n%s", first_line(error), traceback.format_exc().rstrip())
         return FAILED
