@@ -79,9 +79,6 @@ class Played(TorchFunctionMode):
         if name == "pin_memory":
             self._notes.count("pinned copy")
             return args[0].clone()
-        if name == "record_stream":
-            self._notes.count("record_stream")
-            return None
         if kwargs.pop("pin_memory", None):
             self._notes.count("pinned memory")
         if name in WAITS:
@@ -175,6 +172,7 @@ def play(gpus: int = 1, patch: Callable[[Any, str, Any], None] = setattr) -> tup
         "mem_get_info": lambda device=None: (MEMORY - 2**30, MEMORY),
     }.items():
         patch(cuda, name, value)
+    patch(torch.Tensor, "record_stream", lambda tensor, stream: notes.count("record_stream"))
     patch(cuda.nccl, "version", lambda: (2, 28, 0))
     patch(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None)
     _play_group(notes, patch)
@@ -189,7 +187,8 @@ def _play_group(notes: Notes, patch: Callable[[Any, str, Any], None]) -> None:
 
     def init_process_group(backend: str, **options: Any) -> None:
         notes.backends.append(backend)
-        notes.environment |= {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
+        of_cuda = (each for each in os.environ.items() if each[0].startswith(("TORCH_", "CUBLAS_")))
+        notes.environment |= dict(of_cuda)
         notes.bound_to.append(str(options.pop("device_id", None)))
         init("gloo", **options)
 

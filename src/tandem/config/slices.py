@@ -106,6 +106,9 @@ class ComputeConfig:
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
     devices_per_rank: Count = setting(1, "GPUs of one process, for a model whose parts lie on several")
+    deterministic: bool = setting(
+        False, "only kernels that give the same bits each time; on GPUs exact resumes need it"
+    )
     compile: bool = setting(False, "compile the model with torch.compile")
     threads: Auto | Count = setting(
         "auto", "CPU threads per rank; auto: its share of the cores", per_node=True

@@ -26,6 +26,18 @@ def choose_devices(wanted: str, local_rank: int, each: int = 1) -> tuple[torch.d
     return tuple(torch.device("cuda", local_rank * each + index) for index in range(each))
 
 
+def compute_deterministically() -> None:
+    """From now on only kernels that give the same bits each time; to be called before the first of a GPU's.
+
+    Where there is none, torch raises a RuntimeError that names the operation. Fresh memory is not filled, as
+    torch would: nothing of ours reads it.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
 def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
     """CPU threads of this rank: what `--threads` says, or the cores it can count on."""
     cores = len(os.sched_getaffinity(0))
