@@ -90,6 +90,7 @@ class Learner:
             clock,
         )
         self.stepper.samples_of = self.order.samples
+        self.stepper.drops_gradients = world.device.type == "cuda" and not exchange.find_unused
         self.nonfinite = Policy(optimisation.on_nonfinite, compute.precision, recorder)
 
     def begin(self, beginning: Beginning) -> None:

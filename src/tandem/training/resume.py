@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from tandem.training.weights import Initial, read_weights
 log = logging.getLogger("tandem.run")
 
 COMPLETE = -1
+KERNELS = ("fused", "foreach", "capturable")
+"""What an optimizer's group says of how it computes; not what."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,23 @@ def load_state(
     if schedule.is_by_settings:
         for group, ours in zip(optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in ours.items() if name != "params"})
+    on_their_devices(optimizer, groups)
     schedule.load(state["schedule"])
+
+
+def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Kernels are those of this device, whichever the checkpoint comes from, and steps lie where they look.
+
+    `before`: the groups as the optimizer was made. Adam counts steps on the host, but fused or captured on
+    its device, and `load_state_dict` goes by how it was saved.
+    """
+    for group, ours in zip(optimizer.param_groups, before, strict=True):
+        group.update({name: ours[name] for name in KERNELS if name in ours})
+        if group.get("fused") or group.get("capturable"):
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
