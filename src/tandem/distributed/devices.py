@@ -1,12 +1,17 @@
 """What this rank computes on: its GPUs, and its CPU threads."""
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import torch
 
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
+
+UNLIMITED = 1 << 20
 
 
 def choose_devices(wanted: str, local_rank: int, each: int = 1) -> tuple[torch.device, ...]:
@@ -40,7 +45,44 @@ def compute_deterministically() -> None:
 
 def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
     """CPU threads of this rank: what `--threads` says, or the cores it can count on."""
-    cores = len(os.sched_getaffinity(0))
+    cores = min(len(os.sched_getaffinity(0)), quota_of(Path("/")))
     threads = max(1, cores // position.ranks_on_host) if wanted == "auto" else int(wanted)
     torch.set_num_threads(threads)
     return threads
+
+
+def quota_of(root: Path) -> int:
+    """Whole cores that this process's control groups let it use, at least 1; very many without a limit.
+
+    A container's limit (`--cpus 2`, `resources.limits.cpu`) is time, not cores: all of them can be seen.
+    """
+    most = float(UNLIMITED)
+    for folder, version in _groups(root):
+        with contextlib.suppress(OSError, ValueError):
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = (
+                    (folder / f"cpu.cfs_{each}_us").read_text().strip() for each in ("quota", "period")
+                )
+            if quota not in ("max", "-1"):
+                most = min(most, int(quota) / int(period))
+    return max(1, int(most))
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """(folder, version) of this process's groups for CPU time, and of all above them."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            mount = root / "sys/fs/cgroup" / (controllers and "cpu")
+            path = PurePosixPath(name.lstrip("/"))
+            for each in (path, *path.parents) if name != "/" else (path,):
+                yield mount / each, 1 if controllers else 2
+
+
+def allow_tf32() -> None:
+    """Products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa for 8 times the speed."""
+    torch.set_float32_matmul_precision("high")

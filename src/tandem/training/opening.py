@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.config.slices import ComputeConfig, ReliabilityConfig
-from tandem.distributed.devices import choose_devices, compute_deterministically, set_threads
+from tandem.distributed.devices import allow_tf32, choose_devices, compute_deterministically, set_threads
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.log import redirect_output, setup
 from tandem.telemetry.clock import Clock
@@ -50,6 +50,8 @@ def open_world(
         if compute.deterministic:
             compute_deterministically()
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
+        if compute.tf32 and devices[0].type == "cuda":
+            allow_tf32()
         if position.store is None and position.init == "master" and position.master is not None:
             # Nobody else says it: there is no agent, and a rank that was started alone waits for long.
             where = ":".join(map(str, position.master))

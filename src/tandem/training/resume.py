@@ -161,11 +161,21 @@ def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[
     """
     for group, ours in zip(optimizer.param_groups, before, strict=True):
         group.update({name: ours[name] for name in KERNELS if name in ours})
-        if group.get("fused") or group.get("capturable"):
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = state["step"].to(parameter.device, torch.float32)
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = _beside(parameter, name, value, bool(on_device))
+
+
+def _beside(parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_device: bool) -> torch.Tensor:
+    """A tensor of an optimizer's state where its kernels look for it, laid out as the parameter is."""
+    if name == "step":
+        return value.to(parameter.device, torch.float32) if steps_on_device else value
+    if value.shape == parameter.shape and value.stride() != parameter.stride():
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value
 
 
 def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

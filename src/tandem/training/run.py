@@ -27,6 +27,7 @@ from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.learner import Learner
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.opening import open_world, set_up_log
+from tandem.training.precision import precision_of
 from tandem.training.profiling import profiled
 from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE, begin
@@ -80,6 +81,8 @@ def _run(
     clock, world, threads = open_world(
         settings.compute, settings.reliability, settings.common_fields(), position, send, run_dir / "log"
     )
+    given, precision = settings, precision_of(settings.compute.precision, world)
+    settings = settings.replace(precision=precision)
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
     learner = Learner(
         settings.run,
@@ -102,10 +105,10 @@ def _run(
     facts = Facts(
         run=settings.run,
         batch_size=settings.data.batch_size,
-        precision=settings.compute.precision,
-        settings=settings.to_dict(),
-        fingerprint=settings.fingerprint_fields(),
-        config_hash=settings.digest(),
+        precision=precision,
+        settings=given.to_dict(),
+        fingerprint=given.fingerprint_fields(),
+        config_hash=given.digest(),
         world=world,
         run_dir=run_dir,
         order=learner.order,
@@ -136,7 +139,7 @@ def _run(
         learner.model,
         learner.datasets.evaluation,
         evaluation_batch_size(settings.evaluation, settings.data, world),
-        settings.compute.precision,
+        precision,
         settings.data.workers,
         learner.statistics,
     )
