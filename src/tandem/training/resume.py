@@ -12,7 +12,7 @@ from torch import nn
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, say_damaged
 from tandem.checkpoint.snapshot import newest_snapshot
-from tandem.checkpoint.state import deserialize, serialize
+from tandem.checkpoint.state import deserialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import Position, ProcessGroup
@@ -65,9 +65,10 @@ def begin(
     if step <= 0:
         return Beginning(step, None)
     began, state = time.monotonic(), found.state
-    if world.size > 1 or state is None:
-        payload = serialize(state) if state is not None and world.size > 1 else found.payload
-        state = deserialize(world.broadcast_bytes(payload if world.is_first else None))
+    if world.is_first and state is None:
+        state = deserialize(found.payload)
+    found = _Found(step)  # its bytes may go
+    state = world.broadcast_state(state) if world.size > 1 else state
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return Beginning(step, state, slot)
