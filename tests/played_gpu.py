@@ -137,6 +137,21 @@ def _stream(notes: Notes) -> type:
     return Stream
 
 
+class _Cudart:
+    """CUDA's runtime, as far as memory of the host's is concerned."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self._notes.count("pinned region")
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self._notes.count("unpinned region")
+        return 0
+
+
 def play(gpus: int = 1, patch: Callable[[Any, str, Any], None] = setattr) -> tuple[Played, Notes]:
     """CUDA's names are played from now on; enter the mode that is given back for what makes tensors.
 
@@ -173,6 +188,7 @@ def play(gpus: int = 1, patch: Callable[[Any, str, Any], None] = setattr) -> tup
     }.items():
         patch(cuda, name, value)
     patch(torch.Tensor, "record_stream", lambda tensor, stream: notes.count("record_stream"))
+    patch(cuda, "cudart", lambda: _Cudart(notes))
     patch(cuda.nccl, "version", lambda: (2, 28, 0))
     patch(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None)
     _play_group(notes, patch)
