@@ -200,3 +200,40 @@ def test_recomputed_modules_give_the_same_bits_for_less_memory() -> None:
     assert isinstance(again[0](torch.ones(1, 6), scale=2.0), torch.Tensor)
     with pytest.raises(ValueError, match=r"recomputed\(Sequential, Conv2d\): the model has no such module"):
         recomputed(plain, nn.Conv2d)
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver."
+
+
+@pytest.mark.parametrize(
+    ("says", "version", "chosen", "expected"),
+    [
+        (TOO_OLD, "13.2", None, TOO_OLD.partition(". ")[0]),
+        (TOO_OLD, None, None, ""),  # a torch for CPUs
+        (TOO_OLD, "13.2", "", ""),  # a simulated node that gets none
+        ("Found no NVIDIA driver on your system. Please check", "13.2", None, ""),  # a container for CPUs
+    ],
+)
+def test_a_driver_that_is_too_old_is_one_line(
+    says: str, version: str | None, chosen: str | None, expected: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def init() -> None:
+        raise RuntimeError(says)
+
+    (tmp_path / "version").write_text("NVRM version: ...")
+    monkeypatch.setattr(devices, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    caplog.set_level(logging.WARNING)
+    assert devices.choose_devices("auto", 0) == devices.choose_devices("auto", 1) == (torch.device("cpu"),)
+    assert [record.message for record in caplog.records] == (
+        [f"training on the CPU, because torch cannot use the GPU here: {expected}"] if expected else []
+    )
+    with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device here") as caught:
+        devices.choose_devices("cuda", 0)
+    assert f"({expected})" in str(caught.value) if expected else "(" not in str(caught.value)

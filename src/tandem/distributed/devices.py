@@ -1,6 +1,7 @@
 """What this rank computes on: its GPUs, and its CPU threads."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -11,6 +12,10 @@ import torch
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 
+log = logging.getLogger("tandem.run")
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 UNLIMITED = 1 << 20
 
 
@@ -19,16 +24,38 @@ def choose_devices(wanted: str, local_rank: int, each: int = 1) -> tuple[torch.d
 
     Local rank 0 has the first `each` GPUs, local rank 1 the next. A CPU counts as often as it is asked for.
     """
+    if wanted == "cpu":
+        return (torch.device("cpu"),) * each
     count = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and count == 0):
+    why = why_no_gpu(DRIVER_FILE) if count == 0 else ""
+    if wanted == "auto" and count == 0:
+        if why and local_rank == 0:
+            log.warning("training on the CPU, because torch cannot use the GPU here: %s", why)
         return (torch.device("cpu"),) * each
     if count == 0:
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
+        because = f" ({why})" if why else ""
+        raise ConfigError(f"--device cuda: torch sees no CUDA device here{because}; use --device cpu or auto")
     if (local_rank + 1) * each > count:
         what = "has no GPU" if each == 1 else f"has no {each} GPUs of its own"
         fits = f"use --nproc {count // each}" if count >= each else f"use --devices-per-rank {count}"
         raise ConfigError(f"local rank {local_rank} {what}: torch sees {count}; {fits}, or --device cpu")
     return tuple(torch.device("cuda", local_rank * each + index) for index in range(each))
+
+
+def why_no_gpu(driver: Path) -> str:
+    """Why torch sees no GPU where there is a driver for one, as torch says it: the driver is too old, say.
+
+    "" where nothing is wrong: there is no driver, this torch or container is one for CPUs, or somebody has
+    chosen which GPUs are seen.
+    """
+    if "CUDA_VISIBLE_DEVICES" in os.environ or torch.version.cuda is None or not driver.exists():
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        said = str(error).partition(". ")[0].strip()
+        return "" if said.startswith(NO_GPU) else said
+    return ""
 
 
 def compute_deterministically() -> None:
