@@ -20,6 +20,8 @@ FINISHED = 0
 FAILED = 1
 MISCONFIGURED = 2
 INTERRUPTED_TWICE = 130
+GPU_FAILED = 134
+"""What a process ends with that NCCL's watchdog aborts (SIGABRT) when CUDA fails: one fault has one code."""
 KILLED = 137
 STOPPED = 143
 PEER_LOST = 200

@@ -15,7 +15,8 @@ import torch
 
 import tandem
 from tandem.config.slices import LaunchConfig
-from tandem.distributed.group import Position, ProcessGroup, check_fresh
+from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.meeting import check_fresh
 from tandem.errors import ConfigError
 from tandem.platforms.placement import detect
 

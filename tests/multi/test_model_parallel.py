@@ -12,7 +12,8 @@ import torch
 
 from tandem.distributed import group as groups
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup, choose_devices
+from tandem.distributed.devices import choose_devices
+from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, model_of
 

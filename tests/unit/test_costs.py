@@ -43,11 +43,25 @@ def test_the_peak_of_a_cpu_is_measured() -> None:
 
 @pytest.mark.parametrize(("name", "precision", "peak"), [
     ("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
+    ("NVIDIA H200 NVL", "bf16", 835e12), ("NVIDIA H20", "bf16", 148e12), ("NVIDIA L40", "bf16", 181e12),
     ("NVIDIA A10G", "fp16", 70e12), ("NVIDIA A10", "fp32", 31.2e12), ("Tesla T4", "fp32", 8.1e12),
-    ("Something new", "fp32", 0.0),
+    ("NVIDIA GeForce RTX 5090", "bf16", 209.5e12), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", 0.0),
+    ("NVIDIA H100 of a form to come", "bf16", 0.0), ("Something new", "fp32", 0.0),
 ])  # fmt: skip
 def test_the_peak_of_a_gpu_is_the_data_sheets(
     name: str, precision: str, peak: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda", 0), precision) == peak
+
+
+def test_tf32_is_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda device: "NVIDIA A40")
+    assert (peak_flops(gpu, "fp32"), peak_flops(gpu, "fp32", convolves=True)) == (37.4e12, 74.8e12)
+    monkeypatch.setattr(flops.torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_flops(gpu, "fp32") == 74.8e12
+    monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-32GB")
+    assert peak_flops(gpu, "fp32") == 15.7e12  # has none
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1))
+    assert flops.convolves(model) and not flops.convolves(torch.nn.Linear(1, 1))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.config import Settings
-from tandem.distributed.group import choose_devices
+from tandem.distributed.devices import choose_devices
 from tandem.errors import ConfigError, PeerLostError
 from tandem.launch import rendezvous
 from tandem.launch.rendezvous import host_store, join_store

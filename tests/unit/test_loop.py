@@ -91,7 +91,9 @@ def training(
         batches=batches(),
         evaluate=dict,
         check_replicas=lambda step: None,
-        saver=cast(Any, SimpleNamespace(save=saved.append, snapshot=lambda step: None)),
+        saver=cast(
+            Any, SimpleNamespace(save=saved.append, snapshot=lambda step: None, begins_snapshots=False)
+        ),
         step=0,
     )
     return made, saved

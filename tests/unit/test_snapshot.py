@@ -1,8 +1,12 @@
 """Snapshots in the node's memory: what was taken comes back, and a torn one is never taken for whole."""
 
+import ctypes
+import errno
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import played_gpu
+from tandem.checkpoint import memory as memory_module
 from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_snapshot
@@ -220,3 +226,50 @@ def test_what_cannot_be_kept_is_refused() -> None:
 def test_flatten_and_back() -> None:
     skeleton, tensors = flatten(state_at(2))
     assert len(tensors) == 4 and same(unflatten(skeleton, tensors), state_at(2))
+
+
+def test_memory_is_asked_for_without_pythons_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MAP_POPULATE held it for a second a GiB: nobody could say where the rank was: a hang."""
+    asked: list[tuple[int, int]] = []
+    libc = memory_module._libc
+    assert isinstance(libc, ctypes.CDLL) and not isinstance(libc, ctypes.PyDLL)  # gives the lock up
+
+    def madvise(address: Any, size: Any, advice: int) -> int:
+        asked.append((size.value, advice))
+        return int(libc.madvise(address, size, advice))
+
+    monkeypatch.setattr(memory_module, "_libc", SimpleNamespace(madvise=madvise))
+    memory = NodeMemory().map(1 << 20)
+    assert asked == [(1 << 20, memory_module.POPULATE_WRITE)]
+    memory[-1:] = b"x"
+    memory.close()  # nothing holds on to it
+
+
+@pytest.mark.parametrize(("number", "raises"), [(errno.ENOMEM, True), (errno.EINVAL, False)])
+def test_memory_that_is_not_there_is_an_error_and_an_old_kernel_is_none(
+    number: int, raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def madvise(*_: Any) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(memory_module, "_libc", SimpleNamespace(madvise=madvise))
+    with pytest.raises(OSError, match="memory") if raises else nullcontext():
+        NodeMemory().map(4096)
+
+
+def test_a_gpus_state_is_copied_into_pinned_memory_and_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mode, notes = played_gpu.play(patch=monkeypatch.setattr)
+    regions = [NodeMemory()]
+    snapshots = Snapshots(regions, 0, None)
+    with mode:
+        assert not snapshots.is_laid_out
+        for step in (1, 2, 3):
+            snapshots.take(step, state_at(step), set())
+    assert snapshots.is_laid_out and sum(notes.counts["pinned region"].values()) == 1
+    assert notes.counts["wait for a stream"] == {"checkpoint/snapshot.py:_copy": 3}
+    assert "wait" not in notes.counts
+    found = newest_snapshot(regions)
+    assert found is not None and found.step == 3 and same(found.state, state_at(3))

@@ -4,10 +4,16 @@ It has no name in any file system: nothing is left behind when the agent dies, a
 64 MB in a container by default, is no limit.
 """
 
+import ctypes
+import errno
 import mmap
 import os
 from multiprocessing import reduction
 from typing import Any
+
+POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NodeMemory:
@@ -30,8 +36,22 @@ class NodeMemory:
         """
         if self.size() < size:
             os.ftruncate(self._descriptor, size)
-        return mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED)
+        _populate(memory)
+        return memory
 
 
 def _from_parent(duplicate: Any) -> NodeMemory:
     return NodeMemory(duplicate.detach())
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Have all of it present; the thread that says where this rank is goes on meanwhile.
+
+    MAP_POPULATE would hold Python's lock for it, up to a second for each GiB, and ctypes gives it up. An
+    older kernel does not know the call: there the first write of each page takes its fault.
+    """
+    place = (ctypes.c_char * len(memory)).from_buffer(memory)
+    address, size = ctypes.c_void_p(ctypes.addressof(place)), ctypes.c_size_t(len(memory))
+    if _libc.madvise(address, size, POPULATE_WRITE) and ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.pinned import Pinned
 from tandem.torch_private import copy_all
 
 SLOT = struct.Struct("<Qq")  # fingerprint, step
@@ -114,6 +115,13 @@ class Snapshots:
         self._capacity = self._slot_bytes = 0
         self._slot = 1 if kept is None else kept  # the one that was written last
         self._is_kept = kept is not None
+        self._pinned = Pinned()
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether the next `take` only copies; the first one asks for memory, which takes seconds where it is
+        much."""
+        return self._layout is not None
 
     def take(self, step: int, state: Mapping[str, Any], own: Collection[int]) -> None:
         """Copy this rank's part of `state` as of `step` (1 and up).
@@ -134,9 +142,19 @@ class Snapshots:
         LENGTH.pack_into(memory, start, len(text))
         memory[start + LENGTH.size : start + LENGTH.size + len(text)] = text
         sources = [tensors[index].reshape(-1)[first : first + count] for index, first, count, _ in self._part]
-        copy_all(self._targets[self._slot], sources)
+        self._copy(sources)
         SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step)
         self._is_kept = True
+
+    def _copy(self, sources: list[Tensor]) -> None:
+        """Into the slot. From a GPU into pinned memory, all at once, and the host waits once for all."""
+        on_gpu = any(source.is_cuda for source in sources)
+        if on_gpu:
+            assert self._memory is not None
+            self._pinned.hold(torch.frombuffer(self._memory, dtype=torch.uint8))
+        copy_all(self._targets[self._slot], sources, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
 
     def _lay_out(self, forms: Sequence[TensorForm], own: Collection[int], text_bytes: int) -> None:
         """Give both slots their places; a restarted rank takes over those of its forerunner."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.checkpoint.pinned import Pinned, homes_in_one_piece
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import check_loadable
 from tandem.checkpoint.store import CheckpointStore
@@ -30,6 +31,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._homes: list[Tensor] = []
+        self._pinned, self._memory = Pinned(), torch.empty(0)
 
     def copy(self, tensors: list[Tensor]) -> list[Tensor]:
         """The same values in this object's memory, valid until the next call; tied tensors stay tied."""
@@ -38,14 +40,23 @@ class Buffers:
         for key, tensor in zip(keys, tensors, strict=True):
             distinct.setdefault(key, tensor)
         sources = list(distinct.values())
+        on_gpu = any(source.is_cuda for source in sources)
         if [_form(home) for home in self._homes] != [_form(source) for source in sources]:
-            self._homes = [_home(source) for source in sources]
+            self._settle(sources, on_gpu)
         if sources:
             copy_all(self._homes, sources, non_blocking=True)
-        if any(source.is_cuda for source in sources):
+        if on_gpu:
             torch.cuda.current_stream().synchronize()
         homes = dict(zip(distinct, self._homes, strict=True))
         return [homes[key] for key in keys]
+
+    def _settle(self, sources: list[Tensor], on_gpu: bool) -> None:
+        self._pinned.release()
+        if not on_gpu:
+            self._homes = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+            return
+        self._memory, self._homes = homes_in_one_piece(sources)
+        self._pinned.hold(self._memory)
 
 
 def _key(tensor: Tensor) -> Key:
@@ -54,10 +65,6 @@ def _key(tensor: Tensor) -> Key:
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
-
-
-def _home(source: Tensor) -> Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
 
 class CheckpointWriter:

@@ -103,12 +103,21 @@ class ComputeConfig:
     dist_bn: Literal["broadcast", "reduce"] = setting(
         "broadcast", "batch norm's statistics in evaluation and saves: rank 0's, or the mean over ranks"
     )
-    precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "bf16 and fp16 are by autocast", fixed=True)
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = setting(
+        "fp32", "bf16 and fp16 are by autocast; auto: bf16 where all GPUs have it", fixed=True
+    )
+    tf32: bool = setting(False, "products of fp32 in TF32 on GPUs; convolutions are so anyway")
+    channels_last: bool = setting(False, "pictures and convolutions with the channels last in memory")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
     devices_per_rank: Count = setting(1, "GPUs of one process, for a model whose parts lie on several")
+    deterministic: bool = setting(
+        False, "only kernels that give the same bits each time; on GPUs exact resumes need it"
+    )
     compile: bool = setting(False, "compile the model with torch.compile")
     threads: Auto | Count = setting(
-        "auto", "CPU threads per rank; auto: its share of the cores", per_node=True
+        "auto",
+        "CPU threads per rank; auto: its share of the cores, or of the container's quota",
+        per_node=True,
     )
 
 

@@ -16,7 +16,7 @@ from tandem.data.sampler import BatchKey
 from tandem.data.seeds import NUMPY, PYTHON, TORCH, derive_seed, kept_generators, seed_host_generators
 
 Batch = Any
-"""What a dataset or a collate function makes: tensors in tuples, lists and dicts."""
+"""What a dataset or a collate function makes: tensors in tuples, lists, dicts, mappings and dataclasses."""
 Collate = Callable[[list[Any]], Batch]
 Fetch = Callable[[Tensor, int, int], Batch]
 """(int64 indices [B], epoch, seed) -> a finished batch."""

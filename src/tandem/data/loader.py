@@ -5,8 +5,11 @@ torch's DataLoader and its workers. No state of a loader is ever saved: it start
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,16 +63,29 @@ def share_batches(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Every tensor of nested tuples, lists and dicts on `device`; asynchronous from pinned memory."""
+    """Every tensor of nested containers on `device`; asynchronous from pinned memory."""
     return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def batch_size_of(batch: Batch) -> int:
     """Samples in a batch: the length of its first tensor."""
+    first = next(_tensors_of(batch), None)
+    if first is None:
+        raise TypeError(
+            f"a batch is a {type(batch).__name__} without a tensor: its samples cannot be counted"
+        )
+    return len(first)
+
+
+def _tensors_of(batch: Batch) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        return len(batch)
-    parts = batch.values() if isinstance(batch, dict) else batch
-    return batch_size_of(next(iter(parts)))
+        yield batch
+        return
+    if is_dataclass(batch):
+        batch = [getattr(batch, each.name) for each in fields(batch)]
+    if isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors_of(part)
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -98,7 +114,7 @@ def _loaded(
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda" and workers > 0,  # in a thread beside them; else `moved` does it
         worker_init_fn=_start_worker if workers else None,
         # A rank comes from a fork server, and would start workers by it: they could not import a task's file.
         multiprocessing_context="fork" if workers else None,
@@ -107,7 +123,7 @@ def _loaded(
     with _kept_from_forks() if workers else nullcontext():
         batches = iter(loader)  # starts the workers
     for batch in batches:
-        yield to_device(batch, device)
+        yield moved(batch, device)
 
 
 @contextmanager
@@ -136,8 +152,27 @@ def _start_worker(_worker: int) -> None:
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """`to_device`, by way of pinned memory."""
-    return to_device(_mapped(batch, Tensor.pin_memory) if device.type == "cuda" else batch, device)
+    """`to_device`, to a GPU by way of pinned memory, on a stream of its own: the step before computes on."""
+    if device.type != "cuda":
+        return to_device(batch, device)
+    side, current = _side_stream(device), torch.cuda.current_stream(device)
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.to(device, non_blocking=True)
+        with torch.cuda.stream(side):
+            there = tensor.pin_memory().to(device, non_blocking=True)
+        there.record_stream(current)  # its memory is the other stream's
+        return there
+
+    there = _mapped(batch, move)
+    current.wait_stream(side)
+    return there
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -145,6 +180,16 @@ def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
         return function(batch)
     if isinstance(batch, dict):
         return {key: _mapped(value, function) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):  # UserDict, and what tokenizers make
+        filled = copy(batch)
+        for key, value in batch.items():
+            filled[key] = _mapped(value, function)
+        return filled
+    if is_dataclass(batch) and not isinstance(batch, type):
+        made = copy(batch)
+        for each in fields(batch):
+            object.__setattr__(made, each.name, _mapped(getattr(batch, each.name), function))
+        return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_mapped(value, function) for value in batch))
     if isinstance(batch, tuple | list):

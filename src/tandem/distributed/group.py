@@ -3,57 +3,32 @@
 Everything here is called by all ranks together; no caller puts it under `if rank == 0`.
 """
 
-import contextlib
 import io
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.checkpoint.state import deserialize, serialize
 from tandem.distributed.batchnorm import synchronised
+from tandem.distributed.meeting import check_same_kind, forget_dump_signal, open_store
 from tandem.distributed.position import Position as Position
 from tandem.errors import ConfigError, PeerLostError
 from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
-STALE_SECONDS = 600.0
-"""Ranks of one start write the file in which they meet within so many seconds."""
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
-
-
-def choose_devices(wanted: str, local_rank: int, each: int = 1) -> tuple[torch.device, ...]:
-    """`auto`, `cpu` or `cuda` -> this rank's `each` devices; ConfigError where they are not there.
-
-    Local rank 0 has the first `each` GPUs, local rank 1 the next. A CPU counts as often as it is asked for.
-    """
-    count = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and count == 0):
-        return (torch.device("cpu"),) * each
-    if count == 0:
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
-    if (local_rank + 1) * each > count:
-        what = "has no GPU" if each == 1 else f"has no {each} GPUs of its own"
-        fits = f"use --nproc {count // each}" if count >= each else f"use --devices-per-rank {count}"
-        raise ConfigError(f"local rank {local_rank} {what}: torch sees {count}; {fits}")
-    return tuple(torch.device("cuda", local_rank * each + index) for index in range(each))
-
-
-def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
-    """CPU threads of this rank: what `--threads` says, or the cores it can count on."""
-    cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // position.ranks_on_host) if wanted == "auto" else int(wanted)
-    torch.set_num_threads(threads)
-    return threads
+MOST_CHARACTERS = 2000
+NO_ELEMENT = torch.empty(0)
+SAME_GPU = re.compile("Duplicate GPU detected")
 
 
 class ProcessGroup:
@@ -86,27 +61,20 @@ class ProcessGroup:
 
         `timeout_seconds` bounds every collective; the first step may compile. Hangs are the watchdog's.
         """
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            if position.init == "env":
-                dist.init_process_group(backend, timeout=timeout)
-            elif position.store is None and position.init.startswith("file:"):
-                check_fresh(Path(position.init.removeprefix("file://")), time.time())
-                dist.init_process_group(
-                    backend,
-                    init_method=position.init,
-                    rank=position.rank,
-                    world_size=position.world_size,
-                    timeout=timeout,
-                )
-            else:
-                store = _open_store(position, timeout)
-                dist.init_process_group(
-                    backend, store=store, rank=position.rank, world_size=position.world_size, timeout=timeout
-                )
+            store = open_store(position, timeout)
+            if position.world_size > 1:
+                if position.rank == 0:
+                    forget_dump_signal(store)
+                check_same_kind(store, position, device.type)
+            dist.init_process_group(
+                store=store,
+                rank=position.rank,
+                world_size=position.world_size,
+                timeout=timeout,
+                **_bind(device, devices),
+            )
         except (RuntimeError, ValueError) as error:
             if TAKEN.search(str(error)):
                 port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
@@ -114,8 +82,13 @@ class ProcessGroup:
                     f"port {port}, where the ranks are to meet, is taken on this host by another program, "
                     "perhaps by a run that still lives: end it, or give all ranks another MASTER_PORT"
                 ) from error
+            if SAME_GPU.search(str(error)):
+                raise ConfigError(
+                    f"{position} was given a GPU that another rank has, and NCCL wants one for each; "
+                    "use --nproc with the number of GPUs, or --device cpu"
+                ) from error
             raise PeerLostError(
-                f"cannot join the process group as {position}: {first_line(error)}"
+                f"cannot join the process group as {position}: {in_one_line(error)}"
             ) from error
         return cls(position, device, devices)
 
@@ -198,6 +171,31 @@ class ProcessGroup:
             parts.write(chunk.cpu().numpy().tobytes())
         return parts.getvalue()
 
+    def broadcast_state(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """Rank 0's state on every rank, one tensor after the other; the others pass None.
+
+        Theirs are made on the host and filled in place: nobody holds the state twice for this.
+        """
+        skeleton, tensors = flatten(state or {})
+        bare = serialize(unflatten(skeleton, [NO_ELEMENT] * len(tensors))) if self.is_first else None
+        skeleton, _ = flatten(deserialize(self.broadcast_bytes(bare)))
+        forms = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
+        forms = self.broadcast_json(forms)
+        if not self.is_first:
+            tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in forms]
+        for tensor in tensors:
+            self._broadcast_bytes_of(tensor)
+        return unflatten(skeleton, tensors)
+
+    def _broadcast_bytes_of(self, tensor: Tensor) -> None:
+        """Rank 0's values into a tensor of the host's, by way of the device in pieces of 64 MiB."""
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+        for piece in torch.split(raw, BROADCAST_CHUNK_BYTES):
+            there = piece.to(self.device)
+            dist.broadcast(there, src=0)
+            if there is not piece and not self.is_first:
+                piece.copy_(there)
+
     def broadcast_json(self, value: object) -> Any:
         """Rank 0's JSON value on every rank."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_first else None))
@@ -237,29 +235,19 @@ class ProcessGroup:
             raise PeerLostError("preparing the data failed on another node; its log says why")
 
 
-def check_fresh(path: Path, now: float) -> None:
-    """Raise ConfigError for a file in which an earlier run met: its ranks' addresses are in it."""
-    with contextlib.suppress(OSError):
-        age = now - path.stat().st_mtime
-        if age > STALE_SECONDS and path.stat().st_size:
-            raise ConfigError(
-                f"--init-method file://{path}: the file is of an earlier run, {age:.0f} s old; remove it, or "
-                "name a new one for each start"
-            )
+def _bind(device: torch.device, devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Make the device this process's own; what `init_process_group` is told of it.
 
-
-def _open_store(position: Position, timeout: timedelta) -> Any:
-    """The store through which ranks find each other."""
-    if position.store is not None:
-        host, port, prefix = position.store
-        return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timeout))
-    if position.init == "alone":
-        return HashStore()
-    if position.master is None:
-        raise ValueError("no master is known")
-    host, port = position.master
-    store = TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
-    return PrefixStore(position.job, store) if position.job else store
+    A rank with one GPU binds its group to it: left to guess, torch 2.15 takes the global rank's. A model over
+    several GPUs has gradients on each, and only NCCL's older group goes with more than one.
+    """
+    if device.type != "cuda":
+        return {"backend": "gloo"}
+    torch.cuda.set_device(device)
+    if len(devices) > 1:
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # read when the first group opens
+        return {"backend": "nccl"}
+    return {"backend": "nccl", "device_id": device}
 
 
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
@@ -272,3 +260,9 @@ def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for a one-line message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """All of an error's text: what has happened to NCCL is in its last lines, behind c10d's own words."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines)[:MOST_CHARACTERS] or type(error).__name__

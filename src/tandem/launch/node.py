@@ -19,7 +19,13 @@ from tandem.launch.run_dir import decide, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
-from tandem.launch.workers import Workers, record_collectives, start_fork_server, use_loopback
+from tandem.launch.workers import (
+    Workers,
+    keep_nccl_errors_here,
+    record_collectives,
+    start_fork_server,
+    use_loopback,
+)
 from tandem.log import setup
 from tandem.platforms.placement import Placement
 from tandem.report.access import Access, load_access
@@ -68,6 +74,8 @@ def run_this_node(
     if placement.nodes_share_host or placement.nodes == 1:
         use_loopback()
     record_collectives()
+    if not work.is_script:  # its ranks meet in a store of their own, and its dumps are its own affair
+        keep_nccl_errors_here()
     with scratch() as folder:
         return _run_in(folder, settings, placement, work, state_dir, stop)
 

@@ -18,9 +18,10 @@ from types import TracebackType
 
 from tandem.config import Parser, resolve
 from tandem.distributed import position as positions
+from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import first_line
 from tandem.distributed.peers import is_peer_loss
-from tandem.errors import FAILED, FINISHED, PEER_LOST, ConfigError, TandemError
+from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.launch.lone_rank import LoneRank
 from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.log import setup
@@ -87,7 +88,7 @@ class Ending:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._code, self._reason = code_of(error, self._world_size), first_line(error)
-        if self._code == FAILED and not isinstance(error, TandemError):
+        if self._code in (FAILED, GPU_FAILED) and not isinstance(error, TandemError):
             self._show(kind, error, trace)
         elif self._code == PEER_LOST and not isinstance(error, TandemError):
             log.error("lost the other ranks: %s", self._reason)
@@ -113,6 +114,8 @@ def code_of(error: BaseException, world_size: int) -> int:
     """The exit code for an error that nobody has caught (see `errors`)."""
     if isinstance(error, TandemError):
         return error.exit_code
+    if is_gpu_failure(error):
+        return GPU_FAILED
     return PEER_LOST if is_peer_loss(error, world_size) else FAILED
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.errors import KILLED
+from tandem.launch.gpus import gpus_of, shared_out
 from tandem.launch.restarts import job_code
 from tandem.platforms.placement import Placement
 from tandem.process import end_with_parent, safe_path
@@ -39,14 +40,14 @@ def simulate(
     started again, as a cluster's platform would, up to --max-restarts times.
     """
     run_dir = local_folder(settings.run.place)
-    gpus = _gpus(environ)
+    shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
     nodes = [
         SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
             + ["--master", f"{placement.master_host}:{placement.master_port}"]
             + ["--run-dir", str(settings.run.place)],
             None if index == 0 else run_dir / "log" / f"node-{index}.log",
-            {**environ, **_share(gpus, index, placement.nodes)},
+            {**environ, **shares[index]},
             program.words() if program is not None else (),
         )
         for index in range(placement.nodes)
@@ -127,15 +128,3 @@ class SimulatedNode:
 def stop_with_parent() -> None:
     """In the child: get SIGTERM when the launcher dies."""
     end_with_parent(signal.SIGTERM)
-
-
-def _gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs of this machine, without importing torch."""
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        return [gpu for gpu in environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
-    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-
-
-def _share(gpus: Sequence[str], index: int, nodes: int) -> dict[str, str]:
-    """This simulated node's GPUs; with fewer GPUs than nodes the rest trains on CPUs."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index::nodes])} if gpus else {}

@@ -43,6 +43,15 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
 
+def keep_nccl_errors_here() -> None:
+    """A NCCL error ends its own generation: no signal in the agents' store, which later ones use, too.
+
+    Signal and dump are what torch does by itself; a rank that is stuck writes its record anyway.
+    As `use_loopback`.
+    """
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+
+
 def resolve(name: str) -> Callable[..., Any]:
     """ "package.module:function" -> the function."""
     module, _, attribute = name.partition(":")

@@ -24,8 +24,9 @@ from tandem.own_loop.numbers import Numbers
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Consensus, Readings
 from tandem.telemetry.recorder import Recorder
-from tandem.torch_private import can_skip_on_device, hidden_sync_seconds
-from tandem.training.nonfinite import gradients_by_type, note_all_nonfinite
+from tandem.torch_private import hidden_sync_seconds
+from tandem.training.buffers import KeptBuffers
+from tandem.training.nonfinite import can_be_told, gradients_by_type, note_all_nonfinite
 from tandem.training.step import device_memory
 
 ASKED = "asked"
@@ -48,7 +49,9 @@ class Backward:
         self._one = torch.ones((), device=group.device)
         self._exchanged: Tensor | None = None
         self._found: Tensor | None = None
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers = KeptBuffers(
+            lambda: (buffer for model in self.models for buffer in unwrapped(model).buffers())
+        )
         self._steps, self._step, self._flushed_at = 0, 0, -1
         self._unused, self._is_in_parts = set[int](), False
 
@@ -68,7 +71,7 @@ class Backward:
         def before(*_: Any) -> None:
             if self._found is None:
                 return
-            if can_skip_on_device(optimizer) and optimizer.state:
+            if can_be_told(optimizer):
                 optimizer.found_inf = self._found  # type: ignore[attr-defined]
             elif bool(self._found):
                 self._drop_gradients()
@@ -87,7 +90,7 @@ class Backward:
         self._slots = proposal_slots(stop, decisions).to(self._group.device, non_blocking=True)
         self._so_far = torch.zeros((), device=self._group.device)
         if self._policy == "skip":
-            self._buffers = [(b, b.clone()) for model in self.models for b in unwrapped(model).buffers()]
+            self._buffers.keep()
 
     def run(self, loss: Tensor, weight: float, is_last: bool) -> None:
         """Backward from `loss`, weighed; gradients and the step's numbers are exchanged where `is_last`.
@@ -140,8 +143,8 @@ class Backward:
             self._found = skip
         elif bool(skip):
             self._drop_gradients()
-        for buffer, before in self._buffers:
-            buffer.copy_(torch.where(skip > 0, before, buffer))
+        if self._policy == "skip":
+            self._buffers.put_back(skip)
 
     def _culprit(self, exchanged: Tensor) -> str:
         if exchanged[LOSS_NOT_FINITE] > 0:

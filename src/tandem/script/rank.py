@@ -20,7 +20,7 @@ from typing import Any, NoReturn, cast
 
 from tandem.distributed import position as positions
 from tandem.distributed.position import Position
-from tandem.errors import FINISHED, PEER_LOST, TandemError
+from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError
 from tandem.log import redirect_output, setup
 from tandem.process import end_with_parent, is_safe_path_ours, safe_path
 from tandem.script.environment import error_file, set_variables
@@ -123,6 +123,8 @@ def _run(job: Job, position: Position, record: Any) -> int:
             return _say_lost(error, position, record)
         sys.excepthook(type(error), error, error.__traceback__)
         _write_down(error, position)
+        if gpu_has_failed(error):
+            return GPU_FAILED
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -140,6 +142,15 @@ def lost_its_peers(error: BaseException, world_size: int) -> bool:
         seen.add(id(each))
         each = each.__cause__ or each.__context__
     return False
+
+
+def gpu_has_failed(error: BaseException) -> bool:
+    """Whether CUDA says that this rank's own GPU has failed, in a way that a new process may mend."""
+    if "torch" not in sys.modules:
+        return False
+    from tandem.distributed.gpu_failures import is_gpu_failure
+
+    return is_gpu_failure(error)
 
 
 def _say(error: TandemError, position: Position) -> int:

@@ -111,12 +111,16 @@ class Watch:
 
     def _beat(self) -> None:
         while not self._is_silent:
-            self._count_steps()
-            self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
-            self._send(self._heartbeat())
-            if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
-                self._tell_steps()
+            with suppress(Exception):  # a rank that nobody speaks for is taken for one that hangs
+                self._speak()
             time.sleep(BEAT_SECONDS)
+
+    def _speak(self) -> None:
+        self._count_steps()
+        self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
+        self._send(self._heartbeat())
+        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
+            self._tell_steps()
 
     def _heartbeat(self) -> Heartbeat:
         place, in_distributed, in_autograd = where(sys._current_frames().get(self._main))

@@ -43,6 +43,7 @@ class Heartbeats:
         self._trainer = threading.main_thread().ident or 0
         self._cpu: list[tuple[float, float]] = []
         self._one_at_a_time = threading.Lock()
+        self._recorded, self._complained = -1, False
         clock.on_activity = self.send
         threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
 
@@ -74,16 +75,23 @@ class Heartbeats:
             )
 
     def _beat(self) -> None:
-        recorded = -1
         while True:
             time.sleep(BEAT_SECONDS)
-            self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
-            self.send()
-            stuck = time.monotonic() - self._clock.since > self.hang_seconds()
-            if stuck and recorded != self._clock.entered:
-                recorded = self._clock.entered
-                with suppress(OSError):
-                    self._path.write_bytes(flight_record())
+            try:
+                self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
+                self.send()
+                self._record_if_stuck()
+            except Exception:  # a rank that nobody speaks for is taken for one that hangs
+                if not self._complained:
+                    log.exception("a sign of life failed; the next one comes all the same")
+                self._complained = True
+
+    def _record_if_stuck(self) -> None:
+        stuck = time.monotonic() - self._clock.since > self.hang_seconds()
+        if stuck and self._recorded != self._clock.entered:
+            self._recorded = self._clock.entered
+            with suppress(OSError):
+                self._path.write_bytes(flight_record())
 
     def _waits(self) -> bool:
         """Whether the training thread stands in a collective: known from its stack, or an idle backward."""

@@ -11,24 +11,46 @@ from torch.utils.flop_counter import FlopCounterMode
 
 log = logging.getLogger("tandem.run")
 
-# Dense peak of the maker's data sheets, in FLOP/s: (fp32 without TF32, bf16 and fp16 tensor cores).
-# The longest name that is part of the device's name counts.
+# Dense peaks of the maker's data sheets in TFLOP/s: fp32, TF32 (0: the GPU has none), bf16 and fp16 with sums
+# in fp32. By the whole name, without the brand in front: forms of one chip differ by half, and a MIG slice,
+# whose name is longer, has no peak of its own.
 GPU_PEAKS = {
-    "B200": (80e12, 2250e12),
-    "H200": (67e12, 989e12),
-    "H100 PCIe": (51e12, 756e12),
-    "H100 NVL": (60e12, 835e12),
-    "H100": (67e12, 989e12),
-    "A100": (19.5e12, 312e12),
-    "A10G": (31.2e12, 70e12),
-    "A10": (31.2e12, 125e12),
-    "L40S": (91.6e12, 362e12),
-    "L4": (30.3e12, 121e12),
-    "V100": (15.7e12, 125e12),
-    "T4": (8.1e12, 65e12),
-    "RTX 4090": (82.6e12, 165e12),
-    "RTX 3090": (35.6e12, 71e12),
+    "B300": (77, 1125, 2250),
+    "B200": (80, 1125, 2250),
+    "GB200": (80, 1250, 2500),
+    "H200": (67, 494, 989),
+    "H200 NVL": (60, 418, 835),
+    "GH200 480GB": (67, 494, 989),
+    "H100 80GB HBM3": (67, 494, 989),
+    "H100 NVL": (60, 418, 835),
+    "H100 PCIe": (51, 378, 756),
+    "H800": (67, 494, 989),
+    "H800 PCIe": (51, 378, 756),
+    "H20": (44, 74, 148),
+    "A100-SXM4-40GB": (19.5, 156, 312),
+    "A100-SXM4-80GB": (19.5, 156, 312),
+    "A100-PCIE-40GB": (19.5, 156, 312),
+    "A100 80GB PCIe": (19.5, 156, 312),
+    "A800-SXM4-40GB": (19.5, 156, 312),
+    "A800-SXM4-80GB": (19.5, 156, 312),
+    "A800 80GB PCIe": (19.5, 156, 312),
+    "A40": (37.4, 74.8, 149.7),
+    "A30": (10.3, 82, 165),
+    "A10G": (31.2, 35, 70),
+    "A10": (31.2, 62.5, 125),
+    "L40S": (91.6, 183, 362),
+    "L40": (90.5, 90.5, 181),
+    "L4": (30.3, 60, 121),
+    "V100-SXM2-16GB": (15.7, 0, 125),
+    "V100-SXM2-32GB": (15.7, 0, 125),
+    "V100-PCIE-16GB": (14, 0, 112),
+    "V100-PCIE-32GB": (14, 0, 112),
+    "T4": (8.1, 0, 65),
+    "RTX 5090": (104.8, 104.8, 209.5),
+    "RTX 4090": (82.6, 82.6, 165),
+    "RTX 3090": (35.6, 35.6, 71),
 }
+BRANDS = ("NVIDIA ", "GeForce ", "Tesla ")
 PRODUCT_SIZE = 512
 PRODUCT_TRIES = 5
 
@@ -44,13 +66,29 @@ def flops_of(forward_and_backward: Callable[[], None]) -> int:
         return 0
 
 
-def peak_flops(device: torch.device, precision: str) -> float:
-    """FLOP/s that this rank's device can do: data sheets for GPUs, measured for CPUs; 0.0 if unknown."""
+def peak_flops(device: torch.device, precision: str, convolves: bool = False) -> float:
+    """FLOP/s that this rank's device can do: data sheets for GPUs, measured for CPUs; 0.0 if unknown.
+
+    fp32 counts as TF32 where torch computes in it: products if they are set to, convolutions (`convolves`) if
+    they are not set not to.
+    """
     if device.type != "cuda":
         return _measured_peak()
     name = torch.cuda.get_device_name(device)
-    known = [key for key in GPU_PEAKS if key in name]
-    return GPU_PEAKS[max(known, key=len)][precision != "fp32"] if known else 0.0
+    for brand in BRANDS:
+        name = name.removeprefix(brand)
+    fp32, tf32, half = GPU_PEAKS.get(name, (0, 0, 0))
+    if precision != "fp32":
+        return half * 1e12
+    in_tf32 = torch.get_float32_matmul_precision() != "highest" or (
+        convolves and torch.backends.cudnn.allow_tf32
+    )
+    return (tf32 or fp32 if in_tf32 else fp32) * 1e12
+
+
+def convolves(model: nn.Module) -> bool:
+    """Whether the model has convolutions."""
+    return any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
 
 
 def _measured_peak() -> float:

@@ -19,6 +19,7 @@ from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task, model_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
+from tandem.training.layout import lay_out
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import Beginning, load_state
@@ -59,6 +60,7 @@ class Learner:
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.devices)
+        lay_out(self.model, compute)
         if compute.sync_batchnorm:
             self.model = world.synchronise_batchnorm(self.model)
         self.rank_zeros = rank_zeros(self.model)  # before a strategy makes them other tensors
@@ -90,6 +92,7 @@ class Learner:
             clock,
         )
         self.stepper.samples_of = self.order.samples
+        self.stepper.drops_gradients = world.device.type == "cuda" and not exchange.find_unused
         self.nonfinite = Policy(optimisation.on_nonfinite, compute.precision, recorder)
 
     def begin(self, beginning: Beginning) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -162,7 +163,8 @@ def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bo
         with t.clock.phase("eval"):
             t.recorder.evaluated(t.step, t.evaluate())
     if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
-        t.saver.snapshot(t.step)
+        with t.clock.phase("checkpoint") if t.saver.begins_snapshots else nullcontext():
+            t.saver.snapshot(t.step)
     if "save" in due:
         with t.clock.phase("checkpoint"):
             t.saver.save(t.step)

@@ -6,7 +6,7 @@ comes to the same answer without a collective of its own.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tandem.errors import NonFiniteError
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 from tandem.torch_private import can_skip_on_device, has_overflowed, note_nonfinite
+from tandem.training.buffers import KeptBuffers
 
 log = logging.getLogger("tandem.run")
 
@@ -44,19 +45,19 @@ class Guard:
         scaler: torch.amp.GradScaler,
         device: torch.device,
     ) -> None:
-        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._optimizer, self._scaler = optimizer, scaler
         self._strategy = strategy
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._keeps_buffers = policy != "stop"  # after a stop nobody reads them
         self._reads_at_once = device.type == "cpu" or policy == "raise" or strategy.shares_parameters
         self._one = torch.ones((), device=device)
-        self._buffers: list[Tensor] = []
+        self._buffers = KeptBuffers(model.buffers)
         self.raises = policy == "raise"
 
     def begin_step(self) -> None:
         """Before the forward pass: remember the buffers, which a bad batch would spoil."""
         if self._keeps_buffers:
-            self._buffers = [buffer.clone() for buffer in self._model.buffers()]
+            self._buffers.keep()
 
     def look(self) -> Tensor:
         """After the last backward: a scalar on the device, 1 if a gradient that is here is not finite."""
@@ -71,7 +72,7 @@ class Guard:
             self._show_scaler(found)
             self._scaler.unscale_(self._optimizer)
             clip()
-            if self._optimizer.state or not self._overflowed():
+            if has_its_state(self._optimizer) or not self._overflowed():
                 self._scaler.step(self._optimizer)
             self._scaler.update()
         elif self._reads_at_once or not self._can_be_told():
@@ -84,13 +85,11 @@ class Guard:
             self._optimizer.step()
             del self._optimizer.found_inf  # type: ignore[attr-defined]
         if self._keeps_buffers and not (self._reads_at_once and not found):
-            for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
-                buffer.copy_(torch.where(found > 0, before, buffer))
+            self._buffers.put_back(found)
 
     def put_buffers_back(self) -> None:
         """As they were before the forward pass."""
-        for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
-            buffer.copy_(before)
+        self._buffers.put_back()
 
     def _gradients_by_type(self) -> Iterator[list[Tensor]]:
         return gradients_by_type(self._parameters, self._strategy)
@@ -106,7 +105,19 @@ class Guard:
         return has_overflowed(self._scaler, self._optimizer)
 
     def _can_be_told(self) -> bool:
-        return can_skip_on_device(self._optimizer) and bool(self._optimizer.state)
+        return can_be_told(self._optimizer)
+
+
+def can_be_told(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may be left out on the device, without the host's knowing."""
+    return can_skip_on_device(optimizer) and has_its_state(optimizer)
+
+
+def has_its_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer remembers all that it will: SGD without momentum never remembers anything."""
+    if isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in optimizer.param_groups):
+        return True
+    return bool(optimizer.state)
 
 
 def gradients_by_type(parameters: Sequence[nn.Parameter], strategy: Strategy) -> Iterator[list[Tensor]]:
@@ -203,8 +214,8 @@ def _in_values(name: str, values: Any) -> str | None:
     """The first tensor inside nested tuples, lists and dicts."""
     if isinstance(values, Tensor):
         return None if _is_finite(values) else name
-    if isinstance(values, dict | list | tuple):
-        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+    if isinstance(values, Mapping | list | tuple):
+        for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
             if (found := _in_values(f"{name}[{key!r}]", value)) is not None:
                 return found
     return None

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tandem import __version__
 from tandem.config.slices import ComputeConfig, ReliabilityConfig
-from tandem.distributed.group import Position, ProcessGroup, choose_devices, set_threads
+from tandem.distributed.devices import allow_tf32, choose_devices, compute_deterministically, set_threads
+from tandem.distributed.group import Position, ProcessGroup
 from tandem.log import redirect_output, setup
 from tandem.signals import ended_by_stop_signals
 from tandem.telemetry.clock import Clock
@@ -49,7 +50,11 @@ def open_world(
     Heartbeats(position.rank, clock, send, reliability, log_dir)
     with clock.phase("rendezvous"):
         threads = set_threads(compute.threads, position)
+        if compute.deterministic:
+            compute_deterministically()
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
+        if compute.tf32 and devices[0].type == "cuda":
+            allow_tf32()
         if position.store is None and position.init == "master" and position.master is not None:
             # Nobody else says it: there is no agent, and a rank that was started alone waits for long.
             where = ":".join(map(str, position.master))

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import nn
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, say_damaged
 from tandem.checkpoint.snapshot import newest_snapshot
-from tandem.checkpoint.state import deserialize, serialize
+from tandem.checkpoint.state import deserialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import Position, ProcessGroup
@@ -26,6 +26,8 @@ from tandem.training.weights import Initial, read_weights
 log = logging.getLogger("tandem.run")
 
 COMPLETE = -1
+KERNELS = ("fused", "foreach", "capturable")
+"""What an optimizer's group says of how it computes; not what."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ def begin(
     if step <= 0:
         return Beginning(step, None)
     began, state = time.monotonic(), found.state
-    if world.size > 1 or state is None:
-        payload = serialize(state) if state is not None and world.size > 1 else found.payload
-        state = deserialize(world.broadcast_bytes(payload if world.is_first else None))
+    if world.is_first and state is None:
+        state = deserialize(found.payload)
+    found = _Found(step)  # its bytes may go
+    state = world.broadcast_state(state) if world.size > 1 else state
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return Beginning(step, state, slot)
@@ -147,7 +150,33 @@ def load_state(
     if schedule.is_by_settings:
         for group, ours in zip(optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in ours.items() if name != "params"})
+    on_their_devices(optimizer, groups)
     schedule.load(state["schedule"])
+
+
+def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Kernels are those of this device, whichever the checkpoint comes from, and steps lie where they look.
+
+    `before`: the groups as the optimizer was made. Adam counts steps on the host, but fused or captured on
+    its device, and `load_state_dict` goes by how it was saved.
+    """
+    for group, ours in zip(optimizer.param_groups, before, strict=True):
+        group.update({name: ours[name] for name in KERNELS if name in ours})
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = _beside(parameter, name, value, bool(on_device))
+
+
+def _beside(parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_device: bool) -> torch.Tensor:
+    """A tensor of an optimizer's state where its kernels look for it, laid out as the parameter is."""
+    if name == "step":
+        return value.to(parameter.device, torch.float32) if steps_on_device else value
+    if value.shape == parameter.shape and value.stride() != parameter.stride():
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value
 
 
 def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

@@ -13,9 +13,19 @@ from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup, first_line
+from tandem.distributed.gpu_failures import is_gpu_failure
+from tandem.distributed.group import Position, ProcessGroup, first_line, in_one_line
 from tandem.distributed.peers import is_peer_loss
-from tandem.errors import FAILED, FINISHED, PEER_LOST, STOPPED, PeerLostError, StoppedError, TandemError
+from tandem.errors import (
+    FAILED,
+    FINISHED,
+    GPU_FAILED,
+    PEER_LOST,
+    STOPPED,
+    PeerLostError,
+    StoppedError,
+    TandemError,
+)
 from tandem.signals import StopFlag
 from tandem.tasks.base import task_class
 from tandem.telemetry.channel import sender
@@ -27,6 +37,7 @@ from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.learner import Learner
 from tandem.training.loop import Timetable, Training, train
 from tandem.training.opening import open_world, set_up_log
+from tandem.training.precision import precision_of
 from tandem.training.profiling import profiled
 from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE, begin
@@ -57,8 +68,11 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
         _tell(send, position, error)
         return error.exit_code
     except Exception as error:
+        if is_gpu_failure(error):
+            log.error("this rank's GPU failed, which a new process may mend: %s", in_one_line(error))
+            return GPU_FAILED
         if is_peer_loss(error, position.world_size):
-            log.error("lost the other ranks: %s", first_line(error))
+            log.error("lost the other ranks: %s", in_one_line(error))
             return PEER_LOST
         _tell(send, position, error)
         log.error("the task failed: %s\n%s", first_line(error), traceback.format_exc().rstrip())
@@ -87,6 +101,8 @@ def _run(
     clock, world, threads = open_world(
         settings.compute, settings.reliability, settings.common_fields(), position, send, run_dir / "log"
     )
+    given, precision = settings, precision_of(settings.compute.precision, world)
+    settings = settings.replace(precision=precision)
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
     learner = Learner(
         settings.run,
@@ -109,10 +125,10 @@ def _run(
     facts = Facts(
         run=settings.run,
         batch_size=settings.data.batch_size,
-        precision=settings.compute.precision,
-        settings=settings.to_dict(),
-        fingerprint=settings.fingerprint_fields(),
-        config_hash=settings.digest(),
+        precision=precision,
+        settings=given.to_dict(),
+        fingerprint=given.fingerprint_fields(),
+        config_hash=given.digest(),
         world=world,
         run_dir=run_dir,
         order=learner.order,
@@ -143,7 +159,7 @@ def _run(
         learner.model,
         learner.datasets.evaluation,
         evaluation_batch_size(settings.evaluation, settings.data, world),
-        settings.compute.precision,
+        precision,
         settings.data.workers,
         learner.statistics,
     )

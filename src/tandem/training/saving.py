@@ -73,6 +73,11 @@ class Saver:
             info = manifest_info(self._facts, step, scores)
             self._writer.save(step, {**state, "step": step}, info)
 
+    @property
+    def begins_snapshots(self) -> bool:
+        """Whether the next snapshot here is one that asks for memory first."""
+        return self._snapshots is not None and not self._snapshots.is_laid_out
+
     def snapshot(self, step: int) -> None:
         """This rank's part of a snapshot on the first node; nothing elsewhere."""
         if self._snapshots is None:

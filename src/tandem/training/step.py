@@ -25,7 +25,7 @@ from tandem.errors import NonFiniteError
 from tandem.tasks.base import Task
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
-from tandem.training.flops import buffers_kept, flops_of, peak_flops
+from tandem.training.flops import buffers_kept, convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.precision import autocast
 
@@ -112,6 +112,9 @@ class Stepper:
         self._clipped_norm: Tensor | None = None
         self.samples_of: Callable[[int], int] = lambda step: batch_size  # of all ranks in a step
         self._clips = torch.zeros((), device=world.device)
+        self.drops_gradients = False
+        """Whether gradients of the step before are forgotten, not set to 0: on a GPU a kernel less for each.
+        Only where each step has all of them: an optimizer leaves alone what has no gradient."""
 
     def settle(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
         """Wrap the model and take a step that changes nothing, before the first real one; what a step costs.
@@ -134,11 +137,14 @@ class Stepper:
             self._strategy.check_gradients()
         self._module.train()
         is_told = self._world.position.restart > 0 and known.devices == self._world.size
-        device_flops = 0.0 if is_told else peak_flops(self._world.device, self._precision)
+        device_flops = 0.0 if is_told else self._peak()
         self.clock.pause()
         self.clock.begin_step()
         sync_bytes = self._strategy.sync_bytes(self._parameters)
         return Costs(flops, device_flops, self._world.size, sync_bytes, names)
+
+    def _peak(self) -> float:
+        return peak_flops(self._world.device, self._precision, convolves(self._model))
 
     def _count(self, batch: Any) -> tuple[float, tuple[str, ...]]:
         """FLOPs per sample of the first micro-batch, forward and backward; the names of the task's sums."""
@@ -192,7 +198,7 @@ class Stepper:
     def _accumulate(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> None:
         device = self._world.device
         # Here rather than after the step before: until now its gradients could be looked at.
-        self._optimizer.zero_grad(set_to_none=False)
+        self._optimizer.zero_grad(set_to_none=self.drops_gradients)
         self._strategy.reset()
         self._module.samples = self.samples_of(step)
         scale = self.scaler.scale(torch.ones((), device=device))  # 1 without fp16

@@ -47,6 +47,8 @@ def _torch() -> Iterator[tuple[str, str]]:
     import torch
     import torch.distributed as dist
 
+    from tandem.distributed.devices import why_no_gpu
+
     yield "torch", f"{torch.__version__}, {'CPU build' if torch.version.cuda is None else 'CUDA build'}"
     yield "CUDA", torch.version.cuda or "none in this build of torch"
     cudnn: Callable[[], int | None] = torch.backends.cudnn.version
@@ -56,7 +58,9 @@ def _torch() -> Iterator[tuple[str, str]]:
     yield "gloo", "available" if dist.is_gloo_available() else "missing: training on CPUs needs it"
     yield "driver", _driver()
     count = torch.cuda.device_count()
-    yield "GPUs", ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "none that torch sees"
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    why = "" if names else why_no_gpu(DRIVER_FILE)
+    yield "GPUs", names or f"none that torch sees{': ' if why else ''}{why}"
 
 
 def dotted(number: int | None) -> str:

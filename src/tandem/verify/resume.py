@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tandem.config import Settings
 from tandem.errors import FAILED, FINISHED, ConfigError
+from tandem.launch.gpus import gpus_of
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome, difference
@@ -64,12 +65,14 @@ def verify(
     """
     steps = min(settings.run.steps or STEPS, STEPS)
     with tempfile.TemporaryDirectory(prefix="tandem-verify-") as folder:
+        if on_gpus := settings.compute.device != "cpu" and bool(gpus_of(environ)):
+            arguments = [*arguments, "--deterministic=true"]
         runner = Runner(arguments, environ, Path(folder), steps, stop, script)
         calm = runner.undisturbed()
         name = script or settings.run.task
         say(f"verify-resume: {name}, {calm.step} steps on {_ranks(calm.world_size)}, {trials} trials")
         shown = ", ".join(f"{name} {value[:12]}" for name, value in calm.digests().items())
-        say(f"undisturbed: {shown}")
+        say(f"undisturbed: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
         for trial in runner.trials(calm, trials, random.Random()):
             done.append(trial)

@@ -1,0 +1,88 @@
+"""Where ranks meet before their group is open: the store, and what has to be alike on all of them there.
+
+What differs in the settings the open group finds by itself (`ProcessGroup.check_same_settings`). But a rank
+that opens NCCL and one that opens gloo wait for each other until a time limit ends it.
+"""
+
+import contextlib
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from tandem.distributed.position import Position
+from tandem.errors import ConfigError
+from tandem.timeouts import LEAVE_SECONDS
+
+STALE_SECONDS = 600.0
+"""Ranks of one start write the file in which they meet within so many seconds."""
+KINDS = {"cuda": "has a GPU", "cpu": "has none"}
+DUMP_SIGNAL = "exception_dump"
+"""A key that NCCL's watchdog sets at an error, below all prefixes (torch 2.11: ProcessGroupNCCL.cpp)."""
+
+
+def open_store(position: Position, timeout: timedelta) -> Any:
+    """The store through which ranks find each other; `timeout` bounds what waits for another rank there."""
+    if position.store is not None:
+        host, port, prefix = position.store
+        return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timeout))
+    if position.init == "alone":
+        return HashStore()
+    if position.init == "env":
+        return next(rendezvous("env://", timeout=timeout))[0]
+    if position.init.startswith("file:"):
+        check_fresh(Path(position.init.removeprefix("file://")), time.time())
+        store = next(rendezvous(position.init, position.rank, position.world_size, timeout=timeout))[0]
+        store.set_timeout(timeout)
+        return store
+    if position.master is None:
+        raise ValueError("no master is known")
+    host, port = position.master
+    store = TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
+    return PrefixStore(position.job, store) if position.job else store
+
+
+def check_fresh(path: Path, now: float) -> None:
+    """Raise ConfigError for a file in which an earlier run met: its ranks' addresses are in it."""
+    with contextlib.suppress(OSError):
+        age = now - path.stat().st_mtime
+        if age > STALE_SECONDS and path.stat().st_size:
+            raise ConfigError(
+                f"--init-method file://{path}: the file is of an earlier run, {age:.0f} s old; remove it, or "
+                "name a new one for each start"
+            )
+
+
+def forget_dump_signal(store: Any) -> None:
+    """Take back what a NCCL error of an earlier generation has left in a store that outlives it.
+
+    NCCL's watchdogs look for it in all that comes later: each would write its record and abort its rank. To
+    be called by rank 0 before the others can open their group: the ranks of earlier generations are dead.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        store.delete_key(DUMP_SIGNAL)
+
+
+def check_same_kind(store: Any, position: Position, kind: str) -> None:
+    """Wait for all ranks; raise ConfigError on each where some have a GPU and others have none."""
+    here = f"rank {position.rank} on node {position.node_rank} ({position.node_name})"
+    store.compare_set(f"kind/{kind}", "", here)
+    if store.add("kind/arrived", 1) >= position.world_size:
+        store.set("kind/all", "1")
+    store.wait(["kind/all"])
+    if all(store.check([f"kind/{each}"]) for each in KINDS):
+        said = " and ".join(f"{store.get(f'kind/{each}').decode()} {what}" for each, what in KINDS.items())
+        if store.add("kind/told", 1) >= position.world_size:
+            store.set("kind/all told", "1")
+        if position.rank == 0:  # the store may be in its process
+            with contextlib.suppress(RuntimeError):
+                store.wait(["kind/all told"], timedelta(seconds=LEAVE_SECONDS))
+        raise ConfigError(
+            f"{said}: all ranks train on the same kind of device; give --device cpu, or leave out the nodes "
+            "without a GPU"
+        )

@@ -1,0 +1,63 @@
+"""The GPUs of a machine that plays several nodes: how many there are, and which node has which.
+
+No torch in here: simulated nodes are started before anything imports it.
+"""
+
+import ctypes
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tandem.config.slices import ComputeConfig
+from tandem.errors import ConfigError
+
+log = logging.getLogger("tandem.launch")
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NVML = "libnvidia-ml.so.1"
+
+
+def gpus_of(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that torch would see, as CUDA_VISIBLE_DEVICES names them; it ends at a -1."""
+    if VISIBLE not in environ:
+        return [str(index) for index in range(_count())]
+    named: list[str] = []
+    for name in map(str.strip, environ[VISIBLE].split(",")):
+        if not name or name.startswith("-"):
+            break
+        named.append(name)
+    return named
+
+
+def _count() -> int:
+    """By NVIDIA's library, which is there under WSL2 as well; else by the device files."""
+    try:
+        nvml, count = ctypes.CDLL(NVML), ctypes.c_uint(0)
+        if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
+            return count.value
+    except (OSError, AttributeError):  # no driver here, or one of a kind that answers otherwise
+        pass
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def shared_out(
+    gpus: Sequence[str], nodes: int, nproc: int | None, compute: ComputeConfig
+) -> list[dict[str, str]]:
+    """What each simulated node's environment says of its GPUs: nothing where there are none to share.
+
+    With fewer GPUs than ranks none gets one, because all ranks train on the same kind of device. Raises
+    ConfigError where GPUs are asked for.
+    """
+    if not gpus or compute.device == "cpu":
+        return [{} for _ in range(nodes)]
+    per_node = (nproc or 1) * compute.devices_per_rank
+    if len(gpus) >= nodes * per_node:
+        return [{VISIBLE: ",".join(gpus[index::nodes])} for index in range(nodes)]
+    here = f"{nodes} simulated nodes need {nodes * per_node} GPUs and {len(gpus)} can be seen"
+    fits = len(gpus) // per_node
+    if compute.device == "cuda":
+        use = f"--nodes {fits}, or --device cpu" if fits else "fewer ranks, or --device cpu"
+        raise ConfigError(f"--device cuda: {here}; use {use}")
+    hint = f" (--nodes {fits} would use them)" if fits else ""
+    log.info("%s: all ranks train on CPUs%s", here, hint)
+    return [{VISIBLE: ""} for _ in range(nodes)]

@@ -1,0 +1,33 @@
+"""`--channels-last`: how pictures lie in memory, so that tensor cores read them as they are."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.slices import ComputeConfig
+from tandem.errors import ConfigError
+
+
+def lay_out(model: nn.Module, compute: ComputeConfig) -> None:
+    """With `--channels-last`, weights [out, in, height, width] and the model's inputs of that form, in place.
+
+    Values and shapes stay; a checkpoint of one layout is one of the other. Raises ConfigError under fsdp,
+    whose shares are rows of what lies in order.
+    """
+    if not compute.channels_last:
+        return
+    if compute.strategy == "fsdp":
+        raise ConfigError("--channels-last is not for --strategy fsdp: leave it out, or train with ddp")
+    model.to(memory_format=torch.channels_last)
+    model.register_forward_pre_hook(_turned, with_kwargs=True)
+
+
+def _turned(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tuple(map(_last, args)), {name: _last(value) for name, value in kwargs.items()}
+
+
+def _last(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point():
+        return value.contiguous(memory_format=torch.channels_last)
+    return value

@@ -1,0 +1,123 @@
+"""Every branch for GPUs, run: ranks on played GPUs (tests/played_gpu.py), numbers and places counted."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import played_gpu
+from played_gpu import Notes
+
+pytestmark = pytest.mark.multi
+
+TASK = """
+import os
+
+import torch
+from torch import nn
+
+from tandem.data.datasets import Datasets, TensorRows
+
+
+class Small:
+    steps = 0
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+
+    def build_datasets(self):
+        x = torch.randn(2500, 8, generator=torch.Generator().manual_seed(7))
+        rows = TensorRows(x, x[:, :3].argmax(1))
+        return Datasets(rows, TensorRows(x[:101], x[:101, :3].argmax(1)))
+
+    def loss(self, model, batch):
+        x, y = batch
+        self.steps += model.training
+        if self.steps == 9 and torch.distributed.get_rank() == 0 and os.path.exists("fails"):
+            os.remove("fails")
+            error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+            error.error_code = 719
+            raise error
+        out = model(x)
+        return nn.functional.cross_entropy(out, y), {"accuracy": ((out.argmax(1) == y).sum(), len(y))}
+"""
+STEPS = 40
+FLAGS = ("--task", "small.py:Small", "--batch-size", "24", "--steps", STEPS, "--log-every", STEPS // 2,
+         "--device", "cuda", "--metrics-linger", "0", "--metrics-port", "0")  # fmt: skip
+
+
+class Ranks:
+    """Runs of two ranks in a folder, and what each noted."""
+
+    def __init__(self, folder: Path, processes: Any) -> None:
+        self.folder, self.processes = folder, processes
+        (folder / "small.py").write_text(TASK)
+
+    def run(self, name: str, *flags: object, gpus: int = 2) -> tuple[list[Notes], str]:
+        """Two ranks to their end: their notes, and what was said."""
+        notes = self.folder / f"{name}-notes"
+        code, output = self.processes.run(
+            played_gpu.command("launch", "--nproc", 2, *FLAGS, "--run-dir", name, *flags),
+            cwd=self.folder,
+            env=played_gpu.environment(notes, gpus),
+        )
+        assert code == 0, output
+        return [played_gpu.noted(notes, rank) for rank in (0, 1)], output
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, module_processes: Any) -> Iterator[Ranks]:
+    yield Ranks(tmp_path_factory.mktemp("played"), module_processes)
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> tuple[list[Notes], str]:
+    return ranks.run("plain")
+
+
+def test_each_rank_takes_its_own_gpu_and_nccl(plain: tuple[list[Notes], str]) -> None:
+    notes, output = plain
+    assert "2 ranks on 1 nodes (cuda)" in output
+    for rank, note in enumerate(notes):
+        assert note.backends == ["nccl"]
+        assert sum(note.counts[f"set_device cuda:{rank}"].values()) == 1
+        assert note.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+        assert note.bound_to == [f"cuda:{rank}"]  # left alone, torch 2.15 binds to the global rank's
+        assert note.device_ids == [f"[device(type='cuda', index={rank})]"]
+
+
+def test_no_step_makes_the_host_wait_for_the_gpu(plain: tuple[list[Notes], str]) -> None:
+    """But for the numbers of the step before, which are on the host by then (an event says so)."""
+    for note in plain[0]:
+        passed = {"distributed/consensus.py:drain", "data/fetch.py:fetch"}  # the index of a batch's seed
+        waits = {place: count for place, count in note.counts["wait"].items() if place not in passed}
+        assert max(waits.values()) < STEPS, waits
+        assert note.counts["event"]["distributed/consensus.py:read"] == STEPS
+        assert note.counts["wait for an event"]["distributed/consensus.py:drain"] == STEPS
+        assert note.counts["pinned memory"]["distributed/consensus.py:read"] == STEPS
+        assert sum(note.counts["pinned copy"].values()) >= 2 * STEPS
+
+
+def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port: int) -> None:
+    """One opened nccl and the other gloo, and both waited for half an hour, six times."""
+    started = []
+    for rank in (0, 1):
+        flags = ("--task", "small.py:Small", "--batch-size", 24, "--steps", 4, "--metrics-port", 0)
+        environment = played_gpu.environment(ranks.folder / "unlike", gpus=1 - rank) | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port),
+        }  # fmt: skip
+        command = played_gpu.command("train", *flags, "--metrics-linger", 0, "--run-dir", "unlike")
+        started.append(ranks.processes.start(command, cwd=ranks.folder, env=environment))
+    said = [ranks.processes.wait(process) for process in started]
+    assert [code for code, _ in said] == [2, 2], said
+    assert "has a GPU and rank 1 on" in said[0][1] and "--device cpu" in said[0][1]
+
+
+def test_a_gpu_that_fails_is_given_a_new_process(ranks: Ranks) -> None:
+    (ranks.folder / "fails").touch()
+    notes, output = ranks.run("failing", "--deterministic")
+    assert all(note.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" for note in notes)
+    assert "GPU failed, which a new process may mend: CUDA error: unspecified launch failure" in output
+    assert "starting generation 2" in output and "restarts: 1" in output

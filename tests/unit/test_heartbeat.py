@@ -1,0 +1,34 @@
+"""The thread that speaks for a rank: it goes on, whatever happens to it."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config import Settings
+from tandem.telemetry import heartbeat
+from tandem.telemetry.clock import Clock
+
+LIMIT_SECONDS = 60.0
+
+
+def test_signs_of_life_go_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception ended the thread, and every phase longer than a hang's time was a false alarm."""
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    caplog.set_level(logging.ERROR, "tandem.heartbeat")
+    heard, thrice = [], threading.Event()
+
+    def send(message: Any) -> None:
+        heard.append(message)
+        if len(heard) <= 2:
+            raise RuntimeError("the recorder takes no such argument")
+        thrice.set()
+
+    heartbeat.Heartbeats(0, Clock(), send, Settings().reliability, tmp_path)
+    assert thrice.wait(LIMIT_SECONDS)
+    (record,) = caplog.records  # said once
+    assert "a sign of life failed" in record.message
