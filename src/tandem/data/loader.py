@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from tandem.data.fetch import Batch, Collate, Samples, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
+from tandem.errors import ConfigError
 from tandem.signals import ignore_stop_signals
 
 
@@ -63,11 +64,22 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def batch_size_of(batch: Batch) -> int:
-    """Samples in a batch: the length of its first tensor."""
+    """Samples in a batch: the length of its first tensor that has one. Raises ConfigError where none has."""
+    tensor = tensor_of(batch)
+    if tensor is None:
+        raise ConfigError("a batch has no tensor; the first one's length is the number of its samples")
+    return len(tensor)
+
+
+def tensor_of(batch: Batch) -> Tensor | None:
+    """The first tensor with a dimension inside nested tuples, lists and dicts; text and numbers are none."""
     if isinstance(batch, Tensor):
-        return len(batch)
-    parts = batch.values() if isinstance(batch, dict) else batch
-    return batch_size_of(next(iter(parts)))
+        return batch if batch.dim() else None
+    if isinstance(batch, dict | tuple | list):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            if (found := tensor_of(part)) is not None:
+                return found
+    return None
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
