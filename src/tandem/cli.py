@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,8 +52,9 @@ def main() -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # of a terminal that was closed
+        sys.stdout.flush()
+        sys.stderr.flush()
     if "torch" in sys.modules:
         os._exit(code)  # threads of gloo and of the store abort some interpreters at a normal exit
     sys.exit(code)
