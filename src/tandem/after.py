@@ -71,6 +71,50 @@ def report_options(parser: "Parser") -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of RUN_DIR/report.html")
 
 
+def runs(options: "Namespace", environ: Environment) -> int:
+    """What runs there are, without torch; with --clean those that left nothing go."""
+    from tandem.report.runs import clean, find_runs, table
+
+    found = find_runs(options.folder)
+    if options.clean or options.dry_run:
+        done = "would remove" if options.dry_run else "removed"
+        for row in clean(found, options.dry_run):
+            print(f"{done} {row.path}: {row.state}, no checkpoint, {row.bytes:,} bytes")
+        found = find_runs(options.folder)
+    print(table(found, options.folder))
+    return FINISHED
+
+
+def runs_options(parser: "Parser") -> None:
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), metavar="DIR", help="default runs"
+    )
+    text = "remove runs that ended, or were killed an hour ago, and left neither checkpoint nor other files"
+    parser.option("--clean", bool, text)
+    parser.option("--dry-run", bool, "only say what --clean would remove")
+
+
+def kill(options: "Namespace", environ: Environment) -> int:
+    """A signal to one rank or node of a run: how to break one's own run, and no other."""
+    from tandem.launch.kill import kill as send
+
+    if (options.rank is None) == (options.node is None):
+        raise ConfigError(f"give --rank N or --node N: what of {options.run_dir} shall get the signal")
+    kind, number = ("rank", options.rank) if options.node is None else ("node", options.node)
+    print(send(options.run_dir, kind, number, options.signal))
+    return FINISHED
+
+
+def kill_options(parser: "Parser") -> None:
+    from tandem.config import Natural
+
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    parser.option("--rank", Natural, "the rank, counted over all nodes")
+    parser.option("--node", Natural, "the agent of a simulated node, and its ranks with it")
+    names = ("KILL", "STOP", "CONT", "TERM", "INT")
+    parser.add_argument("--signal", choices=names, default="KILL", help=f"{', '.join(names)}; default KILL")
+
+
 def evaluate(options: "Namespace", environ: Environment) -> int:
     """The scores of a checkpoint, by as many ranks as there are."""
     from tandem.launch.scoring import evaluate as score

@@ -231,6 +231,20 @@ VERBS: dict[str, Verb] = {
         after.report_options,
         takes_settings=False,
     ),
+    "runs": Verb(
+        after.runs,
+        "[DIR] [--clean] [--dry-run]",
+        "the runs in a folder: state, score, age and size",
+        after.runs_options,
+        takes_settings=False,
+    ),
+    "kill": Verb(
+        after.kill,
+        "RUN_DIR --rank N|--node N [--signal NAME]",
+        "a signal to one rank or node of a run on this machine, to see what happens",
+        after.kill_options,
+        takes_settings=False,
+    ),
     "eval": Verb(
         after.evaluate,
         "RUN[@STEP] [--json] [settings]",

@@ -57,9 +57,7 @@ def test_nodes_of_another_job_are_not_let_in(free_port: int) -> None:
     first = Placement("slurm", 2, 0, None, "127.0.0.1", free_port, job="slurm-4.0")
     store = host_store(first)
     assert join_store(replace(first, node_rank=1), 10, StopFlag()).check(["tandem/job"])
-    with pytest.raises(
-        PeerLostError, match="is served by slurm-4.0, and this is slurm-135.0"
-    ):
+    with pytest.raises(PeerLostError, match="is served by slurm-4.0, and this is slurm-135.0"):
         join_store(replace(first, node_rank=1, job="slurm-135.0"), 10, StopFlag())
     del store
 
