@@ -240,8 +240,8 @@ VERBS: dict[str, Verb] = {
     ),
     "kill": Verb(
         after.kill,
-        "RUN_DIR --rank N|--node N [--signal NAME]",
-        "a signal to one rank or node of a run on this machine, to see what happens",
+        "RUN_DIR --rank N [--signal NAME]",
+        "a signal to one rank (or --node) of a run on this machine, to see what happens",
         after.kill_options,
         takes_settings=False,
     ),
@@ -253,7 +253,7 @@ VERBS: dict[str, Verb] = {
     ),
     "export": Verb(
         after.export,
-        "RUN[@STEP] [--format FORMAT] [--output FILE]",
+        "RUN[@STEP] [--format FORMAT]",
         "the weights of a checkpoint as a file for plain PyTorch",
         after.export_options,
         takes_settings=False,

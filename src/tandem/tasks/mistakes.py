@@ -88,7 +88,7 @@ def check_sums(method: Callable[..., Any], sums: Any) -> None:
     if not isinstance(sums, Mapping):
         raise mistake(method, kind(sums), SCORES)
     for name, pair in sums.items():
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
+        if not (isinstance(pair, tuple | list) or hasattr(pair, "shape")) or _length(pair) != 2:
             raise mistake(method, f"{kind(pair)} for {name!r}", SCORES)
         if not all(_is_number(part) for part in pair):
             raise mistake(method, f"({name!r}: ({', '.join(map(kind, pair))}))", SCORES)
@@ -103,4 +103,11 @@ def check_batch(collate: Callable[..., Any] | None, build_datasets: Callable[...
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Number)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Number) or (hasattr(value, "__float__") and getattr(value, "size", 0) == 1)
+
+
+def _length(value: Any) -> int:
+    shape = getattr(value, "shape", None)
+    return len(value) if shape is None else int(shape[0]) if len(shape) == 1 else 0
