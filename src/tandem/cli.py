@@ -7,10 +7,11 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tandem import __version__
+from tandem import __version__, after
 from tandem.errors import FINISHED, ConfigError, TandemError
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ def main() -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # of a terminal that was closed
+        sys.stdout.flush()
+        sys.stderr.flush()
     if "torch" in sys.modules:
         os._exit(code)  # threads of gloo and of the store abort some interpreters at a normal exit
     sys.exit(code)
@@ -117,42 +119,6 @@ def train(options: "Namespace", environ: Environment) -> int:
     return command.train(options.given, environ)
 
 
-def checkpoints(options: "Namespace", environ: Environment) -> int:
-    """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
-    from tandem.checkpoint.listing import list_checkpoints, rule_of, table
-    from tandem.checkpoint.locate import checkpoints_of
-    from tandem.checkpoint.retention import Best
-    from tandem.checkpoint.store import CheckpointStore
-
-    directory = checkpoints_of(options.run_dir)
-    if isinstance(directory, Path) and not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory; give the run directory")
-    store = CheckpointStore(directory)
-    best = Best.parse(options.keep_best) if options.keep_best else None
-    rule = rule_of(store, options.keep, best, options.keep_every)
-    if options.action == "prune":
-        sizes = {step: store.size_bytes(step) for step in store.prune(rule, dry_run=True)}
-        done = "would remove" if options.dry_run else "removed"
-        for step in store.prune(rule, options.dry_run):
-            print(f"{done} step {step}, {sizes.get(step, 0):,} bytes")
-        print(table(list_checkpoints(directory, rule=rule), directory))
-        return FINISHED
-    rows = list_checkpoints(directory, verify=options.action == "verify", rule=rule)
-    print(table(rows, directory))
-    return 1 if any(row.verified is False for row in rows) else FINISHED
-
-
-def _checkpoints_options(parser: "Parser") -> None:
-    from tandem.config import BestText, Count
-
-    parser.add_argument("action", choices=("ls", "verify", "prune"), help="list, check every byte, remove")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
-    parser.option("--keep", Count, "newest checkpoints to keep; else as the run was told")
-    parser.option("--keep-best", BestText, "keep the best one by this score, too")
-    parser.option("--keep-every", Count, "keep one for every so many steps, too")
-    parser.option("--dry-run", bool, "only say what prune would remove")
-
-
 def verify_resume(options: "Namespace", environ: Environment) -> int:
     """The proof, on this machine, that a killed run of this task or script resumes to the same bits."""
     from tandem.config import Count, as_flags, checked, resolve
@@ -209,24 +175,6 @@ def _bench_options(parser: "Parser") -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
 
 
-def report(options: "Namespace", environ: Environment) -> int:
-    """One HTML file: RUN_DIR/report.html, or where --output says."""
-    from tandem.checkpoint.storage.copies import local_folder
-    from tandem.report.report import write_report
-
-    run_dirs = [options.run_dir, *options.compare]
-    output = options.output or local_folder(options.run_dir) / "report.html"
-    write_report(run_dirs, output)
-    print(output)
-    return FINISHED
-
-
-def _report_options(parser: "Parser") -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
-    parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="other runs")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="instead of RUN_DIR/report.html")
-
-
 def config(options: "Namespace", environ: Environment) -> int:
     """Every value, and with --explain where it came from."""
     from tandem.config import as_toml, explain, markdown, resolve
@@ -270,17 +218,44 @@ VERBS: dict[str, Verb] = {
         train, "[settings]", "train a task as the rank that the environment says (torchrun, or alone)"
     ),
     "checkpoints": Verb(
-        checkpoints,
+        after.checkpoints,
         "ls|verify|prune RUN_DIR",
         "look after the checkpoints of a run",
-        _checkpoints_options,
+        after.checkpoints_options,
         takes_settings=False,
     ),
     "report": Verb(
-        report,
+        after.report,
         "RUN_DIR [--compare RUN_DIR...]",
         "one HTML file of a finished run, or of several side by side",
-        _report_options,
+        after.report_options,
+        takes_settings=False,
+    ),
+    "runs": Verb(
+        after.runs,
+        "[DIR] [--clean] [--dry-run]",
+        "the runs in a folder: state, score, age and size",
+        after.runs_options,
+        takes_settings=False,
+    ),
+    "kill": Verb(
+        after.kill,
+        "RUN_DIR --rank N [--signal NAME]",
+        "a signal to one rank (or --node) of a run on this machine, to see what happens",
+        after.kill_options,
+        takes_settings=False,
+    ),
+    "eval": Verb(
+        after.evaluate,
+        "RUN[@STEP] [--json] [settings]",
+        "the scores of a checkpoint, by any number of ranks",
+        after.evaluate_options,
+    ),
+    "export": Verb(
+        after.export,
+        "RUN[@STEP] [--format FORMAT]",
+        "the weights of a checkpoint as a file for plain PyTorch",
+        after.export_options,
         takes_settings=False,
     ),
     "verify-resume": Verb(

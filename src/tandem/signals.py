@@ -13,6 +13,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 IGNORED_BY_FORK_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
+def handed_on(number: int) -> int:
+    """What a process that got `number` sends to those it has started: they ignore a hangup (deaf.py)."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
 class StopFlag:
     """Set by the first stop signal; counts interrupts that come later than a repeat.
 
@@ -35,8 +40,12 @@ class StopFlag:
         return signal.Signals(self.signal_number).name if self.signal_number is not None else "none"
 
     def install(self) -> "StopFlag":
-        """Take over the stop signals of this process (main thread only)."""
-        for number in STOP_SIGNALS:
+        """Take over the stop signals of this process (main thread only).
+
+        A hangup (the terminal is closed) is one of them, unless it is ignored already, as under nohup.
+        """
+        hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+        for number in (*STOP_SIGNALS, *hangup):
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         hear_stop_signals()
         return self

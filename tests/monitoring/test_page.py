@@ -51,9 +51,7 @@ def hostile(tmp_path: Path) -> Iterator[MetricsServer]:
             "transfer": 0.0,
             "other": 0.0,
         }
-        history.take(
-            Point(step, 1.0, {"loss": 100 / step, "samples_per_second": 1000.0, "phases": phases})
-        )
+        history.take(Point(step, 1.0, {"loss": 100 / step, "samples_per_second": 1000.0, "phases": phases}))
     history.take(Point(1990, 1.0, {"eval": {"loss": "NaN", SCRIPT: 0.5}}))
     history.take(Event(SCRIPT, time.time(), {SCRIPT: SCRIPT, "step": 3}))
     rows = [
@@ -95,6 +93,43 @@ def test_the_last_state_stays_when_nobody_answers(browser: Browser, hostile: Met
     hostile.close()
     browser.wait_for("document.querySelector('#note').textContent.startsWith('No answer')")
     assert browser.run("document.querySelectorAll('#ranks tbody tr').length") == 64
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ({"state": "finished", "exit_code": 0, "reason": ""}, "The run has finished at step 7."),
+        (
+            {"state": "stopped", "exit_code": 143, "reason": ""},
+            "The run has stopped, and is saved, at step 7.",
+        ),
+        (
+            {"state": "failed", "exit_code": 1, "reason": SCRIPT},
+            f"The run has failed at step 7: {SCRIPT} (exit code 1).",
+        ),
+    ],
+)
+def test_the_end_of_a_run_is_shown_and_the_page_rests(
+    browser: Browser, tmp_path: Path, ending: dict[str, object], said: str
+) -> None:
+    status: dict[str, object] = {"run": "digits", "task": "digits", "platform": "none", "nodes": 1, "step": 7}
+    asked, history = list[int](), History(tmp_path)
+
+    def now() -> dict[str, object]:
+        asked.append(1)
+        end = ending if len(asked) > 1 else None
+        return {**status, **history.now(), "state": "failed", "ending": end}
+
+    server = MetricsServer(Registry(), "127.0.0.1", 0, now, history.curves)
+    try:
+        browser.open(f"{server.url}/")
+        browser.wait_for("document.querySelector('#note')?.textContent.startsWith('The run has')")
+        assert browser.run("document.querySelector('#note').textContent").startswith(said)
+        assert browser.run("document.querySelector('#state').textContent") == ending["state"]
+        assert browser.run("window.hacked") is None
+        assert len(asked) == 2
+    finally:
+        server.close()
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import choose_devices
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask, model_of
+from tandem.tasks.base import WholeTask
+from tandem.tasks.parts import model_of
 
 pytestmark = pytest.mark.multi
 

@@ -61,14 +61,14 @@ def given_to_a_node(
 
 def test_what_somebody_gave_reaches_the_containers_and_nothing_else(given_to_a_node: Any) -> None:
     dotenv = "TANDEM_EPOCHS=3\nTANDEM_LR=0.5\nPASSWORD=x\nexport TANDEM_THREADS = '4'\n#TANDEM_SEED=1\n"
-    shell = {"TANDEM_LR": "0.1", "TANDEM_TASK__NAME": "it's $HOME \"x\"", "OTHER": "x"}
+    shell = {"TANDEM_LR": "0.1", "TANDEM_TASK__NAME": 'it\'s $HOME "x"', "OTHER": "x"}
     shell |= {f"TANDEM_{name}": "7" for name in NOT_HANDED_ON} | {"TANDEM_RUN_DIR": "runs/here"}
     assert given_to_a_node(dotenv, shell) == {
         **DECIDED,
         "TANDEM_EPOCHS": "3",
         "TANDEM_LR": "0.1",
         "TANDEM_TASK": "digits",
-        "TANDEM_TASK__NAME": "it's $HOME \"x\"",
+        "TANDEM_TASK__NAME": 'it\'s $HOME "x"',
         "TANDEM_THREADS": "4",
     }
     assert "stop_grace_period: 40s" in (ROOT / "compose" / "compose.yaml").read_text(encoding="utf-8")

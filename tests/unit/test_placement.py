@@ -113,10 +113,14 @@ def test_slurm_with_one_task_per_node_makes_it_a_node_or_a_rank(index: int) -> N
     assert (rank.rank, rank.local_rank, rank.world_size, rank.nproc) == (index, 0, 2, 1)
     assert rank.as_rank() is rank and place("slurm-two-per-node-3").as_rank().rank == 3
     for asked in ({"nproc": 2}, {"elastic": "1:2"}):
-        with pytest.raises(ConfigError, match=r"one rank of 2, a task on each node; start with tandem launch"):
+        with pytest.raises(
+            ConfigError, match=r"one rank of 2, a task on each node; start with tandem launch"
+        ):
             place(f"slurm-step-{index}", **asked).as_rank()
     assert place(f"slurm-step-{index}", nproc=1).as_rank() == rank
-    one = place("slurm-step-0", SLURM_STEP_NUM_NODES=1, SLURM_STEP_NODELIST="node1", SLURM_STEP_TASKS_PER_NODE=1)
+    one = place(
+        "slurm-step-0", SLURM_STEP_NUM_NODES=1, SLURM_STEP_NODELIST="node1", SLURM_STEP_TASKS_PER_NODE=1
+    )
     assert one.as_rank().rank is None and one.nodes == 1
 
 
@@ -133,7 +137,9 @@ def test_slurm_gives_tasks_gpus_of_their_own_or_all_of_the_nodes() -> None:
     assert place("slurm-gpu-per-task-3").device == 0  # CUDA_VISIBLE_DEVICES=1, of two on the node
     all_seen = place("slurm-gpu-per-task-3", CUDA_VISIBLE_DEVICES="0,1")
     assert (all_seen.device, all_seen.local_rank) == (None, 1)
-    shared = place("slurm-two-per-node-3", SLURM_GPUS_ON_NODE=1, SLURM_SHARDS_ON_NODE=2, CUDA_VISIBLE_DEVICES=0)
+    shared = place(
+        "slurm-two-per-node-3", SLURM_GPUS_ON_NODE=1, SLURM_SHARDS_ON_NODE=2, CUDA_VISIBLE_DEVICES=0
+    )
     assert shared.device is None  # both tasks see one GPU: the second rank has none of its own
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tandem.report import server as server_module
 from tandem.report.server import MetricsServer
 from tandem.telemetry import metrics
 from tandem.telemetry.channel import Receiver, Sender
 from tandem.telemetry.messages import Event, Message, RunStarted, Samples, encode
 from tandem.telemetry.registry import Registry
+from tandem.timeouts import PAGE_SECONDS
 
 STATUS: dict[str, object] = {"healthy": True, "state": "training", "loss": float("nan")}
 
@@ -163,6 +165,21 @@ def test_linger_waits_for_a_scrape_of_the_final_state(server: MetricsServer) -> 
     server.linger(FOR_EVER, lambda: len(looks) > 3 or bool(looks.append(1)))
     threading.Timer(0.2, ask, (server, "/metrics")).start()
     server.linger(FOR_EVER)
+
+
+def test_linger_waits_for_a_page_that_is_open(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run is stopped, and though nobody scrapes; but only as long as a page takes."""
+    ask(server, "/api/run")
+    assert wait_for(lambda: server._last_read["/api/run"] > 0)
+    server.metrics.apply([metrics.RUN_STATE.enter("failed")])
+    final = server.metrics.final_since
+    assert final is not None
+    threading.Timer(0.2, ask, (server, "/api/run")).start()
+    server.linger(FOR_EVER, lambda: True)
+    assert server._last_read["/api/run"] >= final or time.monotonic() >= final + PAGE_SECONDS
+    monkeypatch.setattr(server_module, "PAGE_SECONDS", 0.1)
+    server._last_read["/api/run"] = final - 0.05
+    server.linger(FOR_EVER, lambda: True)
 
 
 def test_the_last_page_is_written(tmp_path: Path) -> None:

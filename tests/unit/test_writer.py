@@ -6,7 +6,7 @@ import torch
 
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
-from tandem.checkpoint.writer import CheckpointWriter, SaveOutcome
+from tandem.checkpoint.writer import CheckpointWriter, Later, SaveOutcome
 
 
 def save_all(store: CheckpointStore, steps: range) -> tuple[list[SaveOutcome], list[int]]:
@@ -37,3 +37,28 @@ def test_a_newest_that_is_damaged_is_not_called_verified(tmp_path: Path) -> None
     told, verified = save_all(store, range(1, 5))
     assert len(told) == 4 and verified == []
     assert store.steps() == [4, 3, 2, 1], "nothing is removed while the newest is not sure"
+
+
+def test_a_save_waits_for_its_scores_with_the_manifest_alone(tmp_path: Path) -> None:
+    store, scores = CheckpointStore(tmp_path / "checkpoints"), Later()
+    writer = CheckpointWriter(store, Retention(2), 0)
+    writer.save(1, {"weight": torch.ones(3)}, lambda: {"eval": dict(scores.value())})
+    assert store.steps() == []
+    scores.give({"accuracy": 0.5})
+    scores.give(None)  # only the first counts
+    writer.wait()
+    assert store.steps() == [1] and store.scores(1) == {"accuracy": 0.5}
+    assert writer.last_step == 1
+
+
+def test_a_save_that_is_abandoned_leaves_nothing_and_is_no_failure(tmp_path: Path) -> None:
+    store, scores = CheckpointStore(tmp_path / "checkpoints"), Later()
+    writer = CheckpointWriter(store, Retention(2), 0)
+    writer.save(1, {"weight": torch.ones(3)}, lambda: {"eval": dict(scores.value())})
+    scores.give(None)
+    writer.wait()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert writer.last_step is None and writer.failures_in_a_row == 0
+    writer.save(2, {"weight": torch.ones(3)}, {})
+    writer.wait()
+    assert store.steps() == [2]

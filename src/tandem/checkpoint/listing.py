@@ -84,7 +84,7 @@ def table(rows: list[CheckpointRow], directory: PurePath) -> str:
         state = {None: "", True: "verified", False: "DAMAGED"}[row.verified]
         scores = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row.scores.items()))
         kept = ", ".join(row.kept) or "the next to go"
-        cells.append((str(row.step), f"{row.bytes:,}", _age(row.age_seconds), state, kept, scores))
+        cells.append((str(row.step), f"{row.bytes:,}", age_in_words(row.age_seconds), state, kept, scores))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [_line(line, widths) for line in cells] if rows else [f"no checkpoints in {directory}"]
     lines += [f"step {row.step}: {row.problem}" for row in rows if row.problem]
@@ -99,7 +99,8 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([*numbers, *words]).rstrip()
 
 
-def _age(seconds: float) -> str:
+def age_in_words(seconds: float) -> str:
+    """`3 h`: in the largest unit of which there are two."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

@@ -31,6 +31,7 @@ from tandem.errors import CheckpointError, CorruptCheckpointError, RunTakenError
 
 T = TypeVar("T")
 OnCorrupt = Callable[[int, str], None]  # step, problem
+Info = dict[str, Any] | Callable[[], dict[str, Any]]
 
 
 @contextmanager
@@ -85,11 +86,12 @@ class CheckpointStore:
         """From now on what others save here is another writer's: a save does not replace it."""
         self._ours = set(self.steps())
 
-    def save(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
+    def save(self, step: int, payload: Payload, info: Info) -> int:
         """Write one checkpoint; when this returns its bytes, it is whole and there for good under its name.
 
         `payload` is the state's bytes, or a function that writes them to the sink it is given and that
-        can be called twice. Scores in `info["eval"]` are those of the weights of this step.
+        can be called twice; so can a function that gives `info`, which is asked when the payload is written.
+        Scores in `info["eval"]` are those of the weights of this step.
         Raises CheckpointError (full, read-only or failing volume; another writer has saved this step) and
         RunTakenError; older checkpoints are as they were.
         """
@@ -101,12 +103,13 @@ class CheckpointStore:
         self._scores.pop(step, None)
         return size
 
-    def _commit(self, step: int, payload: Payload, info: dict[str, Any]) -> int:
+    def _commit(self, step: int, payload: Payload, info: Info) -> int:
         assert self._ours is not None
 
         def sealed(files: Entries) -> bytes:
+            told = info() if callable(info) else info
             self._fence()  # the state is written, nothing of it is published
-            return render_manifest(step, files, info)
+            return render_manifest(step, files, told)
 
         try:
             size = self._storage.commit(self.path(step), payload, sealed, step in self._ours)

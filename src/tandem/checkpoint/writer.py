@@ -16,7 +16,7 @@ from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.pinned import Pinned, homes_in_one_piece
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import check_loadable
-from tandem.checkpoint.store import CheckpointStore
+from tandem.checkpoint.store import CheckpointStore, Info
 from tandem.errors import CheckpointError, RunTakenError
 from tandem.telemetry.meter import SaveOutcome as SaveOutcome
 from tandem.torch_private import copy_all
@@ -67,11 +67,36 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
 
 
+class Abandoned(Exception):
+    """A save that was begun shall not be: it leaves nothing, and is no failure."""
+
+
+class Later:
+    """Scores that are not there yet when a save begins: the writing thread waits for what the other gives."""
+
+    def __init__(self) -> None:
+        self._given = threading.Event()
+        self._scores: Mapping[str, float] | None = None
+
+    def give(self, scores: Mapping[str, float] | None) -> None:
+        """The scores; None abandons the save. Only the first call counts."""
+        if not self._given.is_set():
+            self._scores = scores
+            self._given.set()
+
+    def value(self) -> Mapping[str, float]:
+        """Waits. Raises Abandoned."""
+        self._given.wait()
+        if self._scores is None:
+            raise Abandoned
+        return self._scores
+
+
 class CheckpointWriter:
     """Rank 0's writer: one save at a time, prunes after the newest is verified, counts failures in a row.
 
     `report` hears of each save that ended, `verified` of each step that was read back before older ones
-    were removed; `before` is called before each save. All three from the writing thread.
+    were removed; `before` is called before each save counts. All three from the writing thread.
     """
 
     def __init__(
@@ -92,8 +117,10 @@ class CheckpointWriter:
         self.failures_in_a_row = 0
         self.last_step: int | None = None
 
-    def save(self, step: int, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], info: Info) -> None:
         """Begin to save `state` as of `step`; returns as soon as its tensors are copied.
+
+        A function that gives `info` is asked when the state is written, and may wait, or raise Abandoned.
 
         Waits for the save before, if that is still being written. Raises CheckpointError for a state that
         could not be loaded again, and when more saves in a row failed than are allowed.
@@ -107,7 +134,7 @@ class CheckpointWriter:
         copied = unflatten(skeleton, self._buffers.copy(tensors))
         held = time.monotonic() - began
         self._thread = threading.Thread(
-            target=self._write, args=(step, copied, dict(info), began, held), name="tandem-checkpoint"
+            target=self._write, args=(step, copied, info, began, held), name="tandem-checkpoint"
         )
         self._thread.start()
 
@@ -123,20 +150,29 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(
-        self, step: int, state: dict[Any, Any], info: dict[str, Any], began: float, held: float
-    ) -> None:
-        try:
+    def _write(self, step: int, state: dict[Any, Any], info: Info, began: float, held: float) -> None:
+        waited = 0.0
+
+        def seal() -> dict[str, Any]:
+            nonlocal waited
+            asked = time.monotonic()
+            found = info() if callable(info) else info
+            waited += time.monotonic() - asked
             self._before()
-            size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), info)
+            return found
+
+        try:
+            size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), seal)
             self.failures_in_a_row, self.last_step = 0, step
+        except Abandoned:
+            return
         except CheckpointError as error:
             size = None
             self._failed(step, error)
         except BaseException as error:
             self._error = error
             return
-        self._report(SaveOutcome(step, time.monotonic() - began, held, size))
+        self._report(SaveOutcome(step, time.monotonic() - began - waited, held, size))
         if size is not None:
             self._prune(step)
 

@@ -33,6 +33,15 @@ def training_data(dataset: Any, reader: Reader, planned: int | None) -> Training
     return (StreamedData if stream else MappedData)(dataset, reader, order)
 
 
+def begins_anew(dataset: Any, rank: int, world_size: int) -> bool:
+    """Whether reading a few samples leaves the rest to be read: not of an iterator, which goes on."""
+    if hasattr(dataset, "of_rank"):
+        dataset = dataset.of_rank(rank, world_size)
+    elif not is_stream(dataset):
+        return True
+    return iter(dataset) is not dataset
+
+
 def evaluation_batches(
     dataset: Any,
     rank: int,

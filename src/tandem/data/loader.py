@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from tandem.data.fetch import Batch, Collate, Samples, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
+from tandem.errors import ConfigError
 from tandem.signals import ignore_stop_signals
 
 
@@ -68,24 +69,24 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def batch_size_of(batch: Batch) -> int:
-    """Samples in a batch: the length of its first tensor."""
-    first = next(_tensors_of(batch), None)
-    if first is None:
-        raise TypeError(
-            f"a batch is a {type(batch).__name__} without a tensor: its samples cannot be counted"
-        )
-    return len(first)
+    """Samples in a batch: the length of its first tensor that has one. Raises ConfigError where none has."""
+    tensor = tensor_of(batch)
+    if tensor is None:
+        raise ConfigError("a batch has no tensor; the first one's length is the number of its samples")
+    return len(tensor)
 
 
-def _tensors_of(batch: Batch) -> Iterator[Tensor]:
+def tensor_of(batch: Batch) -> Tensor | None:
+    """The first tensor with a dimension inside tuples, lists, dicts and dataclasses; text is none."""
     if isinstance(batch, Tensor):
-        yield batch
-        return
+        return batch if batch.dim() else None
     if is_dataclass(batch):
         batch = [getattr(batch, each.name) for each in fields(batch)]
     if isinstance(batch, Mapping | list | tuple):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors_of(part)
+            if (found := tensor_of(part)) is not None:
+                return found
+    return None
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:

@@ -46,6 +46,7 @@ from tandem.launch.rendezvous import (
 )
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
 from tandem.launch.watchdog import Watchdog
+from tandem.signals import handed_on
 from tandem.telemetry.hangs import Alarm
 from tandem.telemetry.heartbeat import DUMP_SIGNAL
 from tandem.timeouts import (
@@ -169,8 +170,9 @@ class NodeAgent(SimpleElasticAgent):
                 return self._end_hang(alarm)
             if self._stop and self._forwarded_at is None:
                 self._forwarded_at = now
-                log.info("%s: asking all ranks to save and stop", self._stop.name)
-                self._workers.signal(self._stop.signal_number or 15)
+                asked = f"asking all ranks to save and stop (up to {shutdown_timeout:.0f} s)"
+                log.info("%s: %s; Ctrl-C again ends them at once", self._stop.name, asked)
+                self._workers.signal(handed_on(self._stop.signal_number or 15))
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
             if self._forwarded_at is not None and now - self._forwarded_at > shutdown_timeout:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
-from tandem.errors import KILLED
+from tandem.errors import INTERRUPTED_TWICE, KILLED
 from tandem.launch.gpus import gpus_of, shared_out
 from tandem.launch.restarts import job_code
 from tandem.platforms.placement import Placement
 from tandem.process import end_with_parent, safe_path
 from tandem.script.job import Program
-from tandem.signals import StopFlag
+from tandem.signals import StopFlag, handed_on
 from tandem.timeouts import SUPERVISE_SECONDS
 
 log = logging.getLogger("tandem.launch")
@@ -55,18 +55,28 @@ def simulate(
     for node in nodes:
         node.start()
     _supervise(nodes, settings.launch.max_restarts, stop)
+    if stop.interrupts > 1:
+        return INTERRUPTED_TWICE
     return job_code([code for node in nodes if (code := node.code()) is not None])
 
 
 def _supervise(nodes: Sequence["SimulatedNode"], restarts_left: int, stop: StopFlag) -> None:
-    """Until all have ended: hand a stop signal on, start again what was killed."""
+    """Until all have ended: hand a stop signal on, start again what was killed.
+
+    A second Ctrl-C kills the nodes, which may hear nothing; what they have started ends with them.
+    """
     forwarded = False
     while any(node.code() is None for node in nodes):
         time.sleep(SUPERVISE_SECONDS)
         if stop and not forwarded:
             forwarded = True
             for node in nodes:
-                node.signal(stop.signal_number or signal.SIGTERM)
+                node.signal(handed_on(stop.signal_number or signal.SIGTERM))
+        if stop.interrupts > 1:
+            log.warning("second Ctrl-C: ending all nodes at once")
+            for node in nodes:
+                node.signal(signal.SIGKILL)
+            return
         for index, node in enumerate(nodes):
             if node.was_killed() and not stop and restarts_left > 0 and _others_run(nodes, index):
                 restarts_left -= 1

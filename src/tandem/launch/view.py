@@ -56,6 +56,7 @@ class NodeView:
         self._state, self._last_progress = "starting", time.time()
         self._state_dir, self._stop, self._health_failed = state_dir, stop, False
         self.linger_seconds = settings.metrics.metrics_linger
+        self._ending: dict[str, object] | None = None
         self._generations, self._nodes = 0, placement.nodes
         self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
@@ -141,6 +142,7 @@ class NodeView:
             return
         summary = self.run_dir / "summary.json"
         ending = {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
+        self._ending = {"state": ending, "exit_code": code, "reason": reason}
         if ending == "failed" or not summary.exists():
             self.event(ending, exit_code=code, reason=reason)
             try:
@@ -174,6 +176,7 @@ class NodeView:
         left = (planned - step) * self._settings.data.batch_size / rate if planned and rate > 0 else None
         return {
             "state": self.metrics.state,
+            "ending": self._ending,
             "healthy": healthy,
             "health": says,
             "run": self._settings.run.run_name or self.run_dir.name,

@@ -16,7 +16,7 @@ from tandem.report.access import OPEN_PATHS, Access, is_local_name
 from tandem.report.pages import live_page
 from tandem.telemetry.journal import to_json
 from tandem.telemetry.registry import Registry
-from tandem.timeouts import REQUEST_SECONDS
+from tandem.timeouts import PAGE_SECONDS, REQUEST_SECONDS
 
 logger = logging.getLogger("tandem")
 
@@ -50,8 +50,8 @@ class MetricsServer:
         self.metrics = metrics
         self.access = access or Access()
         self._status, self._history = status, history
-        self._last_scrape = float("-inf")
-        self._scrape_done = threading.Condition()
+        self._last_read = {"/metrics": float("-inf"), "/api/run": float("-inf")}
+        self._read_done = threading.Condition()
         self._http = _bind(host, port, self)
         self.host, self.port = str(self._http.server_address[0]), int(self._http.server_address[1])
         self._thread = threading.Thread(
@@ -62,23 +62,31 @@ class MetricsServer:
     @property
     def scraped(self) -> bool:
         """True once somebody has read /metrics."""
-        return self._last_scrape > float("-inf")
+        return self._last_read["/metrics"] > float("-inf")
 
     def scraped_since(self, moment: float) -> bool:
         """True if a whole page was made and sent after `moment` (time.monotonic())."""
-        return self._last_scrape >= moment
+        return self._last_read["/metrics"] >= moment
 
     def linger(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> None:
-        """If ever scraped, wait until a scrape has seen the final state, `seconds` passed or `stop()`."""
+        """Wait until who looks has seen the final state, or `seconds` passed.
+
+        That is a scraper, if ever there was one, until `stop()`; and a page that is open, for PAGE_SECONDS.
+        """
         started = time.monotonic()
         final = self.metrics.final_since
         moment = started if final is None else final
-        while self.scraped and not self.scraped_since(moment) and not stop():
+        while self._is_awaited(moment) or (self.scraped and not self.scraped_since(moment) and not stop()):
             left = started + seconds - time.monotonic()
             if left <= 0:
                 return
-            with self._scrape_done:
-                self._scrape_done.wait(min(left, 0.1))
+            with self._read_done:
+                self._read_done.wait(min(left, 0.1))
+
+    def _is_awaited(self, moment: float) -> bool:
+        """Whether a page that was open at `moment` has not asked since, and may yet."""
+        asked_before = moment - PAGE_SECONDS < self._last_read["/api/run"] < moment
+        return asked_before and time.monotonic() < moment + PAGE_SECONDS
 
     def close(self) -> None:
         """Stop serving and free the port; safe to call twice."""
@@ -123,11 +131,12 @@ class MetricsServer:
         shown: object = status if allowed else {"good": good}
         return 200 if good else 503, "application/json", (to_json(shown) + "\n").encode()
 
-    def note_scrape(self, moment: float) -> None:
-        """A page whose making began at `moment` was sent."""
-        with self._scrape_done:
-            self._last_scrape = max(self._last_scrape, moment)
-            self._scrape_done.notify_all()
+    def note_read(self, path: str, moment: float) -> None:
+        """An answer whose making began at `moment` was sent."""
+        if path in self._last_read:
+            with self._read_done:
+                self._last_read[path] = max(self._last_read[path], moment)
+                self._read_done.notify_all()
 
 
 class _HTTPServer(ThreadingMixIn, HTTPServer):
@@ -255,8 +264,8 @@ class _Handler(BaseHTTPRequestHandler):
         allowed = owner.access.allows(self.headers.get("Authorization"))
         code, content_type, body = owner.answer(path, self.headers.get("Accept", ""), allowed)
         self._send(code, content_type, body)
-        if path == "/metrics" and self.command == "GET" and code == 200:
-            owner.note_scrape(began)
+        if self.command == "GET" and code == 200:
+            owner.note_read(path, began)
 
     do_HEAD = do_GET
 

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +28,8 @@ from tandem.data.fetch import Collate
 from tandem.data.loader import batch_size_of
 from tandem.errors import ConfigError, TandemError
 from tandem.tasks.fields import convert_fields
+from tandem.tasks.mistakes import Sums as Sums
+from tandem.tasks.mistakes import loss_and_sums
 
 BUILT_IN: Mapping[str, str] = {
     "digits": "tandem.tasks.digits:Digits",
@@ -47,9 +49,6 @@ MEANT = {
 }
 """What the same thing is called elsewhere."""
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
-
-Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
-"""{name: (sum over the samples, number of samples)}: tandem adds both up and divides once."""
 
 
 class Task(Protocol):
@@ -112,22 +111,9 @@ class WholeTask:
 
     def evaluate_batch(self, model: nn.Module, batch: Any) -> Sums:
         """Sums for the scores of an evaluation; `loss` gives them where this is not there."""
-        outcome = self.loss(model, batch)
-        loss, sums = outcome if isinstance(outcome, tuple) else (outcome, {})
+        loss, sums = loss_and_sums(self.loss, self.loss(model, batch))
         count = batch_size_of(batch)
         return {"loss": (float(loss) * count, count), **sums}
-
-
-def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
-    """The task's own scheduler for a run of `total_steps` optimizer steps, if it has one."""
-    parameters = list(inspect.signature(task.build_scheduler).parameters.values())
-    if any(each.name == "total_steps" and each.kind is each.KEYWORD_ONLY for each in parameters):
-        return task.build_scheduler(optimizer, total_steps=total_steps)  # type: ignore[call-arg]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    second = [each for each in parameters if each.kind in positional][1:2]
-    if second and (second[0].name == "total_steps" or second[0].default is inspect.Parameter.empty):
-        return task.build_scheduler(optimizer, total_steps)
-    return task.build_scheduler(optimizer)
 
 
 def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bool) -> Task:
@@ -174,20 +160,6 @@ def task_class(name: str) -> type[Any]:
             f"{name} is no task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
         )
     return _without_near_misses(found)
-
-
-def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
-    """The task's model on the devices. Raises ConfigError where its `place` is for another number of them."""
-    try:
-        inspect.signature(task.place).bind(None, *devices)
-    except TypeError:
-        raise ConfigError(
-            f"--devices-per-rank {len(devices)} needs a task with a method place(model, DEVICE, ...) for "
-            f"{len(devices)} devices, which puts the model's parts on them"
-        ) from None
-    model = task.build_model()
-    placed = task.place(model, *devices)
-    return placed if isinstance(placed, nn.Module) else model
 
 
 def _module_of_file(path: Path) -> ModuleType:

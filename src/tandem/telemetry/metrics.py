@@ -16,7 +16,7 @@ STATES = (
 FINAL_STATES = ("succeeded", "failed")
 SKIP_REASONS = ("amp_overflow", "nonfinite_loss", "nonfinite_grad")
 RESTART_REASONS = ("elastic", "preemption", "crash", "hang", "unknown")
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 STEP_BUCKETS = tuple(0.001 * 2**i for i in range(17))
 SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, TextIO
 
@@ -24,7 +24,7 @@ class Progress:
     ) -> None:  # fmt: skip
         self._steps_planned = steps_planned
         self._silent = rank != 0
-        self._stream = sys.stderr if stream is None else stream
+        self._stream: Any = Unbroken(sys.stderr if stream is None else stream)
         self._step = start_step
         self._bar: Any = None
         if not self._silent and (mode == "on" or mode == "auto" and self._stream.isatty()):
@@ -63,7 +63,26 @@ class Progress:
             self._bar = None
 
 
-def _open_bar(total: int, initial: int, stream: TextIO) -> Any:
+class Unbroken:
+    """A terminal that may be closed: what is written to it then is lost, and is no error of the training."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _open_bar(total: int, initial: int, stream: Any) -> Any:
     from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
     class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]

@@ -1,19 +1,25 @@
 """Exact evaluation on all ranks: sums and counts, every sample once, no padding."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from tandem.config.slices import DataConfig, EvaluationConfig
-from tandem.data.kinds import evaluation_batches
+from tandem.data.kinds import begins_anew, evaluation_batches
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.statistics import Statistics
 from tandem.distributed.strategy import Strategy
 from tandem.tasks.base import WholeTask
+from tandem.tasks.mistakes import check_batch, check_sums
+from tandem.training.flops import buffers_kept
 from tandem.training.precision import autocast
+
+REHEARSED_SAMPLES = 2
+"""Of each rank: enough to see what a task makes of a batch, and no wait for data that are slow to read."""
 
 
 def evaluation_batch_size(config: EvaluationConfig, data: DataConfig, world: ProcessGroup) -> int:
@@ -37,7 +43,7 @@ class Evaluation:
     statistics: Statistics | None = None
 
     def scores(self) -> dict[str, float]:
-        """Means over the whole `dataset`, by score name, equal on all ranks; `loss` is always there.
+        """Means over the whole `dataset`, by score name, equal on all ranks.
 
         Counts are exact and sums are in float64, so neither world size nor batch size shows beyond rounding.
         Rank 0's buffers go to all ranks first (or `statistics` says which count); the unwrapped module runs,
@@ -49,21 +55,41 @@ class Evaluation:
         self.world.broadcast_buffers(self.model)
         return self._scores()
 
+    def rehearse(self) -> None:
+        """Score a few samples and forget them: a mistake is seen before the first step, not an epoch later.
+
+        All ranks call this. Nothing of the model is changed, and each step sets the random state anew. Data
+        that can be read only once are left alone. Raises ConfigError, and what the task raises.
+        """
+        if begins_anew(self.dataset, self.world.rank, self.world.size):
+            first = replace(self, batch_size=REHEARSED_SAMPLES, workers=0)
+            with self._evaluating(), buffers_kept(self.model):
+                for batch, _ in first._passes():
+                    self._scores_of(batch)
+                    break
+
     def _scores(self) -> dict[str, float]:
-        was_training = self.model.training
-        self.model.eval()
         sums: dict[str, list[float]] = {}
-        with torch.no_grad():
+        with self._evaluating():
             for batch, counts in self._passes():
                 for name, (total, count) in self._scores_of(batch).items():
                     entry = sums.setdefault(name, [0.0, 0.0])
                     entry[0] += float(total) * counts
                     entry[1] += float(count) * counts
-        self.model.train(was_training)
         names = sorted({str(name) for part in self.world.gather_json(sorted(sums)) for name in part})
         reduced = self.world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
         pairs = zip(names, reduced[::2], reduced[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count > 0}
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(was_training)
 
     def _passes(self) -> Iterator[tuple[Any, bool]]:
         """This rank's batches, and whether they count.
@@ -95,5 +121,13 @@ class Evaluation:
 
     def _scores_of(self, batch: Any) -> dict[str, tuple[Any, Any]]:
         """{name: (sum, count)} of one batch."""
+        check_batch(self.task.collate, self.task.build_datasets, batch)
         with autocast(self.world.device, self.precision):
-            return dict(self.task.evaluate_batch(self.model, batch))
+            sums = self.task.evaluate_batch(self.model, batch)
+        check_sums(self._scoring, sums)
+        return dict(sums)
+
+    @property
+    def _scoring(self) -> Callable[..., Any]:
+        """The method of the task that gives the scores."""
+        return self.task.evaluate_batch if "evaluate_batch" in self.task.own else self.task.loss

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tandem.errors import ConfigError
+
 log = logging.getLogger("tandem.run")
 
 # Dense peaks of the maker's data sheets in TFLOP/s: fp32, TF32 (0: the GPU has none), bf16 and fp16 with sums
@@ -61,6 +63,8 @@ def flops_of(forward_and_backward: Callable[[], None]) -> int:
         with FlopCounterMode(display=False) as counter:
             forward_and_backward()
         return int(counter.get_total_flops())
+    except ConfigError:
+        raise
     except Exception as error:  # a count is not worth a run: a task may do what the counter cannot follow
         log.info("FLOPs cannot be counted (%s); there is no MFU", type(error).__name__)
         return 0

@@ -16,7 +16,8 @@ from tandem.distributed.compression import check_scaling
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.statistics import Statistics
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask, load_task, model_of
+from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.parts import datasets_of, model_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.training.layout import lay_out
@@ -47,7 +48,7 @@ class Learner:
         check_scaling(exchange, compute)
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
         world.once_per_node(self.task.prepare)
-        self.datasets = self.task.build_datasets()
+        self.datasets = datasets_of(self.task)
         self._reader = Reader(
             data, run.seed, world.rank, world.size, self.task.collate, world.device, world.gather
         )

@@ -159,6 +159,9 @@ def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bo
         t.check_replicas(t.step)
     if "log" in due:
         t.recorder.log_interval(t.step, t.stepper.read(), t.world.gather_rows)
+    if {"eval", "save"} <= due:
+        with t.clock.phase("checkpoint"):
+            t.saver.begin(t.step)  # an evaluation that fails does not cost what was trained
     if "eval" in due:
         with t.clock.phase("eval"):
             t.recorder.evaluated(t.step, t.evaluate())

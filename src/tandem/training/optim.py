@@ -9,7 +9,8 @@ from torch import nn
 
 from tandem.config.slices import OptimisationConfig
 from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_rule
-from tandem.tasks.base import WholeTask, scheduler_of
+from tandem.tasks.base import WholeTask
+from tandem.tasks.parts import optimizer_of, scheduler_of
 
 BY_SCHEDULE = ("schedule", "lr_scaling", "lr_base_batch_size", "warmup", "warmup_mode", "warmup_factor")
 BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
@@ -21,8 +22,7 @@ def build_optimizer(config: OptimisationConfig, task: WholeTask, model: nn.Modul
 
     On GPUs it is a fused one, which can leave an update out without the host waiting (see `nonfinite.Guard`).
     """
-    if (own := task.build_optimizer(model)) is not None:
-        assert isinstance(own, torch.optim.Optimizer)
+    if (own := optimizer_of(task, model)) is not None:
         return own
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr, decay = config.lr, config.weight_decay

@@ -138,11 +138,14 @@ def _run(
         started=started,
         shares=learner.shares.sizes,
     )
+    evaluates = learner.datasets.evaluation is not None
+    if world.is_first and not evaluates:
+        log.info("no evaluation: the task's datasets have none to evaluate on")
     timetable = Timetable.of(
         learner.order.steps_per_epoch,
         learner.planned,
         log=settings.telemetry.log_every,
-        eval=settings.evaluation.eval_every,
+        eval=settings.evaluation.eval_every if evaluates else "never",
         save=settings.checkpoint.checkpoint_every,
         check=settings.reliability.replica_check_every,
         snapshot=snapshot_every(
@@ -163,6 +166,8 @@ def _run(
         settings.data.workers,
         learner.statistics,
     )
+    if position.restart == 0 and timetable.cadences["eval"].unit != "never":
+        evaluation.rehearse()
     steps = _told(learner.shares.steps(beginning.step, learner.planned), recorder)
     window = settings.telemetry.profile if world.is_first else None
     training = Training(

@@ -9,9 +9,10 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.storage.copies import Copies
 from tandem.checkpoint.store import CheckpointStore
-from tandem.checkpoint.writer import CheckpointWriter
+from tandem.checkpoint.writer import CheckpointWriter, Later
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.peers import is_peer_loss
 from tandem.distributed.statistics import Statistics
 from tandem.distributed.strategy import Strategy
 from tandem.telemetry.recorder import Recorder
@@ -60,18 +61,37 @@ class Saver:
         )
         position = facts.world.position
         on_first_node = position.node_rank == 0 and bool(position.memories)
+        self._begun: int | None = None
+        self._scores = Later()
         self._snapshots = (
             Snapshots(position.memories, position.local_rank, kept_slot) if on_first_node else None
         )
 
     def save(self, step: int) -> None:
-        """Rank 0 begins to save, see `CheckpointWriter.save`; the others help to gather the state."""
+        """Rank 0 saves, or completes what it has begun; the others help to gather the state."""
+        if self._begun != step:
+            self.begin(step)
+        scores = self._recorder.scores_at(step)
+        warn_of_missing_score(self._keep_best, step, scores)
+        self._complete(scores)
+
+    def begin(self, step: int) -> None:
+        """As `save`, but its manifest, without which it does not count, waits for `save`.
+
+        See `CheckpointWriter.save`. Where the run fails before that, it is completed without scores.
+        """
         state = self._learner.whole()
+        self._begun, self._scores = step, Later()
         if self._facts.world.is_first:
-            scores = self._recorder.scores_at(step)
-            warn_of_missing_score(self._keep_best, step, scores)
-            info = manifest_info(self._facts, step, scores)
-            self._writer.save(step, {**state, "step": step}, info)
+            scores = self._scores
+            self._writer.save(
+                step, {**state, "step": step}, lambda: manifest_info(self._facts, step, scores.value())
+            )
+
+    def _complete(self, scores: Mapping[str, float] | None) -> None:
+        """`None`: what was begun shall not be."""
+        self._scores.give(scores)
+        self._begun = None
 
     @property
     def begins_snapshots(self) -> bool:
@@ -97,8 +117,13 @@ class Saver:
         """Whether the run may end at `step`: saved, or finished with no failure that is still unmended."""
         return self.last_step == step or (finished and self._writer.failures_in_a_row == 0)
 
-    def settle(self) -> None:
-        """Wait for a save on its way, where the run has failed: whatever becomes of it."""
+    def settle(self, error: BaseException | None = None) -> None:
+        """Wait for a save on its way, where the run has failed: whatever becomes of it.
+
+        One that waits for its scores is left where another rank was lost: the evaluation is done again.
+        """
+        lost = error is not None and is_peer_loss(error, self._facts.world.size)
+        self._complete(None if lost else {})
         self._writer.settle()
 
     def __enter__(self) -> "Saver":
@@ -110,7 +135,7 @@ class Saver:
         if kind is None:
             self._writer.wait()
         else:
-            self.settle()
+            self.settle(error)
 
 
 def snapshot_every(

@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, accumulation, clipping, precision. Nothing else is in here."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,15 +22,13 @@ from tandem.distributed.consensus import (
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import NonFiniteError
-from tandem.tasks.base import Task
+from tandem.tasks.base import WholeTask
+from tandem.tasks.mistakes import Sums, at, check_batch, check_sums, loss_and_sums
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
 from tandem.training.flops import buffers_kept, convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.precision import autocast
-
-Sums = Mapping[str, tuple[Any, Any]]
-"""{name: (sum, count)}, what a task's loss gives besides the loss."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,13 @@ class TrainingModule(nn.Module):
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, device: torch.device, precision: str, ranks: int, batch_size: int
+        self,
+        task: WholeTask,
+        model: nn.Module,
+        device: torch.device,
+        precision: str,
+        ranks: int,
+        batch_size: int,
     ) -> None:
         super().__init__()
         self.model = model
@@ -70,7 +74,7 @@ class TrainingModule(nn.Module):
         """What the task makes of a batch; with `model` instead of the (perhaps compiled) one to train."""
         with autocast(self._device, self._precision):
             outcome = self._task.loss(model or self.model, batch)
-        return outcome if isinstance(outcome, tuple) else (outcome, {})
+        return loss_and_sums(self._task.loss, outcome, trains=torch.is_grad_enabled())
 
     def _flat(self, sums: Sums, device: torch.device) -> list[Tensor]:
         """The sums and counts of `names`, in their order; what is not finite, or not there, adds nothing."""
@@ -94,12 +98,12 @@ class Stepper:
         optimisation: OptimisationConfig,
         batch_size: int,
         seed: int,
-        task: Task,
+        task: WholeTask,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         clock: Clock,
     ) -> None:
-        self.clock = clock
+        self.clock, self._task = clock, task
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
         self._precision, self._clip_norm, self._seed = compute.precision, optimisation.clip_norm, seed
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -128,13 +132,16 @@ class Stepper:
         Gradients are thrown away, buffers are put back; the random state is set anew by each step.
         """
         with buffers_kept(self._model):
+            if micro_batches[0] is not None:
+                check_batch(self._task.collate, self._task.build_datasets, micro_batches[0])
             flops, names = known.flops_per_sample, known.sums
             if not flops or names is None:
                 flops, names = self._count(micro_batches[0])
             self._module.names[:] = names
             self._strategy.wrap(self._module, SLOTS + 2 * len(names))
             self._accumulate(micro_batches, step, Proposal())
-            self._strategy.check_gradients()
+            with at(self._task.loss):
+                self._strategy.check_gradients()
         self._module.train()
         is_told = self._world.position.restart > 0 and known.devices == self._world.size
         device_flops = 0.0 if is_told else self._peak()
@@ -158,6 +165,7 @@ class Stepper:
     def _flops(self, batch: Any, names: list[str]) -> float:
         def loss_and_gradients() -> None:
             loss, sums = self._module.outcome(batch, self._model)
+            check_sums(self._task.loss, sums)
             names.extend(sums)
             self._strategy.gradients(loss, self._parameters)
 

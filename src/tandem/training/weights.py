@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def read_weights(place: PurePath, download: bool) -> bytes:
     try:
         if isinstance(place, Path) and place.is_file():
             return serialize(tensors_in(_state_in(place)))
-        return serialize(tensors_in(deserialize(_checkpoint_at(place))))
+        return serialize(tensors_in(deserialize(saved_at(str(place)).raw)))
     except CheckpointError as error:
         raise ConfigError(
             f"--init-from {place}: {error}; weights alone can be read: torch.save(model.state_dict(), FILE)"
@@ -76,15 +76,29 @@ def _state_in(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"no whole safetensors file ({one_line(error)})") from error
 
 
-def _checkpoint_at(place: PurePath) -> bytes:
-    """The newest checkpoint there that holds, or the step that is named."""
-    store, step = locate(str(place))
+class Saved(NamedTuple):
+    """A checkpoint as it lies in `directory`: its state's bytes, which hold, and what its manifest says."""
+
+    directory: PurePath
+    step: int
+    raw: bytes
+    info: Mapping[str, Any]
+
+    @property
+    def run_name(self) -> str:
+        """Of the run's directory, or of the one that it lies in without a run."""
+        return (self.directory.parent if self.directory.name == "checkpoints" else self.directory).name
+
+
+def saved_at(place: str) -> Saved:
+    """The newest checkpoint there that holds, or the step that is named. Raises ConfigError."""
+    store, step = locate(place)
     if step is not None:
-        return store.read(step)[0]
+        return Saved(store.directory, step, *store.read(step))
     found = store.newest(store.read, say_damaged, quarantine=False)
     if found is None:
         raise ConfigError(f"{store.directory} holds no checkpoint whose bytes hold")
-    return found[1][0]
+    return Saved(store.directory, found[0], *found[1])
 
 
 def _torchvision_file(name: str, download: bool) -> Path:

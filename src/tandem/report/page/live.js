@@ -8,10 +8,11 @@ async function ask(path) {
 }
 
 function show(run) {
-  document.title = `${run.state} · ${run.run}`;
+  const state = run.ending?.state ?? run.state;
+  document.title = `${state} · ${run.run}`;
   $("title").textContent = run.run;
-  $("state").textContent = run.state;
-  $("state").className = `state ${run.state}`;
+  $("state").textContent = state;
+  $("state").className = `state ${state}`;
   $("where").textContent = `${run.task} on ${run.nodes} ${run.nodes === 1 ? "node" : "nodes"} (${run.platform})`;
   $("straggler").textContent = run.straggler ?? "";
   $("bar").value = run.steps_planned ? run.step / run.steps_planned : 0;
@@ -20,7 +21,7 @@ function show(run) {
     ["step", run.steps_planned ? `${number(run.step)} of ${number(run.steps_planned)}` : number(run.step)],
     ["loss", number(run.loss)],
     ["samples/s", number(run.samples_per_second)],
-    ["time left", run.state === "succeeded" || run.state === "failed" ? "–" : seconds(run.seconds_left)],
+    ["time left", run.ending ? "–" : seconds(run.seconds_left)],
     ["last checkpoint", newest ? `${seconds(run.time - newest.time)} ago` : "none"],
     ["restarts", number(run.restarts)],
   ];
@@ -46,6 +47,13 @@ function showRanks(ranks) {
   phaseLegend(parent);
 }
 
+function ended(run) {
+  const {state, exit_code: code, reason} = run.ending;
+  const at = `The run has ${state === "finished" ? "finished" : state === "stopped" ? "stopped, and is saved," : "failed"}`;
+  const why = state === "failed" ? `: ${reason} (exit code ${code}).` : ".";
+  return `${at} at step ${number(run.step)}${why} These are its last values; \`tandem report\` keeps them as a file.`;
+}
+
 async function refresh() {
   try {
     const run = await ask("api/run");
@@ -57,7 +65,8 @@ async function refresh() {
       phaseSection($("phases"), "Phases of a step", points.findLast(point => point.phases)?.phases);
       version = now;
     }
-    $("note").textContent = "";
+    $("note").textContent = run.ending ? ended(run) : "";
+    if (run.ending) return;  // nothing more will come
   } catch (error) {
     $("note").textContent = "No answer from the run; these are its last values.";
   }

@@ -1,0 +1,143 @@
+"""The verbs for a run that is there: its checkpoints, its scores, its weights as a file, its report.
+
+As in `cli`, which lists them, a verb imports what it needs when it is called.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.errors import FINISHED, ConfigError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from tandem.config import Parser
+
+Environment = Mapping[str, str]
+FORMATS = ("safetensors", "torch")
+
+
+def checkpoints(options: "Namespace", environ: Environment) -> int:
+    """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
+    from tandem.checkpoint.listing import list_checkpoints, rule_of, table
+    from tandem.checkpoint.locate import checkpoints_of
+    from tandem.checkpoint.retention import Best
+    from tandem.checkpoint.store import CheckpointStore
+
+    directory = checkpoints_of(options.run_dir)
+    if isinstance(directory, Path) and not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory; give the run directory")
+    store = CheckpointStore(directory)
+    best = Best.parse(options.keep_best) if options.keep_best else None
+    rule = rule_of(store, options.keep, best, options.keep_every)
+    if options.action == "prune":
+        sizes = {step: store.size_bytes(step) for step in store.prune(rule, dry_run=True)}
+        done = "would remove" if options.dry_run else "removed"
+        for step in store.prune(rule, options.dry_run):
+            print(f"{done} step {step}, {sizes.get(step, 0):,} bytes")
+        print(table(list_checkpoints(directory, rule=rule), directory))
+        return FINISHED
+    rows = list_checkpoints(directory, verify=options.action == "verify", rule=rule)
+    print(table(rows, directory))
+    return 1 if any(row.verified is False for row in rows) else FINISHED
+
+
+def checkpoints_options(parser: "Parser") -> None:
+    from tandem.config import BestText, Count
+
+    parser.add_argument("action", choices=("ls", "verify", "prune"), help="list, check every byte, remove")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    parser.option("--keep", Count, "newest checkpoints to keep; else as the run was told")
+    parser.option("--keep-best", BestText, "keep the best one by this score, too")
+    parser.option("--keep-every", Count, "keep one for every so many steps, too")
+    parser.option("--dry-run", bool, "only say what prune would remove")
+
+
+def report(options: "Namespace", environ: Environment) -> int:
+    """One HTML file: RUN_DIR/report.html, or where --output says."""
+    from tandem.checkpoint.storage.copies import local_folder
+    from tandem.report.report import write_report
+
+    run_dirs = [options.run_dir, *options.compare]
+    output = options.output or local_folder(options.run_dir) / "report.html"
+    write_report(run_dirs, output)
+    print(output)
+    return FINISHED
+
+
+def report_options(parser: "Parser") -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="other runs")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="instead of RUN_DIR/report.html")
+
+
+def runs(options: "Namespace", environ: Environment) -> int:
+    """What runs there are, without torch; with --clean those that left nothing go."""
+    from tandem.report.runs import clean, find_runs, table
+
+    found = find_runs(options.folder)
+    if options.clean or options.dry_run:
+        done = "would remove" if options.dry_run else "removed"
+        for row in clean(found, options.dry_run):
+            print(f"{done} {row.path}: {row.state}, no checkpoint, {row.bytes:,} bytes")
+        found = find_runs(options.folder)
+    print(table(found, options.folder))
+    return FINISHED
+
+
+def runs_options(parser: "Parser") -> None:
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), metavar="DIR", help="default runs"
+    )
+    text = "remove runs that ended, or were killed an hour ago, and left neither checkpoint nor other files"
+    parser.option("--clean", bool, text)
+    parser.option("--dry-run", bool, "only say what --clean would remove")
+
+
+def kill(options: "Namespace", environ: Environment) -> int:
+    """A signal to one rank or node of a run: how to break one's own run, and no other."""
+    from tandem.launch.kill import kill as send
+
+    if (options.rank is None) == (options.node is None):
+        raise ConfigError(f"give --rank N or --node N: what of {options.run_dir} shall get the signal")
+    kind, number = ("rank", options.rank) if options.node is None else ("node", options.node)
+    print(send(options.run_dir, kind, number, options.signal))
+    return FINISHED
+
+
+def kill_options(parser: "Parser") -> None:
+    from tandem.config import Natural
+
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    parser.option("--rank", Natural, "the rank, counted over all nodes")
+    parser.option("--node", Natural, "the agent of a simulated node, and its ranks with it")
+    names = ("KILL", "STOP", "CONT", "TERM", "INT")
+    parser.add_argument("--signal", choices=names, default="KILL", help=f"{', '.join(names)}; default KILL")
+
+
+def evaluate(options: "Namespace", environ: Environment) -> int:
+    """The scores of a checkpoint, by as many ranks as there are."""
+    from tandem.launch.scoring import evaluate as score
+
+    return score(options.place, options.given, environ, options.json)
+
+
+def evaluate_options(parser: "Parser") -> None:
+    parser.add_argument("place", metavar="RUN", help="a run or one of its checkpoints; @STEP behind it")
+    parser.option("--json", bool, "one line of JSON")
+
+
+def export(options: "Namespace", environ: Environment) -> int:
+    """The weights of a checkpoint, for programs without tandem."""
+    from tandem.training.export import export as write
+
+    print(write(options.place, options.format, options.output))
+    return FINISHED
+
+
+def export_options(parser: "Parser") -> None:
+    parser.add_argument("place", metavar="RUN", help="a run or one of its checkpoints; @STEP behind it")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default safetensors")
+    help_text = "instead of ./RUN-step-STEP.safetensors or .pt"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=help_text)

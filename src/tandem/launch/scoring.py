@@ -1,0 +1,165 @@
+"""`tandem eval` from its words to its line: alone, as ranks of this machine, or as one rank of a platform."""
+
+import contextlib
+import json
+import logging
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tandem.checkpoint.decision import say_damaged
+from tandem.checkpoint.locate import locate
+from tandem.checkpoint.store import CheckpointStore
+from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
+from tandem.config.slices import LaunchConfig
+from tandem.data.datasets import one_line
+from tandem.distributed.position import Position
+from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError
+from tandem.launch.lone_rank import position_of
+from tandem.launch.restarts import job_code, shell_code
+from tandem.launch.scratch import scratch
+from tandem.launch.simulated import stop_with_parent
+from tandem.launch.workers import use_loopback
+from tandem.log import setup
+from tandem.platforms.placement import detect
+from tandem.timeouts import SUPERVISE_SECONDS
+
+log = logging.getLogger("tandem.run")
+
+OF_THIS_MACHINE = ("data_dir", "download", "device", "threads", "workers", "eval_batch_size", "nproc")
+"""Settings that variables and files may say, too; all others are the checkpoint's unless a flag says them."""
+NOT_OF_THE_RUN = ("device", "threads", "batch_shares", "dp_first_share", "compile")
+"""Settings of the training that mean nothing for a score, or another machine."""
+
+
+def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str], as_json: bool) -> int:
+    """Evaluate the newest whole checkpoint at `place`, or the step it names. Raises TandemError."""
+    store, step = locate(place)
+    step, info = _newest(store) if step is None else (step, store.info(step))
+    settings = settings_of(info, given, environ)
+    placement = detect(environ, socket.gethostname(), settings.launch)
+    exactly = f"{store.directory}@{step}"
+    nproc = settings.launch.nproc
+    if placement.rank is None and placement.nodes > 1:
+        raise ConfigError(
+            f"`tandem eval` starts ranks on one node, and here are {placement.nodes}; start each rank by "
+            "torchrun or srun, or give --nproc N on one machine"
+        )
+    if placement.rank is None and nproc not in ("auto", 1):
+        return _start_ranks(exactly, given, environ, int(nproc), as_json)
+    setup(None, placement.rank or 0, placement.node_rank, True, settings.telemetry.log_format == "json")
+    placement = replace(placement.as_rank(), nproc=placement.nproc or 1)
+    if placement.nodes == 1:
+        use_loopback()
+    return _as_rank(settings, position_of(placement, settings.launch.init_method), store, step, as_json)
+
+
+def _as_rank(settings: Settings, position: Position, store: CheckpointStore, step: int, as_json: bool) -> int:
+    from tandem.distributed.peers import is_peer_loss
+    from tandem.training.scores import score
+
+    try:
+        scores = score(settings, position, f"{store.directory}@{step}")
+    except TandemError:
+        raise
+    except Exception as error:
+        if is_peer_loss(error, position.world_size):
+            raise PeerLostError(f"lost the other ranks: {one_line(error)}") from error
+        log.error("the task failed: %s\n%s", one_line(error), traceback.format_exc().rstrip())
+        return FAILED
+    if position.rank == 0:
+        print(told(store, step, scores, position.world_size, as_json))
+    return FINISHED
+
+
+def told(store: CheckpointStore, step: int, scores: Mapping[str, float], ranks: int, as_json: bool) -> str:
+    """What `tandem eval` prints."""
+    if as_json:
+        facts = {"checkpoint": str(store.path(step)), "step": step, "ranks": ranks, "eval": dict(scores)}
+        return json.dumps(facts)
+    said = ", ".join(f"{name} {value:.4f}" for name, value in sorted(scores.items()))
+    return f"step {step:,} in {store.directory}: {said or 'no score: the evaluation set is empty'}"
+
+
+def settings_of(info: Mapping[str, Any], given: Mapping[str, Given], environ: Mapping[str, str]) -> Settings:
+    """Those that a checkpoint was trained with, but for its launch, and what is given now."""
+    ran = Settings.from_dict(info.get("settings", {}), tolerant=True)
+    default = Settings()
+    ran = replace(ran, launch=LaunchConfig()).replace(**{n: default.value(n) for n in NOT_OF_THE_RUN})
+    loaded = resolve(given, environ)
+    now = {
+        name: loaded.settings.value(name)
+        for name in loaded.chosen
+        if name in SETTINGS and (name in given or name in OF_THIS_MACHINE or SETTINGS[name].slice == "launch")
+    }
+    fields = {name.removeprefix("task."): each.text for name, each in given.items() if name[:5] == "task."}
+    theirs = {} if now.get("task", ran.run.task) != ran.run.task else ran.run.task_fields
+    return ran.replace(**{**now, "task_fields": {**theirs, **fields}})
+
+
+def _newest(store: CheckpointStore) -> tuple[int, dict[str, Any]]:
+    def whole(step: int) -> dict[str, Any]:
+        store.verify(step)
+        return store.info(step)
+
+    found = store.newest(whole, say_damaged, quarantine=False)
+    if found is None:
+        raise ConfigError(f"{store.directory} holds no checkpoint whose bytes hold")
+    return found
+
+
+def _start_ranks(
+    place: str, given: Mapping[str, Given], environ: Mapping[str, str], count: int, as_json: bool
+) -> int:
+    """`count` ranks on this machine, which meet in a file; rank 0 has the terminal. The code of all."""
+    own = {name: each for name, each in given.items() if name not in ("nproc", "nodes")}
+    with scratch() as folder, contextlib.ExitStack() as opened:
+        words = [
+            place,
+            *(["--json"] if as_json else []),
+            *as_flags(own),
+            f"--init-method=file://{folder}/meet",
+        ]
+        outputs = [opened.enter_context((folder / f"rank-{rank}.txt").open("w+")) for rank in range(1, count)]
+        ranks = [
+            _start(words, environ, rank, count, None if rank == 0 else outputs[rank - 1])
+            for rank in range(count)
+        ]
+        codes = _wait(ranks)
+        code = job_code(codes)
+        if codes[0] != code:  # what is wrong, another rank has said
+            print(
+                (folder / f"rank-{codes.index(code)}.txt").read_text(errors="replace"),
+                end="",
+                file=sys.stderr,
+            )
+    return code
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """The codes of all; when one fails the others, which would wait for it, are ended."""
+    while any(rank.poll() is None for rank in ranks):
+        time.sleep(SUPERVISE_SECONDS)
+        if any(rank.poll() not in (None, FINISHED) for rank in ranks):
+            for rank in ranks:
+                rank.terminate()
+    return [shell_code(rank.returncode) for rank in ranks]
+
+
+def _start(
+    words: Sequence[str], environ: Mapping[str, str], rank: int, count: int, output: Any
+) -> subprocess.Popen[bytes]:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tandem", "eval", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**environ, **place, "WORLD_SIZE": str(count)},
+        preexec_fn=stop_with_parent,
+    )

@@ -1,0 +1,113 @@
+"""What a task's methods give, held against what they have to give: one line with file and line of the method.
+
+A method is checked with its first answer, before the first step. Imports nothing of `base`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from tandem.data.loader import tensor_of
+from tandem.errors import ConfigError
+
+Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
+"""{name: (sum over the samples, number of samples)}: tandem adds both up and divides once."""
+LOSS = "return the mean loss, or (mean loss, {name: (sum, count)})"
+SCORES = "return {name: (sum, count)}, each a number or a tensor of one element"
+
+
+def mistake(method: Callable[..., Any], got: str, valid: str) -> ConfigError:
+    """The error of a method that gives what it should not: where it stands, what it gives, what is valid."""
+    return ConfigError(f"{line_of(method)}{getattr(method, '__name__', 'the task')} gives {got}; {valid}")
+
+
+@contextmanager
+def at(method: Callable[..., Any]) -> Iterator[None]:
+    """A ConfigError from inside begins with the place of `method`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{line_of(method)}{error}") from error
+
+
+def line_of(method: Callable[..., Any]) -> str:
+    """`my_task.py line 12: `, of a method's `def` or first decorator; empty where it has no source."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if code is None:
+        return ""
+    path, here = Path(code.co_filename), Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{shown} line {code.co_firstlineno}: "
+
+
+def kind(value: Any) -> str:
+    """A value in words: what one sees that it is."""
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a tensor"
+    if isinstance(value, nn.Module):
+        return f"the model {type(value).__name__}"
+    if isinstance(value, tuple | list) and type(value).__name__ in ("tuple", "list"):
+        return f"a {type(value).__name__} of {len(value)}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def loss_and_sums(method: Callable[..., Any], outcome: Any, trains: bool = False) -> tuple[Tensor, Sums]:
+    """What a task's `loss` gave, as (a scalar, sums). Raises ConfigError for another form."""
+    loss: Any = outcome
+    sums: Sums = {}
+    if isinstance(outcome, tuple):
+        if len(outcome) != 2 or not isinstance(outcome[1], Mapping):
+            raise mistake(method, kind(outcome), LOSS)
+        loss, sums = outcome
+    if not isinstance(loss, Tensor):
+        hint = "return it as the tensor that it was before .item() or float()"
+        raise mistake(method, kind(loss), hint if isinstance(loss, Number) else LOSS)
+    if loss.dim():
+        if loss.numel() != 1:
+            raise mistake(method, kind(loss), "return the mean over the samples, a tensor of one element")
+        loss = loss.reshape(())
+    if trains and not loss.requires_grad:
+        raise mistake(
+            method,
+            "a tensor that no gradient leads to",
+            "compute it from the model's output, without detach(), .data or no_grad()",
+        )
+    return loss, sums
+
+
+def check_sums(method: Callable[..., Any], sums: Any) -> None:
+    """Raise ConfigError where `sums` are no {name: (sum, count)}."""
+    if not isinstance(sums, Mapping):
+        raise mistake(method, kind(sums), SCORES)
+    for name, pair in sums.items():
+        if not (isinstance(pair, tuple | list) or hasattr(pair, "shape")) or _length(pair) != 2:
+            raise mistake(method, f"{kind(pair)} for {name!r}", SCORES)
+        if not all(_is_number(part) for part in pair):
+            raise mistake(method, f"({name!r}: ({', '.join(map(kind, pair))}))", SCORES)
+
+
+def check_batch(collate: Callable[..., Any] | None, build_datasets: Callable[..., Any], batch: Any) -> None:
+    """Raise ConfigError, with the place that it comes from, for a batch of which no size can be told."""
+    if tensor_of(batch) is None:
+        got = "a batch without a tensor" if collate else "datasets whose batches have no tensor"
+        advice = "the first tensor's length is the number of samples"
+        raise mistake(collate or build_datasets, got, advice)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Number) or (hasattr(value, "__float__") and getattr(value, "size", 0) == 1)
+
+
+def _length(value: Any) -> int:
+    shape = getattr(value, "shape", None)
+    return len(value) if shape is None else int(shape[0]) if len(shape) == 1 else 0

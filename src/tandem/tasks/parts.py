@@ -1,0 +1,110 @@
+"""What is made by a task: datasets, model, optimizer, scheduler, each checked as it comes (`mistakes.py`)."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from tandem.data.datasets import Datasets
+from tandem.data.fetch import is_stream
+from tandem.errors import ConfigError
+from tandem.tasks.base import WholeTask
+from tandem.tasks.mistakes import kind, mistake
+
+DATASETS = "return Datasets(train, evaluation), from tandem.data.datasets"
+OWN_LOOP = "a loop that needs more is written as in docs/your-own-loop.md"
+
+
+def datasets_of(task: WholeTask) -> Datasets:
+    """What to train on, and to evaluate on (None: nothing). Raises ConfigError."""
+    made: Any = task.build_datasets()
+    if not (hasattr(made, "train") and hasattr(made, "evaluation")):
+        raise mistake(task.build_datasets, kind(made), DATASETS)
+    for part, dataset in (("train", made.train), ("evaluation", made.evaluation)):
+        if dataset is None and part == "evaluation":
+            continue
+        if problem := _problem_of(dataset):
+            raise mistake(task.build_datasets, f"{kind(dataset)} as {part}", problem)
+    return Datasets(made.train, made.evaluation)
+
+
+def _problem_of(dataset: Any) -> str:
+    """What is to be done about a dataset that cannot be one; empty where it can."""
+    if isinstance(dataset, DataLoader):
+        return "return the dataset itself: batches and their order are tandem's (--batch-size, --workers)"
+    if hasattr(dataset, "of_rank"):
+        return ""
+    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        return f"a dataset has __len__ and __getitem__, or __iter__; {DATASETS}"
+    if not is_stream(dataset) and not hasattr(dataset, "__len__"):
+        return "one with __getitem__ needs __len__ too, the number of its samples"
+    return ""
+
+
+def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
+    """The task's model on the devices. Raises ConfigError where its `place` is for another number of them."""
+    try:
+        inspect.signature(task.place).bind(None, *devices)
+    except TypeError:
+        raise ConfigError(
+            f"--devices-per-rank {len(devices)} needs a task with a method place(model, DEVICE, ...) for "
+            f"{len(devices)} devices, which puts the model's parts on them"
+        ) from None
+    built: Any = task.build_model()
+    if not isinstance(built, nn.Module):
+        raise mistake(task.build_model, kind(built), "return the model, an nn.Module")
+    placed = task.place(built, *devices)
+    model = placed if isinstance(placed, nn.Module) else built
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        advice = "return one with parameters of which some have requires_grad"
+        raise mistake(task.build_model, "a model without a parameter to train", advice)
+    return model
+
+
+def optimizer_of(task: WholeTask, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The task's own optimizer, if it has one. Raises ConfigError for what is none, or not of this model."""
+    own: Any = task.build_optimizer(model)
+    if own is None:
+        return None
+    if not isinstance(own, torch.optim.Optimizer):
+        advice = f"return one torch.optim.Optimizer; two rates are two parameter groups of it, {OWN_LOOP}"
+        raise mistake(task.build_optimizer, kind(own), advice)
+    of_model = {id(parameter) for parameter in model.parameters()}
+    if not any(id(each) in of_model for group in own.param_groups for each in group["params"]):
+        advice = "make it from the model that it is given"
+        got = "an optimizer of none of the model's parameters"
+        raise mistake(task.build_optimizer, got, advice)
+    return own
+
+
+def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
+    """The task's own scheduler for a run of `total_steps` optimizer steps, if it has one."""
+    own: Any = _built_scheduler(task, optimizer, total_steps)
+    if own is None:
+        return None
+    if isinstance(own, ReduceLROnPlateau):
+        advice = f"a schedule goes by steps and knows no score of an evaluation; {OWN_LOOP}"
+        raise mistake(task.build_scheduler, kind(own), advice)
+    if not all(callable(getattr(own, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise mistake(task.build_scheduler, kind(own), "return a torch.optim.lr_scheduler.LRScheduler")
+    if getattr(own, "optimizer", optimizer) is not optimizer:
+        advice = "make it from the optimizer that it is given"
+        raise mistake(task.build_scheduler, f"{kind(own)} of another optimizer", advice)
+    found: LRScheduler = own
+    return found
+
+
+def _built_scheduler(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    """By its signature: a task's build_scheduler takes `total_steps` or not."""
+    parameters = list(inspect.signature(task.build_scheduler).parameters.values())
+    if any(each.name == "total_steps" and each.kind is each.KEYWORD_ONLY for each in parameters):
+        return task.build_scheduler(optimizer, total_steps=total_steps)  # type: ignore[call-arg]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    second = [each for each in parameters if each.kind in positional][1:2]
+    if second and (second[0].name == "total_steps" or second[0].default is inspect.Parameter.empty):
+        return task.build_scheduler(optimizer, total_steps)
+    return task.build_scheduler(optimizer)

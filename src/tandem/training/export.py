@@ -1,0 +1,82 @@
+"""`tandem export`: the weights of a checkpoint as one file that needs no tandem to be read."""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.state import deserialize, weights_sha256
+from tandem.data.datasets import one_line
+from tandem.errors import CheckpointError, ConfigError
+from tandem.training.weights import Saved, saved_at, tensors_in
+
+SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
+
+
+def export(place: str, kind: str, output: Path | None) -> str:
+    """Write the weights at `place` (RUN, CHECKPOINT or either@STEP) as a file of `kind`; a line about it.
+
+    Raises ConfigError for what is not there, for a file that is there already, and without safetensors.
+    """
+    write = _writers()[kind]
+    saved = saved_at(place)
+    try:
+        weights = tensors_in(deserialize(saved.raw))
+    except CheckpointError as error:
+        raise ConfigError(f"step {saved.step} in {saved.directory}: {error}") from error
+    path = output or Path(f"{saved.run_name}-step-{saved.step}{SUFFIXES[kind]}")
+    if path.exists():
+        raise ConfigError(f"{path} is there already; remove it, or give another --output FILE")
+    digest = weights_sha256(weights)
+    _write_whole(path, lambda there: write(_apart(weights), there, _facts(saved, digest)))
+    elements = sum(tensor.numel() for tensor in weights.values())
+    return (
+        f"{path}: step {saved.step:,}, {len(weights)} tensors, {elements:,} numbers, "
+        f"{path.stat().st_size:,} bytes; weights {digest[:12]}"
+    )
+
+
+def _facts(saved: Saved, digest: str) -> dict[str, str]:
+    """What goes into the file beside the tensors, where its format has a place for that."""
+    task = str(saved.info.get("task", ""))
+    return {"format": "pt", "task": task, "step": str(saved.step), "weights_sha256": digest}
+
+
+def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without memory in common, which safetensors has no way to say, each in one piece."""
+    return {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
+
+
+Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
+
+
+def _writers() -> dict[str, Write]:
+    return {"safetensors": _safetensors, "torch": lambda weights, path, _facts: torch.save(weights, path)}
+
+
+def _safetensors(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) -> None:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ConfigError(
+            "--format safetensors needs safetensors: pip install 'tandem[export]', or give --format torch"
+        ) from error
+    try:
+        save_file(weights, path, metadata=facts)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ConfigError(f"safetensors cannot hold it ({one_line(error)}); give --format torch") from error
+
+
+def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Under its name only when it is whole. Raises ConfigError where the folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp-export-", dir=path.parent) as folder:
+            write(Path(folder) / path.name)
+            os.replace(Path(folder) / path.name, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}; give --output FILE") from error

@@ -1,0 +1,54 @@
+"""`tandem eval`: the scores of a checkpoint, as a run with any number of ranks would have evaluated it."""
+
+import logging
+
+from tandem.checkpoint.state import deserialize
+from tandem.config import Settings
+from tandem.data.seeds import seed_model
+from tandem.distributed import strategy as strategies
+from tandem.distributed.group import Position, ProcessGroup, choose_devices, set_threads
+from tandem.errors import ConfigError
+from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.parts import datasets_of, model_of
+from tandem.training.evaluate import Evaluation, evaluation_batch_size
+from tandem.training.resume import check_shapes
+from tandem.training.weights import saved_at, tensors_in
+
+log = logging.getLogger("tandem.run")
+
+
+def score(settings: Settings, position: Position, place: str) -> dict[str, float]:
+    """Scores over the task's evaluation set of the weights at `place`, on every rank; all ranks call this.
+
+    Rank 0 reads the checkpoint. Raises ConfigError for weights of another model and a task without an
+    evaluation set.
+    """
+    compute, data = settings.compute, settings.data
+    set_threads(compute.threads, position)
+    devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
+    world = ProcessGroup.open(position, devices[0], settings.reliability.first_step_timeout, devices)
+    task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
+    world.once_per_node(task.prepare)
+    dataset = datasets_of(task).evaluation
+    if dataset is None:
+        raise ConfigError(f"task {settings.run.task} has no evaluation set: its Datasets have none")
+    seed_model(settings.run.seed)
+    shares = compute.strategy == "fsdp"
+    name = "fsdp" if shares else "single" if world.size == 1 else "ddp"
+    strategy = strategies.load(name, world)
+    model = strategy.spread(model_of(task, world.devices))
+    raw = world.broadcast_bytes(saved_at(place).raw if world.is_first else None)
+    weights = tensors_in(deserialize(raw))
+    try:
+        check_shapes(model.state_dict(), weights)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{str(error).partition(';')[0]}; give the task and fields it was trained with"
+        ) from error
+    strategy.load_model(model, weights)
+    task.after_resume(model)
+    size = evaluation_batch_size(settings.evaluation, data, world)
+    evaluation = Evaluation(world, strategy, task, model, dataset, size, compute.precision, data.workers)
+    scores = evaluation.scores()
+    world.close()
+    return scores

@@ -1,0 +1,99 @@
+"""A terminal that is closed stops a run as SIGTERM does; a second Ctrl-C ends whatever does not listen."""
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import termios
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import Runs, rank_processes
+
+from tandem.timeouts import REPEAT_WINDOW_SECONDS
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+
+LONG = ("--steps", 100_000, "--checkpoint-every", "20", "--log-every", "5")
+
+
+def wait_for_a_save(runs: Runs, run: str) -> None:
+    """A machine that does much else takes a minute to start two nodes."""
+    runs.until(lambda: bool(runs.events(run, "checkpoint")), "save", limit=200.0)
+
+
+class Terminal:
+    """One that a process can have as its own; it reads what is written, until it is closed."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = pty.openpty()
+        self._closing = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while not self._closing.is_set():
+            if select.select([self._ours], [], [], 0.1)[0]:
+                try:
+                    os.read(self._ours, 65536)
+                except OSError:  # nobody has it open at the other end
+                    return
+
+    def close(self) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._reader.join()
+            os.close(self._ours)
+
+
+def test_closing_the_terminal_saves_and_stops(runs: Runs) -> None:
+    terminal = Terminal()
+    try:
+        process = runs.processes.start(
+            runs.command("launch", "closed", *LONG, delay=0.01),
+            cwd=runs.folder,
+            env=runs.environment,
+            stdin=terminal.theirs,
+            stdout=terminal.theirs,
+            stderr=terminal.theirs,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(terminal.theirs)
+        wait_for_a_save(runs, "closed")
+    finally:
+        terminal.close()
+    assert process.wait(timeout=150) == 143
+    summary = runs.summary("closed")
+    assert summary["state"] == "stopped" and summary["exit_code"] == 143
+    assert summary["last_checkpoint_step"] == summary["global_step"] >= 20
+
+
+def test_a_run_under_nohup_outlives_its_terminal(runs: Runs) -> None:
+    def ignore_hangups() -> Any:
+        return signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    words = runs.command("train", "nohup", "--steps", 60, "--checkpoint-every", "20", delay=0.01)
+    process = runs.processes.start(words, cwd=runs.folder, env=runs.environment, preexec_fn=ignore_hangups)
+    wait_for_a_save(runs, "nohup")
+    process.send_signal(signal.SIGHUP)
+    code, output = runs.processes.wait(process)
+    assert code == 0, output
+
+
+def test_a_second_interrupt_ends_a_run_with_a_frozen_agent(runs: Runs) -> None:
+    process = runs.start("launch", "frozen", "--nodes", 2, *LONG, delay=0.01)
+    wait_for_a_save(runs, "frozen")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    agents = [int(pid) for pid in children if b"--node-rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(agents) == 2
+    os.kill(agents[1], signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(REPEAT_WINDOW_SECONDS + 0.5)
+    process.send_signal(signal.SIGINT)
+    code, output = runs.processes.wait(process)
+    assert code == 130, output
+    runs.until(lambda: not rank_processes(process.pid), "end of all ranks")

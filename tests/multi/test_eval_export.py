@@ -1,0 +1,177 @@
+"""What a run leaves: its scores again, by any number of ranks, and its weights without tandem."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tandem import cli
+from tandem.checkpoint.store import CheckpointStore
+from tandem.errors import ConfigError
+from tandem.launch.scoring import told
+
+pytestmark = pytest.mark.multi
+
+TASK = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tandem.data.datasets import Datasets, TensorRows
+
+
+@dataclass
+class Small:
+    width: int = 8
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, self.width), nn.BatchNorm1d(self.width), nn.ReLU(),
+                             nn.Linear(self.width, 3))
+
+    def build_datasets(self):
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(240, 8, generator=generator)
+        rows = TensorRows(x, x[:, :3].argmax(1))
+        return Datasets(rows, TensorRows(x[:101], x[:101, :3].argmax(1)))
+
+    def loss(self, model, batch):
+        x, y = batch
+        out = model(x)
+        return nn.functional.cross_entropy(out, y), {"accuracy": ((out.argmax(1) == y).sum(), len(y))}
+
+
+class Broken(Small):
+    def evaluate_batch(self, model, batch):
+        raise RuntimeError("this evaluation is broken")
+"""
+PLAIN = """
+import sys, torch
+from torch import nn
+assert "tandem" not in sys.modules
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+if sys.argv[1].endswith(".pt"):
+    weights = torch.load(sys.argv[1], weights_only=True)
+else:
+    from safetensors.torch import load_file
+    weights = load_file(sys.argv[1])
+model.load_state_dict(weights)
+torch.save(model.eval()(torch.linspace(-1, 1, 80).reshape(10, 8)), sys.argv[2])
+"""
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def tandem(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`tandem WORDS` in a folder with a finished run: exit code and output."""
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "small.py").write_text(TASK)
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("TANDEM_")}
+
+    def run(*words: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "tandem", *words]
+        code, output = module_processes.run(command, cwd=folder, env=environment)
+        return int(code), str(output)
+
+    run.folder = folder  # type: ignore[attr-defined]
+    words = ["--task", "small.py:Small", "--task.width", "16", "--batch-size", "24", "--epochs", "2"]
+    code, output = run("train", *words, "--run-dir", "run", "--metrics-port", "0", "--threads", "1")
+    assert code == 0, output
+    return run
+
+
+def folder_of(tandem: Run) -> Path:
+    folder: Path = tandem.folder  # type: ignore[attr-defined]
+    return folder
+
+
+def files(run: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(("ranks", "place"), [(1, "run@20"), (3, "run")])
+def test_the_score_is_that_of_the_run_with_any_number_of_ranks(tandem: Run, ranks: int, place: str) -> None:
+    run = folder_of(tandem) / "run"
+    before = files(run)
+    code, output = tandem("eval", place, "--json", *(["--nproc", str(ranks)] if ranks > 1 else []))
+    assert code == 0, output
+    found = json.loads(output.splitlines()[-1])
+    expected = json.loads((run / "summary.json").read_text())["eval"]
+    assert found["step"] == 20 and found["ranks"] == ranks
+    assert found["eval"]["accuracy"] == expected["accuracy"]
+    assert found["eval"]["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert files(run) == before
+
+
+def test_an_error_of_any_rank_is_shown(tandem: Run) -> None:
+    broken = ["--task", "small.py:Broken", "--task.width", "16"]
+    code, output = tandem("eval", "run", "--nproc", "2", *broken)
+    assert code == 1 and "this evaluation is broken" in output, output
+
+
+def test_weights_of_another_model_are_one_line(tandem: Run) -> None:
+    code, output = tandem("eval", "run", "--task.width", "4")
+    assert code == 2 and len(output.splitlines()) == 1, output
+    assert "give the task and fields it was trained with" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval", "nowhere"], "nowhere is no directory"),
+        (["eval", "run@11"], "has no checkpoint of step 11; it has 20, 10"),
+        (["export", "run", "--output", "small.py"], "small.py is there already"),
+        (["export", "run@3"], "no checkpoint of step 3"),
+        (["export", "run", "--format", "onnx"], "invalid choice: 'onnx'"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    tandem: Run, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder_of(tandem))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        cli.run(words[0], words[1:], {})
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_the_weights_are_those_of_the_run_without_tandem(
+    tandem: Run, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    file, answer = tmp_path / f"weights.{'pt' if kind == 'torch' else kind}", tmp_path / "answer.pt"
+    place = str(folder_of(tandem) / "run")
+    assert cli.run("export", [place, "--format", kind, "--output", str(file)], {}) == 0
+    output = capsys.readouterr().out
+    summary = json.loads((folder_of(tandem) / "run" / "summary.json").read_text())
+    assert f"weights {summary['weights_sha256'][:12]}" in output
+    subprocess.run([sys.executable, "-c", PLAIN, str(file), str(answer)], check=True, cwd=tmp_path)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    raw, _ = CheckpointStore(folder_of(tandem) / "run" / "checkpoints").read(20)
+    (tmp_path / "state.pt").write_bytes(raw)
+    model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True)["model"])
+    expected: Tensor = model.eval()(torch.linspace(-1, 1, 80).reshape(10, 8))
+    assert torch.equal(torch.load(answer), expected)
+
+
+def test_a_file_has_a_name_of_its_own_by_default(
+    tandem: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli.run("export", [f"{folder_of(tandem) / 'run'}@10", "--format", "torch"], {})
+    assert capsys.readouterr().out.startswith("run-step-10.pt: step 10, ")
+    assert [path.name for path in tmp_path.iterdir()] == ["run-step-10.pt"]
+
+
+def test_a_line_for_people() -> None:
+    store = CheckpointStore(Path("runs/digits/checkpoints"))
+    said = told(store, 500, {"loss": 0.02718, "accuracy": 0.994}, 2, as_json=False)
+    assert said == "step 500 in runs/digits/checkpoints: accuracy 0.9940, loss 0.0272"

@@ -1,0 +1,131 @@
+"""Mistakes in a task: each is one line with file and line and ends with 2, before the first step."""
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tandem.checkpoint.store import CheckpointStore
+
+TASKS = Path(__file__).parents[1] / "fixtures" / "mistaken_tasks.py"
+DRIVER = """
+import json, os, sys
+import torch._dynamo  # as optimizers do: what a run imports is imported once for all
+from tandem import cli
+from tandem.config import resolve
+from tandem.launch import lone_rank
+from tandem.training import run
+
+tasks, folder, words = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+resolve({}, {})
+codes = {}
+for name, more in words.items():
+    if (child := os.fork()) == 0:
+        output = os.open(f"{folder}/{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1), os.dup2(output, 2)
+        sys.argv = ["tandem", "train", "--task", f"{tasks}:{name}", "--run-dir", f"{folder}/{name}", *more]
+        cli.main()
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(codes))
+"""
+SHORT = ["--batch-size", "8", "--epochs", "1", "--metrics-port", "0", "--threads", "1"]
+
+
+def says() -> Mapping[str, tuple[str, ...]]:
+    spec = importlib.util.spec_from_file_location("mistaken_tasks", TASKS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dict(module.SAYS)
+
+
+SAYS = says()
+
+
+class Ended(NamedTuple):
+    """How the run of one task ended."""
+
+    code: int
+    output: str
+    folder: Path
+
+
+Run = Callable[[Mapping[str, list[str]]], dict[str, Ended]]
+
+
+@pytest.fixture(scope="module")
+def run_all(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs of tasks of TASKS, one after the other, each forked from a process that has torch."""
+
+    def run(words: Mapping[str, list[str]]) -> dict[str, Ended]:
+        folder = tmp_path_factory.mktemp("mistakes")
+        command = [sys.executable, "-c", DRIVER, str(TASKS), str(folder), json.dumps(words)]
+        code, output = module_processes.run(command, cwd=folder)
+        assert code == 0, output
+        codes = json.loads(output.splitlines()[-1])
+        return {
+            name: Ended(codes[name], (folder / f"{name}.txt").read_text(), folder / name) for name in words
+        }
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def mistakes(run_all: Run) -> dict[str, Ended]:
+    ddp = [*SHORT, "--strategy", "ddp"]
+    return run_all({name: ddp if name == "UnusedParameters" else SHORT for name in SAYS})
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_a_mistake_is_one_line_with_its_place(mistakes: dict[str, Ended], name: str) -> None:
+    ended = mistakes[name]
+    assert ended.code == 2, ended.output
+    assert "Traceback" not in ended.output, ended.output
+    lines = [line for line in ended.output.splitlines() if all(part in line for part in SAYS[name])]
+    assert len(lines) == 1, ended.output
+    assert re.search(r"mistaken_tasks\.py line \d+", lines[0]), lines[0]
+    assert "step 1 of" not in ended.output and not CheckpointStore(ended.folder / "checkpoints").steps()
+
+
+def test_the_line_is_that_of_the_method(mistakes: dict[str, Ended]) -> None:
+    lines = TASKS.read_text().splitlines()
+    number = int(re.search(r"mistaken_tasks\.py line (\d+)", mistakes["NoModel"].output)[1])  # type: ignore[index]
+    assert lines[number - 1].strip() == "def build_model(self):"
+    assert lines[number - 2] == "class NoModel(Right):"
+
+
+@pytest.fixture(scope="module")
+def others(run_all: Run) -> dict[str, Ended]:
+    return run_all({name: SHORT for name in (
+        "TextFirst", "NoEvaluation", "LossOfOneElement", "FailsWhileItEvaluates"
+    )})  # fmt: skip
+
+
+def test_a_batch_may_begin_with_text(others: dict[str, Ended]) -> None:
+    assert others["TextFirst"].code == 0, others["TextFirst"].output
+
+
+def test_a_loss_may_have_one_dimension_of_one(others: dict[str, Ended]) -> None:
+    assert others["LossOfOneElement"].code == 0, others["LossOfOneElement"].output
+
+
+def test_without_an_evaluation_set_there_is_none_and_that_is_said_once(others: dict[str, Ended]) -> None:
+    ended = others["NoEvaluation"]
+    assert ended.code == 0, ended.output
+    assert ended.output.count("no evaluation") == 1
+    summary = json.loads((ended.folder / "summary.json").read_text())
+    assert summary["eval"] == {} and summary["global_step"] == 5
+
+
+def test_an_evaluation_that_fails_does_not_cost_its_epoch(others: dict[str, Ended]) -> None:
+    ended = others["FailsWhileItEvaluates"]
+    assert ended.code == 1 and "the evaluation of this task is broken" in ended.output
+    store = CheckpointStore(ended.folder / "checkpoints")
+    assert store.steps() == [5]
+    store.verify(5)
+    assert store.info(5).get("eval", {}) == {}

@@ -1,0 +1,97 @@
+"""`tandem kill`: exactly the rank of exactly this run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import run
+from tandem.errors import ConfigError
+from tandem.launch.kill import processes_of
+
+WRITER = """
+import os, sys, time
+from tandem.process import name_process
+name_process("tandem-rank-1")
+file = open(sys.argv[1], sys.argv[2])
+if os.fork() == 0:  # as a loader's worker does, it inherits what is open
+    time.sleep(60)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """A process that has a file open, with a child that has it, too."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(path: Path, mode: str = "a") -> subprocess.Popen[str]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), mode],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout is not None and int(process.stdout.readline()) == process.pid
+        return process
+
+    yield begin
+    for process in started:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait(timeout=10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_one_rank_of_one_run_is_killed(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, others = tmp_path / "mine", tmp_path / "others"
+    wanted = start(mine / "log" / "rank-1.log")
+    reader = start(mine / "log" / "rank-1.log", "r")
+    spared = [reader, start(mine / "log" / "rank-10.log"), start(others / "log" / "rank-1.log")]
+    assert processes_of(mine) == {("rank", 1): wanted.pid, ("rank", 10): spared[1].pid}
+    assert run("kill", [str(mine), "--rank", "1"], {}) == 0
+    assert wanted.wait(timeout=30) == -signal.SIGKILL
+    assert capsys.readouterr().out == f"rank 1 of {mine} (process {wanted.pid}): SIGKILL\n"
+    assert all(process.poll() is None for process in spared)
+
+
+def test_a_node_is_stopped_and_goes_on(start: Start, tmp_path: Path) -> None:
+    agent = start(tmp_path / "log" / "node-0.log")
+    for name, state in (("STOP", "T"), ("CONT", "S")):
+        run("kill", [str(tmp_path), "--node", "0", "--signal", name], {})
+        deadline = time.monotonic() + 30
+        while (now := Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[0]) != state:
+            assert time.monotonic() < deadline, now
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{run}", "--rank", "3"], "has no rank 3 on this machine; ranks that run here: 1"),
+        (["{run}", "--node", "0"], "has no node 0 on this machine; nodes that run here: none"),
+        (["{run}"], "give --rank N or --node N"),
+        (["{run}", "--rank", "1", "--node", "1"], "give --rank N or --node N"),
+        (["{run}/log", "--rank", "1"], "is no run"),
+        (["{run}", "--rank", "1", "--signal", "SEGV"], "invalid choice: 'SEGV'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(start: Start, tmp_path: Path, words: list[str], said: str) -> None:
+    start(tmp_path / "log" / "rank-1.log")
+    with pytest.raises(ConfigError, match=said):
+        run("kill", [word.format(run=tmp_path) for word in words], {})

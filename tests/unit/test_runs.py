@@ -1,0 +1,89 @@
+"""`tandem runs`: what is in a folder of runs, and what may go."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.checkpoint.store import CheckpointStore
+from tandem.cli import run
+from tandem.errors import ConfigError
+from tandem.report.runs import SETTLED_SECONDS, clean, find_runs, table
+
+AGO = SETTLED_SECONDS + 60
+
+
+def make(folder: Path, state: str | None, saved: bool, age: float = 0.0, **more: str) -> Path:
+    """A run whose files are `age` seconds old."""
+    (folder / "log").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"task": "digits", "run_dir": str(folder)}))
+    (folder / "log" / "rank-0.log").write_text("a line\n")
+    if state is not None:
+        summary = {"state": state, "global_step": 12, "eval": {"accuracy": 0.5, "loss": 0.25}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    if saved:
+        CheckpointStore(folder / "checkpoints").save(10, b"state", {})
+    for name, text in more.items():
+        (folder / name).write_text(text)
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() - age, time.time() - age))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make(tmp_path / "good", "finished", saved=True, age=2 * 3600)
+    make(tmp_path / "broken", "failed", saved=False, age=30)
+    make(tmp_path / "killed", None, saved=False, age=AGO)
+    make(tmp_path / "training", None, saved=True)
+    (tmp_path / "notes").mkdir()
+    return tmp_path
+
+
+def test_runs_are_listed_newest_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("runs", [str(folder)], {}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "state", "step", "saved", "scores", "last", "word", "MB"]
+    assert [line.split()[0] for line in lines[1:5]] == ["training", "broken", "killed", "good"]
+    assert lines[4].split() == "good finished 12 10 accuracy 0.5, loss 0.25 2 h ago 0.0".split()
+    assert lines[1].split()[:4] == ["training", "open", "10", "10"]
+    assert lines[5].startswith("open: it trains, or was killed")
+
+
+def test_one_run_is_listed_alone(folder: Path) -> None:
+    assert [row.path.name for row in find_runs(folder / "good")] == ["good"]
+
+
+def test_no_runs_and_no_folder(tmp_path: Path) -> None:
+    assert table(find_runs(tmp_path), tmp_path) == f"no runs in {tmp_path}"
+    with pytest.raises(ConfigError, match="nowhere is not a directory"):
+        run("runs", [str(tmp_path / "nowhere")], {})
+
+
+def test_what_left_nothing_goes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("runs", [str(folder), "--dry-run"], {})
+    said = capsys.readouterr().out
+    assert f"would remove {folder / 'broken'}: failed, no checkpoint" in said
+    assert (folder / "broken").exists()
+    run("runs", [str(folder), "--clean"], {})
+    assert sorted(path.name for path in folder.iterdir()) == ["good", "notes", "training"]
+    assert "broken" not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_what_may_still_be_of_use_stays(tmp_path: Path) -> None:
+    """A run that may train; one with a file of somebody else's; what was damaged or set aside; a bucket's."""
+    make(tmp_path / "starting", None, saved=False)
+    make(tmp_path / "script", "failed", saved=False, **{"weights.bin": "mine"})
+    damaged = make(tmp_path / "damaged", "failed", saved=True)
+    (damaged / "checkpoints" / "step-000000010" / "manifest.json").unlink()
+    make(tmp_path / "aside", "failed", saved=True).joinpath("checkpoints").rename(
+        tmp_path / "aside" / "checkpoints-before-20260101T000000Z"
+    )
+    remote = make(tmp_path / "remote", "failed", saved=False)
+    (remote / "config.json").write_text(json.dumps({"run_dir": "s3://bucket/run"}))
+    make(tmp_path / "finished", "finished", saved=False)
+    (tmp_path / "link").symlink_to(make(tmp_path / "elsewhere" / "run", "failed", saved=False))
+    rows = find_runs(tmp_path)
+    assert len(rows) == 6 and clean(rows) == []
