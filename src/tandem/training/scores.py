@@ -6,11 +6,13 @@ from tandem.checkpoint.state import deserialize
 from tandem.config import Settings
 from tandem.data.seeds import seed_model
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup, choose_devices, set_threads
+from tandem.distributed.devices import choose_devices, set_threads
+from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.parts import datasets_of, model_of
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
+from tandem.training.precision import precision_of
 from tandem.training.resume import check_shapes
 from tandem.training.weights import saved_at, tensors_in
 
@@ -48,7 +50,8 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     strategy.load_model(model, weights)
     task.after_resume(model)
     size = evaluation_batch_size(settings.evaluation, data, world)
-    evaluation = Evaluation(world, strategy, task, model, dataset, size, compute.precision, data.workers)
+    precision = precision_of(compute.precision, world)
+    evaluation = Evaluation(world, strategy, task, model, dataset, size, precision, data.workers)
     scores = evaluation.scores()
     world.close()
     return scores
