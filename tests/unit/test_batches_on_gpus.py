@@ -15,6 +15,7 @@ from tandem.data import loader
 from tandem.data.loader import batch_size_of, moved, parts_of, to_device
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup
+from tandem.errors import ConfigError
 from tandem.training.buffers import KeptBuffers
 from tandem.training.nonfinite import Guard
 from tandem.training.resume import on_their_devices
@@ -61,7 +62,7 @@ def test_a_batch_of_any_kind_moves_and_stays_what_it_is(batch: Any) -> None:
 
 def test_what_is_no_tensor_is_not_counted() -> None:
     assert batch_size_of({"name": "abc", "x": torch.zeros(3)}) == 3
-    with pytest.raises(TypeError, match="a batch is a dict without a tensor"):
+    with pytest.raises(ConfigError, match="a batch has no tensor"):
         batch_size_of({"name": "abc"})
 
 

@@ -78,15 +78,18 @@ def batch_size_of(batch: Batch) -> int:
 
 def tensor_of(batch: Batch) -> Tensor | None:
     """The first tensor with a dimension inside tuples, lists, dicts and dataclasses; text is none."""
+    return next((tensor for tensor in _tensors_of(batch) if tensor.dim()), None)
+
+
+def _tensors_of(batch: Batch) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        return batch if batch.dim() else None
+        yield batch
+        return
     if is_dataclass(batch):
         batch = [getattr(batch, each.name) for each in fields(batch)]
     if isinstance(batch, Mapping | list | tuple):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
-            if (found := tensor_of(part)) is not None:
-                return found
-    return None
+            yield from _tensors_of(part)
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
