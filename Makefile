@@ -116,4 +116,5 @@ is_given = $(filter-out file undefined default,$(firstword $(origin $(1))))
 $(foreach name,$(GIVEN),$(if $(call is_given,$(name)),$(eval override $(name) := $$(value $(name)))))
 $(foreach name,$(GIVEN),$(eval export GIVEN_$(name) := $$($(name))))
 # The words of such a variable, as a shell reads quotes and nothing else, as the array `args`.
-words_of = mapfile -d '' -t args < <(xargs -r printf '%s\0' <<<"$$GIVEN_$(1)") && wait $$!
+words_of = mapfile -d '' -t args < <(xargs -r printf '%s\0' <<<"$$GIVEN_$(1)" 2>/dev/null) && wait $$! \
+	|| { echo "make: $(1)=$$GIVEN_$(1): no closing quotation; words are split as a shell does" >&2; exit 2; }
