@@ -115,5 +115,9 @@ include slurm/slurm.mk
 is_given = $(filter-out file undefined default,$(firstword $(origin $(1))))
 $(foreach name,$(GIVEN),$(if $(call is_given,$(name)),$(eval override $(name) := $$(value $(name)))))
 $(foreach name,$(GIVEN),$(eval export GIVEN_$(name) := $$($(name))))
-# The words of such a variable, as a shell reads quotes and nothing else, as the array `args`.
-words_of = mapfile -d '' -t args < <(xargs -r printf '%s\0' <<<"$$GIVEN_$(1)") && wait $$!
+# The words of such a variable, as a shell reads quotes and nothing else, as the array `args`. What follows the last
+# word says whether there was one: xargs is long gone when it could be waited for.
+words_of = mapfile -d '' -t args < <(xargs -r printf '%s\0' <<<"$$GIVEN_$(1)" 2>/dev/null && echo -n all || echo -n part); \
+	[[ "$${args[-1]}" = all ]] \
+	|| { echo "make: $(1)=$$GIVEN_$(1): no closing quotation; words are split as a shell does" >&2; exit 2; }; \
+	unset 'args[-1]'

@@ -173,7 +173,7 @@ def _check_claims(target: Target) -> None:
     if not there:
         return
     command = target.kubectl("create", "--dry-run=client", "--output=json", "--filename", "-")
-    done = subprocess.run(command, input=target.text, capture_output=True, text=True, timeout=QUICK_SECONDS)
+    done = subprocess.run(command, input=target.text, capture_output=True, text=True)
     for asked in _documents(done.stdout):
         name = asked["metadata"]["name"]
         if asked["kind"] == "PersistentVolumeClaim" and name in there:

@@ -9,6 +9,7 @@ from tandem_k8s.render import UsageError
 from tandem_k8s.seen import container_lines, lives, outcome
 
 POLL_SECONDS = 2.0
+MISSED = 5  # answers in a row that may fail to come while pods are followed
 LAST_WORDS_SECONDS = 10.0  # for the rest of the logs, once the job has ended
 LAST_LINES = 100  # of a pod that has written before this began
 
@@ -19,12 +20,16 @@ def logs(target: Target) -> int:
     """Follow the run's pods, each line with its pod's name; the job's own code. Raises UsageError."""
     preflight(target)
     followed: Followed = {}
-    said = ""
+    said, unseen = "", 0
     try:
         while True:
             found = jobs_of(target)
-            if not found:
+            unseen = 0 if found else unseen + 1
+            if unseen > (MISSED if followed else 0):
                 raise UsageError(f"there is no job of the run {target.run}; start one: make k8s-apply")
+            if unseen:
+                time.sleep(POLL_SECONDS)
+                continue
             pods = kubectl_json(target, "pods")
             _follow(target, pods, followed)
             if end := outcome(found[0], pods):

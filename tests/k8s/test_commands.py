@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,13 @@ def test_logs_wait_follow_replaced_pods_and_end_with_the_jobs_code(
     server.logs["tandem-worker-0"] = "its successor\n"
     add_pod(server, "tandem-worker-0", {"running": {}})
     assert process.stdout.readline() == "[pod/tandem-worker-0/pytorch] its successor\n"
+    job = server.objects.pop(JOB)  # an API server that fails now and then ends no follower
+    asked = len(server.requests)
+    while not any(path.endswith("/pytorchjobs") for _, path in server.requests[asked:]):
+        time.sleep(0.1)
+    time.sleep(0.5)  # the answer is on its way
+    server.objects[JOB] = job
+    assert process.poll() is None
     add_pod(server, "tandem-master-0", {"terminated": {"exitCode": 3}})
     add_job(server, "Created", "Failed")["status"]["conditions"][-1]["message"] = "tandem has failed"
     code, rest = processes.wait(process)

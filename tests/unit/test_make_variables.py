@@ -63,4 +63,7 @@ def test_words_are_split_as_a_shell_reads_quotes_and_nothing_else(
         "launch|--nodes|2|--task|digits|--run-dir|a run|--epochs|2|--task.name|two words|$$HOME|*|"
     )
     assert make("train", stubs).stdout == "launch|--nodes|2|--task|digits|--run-dir|runs/digits|"
-    assert make("train", stubs, "ARGS='open").returncode == 2
+    refused = make("train", stubs, "ARGS='open")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    said = "make: ARGS='open: no closing quotation; words are split as a shell does\n"
+    assert refused.stderr.startswith(said)
