@@ -104,7 +104,8 @@ def test_sgd_is_told_on_the_device_with_and_without_momentum(momentum: float, gp
 
 
 def test_a_step_left_out_puts_buffers_back_in_one_piece(gpu: Notes) -> None:
-    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(4)), nn.Linear(3, 2))
+    # Between two of them what comes is not normalised, so each one's mean moves.
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.BatchNorm1d(3), nn.Linear(3, 3))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     guarded = guard("skip", model, optimizer)
     before = [buffer.clone() for buffer in model.buffers()]

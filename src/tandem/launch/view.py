@@ -125,14 +125,8 @@ class NodeView:
         """The watchdog named a rank; the next generation is about to begin."""
         self._restart_reason = "hang"
         if self._journal is not None:
-            self.event(
-                "hang",
-                rank=alarm.rank,
-                node=alarm.node,
-                phase=alarm.phase,
-                step=alarm.step,
-                seconds=alarm.seconds,
-            )
+            named = ("rank", "node", "phase", "step", "seconds")
+            self.event("hang", **{name: getattr(alarm, name) for name in named})
 
     def ended(self, code: int, reason: str, generations: int) -> None:
         """The job is over: final state, and the summary where rank 0 has not written one."""
