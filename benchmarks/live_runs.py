@@ -37,7 +37,7 @@ class LiveRun:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun's restarts often hang
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":")
-        with self.output.open("wb") as file:
+        with self.output.open("ab") as file:
             self.process = subprocess.Popen(
                 command,
                 stdout=file,
@@ -60,9 +60,13 @@ class LiveRun:
         deadline = time.monotonic() + limit
         while not condition():
             if time.monotonic() > deadline or self.process.poll() is not None:
-                words = self.output.read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"no {what}; the run's last words:\n{words}")
+                raise RuntimeError(f"no {what}; the run's last words:\n{self.words()}")
             time.sleep(0.002)
+
+    def words(self, last: int | None = 2000) -> str:
+        """The last characters of what it has said."""
+        text = self.output.read_text(errors="replace")
+        return text if last is None else text[-last:]
 
     def summary(self) -> dict[str, Any]:
         return dict(json.loads((self.run_dir / "summary.json").read_text()))
@@ -75,7 +79,7 @@ class LiveRun:
         """{rank: pid} of this launch."""
         return {
             int(name.removeprefix("tandem-rank-")): pid
-            for pid, name in _session(self.process.pid)
+            for pid, name in session_of(self.process.pid)
             if name.startswith("tandem-rank-")
         }
 
@@ -90,7 +94,7 @@ class LiveRun:
     def agents(self) -> dict[int, int]:
         """{node: pid} of the simulated nodes' agents."""
         found = {}
-        for pid, _ in _session(self.process.pid):
+        for pid, _ in session_of(self.process.pid):
             words = _command_line(pid)
             if "launch" in words and "--node-rank" in words:
                 found[int(words[words.index("--node-rank") + 1])] = pid
@@ -117,7 +121,8 @@ def _parsed(line: str) -> dict[str, Any]:
         return {}
 
 
-def _session(leader: int) -> list[tuple[int, str]]:
+def session_of(leader: int) -> list[tuple[int, str]]:
+    """The living processes (pid, name) of a session."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
