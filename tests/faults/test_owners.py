@@ -74,6 +74,7 @@ def test_a_killed_launch_is_taken_over_at_once(runs: Runs) -> None:
     assert code == 0, output
     assert f"over from process {first.pid} " in output and "which is gone" in output
     assert runs.summary("killed")["weights_sha256"] == undisturbed
+    assert runs.summary("killed")["restarts"] == 1
 
 
 @pytest.mark.slow

@@ -85,6 +85,30 @@ def test_an_agent_started_anew_knows_how_far_the_run_had_come() -> None:
     assert [replays.advance(step) for step in (110, 110, 130, 140)] == [10, 0, 10, 0]
 
 
+WORLD, HANG, STOPPED, FINISHED = ({"kind": kind} for kind in ("world", "hang", "stopped", "finished"))
+
+
+@pytest.mark.parametrize(
+    "events, counted",
+    [
+        ([WORLD], {}),
+        ([WORLD, WORLD, HANG, WORLD, WORLD], {"crash": 2, "hang": 1}),
+        ([WORLD, STOPPED, WORLD, WORLD], {"preemption": 1, "crash": 1}),
+        ([WORLD, {"kind": "failed"}, WORLD], {"crash": 1}),  # another pod
+        ([{**WORLD, "nodes": 3}, {**WORLD, "nodes": 2}, {**WORLD, "nodes": 2}], {"elastic": 1, "crash": 1}),
+        ([WORLD, WORLD, FINISHED, WORLD, WORLD], {"crash": 1}),  # extended
+        ([WORLD, WORLD, {**WORLD, "anew": True}, WORLD], {"crash": 1}),  # --resume never
+        ([HANG, {"no": "kind"}, STOPPED], {}),
+    ],
+)
+def test_restarts_are_counted_over_launches(events: list[dict[str, Any]], counted: dict[str, int]) -> None:
+    assert life.Restarts(events).by_reason == counted
+    restarts = life.Restarts(events[:2])
+    for event in events[2:]:
+        restarts.take(event["kind"], event)
+    assert restarts.total == sum(counted.values())
+
+
 def test_signals_are_counted_once() -> None:
     stop, counted = StopFlag(), dict[str, int]()
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):

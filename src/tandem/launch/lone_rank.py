@@ -69,7 +69,7 @@ class LoneRank:
         """The training is over: rank 0 shows it, and waits for the last scrape, if there was any."""
         if self._view is not None:
             if self._claim.look():
-                self._view.ended(code, reason, 1)
+                self._view.ended(code, reason)
                 self._copies.push()
             self._view.linger(self._settings.metrics.metrics_linger, lambda: False)
 

@@ -182,7 +182,7 @@ def _run_agent(
         else:
             report = run_agent(node, agent)
         if mine.look():
-            view.ended(report.code, report.reason, report.generations)
+            view.ended(report.code, report.reason)
             if prepared.copies is not None:
                 prepared.copies.push()
         if report.code not in (FINISHED, STOPPED):

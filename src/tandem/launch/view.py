@@ -20,7 +20,7 @@ from tandem.telemetry import health, life, metrics
 from tandem.telemetry.channel import Receiver
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.hangs import Alarm
-from tandem.telemetry.journal import Journal, write_json_atomic
+from tandem.telemetry.journal import Journal, read_lines, write_json_atomic
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
 from tandem.telemetry.metrics import FINAL_STATES
 from tandem.telemetry.registry import Registry
@@ -52,12 +52,12 @@ class NodeView:
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         timeouts, master = settings.reliability, settings.launch.master_timeout
         self._limits = health.Limits(master, timeouts.first_step_timeout, timeouts.hang_seconds)
-        self._restart_reason, self.last_words = "crash", ""  # what the first rank that failed said
+        self.last_words = ""  # what the first rank that failed said
         self._state, self._last_progress = "starting", time.time()
         self._state_dir, self._stop, self._health_failed = state_dir, stop, False
         self.linger_seconds = settings.metrics.metrics_linger
         self._ending: dict[str, object] | None = None
-        self._generations, self._nodes = 0, placement.nodes
+        self._restarts, self._nodes = life.Restarts(), placement.nodes
         self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
         self._activities = life.Activities(self._began - life.process_age_seconds())
@@ -82,6 +82,7 @@ class NodeView:
         """Node 0: journal, history and server."""
         self._journal, self._history = Journal(run_dir), History(run_dir, self.checkpoints)
         self._replays = life.Replays(self._history.last_step)
+        self._restarts = life.Restarts(read_lines(self._journal.events_path))
         host, port = settings.metrics.metrics_host, settings.metrics.metrics_port
         server = MetricsServer(self.metrics, host, port, self.status, self._history.curves, access)
         self._server = server
@@ -89,6 +90,7 @@ class NodeView:
         started = time.time() - life.process_age_seconds()
         self.metrics.apply(
             [metrics.RUN_STATE.enter("starting"), metrics.RUN_START_TIMESTAMP_SECONDS.set(started)]
+            + [metrics.RESTARTS.inc(count, reason=why) for why, count in self._restarts.by_reason.items()]
         )
 
     def generation_started(self, number: int, position: Position) -> None:
@@ -96,14 +98,10 @@ class NodeView:
         self._last_progress, self.last_words = time.time(), ""
         if self._journal is None:
             return
-        reason = "elastic" if position.nodes != self._nodes else self._restart_reason
-        self._generations, self._nodes = number, position.nodes
-        self._world_size = position.world_size
-        self.event("world", number=number, world_size=position.world_size, nodes=position.nodes)
+        self._nodes, self._world_size = position.nodes, position.world_size
+        anew = {"anew": True} if number == 1 and self._settings.checkpoint.resume == "never" else {}
+        self.event("world", number=number, world_size=self._world_size, nodes=self._nodes, **anew)
         self._enter("rendezvous")
-        if number > 1:
-            self.metrics.apply([metrics.RESTARTS.inc(reason=reason)])
-            self._restart_reason = "crash"
 
     def ranks_started(self, pids: Mapping[int, int]) -> None:
         """The processes {rank: pid} of this node have begun."""
@@ -114,6 +112,9 @@ class NodeView:
         assert self._journal is not None and self._history is not None
         self._journal.event(kind, **fields)
         self._history.take(Event(kind, time.time(), fields))
+        reason = self._restarts.take(kind, fields)
+        if reason is not None:
+            self.metrics.apply([metrics.RESTARTS.inc(reason=reason)])
 
     def _enter(self, state: str) -> None:
         """The run is in this state from now on, and time is charged to it."""
@@ -123,12 +124,11 @@ class NodeView:
 
     def hung(self, alarm: Alarm) -> None:
         """The watchdog named a rank; the next generation is about to begin."""
-        self._restart_reason = "hang"
         if self._journal is not None:
             named = ("rank", "node", "phase", "step", "seconds")
             self.event("hang", **{name: getattr(alarm, name) for name in named})
 
-    def ended(self, code: int, reason: str, generations: int) -> None:
+    def ended(self, code: int, reason: str) -> None:
         """The job is over: final state, and the summary where rank 0 has not written one."""
         state = "succeeded" if code == FINISHED else "failed"
         if self._journal is None:
@@ -140,7 +140,7 @@ class NodeView:
         if ending == "failed" or not summary.exists():
             self.event(ending, exit_code=code, reason=reason)
             try:
-                write_json_atomic(summary, self._summary(ending, code, reason, generations))
+                write_json_atomic(summary, self._summary(ending, code, reason))
             except OSError as error:
                 log.warning("cannot write %s: %s", summary, error)
         self._enter(state)
@@ -183,7 +183,7 @@ class NodeView:
             "samples_per_second": rate,
             "seconds_left": left,
             "seconds_since_progress": round(time.time() - self._last_progress, 1),
-            "restarts": max(0, self._generations - 1),
+            "restarts": self._restarts.total,
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "time": time.time(),
             **(self._history.now() if self._history is not None else {}),
@@ -273,7 +273,7 @@ class NodeView:
                 log.warning("cannot write health to %s: %s; trying again", state_dir, error)
             self._health_failed = True
 
-    def _summary(self, state: str, code: int, reason: str, generations: int) -> dict[str, object]:
+    def _summary(self, state: str, code: int, reason: str) -> dict[str, object]:
         step = self._rank_zeros_step()
         return {
             "state": state,
@@ -291,7 +291,7 @@ class NodeView:
             "samples_per_second": self._done.samples_per_second,
             "wall_seconds": round(time.monotonic() - self._began, 3),
             "weights_sha256": None,
-            "restarts": max(0, generations - 1),
+            "restarts": self._restarts.total,
             "resumed_from_step": None,
             "last_checkpoint_step": newest_step(self.checkpoints),
         }

@@ -3,8 +3,6 @@
 It outlives rank 0, and an agent that starts anew reads it back from the run directory.
 """
 
-import json
-import os
 import threading
 import time
 from collections import deque
@@ -15,6 +13,7 @@ from typing import Any
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
+from tandem.telemetry.journal import read_lines
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
 from tandem.timeouts import LIST_SECONDS
 
@@ -22,7 +21,6 @@ MAX_POINTS = 1000
 FULL_POINTS = 200
 """The newest points that are never thinned out."""
 MAX_EVENTS = 100
-TAIL_BYTES = 4 * 2**20
 
 
 class History:
@@ -121,21 +119,3 @@ class History:
                 size = sum(int(file["bytes"]) for file in manifest["files"].values())
                 written, state = float(manifest["written_at"]), self._states.get(step, "written")
                 yield {"step": step, "time": written, "bytes": size, "state": state}
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of the last 4 MiB of a JSON-lines file; what is torn or no object is left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in lines[1:] if size > TAIL_BYTES else lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record

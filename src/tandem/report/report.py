@@ -13,7 +13,8 @@ from tandem.errors import ConfigError
 from tandem.log import counted
 from tandem.report.history import History
 from tandem.report.pages import report_page
-from tandem.telemetry.journal import write_bytes_atomic
+from tandem.telemetry.journal import read_lines, write_bytes_atomic
+from tandem.telemetry.life import Restarts
 from tandem.telemetry.meter import ACTIVITIES, PHASES
 from tandem.telemetry.metrics import ACTIVITY_SECONDS
 
@@ -49,9 +50,9 @@ def _read_run(run_dir: PurePath, folder: Path) -> dict[str, Any]:
     name = str(settings.get("run_name") or Path(run_dir).resolve().name)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
     size = f"{counted(int(ranks), 'rank')} on {counted(int(nodes or 1), 'node')}" if ranks else ""
+    restarts = summary.get("restarts", Restarts(read_lines(folder / "events.jsonl")).total)
     events = now["events"]
     assert isinstance(events, list)
-    restarts = sum(1 for event in events if event.get("kind") == "world" and event.get("number", 1) > 1)
     return {
         "name": name,
         "state": str(summary.get("state", "not finished")),

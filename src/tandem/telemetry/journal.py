@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 logger = logging.getLogger("tandem")
 
 BLOCK_BYTES = 64 * 1024
+TAIL_BYTES = 4 * 2**20
 
 
 def plain(value: object) -> object:
@@ -62,6 +63,24 @@ def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def write_json_atomic(path: Path, obj: object) -> None:
     """Replace `path` with `obj` as indented JSON, atomically. Raises OSError."""
     write_bytes_atomic(path, (to_json(obj, indent=2) + "\n").encode())
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of the last 4 MiB of a JSON-lines file; what is torn or no object is left out."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines[1:] if size > TAIL_BYTES else lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
 
 
 class Journal:

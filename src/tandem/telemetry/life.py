@@ -4,8 +4,10 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
@@ -75,6 +77,43 @@ def resident_bytes(pid: int) -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+class Restarts:
+    """How often a run's ranks were started again since it began, by any launch: counted from its events.
+
+    A pod that takes the place of another goes on counting. A run that had finished, and is extended, begins.
+    """
+
+    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.by_reason: Counter[str] = Counter()
+        self._next: str | None = None  # why, if ranks are started now; None: it would be the first time
+        self._nodes: object = None
+        for event in events:
+            self.take(str(event.get("kind")), event)
+
+    @property
+    def total(self) -> int:
+        return self.by_reason.total()
+
+    def take(self, kind: str, event: Mapping[str, Any]) -> str | None:
+        """The reason of the restart that this event is."""
+        reason = None
+        if kind == "world":
+            if event.get("anew"):
+                self.by_reason.clear()
+            elif self._next is not None:
+                reason = self._next if self._nodes in (None, event.get("nodes")) else "elastic"
+                self.by_reason[reason] += 1
+            self._next, self._nodes = "crash", event.get("nodes")
+        elif kind == "hang":
+            self._next = "hang"
+        elif kind == "stopped" and self._next is not None:
+            self._next = "preemption"
+        elif kind == "finished":
+            self.by_reason.clear()
+            self._next = None
+        return reason
 
 
 class Replays:

@@ -20,7 +20,8 @@ from tandem.errors import FINISHED
 from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
-from tandem.telemetry.journal import Journal, write_json_atomic
+from tandem.telemetry.journal import Journal, read_lines, write_json_atomic
+from tandem.telemetry.life import Restarts
 from tandem.telemetry.meter import Interval
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.recorder import Recorder
@@ -121,7 +122,7 @@ def write_summary(
         "samples_per_second": round(recorder.meter.samples_per_second, 1),
         "wall_seconds": round(time.monotonic() - facts.started, 3),
         "weights_sha256": digest,
-        "restarts": position.restart,
+        "restarts": max(position.restart, Restarts(read_lines(facts.run_dir / "events.jsonl")).total),
         "resumed_from_step": facts.first_step or None,
         "last_checkpoint_step": saved_step,
     }
