@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from small_runs import Runs
 
+from patience import patient
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
@@ -47,12 +49,12 @@ class Cluster:
         self.flags = ("--nodes", 2, *master, "--checkpoint-every", 10, "--max-restarts", 0, *flags)
         self.nodes = [self.start(node) for node in (0, 1)]
 
-    def start(self, node: int) -> Any:
-        command = self.runs.command("launch", self.run, "--node-rank", node, *self.flags, delay=SLOW)
+    def start(self, node: int, *more: object, **given: Any) -> Any:
+        command = self.runs.command("launch", self.run, "--node-rank", node, *self.flags, *more, delay=SLOW)
         if node == 1 and self.clocks:
             (self.runs.folder / "shifted.py").write_text(f"SECONDS = {self.clocks}\n{CLOCK}")
             command[1:3] = ["shifted.py"]  # for -m tandem
-        return self.runs.processes.start(command, cwd=self.runs.folder, env=self.runs.environment)
+        return self.runs.processes.start(command, cwd=self.runs.folder, env=self.runs.environment, **given)
 
     def kill(self, node: int) -> None:
         os.killpg(self.nodes[node].pid, signal.SIGKILL)
@@ -110,3 +112,25 @@ def test_clocks_that_differ_change_nothing(runs: Runs, free_port: int, seconds: 
     log = (runs.folder / "clocks/log/node-0.log").read_text()
     side = "ahead of" if seconds > 0 else "behind"
     assert f"the clock of node 1 is {abs(seconds)} s {side} node 0's" in log
+
+
+def test_a_job_that_is_resized_trains_on_and_comes_back_with_the_new_number(
+    runs: Runs, free_port: int
+) -> None:
+    """One node more in the rendezvous, and nobody trained until somebody acted."""
+    cluster = Cluster(runs, free_port, "resized", "--steps", 1500)
+    runs.wait_for_step("resized", 20)
+    said = runs.folder / "newcomer.txt"
+    with said.open("w") as file:
+        newcomer = cluster.start(2, "--nodes", 3, stdout=file, stderr=file)
+    runs.until(lambda: "waiting outside" in said.read_text(), "word of the newcomer", limit=60)
+    saved = len(runs.events("resized", "checkpoint"))
+    runs.until(lambda: len(runs.events("resized", "checkpoint")) > saved + 1, "save beside the newcomer")
+    assert len(runs.events("resized", "world")) == 1
+    cluster.kill(0)  # its platform starts it again, with today's number
+    cluster.nodes[0] = cluster.start(0, "--nodes", 3)
+    code, output = runs.processes.wait(cluster.nodes[1], patient(150))
+    assert code == 200 and "node 0 was started for 3 nodes, and node 1 for 2" in output, output
+    cluster.nodes[1:] = [cluster.start(1, "--nodes", 3), newcomer]
+    assert cluster.finish()["nodes"] == 3
+    assert [event["world_size"] for event in runs.events("resized", "world")] == [2, 3]

@@ -18,6 +18,7 @@ from tandem.launch.rendezvous import (
     host_store,
     join_store,
     outstay_node_0,
+    wait_outside,
 )
 from tandem.launch.restarts import RestartBudget, is_retried
 from tandem.launch.slow_ranks import SlowRanks
@@ -74,6 +75,7 @@ def _run_connections(
         agent: NodeAgent | None = None
         try:
             store = server or join_store(node.placement, patience, node.stop)
+            wait_outside(store, node.placement, patience, node.stop, was_in=budget.generations > 0)
             agent = kind(node, store, watchdog, budget)
             code, reason = agent.run_generations()
         except StopRequestedError:

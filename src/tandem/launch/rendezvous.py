@@ -40,6 +40,7 @@ VERDICT_KEY = "tandem/verdict"
 LEFT_KEY = "tandem/left"
 JOB_KEY = "tandem/job"
 VERSION_KEY = "tandem/version"
+NODES_KEY = "tandem/nodes"
 
 
 class StopRequestedError(Exception):
@@ -168,6 +169,7 @@ def host_store(placement: Placement) -> TCPStore:
         )
         store.set(VERSION_KEY, __version__)
         store.set(JOB_KEY, placement.job)
+        store.set(NODES_KEY, str(placement.nodes))
         return store
     except (RuntimeError, ValueError) as error:
         raise PeerLostError(
@@ -198,6 +200,33 @@ def join_store(placement: Placement, timeout_seconds: float, stop: StopFlag) -> 
             leave_verdict(store, MISCONFIGURED, why)
         raise ConfigError(f"{why}; install the same version, or use one image, on all nodes of a job")
     return store
+
+
+def wait_outside(
+    store: TCPStore, placement: Placement, seconds: float, stop: StopFlag, was_in: bool = False
+) -> None:
+    """Until node 0 was started for as many nodes as this one: a job that is resized, or a mistake.
+
+    One node more in the rendezvous, or one less, and nobody trains. A node that `was_in` ends, so that its
+    platform starts it with the number of today; one that comes waits, and the others train on. Raises
+    PeerLostError, StopRequestedError, VerdictError, and StoreLostError when node 0 ends, or is another's.
+    """
+    if placement.elastic is not None or not store.check([NODES_KEY]):
+        return
+    asked = store.get(NODES_KEY).decode(errors="replace")[:10]
+    if asked == str(placement.nodes):
+        return
+    differ = f"node 0 was started for {asked} nodes, and node {placement.node_rank} for {placement.nodes}"
+    if was_in:
+        raise PeerLostError(f"{differ}: to be started again with that number")
+    log.warning("%s: waiting outside, the others train on; to resize a job start all its nodes again", differ)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if stop:
+            raise StopRequestedError
+        raise_verdict(store)
+        time.sleep(MASTER_RETRY_SECONDS)
+    raise PeerLostError(f"{differ}, for {seconds:.0f} s; start all of them with the same number")
 
 
 def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: Callable[[], bool]) -> None:
