@@ -118,6 +118,9 @@ def kill_options(parser: "Parser") -> None:
 
 def evaluate(options: "Namespace", environ: Environment) -> int:
     """The scores of a checkpoint, by as many ranks as there are."""
+    from tandem.launch.workers import wait_passively
+
+    wait_passively()
     from tandem.launch.scoring import evaluate as score
 
     return score(options.place, options.given, environ, options.json)

@@ -16,6 +16,7 @@ from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.launch.simulated import simulate
 from tandem.launch.termination import leave_word
 from tandem.launch.workers import resolve as import_rank_function
+from tandem.launch.workers import wait_passively
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect
 from tandem.platforms.replica import note_end, stay_down_code, with_index
@@ -95,6 +96,7 @@ def train(flags: Flags, environ: Environment) -> int:
 
 
 def _train(settings: Settings, placement: Placement) -> int:
+    wait_passively()
     from tandem.launch.lone_rank import run_lone_rank
 
     return run_lone_rank(settings, placement, import_rank_function(RANK_FUNCTION))

@@ -25,6 +25,7 @@ from tandem.launch.workers import (
     record_collectives,
     start_fork_server,
     use_loopback,
+    wait_passively,
 )
 from tandem.log import setup
 from tandem.platforms.placement import Placement
@@ -74,6 +75,7 @@ def run_this_node(
     if placement.nodes_share_host or placement.nodes == 1:
         use_loopback()
     record_collectives()
+    wait_passively()
     if not work.is_script:  # its ranks meet in a store of their own, and its dumps are its own affair
         keep_nccl_errors_here()
     with scratch() as folder:
