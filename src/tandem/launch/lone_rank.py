@@ -9,7 +9,7 @@ from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.launch.rendezvous import wait_for_master
-from tandem.launch.run_dir import decide, owned, prepare_run_dir
+from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.view import NodeView
 from tandem.launch.workers import RankFunction, use_loopback
@@ -41,6 +41,7 @@ class LoneRank:
         self._view: NodeView | None = None
         if placement.nodes == 1 or placement.nodes_share_host:
             use_loopback()
+        open_run_folder(settings)
         self.position = position_of(placement, settings.launch.init_method)
         with contextlib.ExitStack() as opened:
             if self.position.rank == 0:

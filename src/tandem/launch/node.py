@@ -15,7 +15,7 @@ from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, TandemError
 from tandem.launch.program import job_of
-from tandem.launch.run_dir import decide, owned, prepare_run_dir
+from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
@@ -74,6 +74,7 @@ def run_this_node(
     if placement.nodes_share_host or placement.nodes == 1:
         use_loopback()
     record_collectives()
+    open_run_folder(settings)  # and its umask is that of the ranks
     if not work.is_script:  # its ranks meet in a store of their own, and its dumps are its own affair
         keep_nccl_errors_here()
     with scratch() as folder:
