@@ -39,16 +39,17 @@ class LoneRank:
     ) -> None:
         self._settings = settings
         self._view: NodeView | None = None
-        if placement.nodes == 1 or placement.nodes_share_host:
+        if placement.is_one_host:
             use_loopback()
         open_run_folder(settings)
-        self.position = position_of(placement, settings.launch.init_method)
+        met = placement if placement.platform == "torchrun" else placement.by_loopback()
+        self.position = position_of(met, settings.launch.init_method)
         with contextlib.ExitStack() as opened:
             if self.position.rank == 0:
                 self._open_on_first_rank(opened, placement, decision)
             elif not self.position.init.startswith("file:"):  # there the process group waits for the others
                 patience = settings.launch.master_timeout
-                wait_for_master(placement.master_host, placement.master_port, patience, lambda: False)
+                wait_for_master(met.master_host, met.master_port, patience, lambda: False)
             self._opened = opened.pop_all()
 
     def _open_on_first_rank(

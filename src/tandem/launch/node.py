@@ -71,7 +71,7 @@ def run_this_node(
     settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
 ) -> int:
     """Everything one node does in a run; the exit code (see `errors`)."""
-    if placement.nodes_share_host or placement.nodes == 1:
+    if placement.is_one_host:
         use_loopback()
     record_collectives()
     open_run_folder(settings)  # and its umask is that of the ranks
@@ -175,8 +175,8 @@ def _run_agent(
     view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
     with contextlib.closing(view):
         log.info("%s", placement)
-        mine = prepared.claim
-        node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision, mine)
+        mine, met = prepared.claim, placement.by_loopback()
+        node = Node(met, nproc, settings.launch, workers, view, stop, prepared.decision, mine)
         agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
         if placement.node_rank == 0:
             report = _run_counted(node, agent, Starts(settings.run.place, mine.look))
