@@ -15,7 +15,7 @@ LOOK_AT_VOLUMES = """
 import json, os, shutil, sys
 folders = ("/checkpoints", "/data")
 if sys.argv[1:] and os.access("/checkpoints", os.W_OK):
-    os.makedirs(sys.argv[1], exist_ok=True)  # a working directory that the engine makes would be root's
+    os.makedirs(sys.argv[1], 0o700, exist_ok=True)  # the engine would make it as root
 print(json.dumps({
     "free": shutil.disk_usage("/checkpoints").free,
     "foreign": [[f, os.stat(f).st_uid] for f in folders if not os.access(f, os.W_OK)],

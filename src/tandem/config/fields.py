@@ -106,6 +106,13 @@ InitMethod = Annotated[
         ),
     ),
 ]
+RunMode = Annotated[
+    str,
+    Valid(
+        "private, group, world, or an octal mode such as 2770",
+        _matches("private|group|world|[0-3]?7[0-7]{2}"),
+    ),
+]
 RunName = Annotated[
     str,
     Valid(

@@ -23,6 +23,7 @@ from tandem.config.fields import (
     Portion,
     Positive,
     ResumeText,
+    RunMode,
     RunName,
     Seed,
     Share,
@@ -32,6 +33,8 @@ from tandem.config.fields import (
     setting,
 )
 from tandem.schedule import WARMUP_FACTOR, LrScaling, LrSchedule, WarmupMode
+
+RUN_MODES = {"private": "700", "group": "750", "world": "755"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,9 @@ class RunConfig:
     run_dir: Place | None = setting(
         None, "for all that a run writes: a folder or s3://BUCKET/PREFIX; none: runs/TASK-TIME", per_node=True
     )
+    run_mode: RunMode = setting(
+        "private", "who may look into a run directory that is made: its owner, the group, all", per_node=True
+    )
     run_name: RunName | None = setting(None, "the run's name in metrics and reports")
     epochs: Count = setting(4, "passes over the training set")
     steps: Count | None = setting(None, "optimizer steps to train; overrides epochs")
@@ -53,6 +59,11 @@ class RunConfig:
         """The run directory of a run that has begun (see launch/run_dir.py)."""
         assert self.run_dir is not None
         return self.run_dir
+
+    @property
+    def folder_mode(self) -> int:
+        """What `run_mode` says, as chmod(2) takes it."""
+        return int(RUN_MODES.get(self.run_mode, self.run_mode), 8)
 
 
 @dataclass(frozen=True, kw_only=True)

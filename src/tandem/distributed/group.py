@@ -75,7 +75,7 @@ class ProcessGroup:
                 timeout=timeout,
                 **_bind(device, devices),
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             if TAKEN.search(str(error)):
                 port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
                 raise ConfigError(

@@ -5,6 +5,7 @@ that opens NCCL and one that opens gloo wait for each other until a time limit e
 """
 
 import contextlib
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,23 @@ DUMP_SIGNAL = "exception_dump"
 """A key that NCCL's watchdog sets at an error, below all prefixes (torch 2.11: ProcessGroupNCCL.cpp)."""
 
 
+def listen(host: str, port: int) -> tuple[int, int]:
+    """(A descriptor that listens at `host` alone, its port); port 0 is any free one. Raises OSError.
+
+    torch's store takes one, and closes it at its end; left to its own it listens on every interface.
+    """
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    port = int(listener.getsockname()[1])
+    return listener.detach(), port
+
+
 def open_store(position: Position, timeout: timedelta) -> Any:
     """The store through which ranks find each other; `timeout` bounds what waits for another rank there."""
     if position.store is not None:
@@ -41,7 +59,11 @@ def open_store(position: Position, timeout: timedelta) -> Any:
     if position.master is None:
         raise ValueError("no master is known")
     host, port = position.master
-    store = TCPStore(host, port, position.world_size, is_master=position.rank == 0, timeout=timeout)
+    is_first = position.rank == 0
+    here = listen(host, port)[0] if is_first and position.nodes == 1 else None
+    store = TCPStore(
+        host, port, position.world_size, is_master=is_first, timeout=timeout, master_listen_fd=here
+    )
     return PrefixStore(position.job, store) if position.job else store
 
 

@@ -9,7 +9,7 @@ from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.launch.rendezvous import wait_for_master
-from tandem.launch.run_dir import decide, owned, prepare_run_dir
+from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.view import NodeView
 from tandem.launch.workers import RankFunction, use_loopback
@@ -39,15 +39,17 @@ class LoneRank:
     ) -> None:
         self._settings = settings
         self._view: NodeView | None = None
-        if placement.nodes == 1 or placement.nodes_share_host:
+        if placement.is_one_host:
             use_loopback()
-        self.position = position_of(placement, settings.launch.init_method)
+        open_run_folder(settings)
+        met = placement if placement.platform == "torchrun" else placement.by_loopback()
+        self.position = position_of(met, settings.launch.init_method)
         with contextlib.ExitStack() as opened:
             if self.position.rank == 0:
                 self._open_on_first_rank(opened, placement, decision)
             elif not self.position.init.startswith("file:"):  # there the process group waits for the others
                 patience = settings.launch.master_timeout
-                wait_for_master(placement.master_host, placement.master_port, patience, lambda: False)
+                wait_for_master(met.master_host, met.master_port, patience, lambda: False)
             self._opened = opened.pop_all()
 
     def _open_on_first_rank(

@@ -15,7 +15,7 @@ from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, TandemError
 from tandem.launch.program import job_of
-from tandem.launch.run_dir import decide, owned, prepare_run_dir
+from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
@@ -72,10 +72,11 @@ def run_this_node(
     settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
 ) -> int:
     """Everything one node does in a run; the exit code (see `errors`)."""
-    if placement.nodes_share_host or placement.nodes == 1:
+    if placement.is_one_host:
         use_loopback()
     record_collectives()
     wait_passively()
+    open_run_folder(settings)  # and its umask is that of the ranks
     if not work.is_script:  # its ranks meet in a store of their own, and its dumps are its own affair
         keep_nccl_errors_here()
     with scratch() as folder:
@@ -176,8 +177,8 @@ def _run_agent(
     view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
     with contextlib.closing(view):
         log.info("%s", placement)
-        mine = prepared.claim
-        node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision, mine)
+        mine, met = prepared.claim, placement.by_loopback()
+        node = Node(met, nproc, settings.launch, workers, view, stop, prepared.decision, mine)
         agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
         if placement.node_rank == 0:
             report = _run_counted(node, agent, Starts(settings.run.place, mine.look))

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from tandem import __version__
 from tandem.distributed.group import first_line
+from tandem.distributed.meeting import listen
 from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
 from tandem.launch.liveness import OwnClock
 from tandem.platforms.placement import Placement
@@ -156,22 +157,31 @@ def check_all_are_in(placement: Placement, nodes: int) -> None:
         raise StoreLostError(f"the rendezvous let {asked} begin, and none trains without the others")
 
 
+def serve(placement: Placement, port: int) -> TCPStore:
+    """A store on node 0, for this host alone where all nodes are here. Raises RuntimeError, OSError."""
+    host, here = placement.master_host, None
+    if placement.is_one_host:
+        here, port = listen(host, port)
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        multi_tenant=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_READ_SECONDS),
+        master_listen_fd=here,
+    )
+
+
 def host_store(placement: Placement) -> TCPStore:
     """The store that all agents and ranks meet at; raises PeerLostError when its port is taken."""
     try:
-        store = TCPStore(
-            placement.master_host,
-            placement.master_port,
-            is_master=True,
-            multi_tenant=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_READ_SECONDS),
-        )
+        store = serve(placement, placement.master_port)
         store.set(VERSION_KEY, __version__)
         store.set(JOB_KEY, placement.job)
         store.set(NODES_KEY, str(placement.nodes))
         return store
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise PeerLostError(
             f"cannot serve at {placement.master_host}:{placement.master_port}: {str(error).splitlines()[0]}; "
             "is another job on this port? choose another with --master HOST:PORT"

@@ -2,9 +2,10 @@
 
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path, PurePath
 
 from tandem.checkpoint.claim import Claim, claim
@@ -40,6 +41,23 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
     return settings.replace(run_dir=run_dir, data_dir=settings.data.data_dir.absolute())
 
 
+def open_run_folder(settings: Settings) -> None:
+    """Make the run directory with its mode, where it is missing; what cannot be is said by who writes there.
+
+    What is in a private one needs no modes of its own: nobody else gets there. A wider one is of no use
+    without its files: the umask of this process, and of its children, lets through what the mode does.
+    """
+    folder, mode = local_folder(settings.run.place), settings.run.folder_mode
+    if folder != settings.run.place:
+        return
+    with suppress(OSError):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)  # never more than its mode, not for a moment
+        folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))  # which it has from its volume
+    if mode & 0o077:
+        os.umask(os.umask(0o077) & ~mode)
+
+
 def of_this_job(settings: Settings, placement: Placement) -> Settings:
     """The settings, where the scheduler starts a job several times, or many alike, in one run directory.
 
@@ -52,6 +70,9 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
     if folder != settings.run.place:
         return settings
     is_first = not placement.node_rank and not placement.rank
+    never_yet = is_first and never and bool(placement.job)
+    if placement.array is not None or never_yet:
+        open_run_folder(settings)
     try:
         if placement.array is not None:
             array, task = placement.array
@@ -60,7 +81,7 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
                     f"{folder} is the run of task {other} of array {array}, and this is task {task}; give "
                     "each task its own: --run-dir runs/$SLURM_ARRAY_TASK_ID"
                 )
-        if is_first and never and placement.job:
+        if never_yet:
             before = _noted(folder / f"begun-{placement.job}", str(placement.restarts))
             if int(before or 0) < placement.restarts:
                 log.info(

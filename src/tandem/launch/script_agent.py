@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -18,10 +17,10 @@ from tandem.distributed.position import Position
 from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED
 from tandem.launch.endings import Cause, choose, failures, is_own, last_words, was_killed
 from tandem.launch.generations import NodeAgent
-from tandem.launch.rendezvous import VerdictError
+from tandem.launch.rendezvous import VerdictError, serve
 from tandem.launch.restarts import is_retried, job_code
 from tandem.script.environment import error_file
-from tandem.timeouts import BLAME_SECONDS, MONITOR_SECONDS, OTHERS_SECONDS, STORE_READ_SECONDS
+from tandem.timeouts import BLAME_SECONDS, MONITOR_SECONDS, OTHERS_SECONDS
 
 CAUSE_KEY = "tandem/cause"
 
@@ -144,12 +143,8 @@ class ScriptAgent(NodeAgent):
         group = cast(Any, worker_group)
         self._cause = None
         if group.group_rank == 0:
-            timeout = timedelta(seconds=STORE_READ_SECONDS)
-            host = self._node.placement.master_host
-            self._meeting = TCPStore(
-                host, 0, is_master=True, multi_tenant=True, wait_for_workers=False, timeout=timeout
-            )
-            group.store.set("tandem/master", f"{host}:{self._meeting.port}")
+            self._meeting = serve(self._node.placement, 0)
+            group.store.set("tandem/master", f"{self._meeting.host}:{self._meeting.port}")
         return super()._start_workers(worker_group)
 
     def _position(self, worker: Any, group: Any, prefix: str) -> Position:

@@ -17,6 +17,7 @@ from tandem.config import Settings
 from tandem.errors import INTERRUPTED_TWICE, KILLED
 from tandem.launch.gpus import gpus_of, shared_out
 from tandem.launch.restarts import job_code
+from tandem.launch.run_dir import open_run_folder
 from tandem.platforms.placement import Placement
 from tandem.process import end_with_parent, safe_path
 from tandem.script.job import Program
@@ -40,6 +41,7 @@ def simulate(
     started again, as a cluster's platform would, up to --max-restarts times.
     """
     run_dir = local_folder(settings.run.place)
+    open_run_folder(settings)
     shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
     nodes = [
         SimulatedNode(

@@ -31,11 +31,14 @@ RankFunction = Callable[[Any, Any], int]
 
 
 def use_loopback() -> None:
-    """Make gloo talk over the loopback device: all ranks are on this host, whose own name may not resolve.
+    """Make gloo and NCCL talk over the loopback device: all ranks are on this host, and nobody else is heard.
+
+    Nor need the host's own name resolve.
 
     To be called before the fork server starts, which hands its environment on to the ranks.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 def record_collectives() -> None:

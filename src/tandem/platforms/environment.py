@@ -60,6 +60,16 @@ class Placement:
             )
         return replace(self, nproc=1, rank=self.node_rank, local_rank=0, world_size=self.nodes)
 
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all nodes are on this host, and nobody else is to be heard."""
+        return self.nodes_share_host or (self.nodes == 1 and (self.elastic or (1, 1))[1] == 1)
+
+    def by_loopback(self) -> "Placement":
+        """The same, with a master that is met on this host alone where all nodes are here."""
+        is_named = self.is_one_host and not self.nodes_share_host
+        return replace(self, master_host=LOOPBACK) if is_named else self
+
     def __str__(self) -> str:
         here = {None: "a process per GPU (else 1) here", 1: "1 process here"}.get(
             self.nproc, f"{self.nproc} processes here"

@@ -108,7 +108,9 @@ def note_end(run_dir: Path, container: str, code: int) -> None:
     note = _note(run_dir, container)
     with contextlib.suppress(OSError):  # without a volume to write to, Docker's five retries are the limit
         if 1 <= code <= 127:
-            note.parent.mkdir(parents=True, exist_ok=True)
+            run_dir.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (run_dir, note.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
             note.write_text(json.dumps({"exit_code": code, "time": time.time()}), encoding="utf-8")
         else:
             note.unlink(missing_ok=True)
