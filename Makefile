@@ -34,7 +34,11 @@ export FRAMEWORKS_PYTHON ?= $(abspath $(wildcard $(FRAMEWORKS)/bin/python))
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export --extra s3
 
-.PHONY: help setup train check test test-all s3rver frameworks lock clean
+# A machine with a GPU may have no network: `make gpu-wheels` elsewhere, and carry this folder along.
+WHEELS := build/wheels
+CARRIED := annotated-types|nvidia-ml-py|pillow|prometheus-client|pydantic|pydantic-core|python-dotenv|tqdm|typing-extensions|typing-inspection
+
+.PHONY: help setup train check test test-all gpu-check gpu-wheels s3rver frameworks lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +82,21 @@ test: setup ## every part once, in minutes; what this machine lacks is skipped w
 
 test-all: test ## and the long trials
 	$(call PYTEST,$(ALL_LIMIT)) -m slow tests
+
+gpu-check: ## ten minutes on one GPU: does all of it work there, and what it costs (without a network: make gpu-wheels)
+	@if compgen -G '$(WHEELS)/*.whl' >/dev/null; then \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check --upgrade \
+			--target build/gpu-site $(WHEELS)/*.whl; \
+		PYTHONPATH="build/gpu-site:src" timeout 600 $(PYTHON) benchmarks/gpu_check.py --json benchmarks/results/gpu.json; \
+	else \
+		$(MAKE) --silent setup; timeout 600 $(BIN)/python benchmarks/gpu_check.py --json benchmarks/results/gpu.json; \
+	fi
+
+gpu-wheels: setup ## what gpu-check needs beside torch, for Python 3.12, into build/wheels
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
+		--python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+		--platform manylinux2014_x86_64 -d $(WHEELS) \
+		$$(grep -oE '^($(CARRIED))==[^ ;]+' requirements.lock)
 
 s3rver: $(S3RVER) ## the tests' second object store, from npm into build/
 

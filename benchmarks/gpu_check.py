@@ -1,0 +1,363 @@
+"""tandem on a real GPU, in at most ten minutes: does it work there, does it resume to the same bits, and what
+does it cost beside a bare loop.
+
+    make gpu-check                 # or: python benchmarks/gpu_check.py [--only digits killed] [--seconds 570]
+
+Checks are the functions of CHECKS, in the order of their worth. Each has a limit of its own and stops no
+other; what is not reached in time, or needs a GPU where there is none, is a row that says "not measured".
+Without a GPU, one is played by the CPU (tests/played_gpu.py) for what is not about speed. Ends with 1 where a
+check that ran has failed.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+import played_gpu  # noqa: E402
+from gpu_tasks import TIMES  # noqa: E402
+from live_runs import LiveRun  # noqa: E402
+from table import Row, render, write  # noqa: E402
+
+TASKS = ROOT / "benchmarks" / "gpu_tasks.py"
+QUIET = ("--metrics-port", 0, "--metrics-linger", 0, "--progress", "off", "--eval-every", "never")
+PASSED = {"distributed/consensus.py:drain", "data/fetch.py:fetch"}
+"""Places that look at what is on the host by then: the step before's numbers, and an index on the CPU."""
+HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
+
+
+class Check(NamedTuple):
+    """Where checks are made: on a played GPU or a real one, below a folder, until a moment (monotonic)."""
+
+    played: bool
+    folder: Path
+    deadline: float
+
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        """The module that is tandem here, with its verb."""
+        return ("played_gpu" if self.played else "tandem", "launch")
+
+    def run(self, name: str, *words: object, limit: float = 150.0) -> tuple[Path, str]:
+        """`tandem launch` in a folder of its own, to its end: its run directory, its output.
+
+        Raises RuntimeError where it fails or `limit` seconds pass.
+        """
+        run_dir = self.folder / name
+        command = [sys.executable, "-m", *self.launcher, *QUIET, "--run-dir", run_dir, *words]
+        return run_dir, self.output([str(word) for word in command], limit)
+
+    def output(self, command: Sequence[str], limit: float, **environ: str) -> str:
+        """What a command says, all processes of which end with it. Raises RuntimeError as `run`."""
+        left = min(limit, self.deadline - time.monotonic())
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **environ},
+        )
+        try:
+            said, _ = process.communicate(timeout=max(1.0, left))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, _ = process.communicate()
+            raise RuntimeError(f"ended after {left:.0f} s: {_end(said)}") from None
+        if process.returncode != 0:
+            raise RuntimeError(f"ended with {process.returncode}: {_end(said)}")
+        return said
+
+
+def _end(said: str) -> str:
+    return " / ".join(line.strip() for line in said.strip().splitlines()[-3:])[-500:]
+
+
+def _summary(run_dir: Path) -> dict[str, object]:
+    return dict(json.loads((run_dir / "summary.json").read_text()))
+
+
+def doctor(check: Check) -> list[Row]:
+    """What `tandem doctor` says of the GPU and its driver."""
+    said = check.output([sys.executable, "-m", "tandem", "doctor"], 60.0)
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines() if line.startswith(("GPUs", "driver")))
+    seen = f"GPUs {lines['GPUs']}; driver {lines['driver']}"
+    return [Row("doctor", 1, seen, passed=None if check.played else not lines["GPUs"].startswith("none"))]
+
+
+def digits(check: Check) -> list[Row]:
+    """The default task, on the GPU and on the CPU from the same seed."""
+    words = ("--nproc", 1, "--task", "digits", "--steps", 60 if check.played else 500, "--log-every", 20)
+    found = []
+    for device in ("cuda", "cpu"):
+        run_dir, said = check.run(f"digits-{device}", *words, "--device", device)
+        if f"({device})" not in said:
+            raise RuntimeError(f"not on {device}: {_end(said)}")
+        found.append(float(str(_summary(run_dir)["loss"])))
+    near = abs(found[0] - found[1]) <= 0.1 * found[1] + 0.01
+    end = f"loss {found[0]:.4f} in the last interval"
+    return [Row("digits on one GPU", 1, end, f"on the CPU {found[1]:.4f}", target="within 10%", passed=near)]
+
+
+def killed(check: Check) -> list[Row]:
+    """Undisturbed, and with its rank killed: the weights, and how long the next step took to come."""
+    steps, width, kills, every = (120, 8, 1, 20) if check.played else (8000, 64, 3, 200)
+    words = (*QUIET, "--nproc", 1, "--task", f"{TASKS}:Conv", "--task.width", width, "--batch-size", 32)
+    words = (*words, "--steps", steps, "--device", "cuda", "--deterministic", "--checkpoint-every", every)
+    calm, _ = check.run("calm", *words)
+    seconds = []
+    with LiveRun(check.launcher, check.folder / "killed", *words) as run:
+        for number in range(kills):
+            run.until(lambda number=number: len(run.events("training")) > number, "first step")
+            run.until(lambda: bool(run.events("checkpoint")), "checkpoint")
+            time.sleep(random.uniform(0.0, 0.2))
+            at = time.time()
+            os.kill(run.ranks()[0], signal.SIGKILL)
+            run.until(lambda number=number: len(run.events("training")) > number + 1, "next generation")
+            seconds.append(run.events("training")[number + 1]["time"] - at)
+        code = run.wait(max(1.0, check.deadline - time.monotonic()))
+    summary = run.summary()
+    was_killed = code == 0 and summary["restarts"] == kills
+    same = was_killed and _summary(calm)["weights_sha256"] == summary["weights_sha256"]
+    weights = (
+        "the undisturbed run's bits" if same else "other weights" if was_killed else f"ended with {code}"
+    )
+    median = statistics.median(seconds)
+    recovery = Row("from the kill to the next step", kills, f"median {median:.2f} s")
+    return [
+        Row("a rank killed, --deterministic", kills, weights, target="the same bits", passed=same),
+        recovery if not check.played else _not_measured("from the kill to the next step"),
+    ]
+
+
+def recovery_beside_torchrun(check: Check) -> list[Row]:
+    """The same trainer and task under `tandem launch` and under torchrun; both save every 50 steps."""
+    words = ("--device", "cuda", "--checkpoint-every", 50, "--steps", 10_000_000, "--log-every", 1000)
+    torchrun = (
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "9",
+        "-m",
+        "tandem",
+        "train",
+    )
+    medians = []
+    for name, launcher in {"tandem": (*check.launcher, "--nproc", "1"), "torchrun": torchrun}.items():
+        with LiveRun(launcher, check.folder / f"recovery-{name}", *words) as run:
+            taken = []
+            for number in (1, 2, 3):
+                run.until(lambda number=number: len(run.events("training")) >= number, "first step")
+                time.sleep(random.uniform(0.5, 1.0))
+                pid = run.ranks()[0] if name == "tandem" else run.workers()[0]
+                at = time.time()
+                os.kill(pid, signal.SIGKILL)
+                run.until(lambda number=number: len(run.events("training")) > number, "next generation")
+                taken.append(run.events("training")[number]["time"] - at)
+            medians.append(statistics.median(taken))
+    ours, theirs = medians
+    return [
+        Row(
+            "a killed rank, to the next step",
+            3,
+            f"median {ours:.2f} s",
+            f"torchrun {theirs:.2f} s",
+            f"{ours / theirs:.2f}",
+            "at most 0.5",
+            ours <= 0.5 * theirs,
+        )
+    ]
+
+
+def verified(check: Check) -> list[Row]:
+    """`tandem verify-resume`, which sets --deterministic on GPUs by itself."""
+    words = ("--nproc", "1", "--task", f"{TASKS}:Conv", "--batch-size", "32", "--trials", "3")
+    said = check.output([sys.executable, "-m", "tandem", "verify-resume", *words, "--device", "cuda"], 150.0)
+    verdict = said.strip().splitlines()[-1]
+    return [Row("verify-resume", 3, verdict, target="exact", passed="verdict: exact" in verdict)]
+
+
+def synchronisations(check: Check) -> list[Row]:
+    """How often a step makes the host wait for the device."""
+    steps = 40
+    words = ("--nproc", 1, "--task", f"{TASKS}:Conv", "--batch-size", 32, "--steps", 3 * steps)
+    words = (
+        *words,
+        "--task.width",
+        8,
+        "--log-every",
+        steps,
+        "--checkpoint-every",
+        "never",
+        "--device",
+        "cuda",
+    )
+    if check.played:
+        notes = check.folder / "notes"
+        os.environ["PLAYED_GPU_NOTES"] = str(notes)
+        check.run("synchronisations", *words)
+        waits = Counter(
+            {place: n for place, n in played_gpu.noted(notes).counts["wait"].items() if place not in PASSED}
+        )
+        each = sum(count for count in waits.values() if count >= 3 * steps) / (3 * steps)
+        worst = ", ".join(place for place, count in waits.most_common(3) if count >= 3 * steps)
+    else:
+        run_dir, _ = check.run("synchronisations", *words, "--profile", f"{steps + 5}:{steps - 10}")
+        trace = json.loads((run_dir / "profile" / "rank-0.json").read_text())["traceEvents"]
+        found = Counter(event["name"] for event in trace if event.get("name") in HOST_WAITS)
+        each, worst = sum(found.values()) / (steps - 10), str(dict(found)) if found else ""
+    said = f"{each:.2f} a step{f' ({worst})' if worst else ''}{', on the played GPU' if check.played else ''}"
+    return [Row("waits of the host for the device", 1, said, target="0", passed=each == 0)]
+
+
+def snapshots(check: Check) -> list[Row]:
+    """What snapshots cost: a text model with AdamW's state, 1.5 GB, with and without them, three times."""
+    rates: dict[str, list[float]] = {"auto": [], "never": []}
+    for number in range(3):
+        for every in ("auto", "never") if number % 2 else ("never", "auto"):
+            words = (*_gpt("full"), "--device", "cuda", "--snapshot-every", every, "--steps", 240)
+            run_dir, _ = check.run(f"snapshots-{every}-{number}", *words)
+            rates[every].append(float(str(_summary(run_dir)["samples_per_second"])))
+    cost = statistics.median(b / a for a, b in zip(rates["auto"], rates["never"], strict=True)) - 1
+    said = f"{statistics.median(rates['auto']):.1f} samples/s"
+    control = f"without {statistics.median(rates['never']):.1f} samples/s"
+    return [Row("snapshots of 124M parameters", 3, said, control, f"{cost:+.1%}", "at most 1%", cost <= 0.01)]
+
+
+def _gpt(scale: str) -> tuple[object, ...]:
+    batch = 16 if scale == "full" else 2
+    words = ("--nproc", 1, "--task", f"{TASKS}:Gpt124m", "--task.scale", scale, "--batch-size", batch)
+    return (*words, "--precision", "auto", "--checkpoint-every", "never", "--log-every", 50)
+
+
+def beside_bare_loops(
+    check: Check, scale: str = "full", device: str = "cuda", rounds: int = 2, names: Sequence[str] = ()
+) -> list[Row]:
+    """ResNet-50 and a 124M GPT in bf16: tandem's step beside the same in a loop without any framework."""
+    compiled = device == "cuda" and any(map(shutil.which, ("cc", "gcc", "clang")))
+    of = {"Resnet50": ("Resnet50", 128, ("--channels-last",)), "Gpt124m": ("Gpt124m", 16, ())}
+    rows = []
+    for name, batch, more in (of[each] for each in names or of):
+        if name == "Resnet50" and not _has_torchvision():
+            rows.append(_not_measured("a step of Resnet50", "torchvision is not here"))
+            continue
+        batch = batch if scale == "full" else {"Resnet50": 4, "Gpt124m": 2}[name]
+        steps = 120 if scale == "full" else 5
+        words = ["launch", *QUIET, "--nproc", 1, "--task", f"{TASKS}:{name}", "--task.scale", scale]
+        words += ["--batch-size", batch, "--steps", steps, "--precision", "auto", "--device", device]
+        words += ["--checkpoint-every", "never", *more, *(["--compile"] if compiled else [])]
+        alone = ["--scale", scale, "--device", device, *(["--compile"] if compiled else [])]
+        ours, theirs = [], []
+        for number in range(rounds):
+            times = check.folder / f"{name}-{number}.txt"
+            run_dir = ["--run-dir", check.folder / f"{name}-{number}"]
+            theirs.append(float(check.output([sys.executable, str(TASKS), name, *alone], 200.0).split()[-1]))
+            command = [sys.executable, "-m", "tandem", *map(str, [*words, *run_dir])]
+            check.output(command, 200.0, **{TIMES: str(times)})
+            ours.append(float(times.read_text()))
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        rows.append(
+            Row(
+                f"a step of {name}, {batch} samples, {'compiled' if compiled else 'not compiled'}",
+                rounds,
+                f"{statistics.median(ours):.2f} ms",
+                f"bare loop, batch on the device {statistics.median(theirs):.2f} ms",
+                f"{ratio:.3f}",
+                "at most 1.00",
+                ratio <= 1.005,
+            )
+        )
+    return rows
+
+
+def _has_torchvision() -> bool:
+    try:
+        import torchvision  # type: ignore[import-untyped]  # noqa: F401
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
+
+
+def _not_measured(name: str, why: str = "needs a GPU") -> Row:
+    return Row(name, 0, f"not measured: {why}", passed=None)
+
+
+# Name -> what makes its rows, and whether a played GPU will do.
+CHECKS: dict[str, tuple[Callable[[Check], list[Row]], bool]] = {
+    "doctor": (doctor, True),
+    "digits": (digits, True),
+    "killed": (killed, True),
+    "synchronisations": (synchronisations, True),
+    "verify-resume": (verified, False),
+    "bare-loops": (beside_bare_loops, False),
+    "snapshots": (snapshots, False),
+    "recovery": (recovery_beside_torchrun, False),
+}
+
+
+def rows_of(names: Sequence[str], played: bool, seconds: float) -> list[Row]:
+    """The rows of some checks; one that fails says how in a row of its own."""
+    table: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="tandem-gpu-check-") as folder:
+        os.environ.update(played_gpu.environment(Path(folder) / "notes") if played else _environment())
+        check = Check(played, Path(folder), time.monotonic() + seconds)
+        for name in names:
+            make, can_be_played = CHECKS[name]
+            if played and not can_be_played:
+                table.append(_not_measured(name))
+                continue
+            if time.monotonic() > check.deadline - 15:
+                table.append(_not_measured(name, f"the {seconds:.0f} s were over"))
+                continue
+            try:
+                table += make(check)
+            except (RuntimeError, OSError, subprocess.SubprocessError, LookupError, ValueError) as error:
+                table.append(
+                    Row(name, 1, f"failed: {' / '.join(str(error).split(chr(10)))[-600:]}", passed=False)
+                )
+            print(f"{name}: {table[-1].outcome}", file=sys.stderr, flush=True)
+    return table
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path.rstrip(os.pathsep)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    parser.add_argument("--seconds", type=float, default=570.0, help="for all of it")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    asked = parser.parse_args()
+    played = torch.cuda.device_count() == 0
+    if played:
+        print("no GPU here: one is played by the CPU, and nothing is said of speed", file=sys.stderr)
+    table = rows_of(asked.only, played, asked.seconds)
+    print(render(table))
+    if asked.json:
+        write(table, asked.json)
+    return int(any(row.passed is False for row in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

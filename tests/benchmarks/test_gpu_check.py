@@ -1,0 +1,36 @@
+"""benchmarks/gpu_check.py. Without a GPU it passes on the played one; a bare loop runs on CPUs, made tiny."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_check import Check, beside_bare_loops
+from patience import patient
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+
+
+def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> None:
+    found = tmp_path / "gpu.json"
+    only = ("doctor", "killed", "synchronisations", "verify-resume")
+    limit = patient(200)
+    command = [sys.executable, PROGRAM, "--only", *only, "--json", found, "--seconds", str(limit)]
+    code, said = processes.run([str(word) for word in command], limit=200, cwd=tmp_path)
+    assert code == 0, said
+    assert "one is played by the CPU, and nothing is said of speed" in said
+    rows = {row["name"]: row for row in json.loads(found.read_text())["rows"]}
+    assert rows["a rank killed, --deterministic"]["outcome"] == "the undisturbed run's bits"
+    assert rows["waits of the host for the device"]["outcome"] == "0.00 a step, on the played GPU"
+    assert rows["verify-resume"]["outcome"] == "not measured: needs a GPU"
+    assert rows["verify-resume"]["passed"] is None
+
+
+def test_a_step_beside_that_of_a_bare_loop(tmp_path: Path) -> None:
+    check = Check(played=False, folder=tmp_path, deadline=time.monotonic() + patient(120))
+    row = beside_bare_loops(check, "tiny", "cpu", 1, ["Gpt124m"])[0]
+    assert row.name == "a step of Gpt124m, 2 samples, not compiled" and row.outcome.endswith(" ms")
