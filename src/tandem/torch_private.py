@@ -15,6 +15,7 @@ Each was looked at in torch 2.11 and 2.15; `_dump_fr_trace_json` takes no `backe
 | `dynamic_rendezvous._delay`, `_state_holder._cache_duration` | a rendezvous takes up to 1 s longer |
 | `dynamic_rendezvous.get_method_name` | a rendezvous takes 0.25 s longer |
 | `_state_holder.state.participants` | who is waited for is not counted |
+| `dynamic_rendezvous._RendezvousState`, `_NodeDesc` | `tandem launch` ends with 2 |
 | `DynamicRendezvousHandler._stop_heartbeats` | the engine may complain of a lost store at the end |
 | `torch._dynamo` | the first ranks start a few seconds later |
 
@@ -30,6 +31,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tandem.errors import ConfigError
 
 _PUBLIC_BATCHNORMS = (
     nn.BatchNorm1d,
@@ -183,6 +186,18 @@ def nodes_here(handler: Any) -> int | None:
     with contextlib.suppress(AttributeError, TypeError):
         return len(handler._state_holder.state.participants)
     return None
+
+
+def rendezvous_kinds() -> tuple[Any, Any]:
+    """The classes of the rendezvous state, and of a node in it. Raises ConfigError where there are none."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    try:
+        return dynamic_rendezvous._RendezvousState, dynamic_rendezvous._NodeDesc
+    except AttributeError as error:
+        raise ConfigError(
+            f"tandem does not know how nodes meet in torch {torch.__version__}; install torch 2.11 to 2.15"
+        ) from error
 
 
 def stop_keep_alive(handler: Any) -> None:

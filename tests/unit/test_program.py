@@ -142,6 +142,23 @@ def test_a_cause_names_rank_node_and_last_words(tmp_path: Path) -> None:
     assert str(Cause(1, 1, "node-1", 137)) == "rank 1 on node 1 (node-1) was killed by signal 9"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"\xff", b"5", b"{}", b"[]", b"[" * 100_000, '{"lines": 3}', '{"lines": [1]}',
+     '{"rank": "a", "node": 0, "node_name": "b", "code": 1, "lines": []}',
+     '{"rank": 0, "node": 0, "node_name": "b", "code": 1.5, "lines": []}'],
+)  # fmt: skip
+def test_what_is_no_cause_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Cause.from_json(text)
+
+
+def test_a_cause_is_shown_without_what_a_terminal_would_obey() -> None:
+    there = Cause(0, 1, "b\x1b[2J", 1, ("a\x1b]0;x\x07", "b" * 5000))
+    assert not set("\x1b\x07") & set(found := Cause.from_json(there.to_json()).told()), found
+    assert len(found) < 1200
+
+
 @pytest.mark.parametrize("given, code", [(None, 0), (3, 3), ("sorry", 1), (True, 1), (256, 0)])
 def test_exit_codes_are_pythons(given: object, code: int) -> None:
     assert code_of(SystemExit(given)) == code

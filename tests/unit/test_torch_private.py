@@ -14,6 +14,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
 from tandem import torch_private
+from tandem.errors import ConfigError
 
 
 @pytest.fixture(params=["with torch's own", "without it"])
@@ -161,3 +162,13 @@ def test_the_real_handler_has_all_of_it() -> None:
     assert {"_state_holder"} <= set(handler.__annotations__) and hasattr(handler, "_stop_heartbeats")
     assert "_cache_duration" in dynamic_rendezvous._BackendRendezvousStateHolder.__annotations__
     torch_private.import_what_ddp_imports()
+
+
+@pytest.mark.parametrize("name", ["_RendezvousState", "_NodeDesc"])
+def test_a_torch_whose_nodes_meet_otherwise_is_one_line(without: Any, name: str) -> None:
+    without(dynamic_rendezvous, name)
+    if hasattr(dynamic_rendezvous, name):
+        assert getattr(dynamic_rendezvous, name) in torch_private.rendezvous_kinds()
+    else:
+        with pytest.raises(ConfigError, match=r"how nodes meet in torch .*; install torch"):
+            torch_private.rendezvous_kinds()

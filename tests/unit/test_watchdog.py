@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.launch.watchdog import Watchdog
@@ -111,16 +112,37 @@ def test_what_is_no_heartbeat_ends_no_thread_and_hides_nobody_else() -> None:
     )
     late = replace(WELL, rank=2, node=2, phase="data", quiet=61.0, limit=60.0, hang=60.0)
     odd: list[object] = [[], 5, "x", {"number": 1}, {"number": "a", "beats": [], "time": 0.0}]
+    odd += ["deep"]
     odd += [{"number": 1, "beats": [each], "time": 0.0} for each in ({}, vars(late) | {"quiet": "long"}, [1])]
     try:
         dog.start()
         dog.begin_generation("world/a", {}, [0, 1, 2])
         for words in odd:
-            server.set("world/a/pulse/1", json.dumps(words))
-            time.sleep(0.05)
+            server.set("world/a/pulse/1", "[" * 100_000 if words == "deep" else json.dumps(words))
+            time.sleep(0.05 if words != "deep" else 0.5)
         server.set("world/a/pulse/1", b"\xff{")
         server.set("world/a/pulse/2", json.dumps({"number": 1, "beats": [vars(late)], "time": time.time()}))
         wait_until(lambda: dog.alarm)
         assert dog.alarm is not None and dog.alarm.rank == 2
+    finally:
+        dog.close(None)
+
+
+@pytest.mark.parametrize("words", [b"{", b"\xff", b"5", b"{}", b"[" * 100_000, b'{"rank": "0"}'])
+def test_an_alarm_that_is_none_is_no_silence_of_node_0(words: bytes) -> None:
+    """The exchange failed at each look, and the node took the store for lost and cut its connections."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dog = Watchdog(
+        1, "here", server.port, lambda: TCPStore("127.0.0.1", server.port, is_master=False), Registry(node=1)
+    )
+    server.set("world/a/alarm", words)
+    try:
+        dog.start()
+        dog.begin_generation("world/a", {}, [0, 1])
+        for _ in range(2):  # it goes on saying what it has to say
+            server.delete_key("world/a/pulse/1")
+            wait_until(lambda: server.check(["world/a/pulse/1"]))
+        wait_until(lambda: dog._last_exchange)
+        assert dog.alarm is None
     finally:
         dog.close(None)

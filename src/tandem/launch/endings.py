@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.errors import FINISHED, PEER_LOST, STOPPED
+from tandem.telemetry.messages import checked
 
-LINES_SHOWN = 12
+LINES_SHOWN, LINE_CHARACTERS = 12, 1000
 
 
 def failures(codes: Mapping[int, int | None]) -> dict[int, int]:
@@ -69,8 +70,17 @@ class Cause:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Cause":
-        words = json.loads(text)
-        return cls(**{**words, "lines": tuple(words["lines"])})
+        """Raises ValueError for what `to_json` has not given: anyone may have written it."""
+        try:
+            words = json.loads(text)
+            lines = tuple(_printable(line) for line in words["lines"])[:LINES_SHOWN]
+            return checked(cls, {**words, "node_name": _printable(words["node_name"]), "lines": lines})
+        except (TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"no cause: {type(error).__name__}") from error
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text)[:LINE_CHARACTERS]
 
 
 def last_words(error_file: Path, log: Path) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tandem.checkpoint.listing import is_finished
-from tandem.distributed.group import Position
+from tandem.distributed.group import Position, first_line
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
 from tandem.launch.part import Node
 from tandem.launch.rendezvous import (
@@ -37,13 +37,14 @@ from tandem.launch.rendezvous import (
     RUN_ID,
     StopRequestedError,
     StoreLostError,
-    WatchfulBackend,
+    agreed,
     check_all_are_in,
     heed_verdict,
     is_confirmed,
     leave_verdict,
     stay_until_all_left,
 )
+from tandem.launch.rendezvous_state import WatchfulBackend
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
@@ -107,11 +108,9 @@ class NodeAgent(SimpleElasticAgent):
     def run_generations(self) -> tuple[int, str]:
         """Start generations until one ends in a way that is not retried: (exit code, why)."""
         while True:
-            self._waiting_since, self._next_word = time.monotonic(), 1.0
-            self._joining = True
+            self._joining, self._waiting_since, self._next_word = True, time.monotonic(), 1.0
             self._initialize_workers(self._worker_group)
-            self._joining = False
-            self._hung_node = None
+            self._joining, self._hung_node = False, None
             code = self._watch()
             self._watchdog.end_generation(self._root)
             if code is None:
@@ -242,6 +241,12 @@ class NodeAgent(SimpleElasticAgent):
 
     # What torch's engine asks of an agent.
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        try:
+            super()._rendezvous(worker_group)
+        except (ValueError, TypeError, KeyError) as error:  # anyone who reaches the store can write there
+            raise StoreLostError(f"what the nodes agreed on is damaged ({first_line(error)})") from error
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give every local rank its position and fork it."""
         group = cast(Any, worker_group)  # torch annotates what it fills in later as None
@@ -249,7 +254,7 @@ class NodeAgent(SimpleElasticAgent):
         check_all_are_in(placement, group.group_world_size)
         if group.group_rank == 0:
             store.set("tandem/generation", f"{self._budget.generations}.{uuid.uuid4().hex}")
-        generation = store.get("tandem/generation").decode()
+        generation = agreed(store, "tandem/generation", r"\d{1,9}\.[0-9a-f]{32}")
         prefix, self._restart = f"generation/{generation}", int(generation.partition(".")[0])
         self._budget.generations += 1
         self._positions = positions = {

@@ -5,6 +5,7 @@ Each wait here looks at signals and at whether another node has ended the job.
 
 import contextlib
 import logging
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -12,18 +13,15 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from tandem import __version__
 from tandem.distributed.group import first_line
 from tandem.distributed.meeting import listen
 from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
-from tandem.launch.liveness import OwnClock
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.timeouts import (
     ANNOUNCE_SECONDS,
-    LAST_CALL_SECONDS,
     LEAVE_SECONDS,
     LEFT_POLL_SECONDS,
     MASTER_ANSWER_SECONDS,
@@ -61,28 +59,6 @@ class StoreLostError(Exception):
 
     def __init__(self, why: str = "the store on node 0 is gone") -> None:
         super().__init__(why)
-
-
-class WatchfulBackend(C10dRendezvousBackend):
-    """torch's c10d backend; each poll of a waiting node also looks at signals and at the job's verdict.
-
-    Whether others live is judged by this node's own clock (`liveness.py`).
-    """
-
-    def __init__(self, store: TCPStore, before_poll: Callable[[], None]) -> None:
-        super().__init__(store, RUN_ID)
-        self._before_poll, self._clock = before_poll, OwnClock(LAST_CALL_SECONDS)
-
-    def get_state(self) -> Any:
-        """(state, token), or None where there is none yet."""
-        self._before_poll()
-        read = super().get_state()
-        return None if read is None else (self._clock.received(read[0]), read[1])
-
-    def set_state(self, state: bytes, token: Any = None) -> Any:
-        """(state, token, whether it is this one), or None."""
-        read = super().set_state(self._clock.sent(state), token)
-        return None if read is None else (self._clock.received(read[0]), *read[1:])
 
 
 def raise_verdict(store: TCPStore) -> None:
@@ -148,6 +124,14 @@ def is_confirmed(store: TCPStore) -> bool:
     with contextlib.suppress(RuntimeError):
         return bool(store.check([VERDICT_KEY]))
     return False
+
+
+def agreed(store: Any, key: str, form: str) -> str:
+    """What the first node has written there for all, of this form (a pattern). Raises StoreLostError."""
+    text = bytes(store.get(key)).decode(errors="replace")
+    if re.fullmatch(form, text, re.ASCII) is None:
+        raise StoreLostError(f"the store holds {text[:40]!r} as {key}")
+    return text
 
 
 def check_all_are_in(placement: Placement, nodes: int) -> None:

@@ -17,7 +17,7 @@ from tandem.distributed.position import Position
 from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED
 from tandem.launch.endings import Cause, choose, failures, is_own, last_words, was_killed
 from tandem.launch.generations import NodeAgent
-from tandem.launch.rendezvous import VerdictError, serve
+from tandem.launch.rendezvous import VerdictError, agreed, serve
 from tandem.launch.restarts import is_retried, job_code
 from tandem.script.environment import error_file
 from tandem.timeouts import BLAME_SECONDS, MONITOR_SECONDS, OTHERS_SECONDS
@@ -97,7 +97,10 @@ class ScriptAgent(NodeAgent):
         deadline = time.monotonic() + OTHERS_SECONDS
         while time.monotonic() < deadline:
             for key in [key for key in keys if self._root.check([key])]:
-                theirs = Cause.from_json(self._root.get(key))
+                try:
+                    theirs = Cause.from_json(self._root.get(key))
+                except ValueError:
+                    continue
                 if was_killed(theirs.code):
                     return theirs
                 if theirs.code != PEER_LOST and found.code == PEER_LOST:
@@ -119,7 +122,7 @@ class ScriptAgent(NodeAgent):
         return str(cause) if cause.rank == 0 else cause.told()
 
     def _told_by_others(self) -> str:
-        with contextlib.suppress(RuntimeError, ValueError, TypeError):
+        with contextlib.suppress(RuntimeError, ValueError):
             if self._root.check([CAUSE_KEY]):
                 cause = Cause.from_json(self._root.get(CAUSE_KEY))
                 return self._told(cause) if self._node.placement.node_rank == 0 else str(cause)
@@ -148,6 +151,6 @@ class ScriptAgent(NodeAgent):
         return super()._start_workers(worker_group)
 
     def _position(self, worker: Any, group: Any, prefix: str) -> Position:
-        host, _, port = group.store.get("tandem/master").decode().rpartition(":")
+        host, _, port = agreed(group.store, "tandem/master", r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")
         found = super()._position(worker, group, prefix)
         return replace(found, master=(host, int(port)), local_world_size=self._node.nproc)

@@ -218,7 +218,7 @@ class Watchdog:
             try:
                 words = checked(_NodeWords, json.loads(store.get(key)))
                 beats = [checked(Beat, beat) for beat in words.beats]
-            except ValueError as error:  # counts as silence
+            except (ValueError, RecursionError) as error:  # counts as silence
                 log.debug("node %d says what is no heartbeat: %s", node, error)
                 continue
             self._compare_clocks(node, words.time)
@@ -242,7 +242,9 @@ class Watchdog:
         key = f"{generation}/alarm"
         if generation:
             self._tell_beats(store, generation, beats)
-        alarm = checked(Alarm, json.loads(store.get(key))) if store.check([key]) else None
+        alarm = None
+        with suppress(ValueError, RecursionError):  # what is no alarm is none
+            alarm = checked(Alarm, json.loads(store.get(key))) if store.check([key]) else None
         with self._lock:
             self._last_exchange = time.monotonic()
             if generation == self._generation and alarm is not None:

@@ -1,0 +1,144 @@
+"""The state that nodes share while they meet, as data: torch keeps it as a pickle, which runs what it holds.
+
+Whoever reaches the store can write there, and torch's own backend would run it. In the store there is JSON
+instead, and what comes from there is checked field by field before the engine sees any of it.
+"""
+
+import json
+import logging
+import pickle
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from tandem.launch.liveness import OwnClock
+from tandem.launch.rendezvous import one_line
+from tandem.timeouts import LAST_CALL_SECONDS
+from tandem.torch_private import rendezvous_kinds
+
+log = logging.getLogger("tandem.agent")
+
+STATE_KEY, NO_STATE = "tandem/rendezvous", b"none"
+MOST_BYTES = 16 * 2**20
+"""Far more than ten thousand nodes need."""
+FLAGS, WAITING = ("complete", "closed"), ("wait_list", "redundancy_list")
+
+
+class WatchfulBackend(RendezvousBackend):
+    """The state of the rendezvous in the agents' store.
+
+    Each poll of a waiting node also looks at signals and at the job's verdict. Whether others live is judged
+    by this node's own clock (`liveness.py`). What is no state, or is gone, is replaced by the last that was.
+    """
+
+    def __init__(self, store: TCPStore, before_poll: Callable[[], None]) -> None:
+        self._store, self._before_poll, self._clock = store, before_poll, OwnClock(LAST_CALL_SECONDS)
+        self._last, self._has_warned = NO_STATE, False
+
+    @property
+    def name(self) -> str:
+        return "tandem"
+
+    def get_state(self) -> Any:
+        """(state, token), or None where there is none yet."""
+        self._before_poll()
+        return self._received(self._replace(b"", self._last))
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        """(state, token, whether it is this one), or None."""
+        text, expected = to_text(self._clock.sent(state)), token or NO_STATE
+        found = self._replace(expected, text)
+        if found == expected and found != text:  # the store says so of a key that is gone
+            found = self._replace(b"", text)
+        read = self._received(found)
+        return None if read is None else (*read, found == text)
+
+    def _replace(self, expected: bytes, text: bytes) -> bytes:
+        """Write `text` where there is what was `expected`, or nothing for b""; what is there then."""
+        try:
+            return bytes(self._store.compare_set(STATE_KEY, expected, text))  # type: ignore[arg-type]
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            raise RendezvousConnectionError("the store on node 0 does not answer") from error
+
+    def _received(self, found: bytes) -> Any:
+        """(state by this node's clock, token), or None."""
+        for _ in range(3):  # others mend it as well
+            if found == self._last == NO_STATE:
+                return None
+            try:
+                state = from_text(found)
+            except ValueError as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    text = "the store holds what is no state of a rendezvous (%s): going on without it"
+                    log.warning(text, one_line(str(error)))
+                found = self._replace(found, self._last)
+                continue
+            self._last = found
+            return self._clock.received(state), found
+        raise RendezvousConnectionError("the store holds what is no state of a rendezvous, again and again")
+
+
+def to_text(bits: bytes) -> bytes:
+    """What this process's own engine has pickled, for the store."""
+    state = pickle.loads(bits)
+    words: dict[str, Any] = {name: getattr(state, name) for name in ("round", *FLAGS)}
+    words["deadline"] = state.deadline and state.deadline.isoformat()
+    words["participants"] = [[*_words_of(node), rank] for node, rank in state.participants.items()]
+    words |= {name: sorted(map(_words_of, getattr(state, name))) for name in WAITING}
+    beats = state.last_heartbeats.items()
+    words["last_heartbeats"] = [[*_words_of(node), beat.isoformat()] for node, beat in beats]
+    return json.dumps(words, separators=(",", ":")).encode()
+
+
+def from_text(text: bytes) -> bytes:
+    """A pickle for the engine of what `to_text` has given. Raises ValueError for anything else."""
+    state_kind, _ = rendezvous_kinds()
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{len(text)} bytes")
+    try:
+        words, state = json.loads(text), state_kind()
+        state.round = _number(words["round"])
+        for name in FLAGS:
+            setattr(state, name, _checked(bool, words[name]))
+        deadline = words["deadline"]
+        state.deadline = None if deadline is None else _moment(deadline)
+        state.participants = {_node(each): _number(rank) for *each, rank in words["participants"]}
+        for name in WAITING:
+            setattr(state, name, {_node(each) for each in words[name]})
+        state.last_heartbeats = {_node(each): _moment(beat) for *each, beat in words["last_heartbeats"]}
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return pickle.dumps(state)
+
+
+def _words_of(node: Any) -> tuple[str, int, int]:
+    return node.addr, node.pid, node.local_id
+
+
+def _node(words: Any) -> Any:
+    address, process, index = words
+    return rendezvous_kinds()[1](_checked(str, address)[:255], _number(process), _number(index))
+
+
+def _checked(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{type(value).__name__} instead of {kind.__name__}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if not 0 <= _checked(int, value) < 2**31:
+        raise ValueError("a number out of range")
+    return int(value)
+
+
+def _moment(text: Any) -> datetime:
+    moment = datetime.fromisoformat(_checked(str, text))
+    if moment.tzinfo is None:
+        raise ValueError("a time without a zone")
+    return moment
