@@ -4,14 +4,12 @@
 """
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tandem import __version__, after
+from tandem import __version__, after, before
 from tandem.errors import FINISHED, ConfigError, TandemError
 
 if TYPE_CHECKING:
@@ -119,62 +117,6 @@ def train(options: "Namespace", environ: Environment) -> int:
     return command.train(options.given, environ)
 
 
-def verify_resume(options: "Namespace", environ: Environment) -> int:
-    """The proof, on this machine, that a killed run of this task or script resumes to the same bits."""
-    from tandem.config import Count, as_flags, checked, resolve
-    from tandem.signals import StopFlag
-
-    trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
-    settings = resolve(options.given, environ).settings
-    _check_alone("verify-resume", environ)
-    script = None
-    if options.script is not None:
-        from tandem.launch.program import check
-        from tandem.script.job import Program
-
-        script = Program("script", options.script)
-        check(script, options.given)
-    stop = StopFlag().install()
-    from tandem.verify.resume import verify
-
-    flags = as_flags(options.given)
-    return verify(settings, flags, environ, trials, stop, lambda line: print(line, flush=True), script)
-
-
-def _check_alone(verb: str, environ: Environment) -> None:
-    from tandem.platforms.placement import detect
-
-    platform = detect(environ, socket.gethostname()).platform
-    if platform != "none":
-        raise ConfigError(f"{verb} starts its own ranks, and this is a rank or node of {platform}")
-
-
-def _verify_resume_options(parser: "Parser") -> None:
-    from tandem.config import Count
-
-    parser.option("--trials", Count, "runs to kill; default 3, TANDEM_TRIALS")
-    parser.add_argument("--script", metavar="FILE", help="a script with a loop of its own (not a task)")
-
-
-def bench(options: "Namespace", environ: Environment) -> int:
-    """Strategies side by side on this machine: pace, memory and loss, in rounds."""
-    from tandem.config import as_flags, resolve
-    from tandem.verify.bench import Wanted, compare
-
-    settings = resolve(options.given, environ).settings
-    _check_alone("bench", environ)
-    wanted = Wanted.of(options.compare, options.rounds, options.json)
-    return compare(settings, as_flags(options.given), environ, wanted, lambda line: print(line, flush=True))
-
-
-def _bench_options(parser: "Parser") -> None:
-    from tandem.config import Count
-
-    parser.add_argument("--compare", metavar="A,B", help="strategies; default single,dp,ddp,fsdp")
-    parser.option("--rounds", Count, "runs of each, in turn; default 3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
-
-
 def config(options: "Namespace", environ: Environment) -> int:
     """Every value, and with --explain where it came from."""
     from tandem.config import as_toml, explain, markdown, resolve
@@ -216,6 +158,13 @@ VERBS: dict[str, Verb] = {
     ),
     "train": Verb(
         train, "[settings]", "train a task as the rank that the environment says (torchrun, or alone)"
+    ),
+    "init": Verb(
+        before.init,
+        "DIR",
+        "a project of one's own: task, test, image, Compose and Kubernetes files",
+        before.init_options,
+        takes_settings=False,
     ),
     "checkpoints": Verb(
         after.checkpoints,
@@ -259,13 +208,22 @@ VERBS: dict[str, Verb] = {
         takes_settings=False,
     ),
     "verify-resume": Verb(
-        verify_resume,
+        before.verify_resume,
         "[--script FILE] [settings]",
         "kill a run of this task or script, resume it, compare every bit",
-        _verify_resume_options,
+        before.verify_resume_options,
+    ),
+    "check": Verb(
+        before.check,
+        "[TASK] [settings]",
+        "is this task sound? its data, model and loss on two ranks, and a killed run",
+        before.check_options,
     ),
     "bench": Verb(
-        bench, "[--compare A,B] [settings]", "strategies side by side: pace, memory and loss", _bench_options
+        before.bench,
+        "[--compare A,B] [settings]",
+        "strategies side by side: pace, memory and loss",
+        before.bench_options,
     ),
     "config": Verb(
         config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
