@@ -24,8 +24,9 @@ HELP = """tandem: multi-node PyTorch training that survives, and tells you what 
 {verbs}
   tandem --version
 
-`tandem VERB --help` lists what a verb takes. Settings are flags (--epochs 3), variables (TANDEM_EPOCHS=3),
-lines of .env or keys of a --config FILE.toml, in this order of precedence.
+`tandem VERB --help` lists what a verb takes, `tandem help TOPIC` tells of one setting (help epochs), a group
+of them (help settings) or the exit codes (help exit-codes). Settings are flags (--epochs 3), variables
+(TANDEM_EPOCHS=3), lines of .env or keys of a --config FILE.toml, in this order of precedence.
 Start here: tandem launch --nodes 2
 """
 
@@ -60,6 +61,9 @@ def main() -> None:
 
 def run(verb: str, words: Sequence[str], environ: Environment) -> int:
     """Call the verb; raises TandemError with one line for the user."""
+    if verb == "help" and words:
+        print(_help_on(words[0]), end="")
+        return FINISHED
     if verb in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(_line(name) for name in VERBS)), end="")
         return FINISHED
@@ -96,6 +100,14 @@ def parser_of(verb: str) -> "Parser":
     if add_options is not None:
         add_options(parser)
     return parser
+
+
+def _help_on(topic: str) -> str:
+    if topic in VERBS:
+        return parser_of(topic).format_help()
+    from tandem.config.topics import told
+
+    return told(topic, list(VERBS))
 
 
 def _line(verb: str) -> str:
@@ -141,6 +153,19 @@ def doctor(options: "Namespace", environ: Environment) -> int:
 
     print(report(resolve(options.given, environ).settings, environ))
     return FINISHED
+
+
+def completion(options: "Namespace", environ: Environment) -> int:
+    """A script that completes verbs, flags and words at a Tab."""
+    from tandem.config.completion import script
+
+    parsers = {verb: parser_of(verb) for verb in VERBS}
+    print(script(options.shell, parsers, {verb: each.summary for verb, each in VERBS.items()}), end="")
+    return FINISHED
+
+
+def _completion_options(parser: "Parser") -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="what the script is for")
 
 
 def health(_: "Namespace | None", environ: Environment) -> int:
@@ -229,5 +254,8 @@ VERBS: dict[str, Verb] = {
         config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
     ),
     "doctor": Verb(doctor, "[settings]", "versions, memory, GPUs, the place in the cluster"),
+    "completion": Verb(
+        completion, "bash|zsh|fish", "a script for your shell's Tab key", _completion_options, False
+    ),
     "health": Verb(health, "", "is the run making progress? (for probes)", None, False),
 }
