@@ -4,14 +4,12 @@
 """
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tandem import __version__, after
+from tandem import __version__, after, before
 from tandem.errors import FINISHED, ConfigError, TandemError
 
 if TYPE_CHECKING:
@@ -26,8 +24,9 @@ HELP = """tandem: multi-node PyTorch training that survives, and tells you what 
 {verbs}
   tandem --version
 
-`tandem VERB --help` lists what a verb takes. Settings are flags (--epochs 3), variables (TANDEM_EPOCHS=3),
-lines of .env or keys of a --config FILE.toml, in this order of precedence.
+`tandem VERB --help` lists what a verb takes, `tandem help TOPIC` tells of one setting (help epochs), a group
+of them (help settings) or the exit codes (help exit-codes). Settings are flags (--epochs 3), variables
+(TANDEM_EPOCHS=3), lines of .env or keys of a --config FILE.toml, in this order of precedence.
 Start here: tandem launch --nodes 2
 """
 
@@ -62,6 +61,9 @@ def main() -> None:
 
 def run(verb: str, words: Sequence[str], environ: Environment) -> int:
     """Call the verb; raises TandemError with one line for the user."""
+    if verb == "help" and words:
+        print(_help_on(words[0]), end="")
+        return FINISHED
     if verb in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(_line(name) for name in VERBS)), end="")
         return FINISHED
@@ -100,6 +102,14 @@ def parser_of(verb: str) -> "Parser":
     return parser
 
 
+def _help_on(topic: str) -> str:
+    if topic in VERBS:
+        return parser_of(topic).format_help()
+    from tandem.config.topics import told
+
+    return told(topic, list(VERBS))
+
+
 def _line(verb: str) -> str:
     command = f"tandem {verb} {VERBS[verb].usage}"
     return f"  {command:<47} {VERBS[verb].summary}"
@@ -117,62 +127,6 @@ def train(options: "Namespace", environ: Environment) -> int:
     from tandem.launch import command
 
     return command.train(options.given, environ)
-
-
-def verify_resume(options: "Namespace", environ: Environment) -> int:
-    """The proof, on this machine, that a killed run of this task or script resumes to the same bits."""
-    from tandem.config import Count, as_flags, checked, resolve
-    from tandem.signals import StopFlag
-
-    trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
-    settings = resolve(options.given, environ).settings
-    _check_alone("verify-resume", environ)
-    script = None
-    if options.script is not None:
-        from tandem.launch.program import check
-        from tandem.script.job import Program
-
-        script = Program("script", options.script)
-        check(script, options.given)
-    stop = StopFlag().install()
-    from tandem.verify.resume import verify
-
-    flags = as_flags(options.given)
-    return verify(settings, flags, environ, trials, stop, lambda line: print(line, flush=True), script)
-
-
-def _check_alone(verb: str, environ: Environment) -> None:
-    from tandem.platforms.placement import detect
-
-    platform = detect(environ, socket.gethostname()).platform
-    if platform != "none":
-        raise ConfigError(f"{verb} starts its own ranks, and this is a rank or node of {platform}")
-
-
-def _verify_resume_options(parser: "Parser") -> None:
-    from tandem.config import Count
-
-    parser.option("--trials", Count, "runs to kill; default 3, TANDEM_TRIALS")
-    parser.add_argument("--script", metavar="FILE", help="a script with a loop of its own (not a task)")
-
-
-def bench(options: "Namespace", environ: Environment) -> int:
-    """Strategies side by side on this machine: pace, memory and loss, in rounds."""
-    from tandem.config import as_flags, resolve
-    from tandem.verify.bench import Wanted, compare
-
-    settings = resolve(options.given, environ).settings
-    _check_alone("bench", environ)
-    wanted = Wanted.of(options.compare, options.rounds, options.json)
-    return compare(settings, as_flags(options.given), environ, wanted, lambda line: print(line, flush=True))
-
-
-def _bench_options(parser: "Parser") -> None:
-    from tandem.config import Count
-
-    parser.add_argument("--compare", metavar="A,B", help="strategies; default single,dp,ddp,fsdp")
-    parser.option("--rounds", Count, "runs of each, in turn; default 3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
 
 
 def config(options: "Namespace", environ: Environment) -> int:
@@ -201,6 +155,19 @@ def doctor(options: "Namespace", environ: Environment) -> int:
     return FINISHED
 
 
+def completion(options: "Namespace", environ: Environment) -> int:
+    """A script that completes verbs, flags and words at a Tab."""
+    from tandem.config.completion import script
+
+    parsers = {verb: parser_of(verb) for verb in VERBS}
+    print(script(options.shell, parsers, {verb: each.summary for verb, each in VERBS.items()}), end="")
+    return FINISHED
+
+
+def _completion_options(parser: "Parser") -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="what the script is for")
+
+
 def health(_: "Namespace | None", environ: Environment) -> int:
     """Standard library only: the verdict on the heartbeat file."""
     from tandem.telemetry.health import main as health_main
@@ -216,6 +183,13 @@ VERBS: dict[str, Verb] = {
     ),
     "train": Verb(
         train, "[settings]", "train a task as the rank that the environment says (torchrun, or alone)"
+    ),
+    "init": Verb(
+        before.init,
+        "DIR",
+        "a project of one's own: task, test, image, Compose and Kubernetes files",
+        before.init_options,
+        takes_settings=False,
     ),
     "checkpoints": Verb(
         after.checkpoints,
@@ -259,17 +233,29 @@ VERBS: dict[str, Verb] = {
         takes_settings=False,
     ),
     "verify-resume": Verb(
-        verify_resume,
+        before.verify_resume,
         "[--script FILE] [settings]",
         "kill a run of this task or script, resume it, compare every bit",
-        _verify_resume_options,
+        before.verify_resume_options,
+    ),
+    "check": Verb(
+        before.check,
+        "[TASK] [settings]",
+        "is this task sound? its data, model and loss on two ranks, and a killed run",
+        before.check_options,
     ),
     "bench": Verb(
-        bench, "[--compare A,B] [settings]", "strategies side by side: pace, memory and loss", _bench_options
+        before.bench,
+        "[--compare A,B] [settings]",
+        "strategies side by side: pace, memory and loss",
+        before.bench_options,
     ),
     "config": Verb(
         config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
     ),
     "doctor": Verb(doctor, "[settings]", "versions, memory, GPUs, the place in the cluster"),
+    "completion": Verb(
+        completion, "bash|zsh|fish", "a script for your shell's Tab key", _completion_options, False
+    ),
     "health": Verb(health, "", "is the run making progress? (for probes)", None, False),
 }

@@ -124,3 +124,5 @@ STEP_POLL_SECONDS = 0.001
 """Looks for the step to kill at: a step of the smallest task takes 3 ms."""
 END_POLL_SECONDS = 0.05
 """Looks whether a run has ended."""
+CHECK_SECONDS = 600.0
+"""What `check` gives a rank to make data, model and two batches: the first time may download."""

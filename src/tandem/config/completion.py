@@ -1,0 +1,127 @@
+"""Completion scripts for bash, zsh and fish, made from the parsers: static text, nothing runs at a Tab.
+
+zsh reads the same script as bash, by its own bashcompinit; fish has a line for each flag, with its meaning.
+"""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from tandem.config.arguments import Parser
+from tandem.config.settings import SETTINGS
+
+BASH = """\
+# tandem completion {shell}: {how}
+{begin}_tandem() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words=
+    if [ "$word" = "=" ]; then word=; elif [ "$before" = "=" ]; then before=${{COMP_WORDS[COMP_CWORD-2]}}; fi
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{verbs}"
+    else
+        case "$before" in
+{values}
+        *) case "${{COMP_WORDS[1]}} $COMP_CWORD" in
+{positionals}
+            esac
+            case "$word" in -*) case "${{COMP_WORDS[1]}}" in
+{flags}
+            esac ;; esac ;;
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _tandem tandem
+"""
+HOW = {
+    "bash": "tandem completion bash > ~/.local/share/bash-completion/completions/tandem",
+    "zsh": "tandem completion zsh > ~/.tandem.zsh, and `source ~/.tandem.zsh` in ~/.zshrc after compinit",
+    "fish": "tandem completion fish > ~/.config/fish/completions/tandem.fish",
+}
+ZSH = "autoload -U +X compinit bashcompinit\n(( $+functions[compdef] )) || compinit\nbashcompinit\n"
+
+
+class Flag(NamedTuple):
+    """One flag of a verb. `values`: the words that it takes, where they can be listed."""
+
+    name: str
+    help: str
+    takes_value: bool
+    values: tuple[str, ...]
+
+
+def script(shell: str, parsers: Mapping[str, Parser], summaries: Mapping[str, str]) -> str:
+    """What completes `tandem` in this shell."""
+    flags = {verb: flags_of(parser) for verb, parser in parsers.items()}
+    first = {verb: words for verb, parser in parsers.items() if (words := _first_words(parser))}
+    if shell == "fish":
+        return _fish(flags, first, summaries)
+    values: dict[str, set[str]] = {}
+    for each in (flag for of_verb in flags.values() for flag in of_verb):
+        if each.values:
+            values.setdefault(each.name, set()).update(each.values)
+    return BASH.format(
+        shell=shell,
+        how=HOW[shell],
+        begin=ZSH if shell == "zsh" else "",
+        verbs=" ".join(flags),
+        values="\n".join(
+            f'        {name}) words="{" ".join(sorted(words))}" ;;' for name, words in values.items()
+        ),
+        positionals="\n".join(
+            f'            "{verb} 2") words="{" ".join(words)}" ;;' for verb, words in first.items()
+        ),
+        flags="\n".join(
+            f'            {verb}) words="{" ".join(flag.name for flag in of_verb)}" ;;'
+            for verb, of_verb in flags.items()
+        ),
+    )
+
+
+def flags_of(parser: Parser) -> list[Flag]:
+    """All that its help lists, and --help."""
+    by_flag = {setting.flag: setting for setting in SETTINGS.values()}
+    found = [Flag("--help", "what this verb takes", False, ())]
+    for action in parser._actions:
+        for name in (each for each in action.option_strings if not each.endswith(".NAME")):
+            setting = by_flag.get(name)
+            words = tuple(map(str, action.choices or ())) or (words_in(setting.annotation) if setting else ())
+            text = "" if action.help in (None, argparse.SUPPRESS) else str(action.help).partition("\n")[0]
+            found.append(Flag(name, text.replace("%%", "%"), action.nargs != 0, words))
+    return found
+
+
+def words_in(annotation: Any) -> tuple[str, ...]:
+    """The words of an annotation's Literals: those of `Literal["auto"] | int` are ("auto",)."""
+    if get_origin(annotation) is Literal:
+        return tuple(each for each in get_args(annotation) if isinstance(each, str))
+    return tuple(word for part in get_args(annotation) for word in words_in(part))
+
+
+def _first_words(parser: Parser) -> tuple[str, ...]:
+    """The words that may come first, where they can be listed."""
+    positionals = [action for action in parser._actions if not action.option_strings]
+    return tuple(map(str, positionals[0].choices or ())) if positionals else ()
+
+
+def _fish(
+    flags: Mapping[str, list[Flag]], first: Mapping[str, tuple[str, ...]], summaries: Mapping[str, str]
+) -> str:
+    lines = [f"# tandem completion fish: {HOW['fish']}"]
+    for verb in flags:
+        summary = _quoted(summaries[verb])
+        lines.append(f"complete -c tandem -n __fish_use_subcommand -f -a {verb} -d {summary}")
+    for verb, of_verb in flags.items():
+        seen = f"complete -c tandem -n '__fish_seen_subcommand_from {verb}'"
+        if verb in first:
+            lines.append(f"{seen} -f -a {_quoted(' '.join(first[verb]))}")
+        for flag in of_verb:
+            line = f"{seen} -l {flag.name[2:]} -d {_quoted(flag.help)}"
+            if flag.values:
+                line += f" -x -a {_quoted(' '.join(flag.values))}"
+            lines.append(line + (" -r" if flag.takes_value and not flag.values else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,62 @@
+"""`tandem help TOPIC`: a setting, a group of settings, exit codes; verbs have their own help."""
+
+from difflib import get_close_matches
+
+from tandem.config.fields import Setting, plain
+from tandem.config.settings import SETTINGS, SLICES
+from tandem.config.sources import PREFIX
+from tandem.errors import ConfigError
+
+EXIT_CODES = """\
+What a run ends with; what to do about each: docs/troubleshooting.md
+
+  0     finished
+  1     an error in the task, its numbers or its saves; not started again
+  2     the configuration, or what the task gives; not started again
+  130   a second Ctrl-C
+  134   a GPU failed; started again
+  137   killed, or stopped before a checkpoint could be written; other 128+n likewise; started again
+  143   stopped by a signal, after a checkpoint: the same command goes on
+  200   a peer is lost, a rank hangs, or the restart budget is spent; started again
+"""
+PRECEDENCE = """\
+Strongest first: a flag (--epochs 3), a variable (TANDEM_EPOCHS=3), a line of .env, a key of a --config file.
+`tandem config --explain` shows every value and where it came from; `tandem launch --help` lists all settings.
+
+Groups, for `tandem help GROUP`: {groups}
+"""
+TOPICS = {"exit-codes": EXIT_CODES}
+
+
+def topics() -> list[str]:
+    """All but verbs and single settings."""
+    return ["settings", *TOPICS, *SLICES]
+
+
+def told(topic: str, verbs: list[str]) -> str:
+    """The text of a topic that is no verb. Raises ConfigError with the nearest."""
+    name = topic.removeprefix("--").removeprefix(PREFIX).lower().replace("-", "_")
+    if topic in TOPICS or topic.isdigit():
+        return TOPICS["exit-codes"]
+    if topic == "settings":
+        return PRECEDENCE.format(groups=", ".join(SLICES))
+    if topic in SLICES:
+        group = [setting for setting in SETTINGS.values() if setting.slice == topic]
+        return f"{SLICES[topic].__doc__}\n\n" + "\n".join(map(_about, group))
+    if name in SETTINGS:
+        return _about(SETTINGS[name])
+    known = [*verbs, *topics(), *(setting.flag[2:] for setting in SETTINGS.values())]
+    near = get_close_matches(topic.removeprefix("--"), known, n=1)
+    hint = f"did you mean `tandem help {near[0]}`?" if near else "see `tandem --help`"
+    raise ConfigError(
+        f"no help on {topic!r}; valid are a verb, a setting such as epochs, {', '.join(topics())}; {hint}"
+    )
+
+
+def _about(setting: Setting) -> str:
+    default = plain(setting.default)
+    return (
+        f"{setting.flag}: {setting.description}\n"
+        f"  default {default or 'none'}; valid: {setting.valid}\n"
+        f"  {setting.variable} in the environment and .env, {setting.name} in a --config file\n"
+    )

@@ -1,0 +1,72 @@
+"""`tandem init DIR`: the files of a project around a task of one's own. Standard library only."""
+
+import os
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from tandem.errors import ConfigError
+
+FILES = {
+    "task.py": "task.py",
+    "test_task.py": "test_task.py",
+    ".env.example": "env.example",
+    "Dockerfile": "Dockerfile",
+    "compose.override.yaml": "compose.override.yaml",
+    "k8s/kustomization.yaml": "kustomization.yaml",
+}
+"""{what is written: its template in `project/`}."""
+NO_CHECKOUT = "PATH-OF-TANDEM"
+"""Stands for the folder of a checkout, whose Compose file and manifests are gone by, where there is none."""
+
+
+def init(folder: Path) -> str:
+    """Write the project, and say what comes next. Raises ConfigError for files that are there already."""
+    there = [name for name in FILES if (folder / name).exists()]
+    if there:
+        raise ConfigError(f"{folder} has {', '.join(there)} already; give a folder without: tandem init DIR")
+    name = name_of(folder)
+    for target, text in texts(folder, checkout()).items():
+        path = folder / target
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}; give another folder") from error
+    lines = [f"{folder}: {', '.join(FILES)}", "next:", f"  cd {folder}", "  tandem check task.py"]
+    lines += ["  tandem launch --nodes 2 --task task.py:MyTask", f"  docker build -t {name} ."]
+    if checkout() is None:
+        lines.append(f"in compose.override.yaml and k8s/: put a checkout of tandem for {NO_CHECKOUT}")
+    return "\n".join(lines)
+
+
+def texts(folder: Path, source: Path | None) -> dict[str, str]:
+    """{file: its text} of a project in `folder` that goes by the manifests of the checkout `source`."""
+
+    def from_here(start: Path) -> str:
+        return NO_CHECKOUT if source is None else os.path.relpath(source, start.resolve())
+
+    values = {
+        "@NAME@": name_of(folder),
+        "@CHECKOUT@": from_here(folder),
+        "@K8S@": f"{from_here(folder / 'k8s')}/k8s",
+    }
+    found = {}
+    for target, template in FILES.items():
+        text = (files("tandem.tasks") / "project" / f"{template}.txt").read_text()
+        for key, value in values.items():
+            text = text.replace(key, value)
+        found[target] = text
+    return found
+
+
+def name_of(folder: Path) -> str:
+    """The folder's name as an image and a run may be called: lower case, digits and dashes."""
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
+    return name or "project"
+
+
+def checkout() -> Path | None:
+    """The checkout that this tandem runs from, with Compose file and manifests; None where there is none."""
+    root = Path(__file__).parents[3]
+    return root if (root / "k8s" / "base" / "kustomization.yaml").is_file() else None

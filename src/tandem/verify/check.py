@@ -1,0 +1,136 @@
+"""`tandem check my_task.py`: is this task sound? Two short runs, what two ranks see, and a killed run.
+
+Each finding is one line with file and line. What is wrong costs a run its exactness or its start; what is
+only worth knowing does not.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tandem.config import Settings
+from tandem.errors import FAILED, FINISHED
+from tandem.launch.simulated import stop_with_parent
+from tandem.process import safe_path
+from tandem.signals import StopFlag
+from tandem.timeouts import CHECK_SECONDS
+from tandem.verify.outcome import difference
+from tandem.verify.probe import Fact, Facts
+from tandem.verify.resume import SEE, STATE, Runner
+from tandem.verify.watched_run import RunFailedError
+
+STEPS, RANKS = 20, 2
+_DRAWS = "draw from the global generators of torch, random or numpy, not from entropy, the time or one's own"
+_RANKS = "they have to be equal on all ranks: tandem gives each its share (docs/bring-your-own-model.md)"
+Say = Callable[[str], None]
+
+
+class Finding(NamedTuple):
+    """`level` ok, note or wrong; `place` as "my_task.py line 12: "."""
+
+    level: str
+    text: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"  {self.level:<6} {self.place}{self.text}"
+
+
+def check(
+    settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], stop: StopFlag, say: Say
+) -> int:
+    """All of it in a temporary directory: 0 where nothing is wrong, 1 where something is.
+
+    `arguments` are the flags that `settings` came from. Raises StoppedError; RunFailedError with the
+    run's own code and the line of its mistake where the task cannot train at all.
+    """
+    say(f"check: {settings.run.task}, {RANKS} ranks on CPUs")
+    count = 0
+    for finding in findings(settings, arguments, environ, stop):
+        say(str(finding))
+        count += finding.level == "wrong"
+    say("verdict: sound" if not count else f"verdict: {'1 thing is' if count == 1 else f'{count} are'} wrong")
+    return FAILED if count else FINISHED
+
+
+def findings(
+    settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], stop: StopFlag
+) -> Iterator[Finding]:
+    """As they are found."""
+    with tempfile.TemporaryDirectory(prefix="tandem-check-") as name:
+        folder, steps = Path(name), min(settings.run.steps or STEPS, STEPS)
+        runner = Runner([*arguments, f"--nproc={RANKS}", "--device=cpu"], environ, folder, steps, stop)
+        calm = runner.undisturbed()
+        yield Finding("ok", f"trains, evaluates and saves: {calm.step} steps")
+        ranks = facts_of_ranks(settings, environ, folder)
+        yield from compared(ranks)
+        task, wrong = ranks[0].task, any(f.level == "wrong" for f in compared(ranks))
+        if again := difference(calm, runner.undisturbed()):
+            if not wrong:
+                yield Finding("wrong", f"two undisturbed runs differ: {again}; {SEE['task']}", task)
+            return  # what is killed would differ as well
+        yield Finding("ok", "two undisturbed runs are the same, bit for bit")
+        trial = next(runner.trials(calm, 1, random.Random()))
+        if trial.difference is None:
+            yield Finding("ok", str(trial))
+        else:
+            why = f"something it goes by is neither {STATE['task']} nor decided by the step; {SEE['task']}"
+            yield Finding("wrong", f"{trial}; {why}", task)
+
+
+def compared(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """What differs between two calls, and between ranks."""
+    sound = True
+    for of_ranks in zip(*(rank.facts for rank in ranks), strict=True):
+        fact, here = of_ranks[0], [each.first for each in of_ranks]
+        if fact.first != fact.second:
+            text = f"{fact.name}: two calls in a row give different ones with the same seeds; {_DRAWS}"
+        elif len(set(here)) > 1:
+            text = f"{fact.name}: ranks have different ones ({', '.join(here)}); {_RANKS}"
+        else:
+            continue
+        sound = False
+        yield Finding("wrong", text, fact.place)
+        break  # what is made of something that differs, differs as well
+    if sound:
+        names = ", ".join(fact.name for fact in ranks[0].facts)
+        yield Finding("ok", f"the same at every call and on every rank: {names}")
+    for place, text in ranks[0].unpicklable:
+        yield Finding("note", f"{text}; tandem's loaders do not need it, those of others may", place)
+
+
+def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path) -> list[Facts]:
+    """Those of `RANKS` interpreters. Raises RunFailedError with the last line of one that fails."""
+    given = folder / "settings.json"
+    given.write_text(json.dumps(settings.to_dict()))
+    command = [sys.executable, "-m", "tandem.verify.probe", str(given)]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(RANKS), f"file://{folder}/meet"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=safe_path({**environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}),
+            preexec_fn=stop_with_parent,
+        )
+        for rank in range(RANKS)
+    ]
+    return [_facts(process) for process in started]
+
+
+def _facts(process: "subprocess.Popen[str]") -> Facts:
+    try:
+        said, errors = process.communicate(timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise RunFailedError(f"a rank has made no data and model in {CHECK_SECONDS:g} s", FAILED) from None
+    if process.returncode != FINISHED:
+        raise RunFailedError((errors.strip() or f"code {process.returncode}").splitlines()[-1], FAILED)
+    facts, unpicklable, task = json.loads(said.splitlines()[-1])
+    return Facts([Fact(*each) for each in facts], [(place, text) for place, text in unpicklable], task)

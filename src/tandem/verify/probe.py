@@ -1,0 +1,119 @@
+"""What a task makes, as one rank sees it: facts that have to be the same on all ranks and at every call.
+
+`python -m tandem.verify.probe SETTINGS RANK RANKS MEETING` prints them as one line of JSON, for `check`. Each
+rank is an interpreter of its own, as on nodes of its own: what draws on entropy, on hashes of strings or on
+its rank comes out differently.
+"""
+
+import json
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tandem.config import Settings
+from tandem.data.kinds import begins_anew, training_data
+from tandem.data.seeds import seed_micro_step, seed_model
+from tandem.data.source import Reader
+from tandem.distributed.group import Position, ProcessGroup
+from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.mistakes import kind, line_of, loss_and_sums
+from tandem.tasks.parts import datasets_of, model_of
+from tandem.verify.outcome import digest, flat
+
+BATCHES = 2
+
+
+class Fact(NamedTuple):
+    """`name` of what was looked at; the `place` it comes from; what came out at the first and second call."""
+
+    name: str
+    place: str
+    first: str
+    second: str
+
+
+class Facts(NamedTuple):
+    """Of one rank. `unpicklable`: (place, what and why)."""
+
+    facts: list[Fact]
+    unpicklable: list[tuple[str, str]]
+    task: str
+    """The place of the task's model, for what has no place of its own."""
+
+
+def facts_of(settings: Settings, position: Position) -> Facts:
+    """Make everything twice, and take digests. Raises TandemError as training would."""
+    world = ProcessGroup.open(position, torch.device("cpu"), settings.reliability.first_step_timeout)
+    run, config = settings.run, settings.data
+    made = load_task(run.task, run.task_fields, config.data_dir, config.download)
+    task = WholeTask(made)
+    world.once_per_node(task.prepare)
+    datasets = datasets_of(task)
+    reader = Reader(config, run.seed, 0, 1, task.collate, world.device, world.gather)
+
+    def batches() -> list[Any]:
+        data = training_data(datasets.train, reader, run.steps)
+        given: Iterator[list[Any]] = data.steps(0, min(BATCHES, data.order.steps_per_epoch))
+        return list(given)
+
+    def model() -> nn.Module:
+        seed_model(run.seed)
+        return model_of(task, world.devices)
+
+    facts = []
+    if not hasattr(datasets.train, "of_rank") and begins_anew(datasets.train, 0, 1):
+        seen = [batches(), batches()]
+        facts.append(_fact("samples", samples_at(made, task, datasets.train), lambda n: seen[n]))
+    facts.append(_fact("first weights", line_of(task.build_model), lambda _: model().state_dict()))
+    if facts[0].name == "samples":
+
+        def loss(number: int) -> Any:
+            learner = model().train()
+            seed_micro_step(run.seed, 0, 0, 0)
+            value, _ = loss_and_sums(task.loss, task.loss(learner, seen[0][0][0]), trains=True)
+            value.backward()  # type: ignore[no-untyped-call]
+            return [value.detach(), *(each.grad for each in learner.parameters())]
+
+        facts.append(_fact("loss and gradients", line_of(task.loss), loss))
+    world.close()
+    return Facts(facts, unpicklable(task, datasets), line_of(task.build_model))
+
+
+def _fact(name: str, place: str, make: Callable[[int], Any]) -> Fact:
+    return Fact(name, place, *(digest(flat(make(number)))[:12] for number in (0, 1)))
+
+
+def unpicklable(task: WholeTask, datasets: Any) -> list[tuple[str, str]]:
+    """(place, what and why) of each part that another process could not be given."""
+    parts = {"the training set": datasets.train, "the evaluation set": datasets.evaluation}
+    found = []
+    for name, part in {**parts, "collate": task.collate}.items():
+        try:
+            pickle.dumps(part)
+        except Exception as error:  # pickle raises whatever a part's own __reduce__ does
+            place = line_of(task.collate if name == "collate" and task.collate else task.build_datasets)
+            found.append((place, f"{name}, {kind(part)}, cannot be pickled: {error}"))
+    return found
+
+
+def samples_at(made: object, task: WholeTask, dataset: Any) -> str:
+    """Where samples are made: the dataset's own method where it is the task's neighbour."""
+    for name in ("__getitems__", "__getitem__", "__iter__"):
+        method = getattr(type(dataset), name, None)
+        if method is not None and type(dataset).__module__ == type(made).__module__:
+            return line_of(method)
+    return line_of(task.build_datasets)
+
+
+if __name__ == "__main__":
+    settings_text, rank, ranks, meeting = sys.argv[1:]
+    where = Position(
+        int(rank), int(rank), int(ranks), local_world_size=int(ranks), ranks_on_host=int(ranks), init=meeting
+    )
+    told = facts_of(Settings.from_dict(json.loads(Path(settings_text).read_text())), where)
+    print(json.dumps(told), flush=True)

@@ -1,0 +1,110 @@
+"""`tandem init`: its files are as they are meant to be, and each tool that they are for takes them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from patience import patient
+from tandem.errors import ConfigError
+from tandem.tasks.init import FILES, NO_CHECKOUT, checkout, init, name_of, texts
+
+GOLDEN = Path(__file__).parents[1] / "fixtures" / "project"
+
+
+def run(*command: object, folder: Path, limit: float = patient(60)) -> str:
+    words = list(map(str, command))
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    said = init(tmp_path / "My_Project")
+    assert said.splitlines()[0].endswith("My_Project: " + ", ".join(FILES)) and "tandem check task.py" in said
+    return tmp_path / "My_Project"
+
+
+def test_golden() -> None:
+    """To renew: write what `texts` gives into the files, and look at the difference."""
+    made = texts(Path("/home/me/My_Project"), Path("/home/me/tandem"))
+    assert {f"{name.replace('/', '-')}.txt": text for name, text in made.items()} == {
+        path.name: path.read_text() for path in GOLDEN.iterdir()
+    }
+
+
+def test_what_is_there_already_stays(project: Path) -> None:
+    (project / "task.py").write_text("mine\n")
+    (project / "Dockerfile").unlink()
+    with pytest.raises(ConfigError, match=r"has task\.py, test_task\.py, .* already; give a folder without"):
+        init(project)
+    assert (project / "task.py").read_text() == "mine\n" and not (project / "Dockerfile").exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory; give another folder"):
+        init(tmp_path / "file" / "project")
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("My_Project", "my-project"), ("a.b--C", "a-b-c"), ("__", "project")]
+)
+def test_names_are_those_of_images_and_runs(folder: str, name: str, tmp_path: Path) -> None:
+    assert name_of(tmp_path / folder) == name
+
+
+def test_without_a_checkout_its_place_is_left_to_a_person() -> None:
+    made = texts(Path("/home/me/p"), None)
+    assert f"-f {NO_CHECKOUT}/compose/compose.yaml" in made["compose.override.yaml"]
+    assert yaml.safe_load(made["k8s/kustomization.yaml"])["resources"] == [f"{NO_CHECKOUT}/k8s/base"]
+
+
+def test_its_own_test_passes(project: Path) -> None:
+    """As a person runs it: in the project's folder, with no setting of ours."""
+    pytest_command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    run(*pytest_command, "test_task.py", folder=project, limit=patient(110))
+
+
+def test_its_settings_are_settings(project: Path) -> None:
+    text = (project / ".env.example").read_text()
+    (project / ".env").write_text(text.replace("#TANDEM", "TANDEM"))
+    shown = run(sys.executable, "-m", "tandem", "config", folder=project)
+    assert 'task = "task.py:MyTask"' in shown and 'run_dir = "runs/my-project"' in shown
+
+
+def test_kustomize_puts_the_task_and_its_image_into_every_pod(
+    project: Path, require: Callable[..., None]
+) -> None:
+    require("kubectl")
+    documents = yaml.safe_load_all(run("kubectl", "kustomize", "k8s", folder=project))
+    (job,) = [each for each in documents if each["kind"] == "PyTorchJob"]
+    for role in ("Master", "Worker"):
+        container = job["spec"]["pytorchReplicaSpecs"][role]["template"]["spec"]["containers"][0]
+        assert container["image"] == "my-project"
+        assert {"name": "TANDEM_TASK", "value": "/app/task.py:MyTask"} in container["env"]
+
+
+def test_compose_takes_the_override(project: Path, require: Callable[..., None]) -> None:
+    compose = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    require("docker", compose.returncode == 0, "no compose plugin; type: sudo make docker-host")
+    own = f"{checkout()}/compose/compose.yaml"
+    shown = run("docker", "compose", "-f", own, "-f", "compose.override.yaml", "config", folder=project)
+    node: dict[str, Any] = yaml.safe_load(shown)["services"]["node"]
+    assert node["image"] == "my-project"
+    assert node["environment"]["TANDEM_TASK"] == "/app/task.py:MyTask"
+    assert node["environment"]["TANDEM_RUN_DIR"] == "/checkpoints/my-project"
+
+
+def test_the_image_is_two_lines_on_top_of_tandems(project: Path) -> None:
+    assert (project / "Dockerfile").read_text().splitlines() == ["FROM tandem:cuda", "COPY task.py /app/"]
+    hadolint = Path(sys.executable).with_name("hadolint")
+    run(hadolint, "Dockerfile", folder=project)
