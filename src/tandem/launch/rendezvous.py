@@ -196,20 +196,20 @@ def join_store(placement: Placement, timeout_seconds: float, stop: StopFlag) -> 
     return store
 
 
-def wait_outside(
+def is_let_in(
     store: TCPStore, placement: Placement, seconds: float, stop: StopFlag, was_in: bool = False
-) -> None:
-    """Until node 0 was started for as many nodes as this one: a job that is resized, or a mistake.
+) -> bool:
+    """Whether node 0 was started for as many nodes as this one; if not, a job is resized, or it is a mistake.
 
     One node more in the rendezvous, or one less, and nobody trains. A node that `was_in` ends, so that its
-    platform starts it with the number of today; one that comes waits, and the others train on. Raises
-    PeerLostError, StopRequestedError, VerdictError, and StoreLostError when node 0 ends, or is another's.
+    platform starts it with the number of today; one that comes waits until node 0 ends (False: look again),
+    and the others train on. Raises PeerLostError, StopRequestedError, VerdictError.
     """
     if placement.elastic is not None or not store.check([NODES_KEY]):
-        return
-    asked = store.get(NODES_KEY).decode(errors="replace")[:10]
+        return True
+    asked = one_line(store.get(NODES_KEY).decode(errors="replace"))[:10]
     if asked == str(placement.nodes):
-        return
+        return True
     differ = f"node 0 was started for {asked} nodes, and node {placement.node_rank} for {placement.nodes}"
     if was_in:
         raise PeerLostError(f"{differ}: to be started again with that number")
@@ -218,7 +218,10 @@ def wait_outside(
     while time.monotonic() < deadline:
         if stop:
             raise StopRequestedError
-        raise_verdict(store)
+        try:
+            raise_verdict(store)
+        except StoreLostError:
+            return False
         time.sleep(MASTER_RETRY_SECONDS)
     raise PeerLostError(f"{differ}, for {seconds:.0f} s; start all of them with the same number")
 
