@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from small_runs import TASK, Runs
 
 from tandem.config import Settings
@@ -167,3 +168,4 @@ def test_a_task_that_cannot_train_is_one_line_with_its_code(runs: Runs) -> None:
 def test_a_file_that_is_not_there_is_named(runs: Runs) -> None:
     with pytest.raises(ConfigError, match=re.escape("nowhere.py does not exist")):
         facts_of(Settings().replace(task="nowhere.py"), Position())
+    assert not dist.is_initialized()

@@ -49,6 +49,13 @@ class Facts(NamedTuple):
 def facts_of(settings: Settings, position: Position) -> Facts:
     """Make everything twice, and take digests. Raises TandemError as training would."""
     world = ProcessGroup.open(position, torch.device("cpu"), settings.reliability.first_step_timeout)
+    try:
+        return _facts_in(world, settings)
+    finally:
+        world.close()
+
+
+def _facts_in(world: ProcessGroup, settings: Settings) -> Facts:
     run, config = settings.run, settings.data
     made = load_task(run.task, run.task_fields, config.data_dir, config.download)
     task = WholeTask(made)
@@ -80,7 +87,6 @@ def facts_of(settings: Settings, position: Position) -> Facts:
             return [value.detach(), *(each.grad for each in learner.parameters())]
 
         facts.append(_fact("loss and gradients", line_of(task.loss), loss))
-    world.close()
     return Facts(facts, unpicklable(task, datasets), line_of(task.build_model))
 
 
