@@ -78,7 +78,7 @@ def plain(ranks: Ranks) -> tuple[list[Notes], str]:
 
 def test_each_rank_takes_its_own_gpu_and_nccl(plain: tuple[list[Notes], str]) -> None:
     notes, output = plain
-    assert "2 ranks on 1 nodes (cuda)" in output
+    assert "2 ranks on 1 node (cuda)" in output
     for rank, note in enumerate(notes):
         assert note.backends == ["nccl"]
         assert sum(note.counts[f"set_device cuda:{rank}"].values()) == 1

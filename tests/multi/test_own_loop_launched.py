@@ -11,6 +11,7 @@ import pytest
 from own_loops import SMALL, Scripts
 
 from patience import patient
+from tandem.log import counted
 
 pytestmark = pytest.mark.multi
 LIMIT_SECONDS = 100.0
@@ -57,7 +58,7 @@ def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Script
     assert (summary["state"], summary["last_checkpoint_step"]) == ("stopped", summary["global_step"])
     assert logs(scripts, "run").count("live page at") == 1, output
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert f"fp32, {share} threads" in output
+    assert f"fp32, {counted(share, 'thread')}" in output
 
 
 def test_a_script_that_leaves_its_loop_by_sys_exit_has_not_ended_well(scripts: Scripts) -> None:
