@@ -114,7 +114,7 @@ def test_mnist_as_a_task_by_hand_set_variables(tutorials: Tutorials, free_port: 
     settings = ["--task", f"{TUTORIALS / 'mnist_task.py'}:Mnist", "--batch-size", 120, "--lr", 0.02]
     settings += ["--epochs", 2, "--log-every", 5]
     said = tutorials.by_hand(free_port, "-m", "tandem", "train", "--run-dir", "task", *settings)
-    assert f"rank 0 | meeting the other 1 of 2 ranks at localhost:{free_port}" in said
+    assert f"rank 0 | meeting the other 1 of 2 ranks at 127.0.0.1:{free_port}" in said
     summary = tutorials.summary("task")
     assert (summary["platform"], summary["world_size"], summary["global_step"]) == ("by-hand", 2, 20)
     assert [line["step"] for line in tutorials.lines("task")].count(20) >= 1
