@@ -32,6 +32,7 @@ from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
 from tandem.launch.part import Node
+from tandem.launch.recovery import Recovery
 from tandem.launch.rendezvous import (
     LEFT_KEY,
     RUN_ID,
@@ -74,6 +75,7 @@ class NodeAgent(SimpleElasticAgent):
         self._workers, self._stop = node.workers, node.stop
         self._joining, self._restart, self._positions = False, 0, dict[int, Position]()
         self._hung_node: int | None = None
+        self._recovery = Recovery(node, store)
         self._waiting_since, self._next_word = time.monotonic(), 0.0
         placement = node.placement
         low, high = placement.elastic or (placement.nodes, placement.nodes)
@@ -118,6 +120,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._workers.kill()
                 log.info("a node wants to join: starting the next generation")
                 continue
+            self._recovery.failed(self._positions, self._workers.codes())
             if not self._is_retried(code):
                 self._workers.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
             codes = self._workers.kill() or {0: code}
@@ -178,9 +181,11 @@ class NodeAgent(SimpleElasticAgent):
             if self._forwarded_at is not None and now - self._forwarded_at > shutdown_timeout:
                 log.warning("ranks did not stop within %.0f s: killing them", shutdown_timeout)
                 return KILLED
-            if self._watchdog.has_trained and now > next_fork:
-                next_fork = now + STANDBY_SECONDS
-                self._workers.stand_by(self._node.nproc)
+            if self._watchdog.has_trained:
+                self._recovery.trains()
+                if now > next_fork:
+                    next_fork = now + STANDBY_SECONDS
+                    self._workers.stand_by(self._node.nproc)
             if now > next_look:
                 next_look = now + MEMBERSHIP_SECONDS
                 if self._nodes_waiting() and not ended and self._forwarded_at is None:
