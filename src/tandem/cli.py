@@ -26,7 +26,7 @@ HELP = """tandem: multi-node PyTorch training that survives, and tells you what 
 
 `tandem VERB --help` lists what a verb takes, `tandem help TOPIC` tells of one setting (help epochs), a group
 of them (help settings) or the exit codes (help exit-codes). Settings are flags (--epochs 3), variables
-(TANDEM_EPOCHS=3), lines of .env or keys of a --config FILE.toml, in this order of precedence.
+(TANDEM_EPOCHS=3), keys of a --config FILE.toml or lines of .env, in this order of precedence.
 Start here: tandem launch --nodes 2
 """
 

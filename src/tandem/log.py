@@ -36,7 +36,7 @@ def setup(
     if path is not None:
         handlers.append(_file_handler(path))
     if to_terminal:
-        handlers.append(TerminalHandler())
+        handlers.append(TerminalHandler(keeps_to_file=path is not None and not json_lines))
     formatter = JsonFormatter(rank, node) if json_lines else TextFormatter(rank, node)
     for handler in handlers or [logging.NullHandler()]:
         handler.setFormatter(formatter)
@@ -65,13 +65,19 @@ def _file_handler(path: Path) -> logging.Handler:
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Lines on stderr; what is drawn there meanwhile, such as a progress bar, makes way for each."""
+    """Lines on stderr; what is drawn there meanwhile, such as a progress bar, makes way for each.
 
-    def __init__(self) -> None:
+    A record's `detail` (text, as `extra`) is not for who reads along: it stays in the file, if there is one.
+    """
+
+    def __init__(self, keeps_to_file: bool = False) -> None:
         super().__init__(sys.stderr)
+        self._keeps_to_file = keeps_to_file
         self.way: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._keeps_to_file and hasattr(record, "detail"):
+            record = logging.makeLogRecord({**vars(record), "detail": ""})
         with self.way():
             super().emit(record)
 
@@ -95,7 +101,8 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        line = f"{self.formatTime(record, '%H:%M:%S')} {self._who} | {level}{record.message}"
+        detail = f": {text}" if (text := getattr(record, "detail", "")) else ""
+        line = f"{self.formatTime(record, '%H:%M:%S')} {self._who} | {level}{record.message}{detail}"
         table: Mapping[str, str] = getattr(record, "table", {})
         width = max(map(len, table), default=0)
         return "\n".join([line, *(f"  {name:<{width}}  {text}" for name, text in table.items())])

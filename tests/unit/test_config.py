@@ -60,6 +60,17 @@ def test_precedence_and_sources(tmp_path: Path) -> None:
     assert loaded.sources["momentum"] == "default"
 
 
+def test_a_file_that_was_asked_for_beats_env_lying_around(tmp_path: Path) -> None:
+    config, dotenv = tmp_path / "run.toml", tmp_path / ".env"
+    config.write_text("seed = 1\nlr = 1\n[task_fields]\nwidth = 1\n")
+    dotenv.write_text("TANDEM_SEED=2\nTANDEM_LR=2\nTANDEM_WORKERS=2\nTANDEM_TASK__WIDTH=2\n")
+    for argv, environ in ((["--config", str(config)], {}), ([], {"TANDEM_CONFIG": str(config)})):
+        loaded = load([*argv, "--lr", "3"], environ, dotenv)
+        assert [loaded.settings.value(name) for name in ("seed", "lr", "workers")] == [1, 3.0, 2]
+        assert loaded.settings.run.task_fields == {"width": "1"}
+        assert loaded.sources["seed"] == f"config {config}"
+
+
 @given(st.permutations(range(4)), st.integers(0, 4))
 def test_the_strongest_source_wins(values: list[int], sources: int) -> None:
     argv = [f"--seed={values[0]}"] if sources > 0 else []

@@ -16,14 +16,14 @@ from tandem.tasks.init import FILES, NO_CHECKOUT, checkout, init, name_of, texts
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "project"
 
 
-def run(*command: object, folder: Path, limit: float = patient(60)) -> str:
+def run(*command: object, folder: Path, limit: float = patient(120)) -> str:
     words = list(map(str, command))
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_without_a_checkout_its_place_is_left_to_a_person() -> None:
 def test_its_own_test_passes(project: Path) -> None:
     """As a person runs it: in the project's folder, with no setting of ours."""
     pytest_command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    run(*pytest_command, "test_task.py", folder=project, limit=patient(110))
+    run(*pytest_command, "test_task.py", folder=project, limit=patient(400))
 
 
 def test_its_settings_are_settings(project: Path) -> None:

@@ -34,6 +34,19 @@ def test_agent_lines_name_the_node_and_other_levels_are_named(tmp_path: Path) ->
     assert line.count("\n") == 1
 
 
+def test_a_detail_is_in_the_file_and_not_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, detail = tmp_path / "rank-0.log", {"detail": "[/gloo/pair.cc:545] Read error"}
+    setup(path, 0, 0, to_terminal=True, json_lines=False).error("lost the other ranks", extra=detail)
+    assert path.read_text().endswith("error: lost the other ranks: [/gloo/pair.cc:545] Read error\n")
+    assert capsys.readouterr().err.endswith("error: lost the other ranks\n")
+    setup(None, 1, 0, to_terminal=True, json_lines=False).error("lost the other ranks", extra=detail)
+    assert "Read error" in capsys.readouterr().err, "there is no file"
+    setup(path, 0, 0, to_terminal=True, json_lines=True).error("lost the other ranks", extra=detail)
+    assert json.loads(capsys.readouterr().err)["detail"] == detail["detail"], "who collects has all of it"
+
+
 def test_json_line_has_extra_fields_and_stays_one_line(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     logger = setup(path, 0, 0, to_terminal=False, json_lines=True)

@@ -157,3 +157,12 @@ def test_other_ranks_are_silent_but_for_their_gpu_and_their_errors(wire: Wire) -
     assert wire.value("tandem_data_errors_total", reason="OSError", node="0") == 1
     assert wire.value("tandem_global_step") is None
     assert {type(message) for message in wire.messages} == {Samples}
+
+
+def test_the_loss_of_a_run_that_is_stopped_before_its_first_line_is_that_of_its_steps(wire: Wire) -> None:
+    made = recorder(wire)
+    assert math.isnan(made.last_loss), "no step was taken"
+    train(made, 3)
+    assert math.isnan(made.loss) and math.isfinite(made.last_loss)
+    made.not_finite()
+    assert math.isnan(made.last_loss), "that is why it ends"

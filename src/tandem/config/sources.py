@@ -1,4 +1,6 @@
-"""Where values come from: flags > environment TANDEM_* > .env > --config FILE (TOML) > defaults.
+"""Where values come from: flags > environment TANDEM_* > --config FILE (TOML) > .env > defaults.
+
+A file that .env itself names (TANDEM_CONFIG) comes after .env: what is typed beats what lies around.
 
 All sources hand in text (`Given`), the strongest wins, and only the winners are converted. A name nobody
 knows is an error with the nearest match, so that a typo cannot silently train with a default.
@@ -57,10 +59,12 @@ def resolve(
 
     Raises ConfigError, one line, for an unknown name (with the nearest match), a bad value or a bad file.
     """
-    given = {**_from_dotenv(dotenv), **_from_environment(environ), **flags}
-    config = given.pop("config", None)
-    if config is not None:
-        given = _from_toml(config) | given
+    implied, named = _from_dotenv(dotenv), {**_from_environment(environ), **flags}
+    given = {**implied, **named}
+    if "config" in given:
+        file = _from_toml(given["config"])
+        given = {**implied, **file, **named} if "config" in named else {**file, **given}
+        del given["config"]
     values = {key: _typed(key, value) for key, value in given.items() if not key.startswith("task.")}
     fields = {
         key.removeprefix("task."): value.text for key, value in given.items() if key.startswith("task.")

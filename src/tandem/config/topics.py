@@ -20,7 +20,7 @@ What a run ends with; what to do about each: docs/troubleshooting.md
   200   a peer is lost, a rank hangs, or the restart budget is spent; started again
 """
 PRECEDENCE = """\
-Strongest first: a flag (--epochs 3), a variable (TANDEM_EPOCHS=3), a line of .env, a key of a --config file.
+Strongest first: a flag (--epochs 3), a variable (TANDEM_EPOCHS=3), a key of a --config file, a line of .env.
 `tandem config --explain` shows every value and where it came from; `tandem launch --help` lists all settings.
 
 Groups, for `tandem help GROUP`: {groups}

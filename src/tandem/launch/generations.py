@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -23,18 +22,14 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
 
 from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position, first_line
 from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
 from tandem.launch.part import Node
+from tandem.launch.recovery import Recovery
 from tandem.launch.rendezvous import (
     LEFT_KEY,
-    RUN_ID,
     StopRequestedError,
     StoreLostError,
     agreed,
@@ -44,7 +39,7 @@ from tandem.launch.rendezvous import (
     leave_verdict,
     stay_until_all_left,
 )
-from tandem.launch.rendezvous_state import WatchfulBackend
+from tandem.launch.rendezvous_state import handler_of
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
@@ -52,17 +47,13 @@ from tandem.telemetry.hangs import Alarm
 from tandem.telemetry.heartbeat import DUMP_SIGNAL
 from tandem.timeouts import (
     ENDING_SECONDS,
-    KEEP_ALIVE_ATTEMPTS,
-    KEEP_ALIVE_SECONDS,
-    LAST_CALL_SECONDS,
     MEMBERSHIP_SECONDS,
     MONITOR_SECONDS,
-    RENDEZVOUS_POLL_SECONDS,
     STACKS_SECONDS,
     STANDBY_SECONDS,
     WAITING_WORD_SECONDS,
 )
-from tandem.torch_private import hasten_handler, nodes_here, stop_keep_alive
+from tandem.torch_private import nodes_here, stop_keep_alive
 
 log = logging.getLogger("tandem.agent")
 
@@ -75,26 +66,10 @@ class NodeAgent(SimpleElasticAgent):
         self._workers, self._stop = node.workers, node.stop
         self._joining, self._restart, self._positions = False, 0, dict[int, Position]()
         self._hung_node: int | None = None
+        self._recovery = Recovery(node, store)
         self._waiting_since, self._next_word = time.monotonic(), 0.0
         placement = node.placement
-        low, high = placement.elastic or (placement.nodes, placement.nodes)
-        # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
-        handler = DynamicRendezvousHandler.from_backend(
-            RUN_ID,
-            store,
-            WatchfulBackend(store, self._before_poll),
-            low,
-            high,
-            local_addr=f"{placement.node_rank:06d}.{placement.local_name}",
-            timeout=RendezvousTimeout(
-                join=timedelta(seconds=node.config.master_timeout),
-                last_call=timedelta(seconds=LAST_CALL_SECONDS),
-            ),
-            keep_alive_interval=KEEP_ALIVE_SECONDS,
-            keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
-        )
-        hasten_handler(handler, RENDEZVOUS_POLL_SECONDS)
-        self._handler = handler
+        self._handler = handler = handler_of(placement, store, node.config.master_timeout, self._before_poll)
         spec = WorkerSpec(
             role="default",
             local_world_size=node.nproc,
@@ -117,6 +92,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._workers.kill()
                 log.info("a node wants to join: starting the next generation")
                 continue
+            self._recovery.failed(self._positions, self._workers.codes())
             if not self._is_retried(code):
                 self._workers.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
             codes = self._workers.kill() or {0: code}
@@ -177,9 +153,11 @@ class NodeAgent(SimpleElasticAgent):
             if self._forwarded_at is not None and now - self._forwarded_at > shutdown_timeout:
                 log.warning("ranks did not stop within %.0f s: killing them", shutdown_timeout)
                 return KILLED
-            if self._watchdog.has_trained and now > next_fork:
-                next_fork = now + STANDBY_SECONDS
-                self._workers.stand_by(self._node.nproc)
+            if self._watchdog.has_trained:
+                self._recovery.trains()
+                if now > next_fork:
+                    next_fork = now + STANDBY_SECONDS
+                    self._workers.stand_by(self._node.nproc)
             if now > next_look:
                 next_look = now + MEMBERSHIP_SECONDS
                 if self._nodes_waiting() and not ended and self._forwarded_at is None:

@@ -8,17 +8,27 @@ import json
 import logging
 import pickle
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+)
 
 from tandem.launch.liveness import OwnClock
-from tandem.launch.rendezvous import one_line
-from tandem.timeouts import LAST_CALL_SECONDS
-from tandem.torch_private import rendezvous_kinds
+from tandem.launch.rendezvous import RUN_ID, one_line
+from tandem.platforms.placement import Placement
+from tandem.timeouts import (
+    KEEP_ALIVE_ATTEMPTS,
+    KEEP_ALIVE_SECONDS,
+    LAST_CALL_SECONDS,
+    RENDEZVOUS_POLL_SECONDS,
+)
+from tandem.torch_private import hasten_handler, rendezvous_kinds
 
 log = logging.getLogger("tandem.agent")
 
@@ -81,6 +91,30 @@ class WatchfulBackend(RendezvousBackend):
             self._last = found
             return self._clock.received(state), found
         raise RendezvousConnectionError("the store holds what is no state of a rendezvous, again and again")
+
+
+def handler_of(
+    placement: Placement, store: TCPStore, patience: float, before_poll: Callable[[], None]
+) -> DynamicRendezvousHandler:
+    """torch's handler for the nodes of this job, who wait `patience` seconds for each other."""
+    low, high = placement.elastic or (placement.nodes, placement.nodes)
+    # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
+    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
+        RUN_ID,
+        store,
+        WatchfulBackend(store, before_poll),
+        low,
+        high,
+        local_addr=f"{placement.node_rank:06d}.{placement.local_name}",
+        timeout=RendezvousTimeout(
+            join=timedelta(seconds=patience),
+            last_call=timedelta(seconds=LAST_CALL_SECONDS),
+        ),
+        keep_alive_interval=KEEP_ALIVE_SECONDS,
+        keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
+    )
+    hasten_handler(handler, RENDEZVOUS_POLL_SECONDS)
+    return handler
 
 
 def to_text(bits: bytes) -> bytes:

@@ -47,7 +47,7 @@ class NodeView:
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
         self._pids: Mapping[int, int] = {}
-        self._plan: RunStarted | None = None
+        self.plan: RunStarted | None = None
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         timeouts, master = settings.reliability, settings.launch.master_timeout
@@ -165,8 +165,8 @@ class NodeView:
         """The run as `/api/run` and the live page show it. Times are Unix seconds, durations seconds."""
         record = self._health()
         healthy, says = health.judge(record, time.time())
-        step, rate = self._rank_zeros_step(), self._done.samples_per_second
-        planned = self._plan.steps_planned if self._plan is not None else None
+        step, rate = self.rank_zeros_step(), self._done.samples_per_second
+        planned = self.plan.steps_planned if self.plan is not None else None
         left = (planned - step) * self._settings.data.batch_size / rate if planned and rate > 0 else None
         return {
             "state": self.metrics.state,
@@ -199,7 +199,7 @@ class NodeView:
             case Samples(samples):
                 self.metrics.apply(samples)
             case RunStarted(step):
-                self._plan = message
+                self.plan = message
                 self._count_steps(*self._replays.begin(step))
             case StepsDone(step):
                 self._done = message
@@ -254,7 +254,8 @@ class NodeView:
         step = max((beat.step for beat in self._beats.values()), default=0)
         return health.record(self._state, step, self._last_progress, self._limits.of(self._state))
 
-    def _rank_zeros_step(self) -> int:
+    def rank_zeros_step(self) -> int:
+        """How many steps it had done when it was last heard."""
         return self._beats[0].step if 0 in self._beats else 0
 
     def _tick(self) -> None:
@@ -274,7 +275,7 @@ class NodeView:
             self._health_failed = True
 
     def _summary(self, state: str, code: int, reason: str) -> dict[str, object]:
-        step = self._rank_zeros_step()
+        step = self.rank_zeros_step()
         return {
             "state": state,
             "exit_code": code,
@@ -285,7 +286,7 @@ class NodeView:
             "nodes": self._placement.nodes,
             "epoch": None,
             "global_step": step,
-            "samples_seen": step * self._settings.data.batch_size if self._plan is not None else None,
+            "samples_seen": step * self._settings.data.batch_size if self.plan is not None else None,
             "loss": self._done.loss,
             "eval": {},
             "samples_per_second": self._done.samples_per_second,

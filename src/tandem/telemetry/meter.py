@@ -228,9 +228,14 @@ class Means:
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (before[0] + total, before[1] + count)
 
+    @property
+    def loss(self) -> float:
+        """NaN without a step."""
+        return self._loss_sum / self._loss_count if self._loss_count else math.nan
+
     def close(self) -> tuple[float, dict[str, float]]:
-        """(loss, NaN without a step; means by name), and begin anew."""
-        loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
+        """(loss; means by name), and begin anew."""
+        loss = self.loss
         means = {name: total / count for name, (total, count) in self._sums.items() if count}
         self.load({})
         return loss, means

@@ -193,9 +193,15 @@ class Recorder:
             log.warning("%s", report.news)
             self.event("straggler", **report.news.facts())
 
+    @property
+    def last_loss(self) -> float:
+        """The mean of the last log interval; before the first, of the steps so far; NaN without any."""
+        return self._means.loss if math.isnan(self.loss) else self.loss
+
     def not_finite(self) -> None:
         """The loss is no number and the run ends for it: shown now, for no log line follows."""
         self.loss = math.nan
+        self._means.load({})
         self.samples(metrics.LOSS.set(math.nan, split="train"))
 
     def data_error(self, reason: str) -> None:

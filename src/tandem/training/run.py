@@ -72,7 +72,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
             log.error("this rank's GPU failed, which a new process may mend: %s", in_one_line(error))
             return GPU_FAILED
         if is_peer_loss(error, position.world_size):
-            log.error("lost the other ranks: %s", in_one_line(error))
+            log.error("lost the other ranks", extra={"detail": in_one_line(error)})
             return PEER_LOST
         _tell(send, position, error)
         log.error("the task failed: %s\n%s", first_line(error), traceback.format_exc().rstrip())

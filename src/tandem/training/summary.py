@@ -117,7 +117,7 @@ def write_summary(
         "epoch": recorder.step // facts.order.steps_per_epoch,
         "global_step": recorder.step,
         "samples_seen": facts.order.samples_before(recorder.step),
-        "loss": recorder.loss,
+        "loss": recorder.last_loss,
         "eval": recorder.scores,
         "samples_per_second": round(recorder.meter.samples_per_second, 1),
         "wall_seconds": round(time.monotonic() - facts.started, 3),
@@ -144,14 +144,16 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
     """What a person wants to know at the end, {name: text}; `steps` are those of this launch."""
     resumed = summary["resumed_from_step"]
     saved = summary["last_checkpoint_step"]
+    since = f" since step {resumed:,}" if resumed else ""
+    pace = f"{summary['samples_per_second']:,.0f} a second{since}"
     shares = [f"{name} {part / steps.seconds:.0%}" for name, part in steps.phases.items() if steps.seconds]
     return {
         "steps": f"{summary['global_step']:,}, epoch {summary['epoch']}"
         + (f"; resumed from step {resumed:,}" if resumed else ""),
-        "samples": f"{summary['samples_seen']:,} in all, {summary['samples_per_second']:,.0f} a second",
-        "loss": f"{summary['loss']:.4f}",
+        "samples": f"{summary['samples_seen']:,} in all, {pace}",
+        "loss": f"{summary['loss']:.4f}" if steps.steps else "none: no step was taken",
         **{name: f"{value:.4f} (evaluation)" for name, value in summary["eval"].items() if name != "loss"},
-        "time": f"{summary['wall_seconds']:.1f} s, {steps.seconds:.1f} s of it in steps",
+        "time": f"{summary['wall_seconds']:.1f} s{since}, {steps.seconds:.1f} s of it in steps",
         "a step": ", ".join(shares) or "none taken",
         "ranks": f"{summary['world_size']} on {summary['nodes']} nodes, restarts: {summary['restarts']}",
         "checkpoint": f"step {saved:,} in {run_dir / 'checkpoints'}" if saved is not None else "none saved",

@@ -1,0 +1,73 @@
+"""Which rank was killed, and what it cost: one line on node 0's terminal, an event, and so a row of the page.
+
+A killed rank's peers only see that it is gone. Its own agent sees the signal, and leaves word of it in the
+agents' store before it goes into the next rendezvous; node 0 reads that when all train again.
+"""
+
+import contextlib
+import json
+import logging
+import signal
+import time
+from collections.abc import Mapping
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tandem.distributed.position import Position
+from tandem.launch.endings import was_killed
+from tandem.launch.part import Node
+from tandem.log import counted
+
+log = logging.getLogger("tandem.agent")
+
+
+class Recovery:
+    """From the end of a generation to the first step of the next one, on one node."""
+
+    def __init__(self, node: Node, store: TCPStore) -> None:
+        self._node, self._store = node, store
+        self._since: float | None = None  # when the last generation failed, until it has been told
+        self._step, self._keys = 0, list[str]()
+
+    def failed(self, positions: Mapping[int, Position], codes: Mapping[int, int | None]) -> None:
+        """A generation of ranks {local rank: position} has ended by itself, with these codes so far."""
+        first = positions[0]
+        prefix = f"{first.store[2] if first.store else ''}/killed/"
+        self._since, self._step = time.monotonic(), self._node.view.rank_zeros_step()
+        self._keys = [f"{prefix}{node}" for node in range(first.nodes)]
+        killed = [(positions[rank].rank, code) for rank, code in codes.items() if code and was_killed(code)]
+        if killed:
+            with contextlib.suppress(RuntimeError):  # the store is gone: there is nobody to read it
+                self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
+
+    def trains(self) -> None:
+        """The next generation has finished a step: node 0 says who was killed, and what it cost."""
+        since, self._since = self._since, None
+        if since is None or self._node.placement.node_rank != 0:
+            return
+        seconds, plan = time.monotonic() - since, self._node.view.plan
+        lost = max(0, self._step - plan.step) if plan is not None else 0
+        for rank, node, code in self._killed():
+            name = _signal_name(code)
+            log.warning(
+                "rank %d on node %d was killed (%s); training again after %.1f s, %s lost",
+                *(rank, node, name, seconds, counted(lost, "step")),
+            )
+            told = {"rank": rank, "node": node, "signal": name, "seconds": round(seconds, 1)}
+            self._node.view.event("rank_killed", **told, steps_lost=lost)
+
+    def _killed(self) -> list[tuple[int, int, int]]:
+        """(rank, node, code) of all that were killed, as far as anybody has left word."""
+        found = []
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):
+            for node, key in enumerate(self._keys):
+                if self._store.check([key]):
+                    found += [(int(rank), node, int(code)) for rank, code in json.loads(self._store.get(key))]
+        return found
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return signal.Signals(code - 128).name
+    except ValueError:
+        return f"signal {code - 128}"
