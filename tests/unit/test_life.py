@@ -96,7 +96,8 @@ WORLD, HANG, STOPPED, FINISHED = ({"kind": kind} for kind in ("world", "hang", "
         ([WORLD, STOPPED, WORLD, WORLD], {"preemption": 1, "crash": 1}),
         ([WORLD, {"kind": "failed"}, WORLD], {"crash": 1}),  # another pod
         ([{**WORLD, "nodes": 3}, {**WORLD, "nodes": 2}, {**WORLD, "nodes": 2}], {"elastic": 1, "crash": 1}),
-        ([WORLD, WORLD, FINISHED, WORLD, WORLD], {"crash": 1}),  # extended
+        ([WORLD, WORLD, HANG, WORLD, FINISHED], {"crash": 1, "hang": 1}),
+        ([WORLD, HANG, WORLD, FINISHED, WORLD, WORLD], {"crash": 1}),  # extended
         ([WORLD, WORLD, {**WORLD, "anew": True}, WORLD], {"crash": 1}),  # --resume never
         ([HANG, {"no": "kind"}, STOPPED], {}),
     ],

@@ -89,6 +89,7 @@ class Restarts:
         self.by_reason: Counter[str] = Counter()
         self._next: str | None = None  # why, if ranks are started now; None: it would be the first time
         self._nodes: object = None
+        self._is_over = False
         for event in events:
             self.take(str(event.get("kind")), event)
 
@@ -100,19 +101,19 @@ class Restarts:
         """The reason of the restart that this event is."""
         reason = None
         if kind == "world":
-            if event.get("anew"):
+            if event.get("anew") or self._is_over:
                 self.by_reason.clear()
-            elif self._next is not None:
+                self._next = None
+            if self._next is not None:
                 reason = self._next if self._nodes in (None, event.get("nodes")) else "elastic"
                 self.by_reason[reason] += 1
-            self._next, self._nodes = "crash", event.get("nodes")
+            self._next, self._nodes, self._is_over = "crash", event.get("nodes"), False
         elif kind == "hang":
             self._next = "hang"
         elif kind == "stopped" and self._next is not None:
             self._next = "preemption"
         elif kind == "finished":
-            self.by_reason.clear()
-            self._next = None
+            self._is_over = True
         return reason
 
 
