@@ -33,6 +33,6 @@ def test_a_killed_rank_is_named_with_what_it_cost(nodes: int, runs: Runs) -> Non
     assert event["seconds"] >= 0 and event["steps_lost"] == int(found[3])
     assert "gloo" not in said and ".cc:" not in said, said
     log = (runs.folder / "run" / "log" / "rank-0.log").read_text()
-    lost = [line for line in log.splitlines() if "lost the other ranks" in line]  # if it was not killed before
+    lost = [line for line in log.splitlines() if "lost the other ranks" in line]  # or killed before
     assert all("lost the other ranks: " in line and "gloo" in line for line in lost), log
 

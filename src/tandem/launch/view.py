@@ -90,7 +90,7 @@ class NodeView:
         started = time.time() - life.process_age_seconds()
         self.metrics.apply(
             [metrics.RUN_STATE.enter("starting"), metrics.RUN_START_TIMESTAMP_SECONDS.set(started)]
-            + [metrics.RESTARTS.inc(count, reason=why) for why, count in self._restarts.by_reason.items()]
+            + self._restarts.earlier(settings.checkpoint.resume == "never")
         )
 
     def generation_started(self, number: int, position: Position) -> None:

@@ -97,6 +97,12 @@ class Restarts:
     def total(self) -> int:
         return self.by_reason.total()
 
+    def earlier(self, anew: bool) -> list[Sample]:
+        """What a launch goes on counting from; `anew`: from nothing, as where the run had finished."""
+        if anew or self._is_over:
+            self.by_reason.clear()
+        return [metrics.RESTARTS.inc(count, reason=why) for why, count in self.by_reason.items()]
+
     def take(self, kind: str, event: Mapping[str, Any]) -> str | None:
         """The reason of the restart that this event is."""
         reason = None
