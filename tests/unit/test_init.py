@@ -94,6 +94,7 @@ def test_kustomize_puts_the_task_and_its_image_into_every_pod(
 
 
 def test_compose_takes_the_override(project: Path, require: Callable[..., None]) -> None:
+    require("docker")
     compose = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
     require("docker", compose.returncode == 0, "no compose plugin; type: sudo make docker-host")
     own = f"{checkout()}/compose/compose.yaml"
