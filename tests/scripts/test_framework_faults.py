@@ -53,7 +53,9 @@ def test_a_killed_and_a_stopped_rank(
     assert all(f'tandem_rank_memory_bytes{{node="{rank}",rank="{rank}"}}' in text for rank in (0, 1)), text
     process.send_signal(signal.SIGTERM)
     code, said = scripts.wait(process)
-    assert code == 143, said
+    # Lightning's ranks do not agree on the step to stop after: seldom one waits for another that has left.
+    is_race = package == "lightning" and "waits in another collective than the others" in said
+    assert code == (137 if is_race else 143), said
     who = r"hang: rank 0 on node 0 \(127\.0\.0\.101\) (cannot be heard|does not get on) since [\d.]+ s, "
     assert re.search(rf"{who}in phase {re.escape(program)}:\d+ of step \d+", said), said
     summary = json.loads((scripts.folder / "run" / "summary.json").read_text())
