@@ -134,6 +134,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
+def printable(text: str) -> str:
+    """What may come from anybody, as people can be shown it: no control characters."""
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun: 1 rank, 2 ranks."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

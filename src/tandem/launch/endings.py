@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.errors import FINISHED, PEER_LOST, STOPPED
+from tandem.log import printable
 from tandem.telemetry.messages import checked
 
 LINES_SHOWN, LINE_CHARACTERS = 12, 1000
@@ -80,7 +81,7 @@ class Cause:
 
 
 def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text)[:LINE_CHARACTERS]
+    return printable(text)[:LINE_CHARACTERS]
 
 
 def last_words(error_file: Path, log: Path) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from tandem import __version__
 from tandem.distributed.group import first_line
 from tandem.distributed.meeting import listen
 from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
+from tandem.log import printable
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.timeouts import (
@@ -89,7 +90,7 @@ def one_line(reason: str) -> str:
     """What may be long, or come from anybody, as a line for people: the first, with the last one."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
     text = lines[0] if len(lines) == 1 else f"{lines[0].removesuffix(':')}: {lines[-1]}"
-    return "".join(each if each.isprintable() else " " for each in text)[:REASON_CHARACTERS]
+    return printable(text)[:REASON_CHARACTERS]
 
 
 def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[], bool]) -> None:

@@ -1,6 +1,5 @@
 """`tandem report`: one HTML file of a finished run, or of several side by side, from what lies in RUN_DIR."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,7 +12,7 @@ from tandem.errors import ConfigError
 from tandem.log import counted
 from tandem.report.history import History
 from tandem.report.pages import report_page
-from tandem.telemetry.journal import read_lines, write_bytes_atomic
+from tandem.telemetry.journal import read_json, read_lines, write_bytes_atomic
 from tandem.telemetry.life import Restarts
 from tandem.telemetry.meter import ACTIVITIES, PHASES
 from tandem.telemetry.metrics import ACTIVITY_SECONDS
@@ -41,12 +40,12 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def _read_run(run_dir: PurePath, folder: Path) -> dict[str, Any]:
-    settings = _read_json(folder / "config.json")
+    settings = read_json(folder / "config.json")
     history = History(folder, run_dir / "checkpoints")
     points: list[dict[str, Any]] = list(history.curves()["points"])  # type: ignore[call-overload]
     if not settings and not points:
         raise ConfigError(f"{run_dir} holds no run: it has neither config.json nor metrics.jsonl")
-    summary, now = _read_json(folder / "summary.json"), history.now()
+    summary, now = read_json(folder / "summary.json"), history.now()
     name = str(settings.get("run_name") or Path(run_dir).resolve().name)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
     size = f"{counted(int(ranks), 'rank')} on {counted(int(nodes or 1), 'node')}" if ranks else ""
@@ -94,11 +93,3 @@ def _activities(page: Path) -> list[list[object]]:
         if sample.name in ACTIVITY_SECONDS.wire_names
     }
     return [[activity, seconds[activity]] for activity in ACTIVITIES if seconds.get(activity)]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -1,17 +1,16 @@
 """`tandem runs`: the runs in a folder, how each ended, and what it takes up. Reads files alone, no torch."""
 
-import json
 import shutil
 import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tandem.checkpoint.listing import age_in_words, newest_step
 from tandem.checkpoint.storage.copies import RUN_FILES
 from tandem.errors import ConfigError
+from tandem.telemetry.journal import read_json
 
 SETTLED_SECONDS = 3600.0
 """A run without a summary that has written nothing for so long is not taken for one that trains."""
@@ -79,7 +78,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _row(folder: Path, now: float) -> RunRow:
-    summary, files = _read(folder / "summary.json"), _files(folder)
+    summary, files = read_json(folder / "summary.json"), _files(folder)
     saved = newest_step(folder / "checkpoints")
     scores = summary.get("eval")
     return RunRow(
@@ -95,7 +94,7 @@ def _row(folder: Path, now: float) -> RunRow:
 
 
 def _is_all_notes(folder: Path) -> bool:
-    if "://" in str(_read(folder / "config.json").get("run_dir")):  # its checkpoints lie elsewhere
+    if "://" in str(read_json(folder / "config.json").get("run_dir")):  # its checkpoints lie elsewhere
         return False
     try:
         others = [each for each in folder.iterdir() if each.name not in NOTES]
@@ -115,14 +114,6 @@ def _files(folder: Path) -> list[tuple[Path, int, float]]:
         if not stat.S_ISDIR(facts.st_mode):
             found.append((path.relative_to(folder), facts.st_size, facts.st_mtime))
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:

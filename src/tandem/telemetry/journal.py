@@ -65,6 +65,15 @@ def write_json_atomic(path: Path, obj: object) -> None:
     write_bytes_atomic(path, (to_json(obj, indent=2) + "\n").encode())
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty for what is missing, torn or none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of the last 4 MiB of a JSON-lines file; what is torn or no object is left out."""
     try:
