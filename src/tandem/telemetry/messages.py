@@ -117,7 +117,7 @@ def checked(kind: type[Declared], words: object) -> Declared:
     if not isinstance(words, dict):
         raise ValueError(f"{kind.__name__} that is no object")
     values = {}
-    for name, hint, types_of_it in _declared(kind):
+    for name, hint, types_of_it in _declared(cast(Any, kind)):
         value = values[name] = words.get(name)
         if type(value) not in types_of_it and not _fits(value, hint):
             raise ValueError(f"{kind.__name__} with a strange {name}")
