@@ -39,7 +39,7 @@ LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-ve
 WHEELS := build/wheels
 CARRIED := annotated-types|nvidia-ml-py|pillow|prometheus-client|pydantic|pydantic-core|python-dotenv|tqdm|typing-extensions|typing-inspection
 
-.PHONY: help setup train check test test-all gpu-check gpu-wheels s3rver frameworks lock clean
+.PHONY: help setup train check test test-all bench gpu-check gpu-wheels s3rver frameworks lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,13 @@ gpu-check: ## ten minutes on one GPU: does all of it work there, and what it cos
 	else \
 		$(MAKE) --silent setup; timeout 600 $(BIN)/python benchmarks/gpu_check.py --json benchmarks/results/gpu.json; \
 	fi
+
+bench: setup ## what tandem costs beside its peers, on two quiet cores; docs/benchmarks.md of it
+	@# a row that misses its target ends a program with 1, and belongs into the table all the same
+	-$(BIN)/python benchmarks/thousand_ranks.py --json benchmarks/results/thousand_ranks.json
+	-$(BIN)/python benchmarks/framework_cost.py --rounds 3 --steps 200 --json benchmarks/results/framework_cost.json
+	-$(BIN)/python benchmarks/reliability.py saves recovery --json benchmarks/results/saves_and_recovery.json
+	$(BIN)/python benchmarks/page.py
 
 gpu-wheels: setup ## what gpu-check needs beside torch, for Python 3.12, into build/wheels
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 
 @dataclass(frozen=True)
 class Row:
@@ -46,6 +44,8 @@ def render(rows: Sequence[Row]) -> str:
 
 def machine() -> dict[str, object]:
     """What the rows were measured on, and when."""
+    import torch
+
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

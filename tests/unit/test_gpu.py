@@ -3,7 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tandem.launch.gpus import chosen_gpus
 from tandem.telemetry.gpu import Gpus
+from tandem.telemetry.metrics import GPU_INFO
 from tandem.telemetry.registry import Registry
 
 
@@ -29,8 +33,11 @@ class Driver:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetUUID(self, handle: int) -> bytes:
-        return f"GPU-{handle}".encode()
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> str:
+        return uuid.decode()
+
+    def nvmlDeviceGetUUID(self, handle: int | str) -> bytes:
+        return str(handle).encode() if isinstance(handle, str) else f"GPU-{handle}-f00".encode()
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return "Imaginary 100"
@@ -72,7 +79,9 @@ def test_what_gpus_say_and_what_they_cannot_say() -> None:
     assert value("tandem_gpu_temperature_celsius", gpu="1", node="0") is None
     assert value("tandem_gpu_energy_joules_total", gpu="0", node="0") == 2.5
     assert value("tandem_gpu_throttled", gpu="0", node="0") == 1
-    assert value("tandem_gpu_info", gpu="1", uuid="GPU-1", name="Imaginary 100", driver="1.2", node="0") == 1
+    assert (
+        value("tandem_gpu_info", gpu="1", uuid="GPU-1-f00", name="Imaginary 100", driver="1.2", node="0") == 1
+    )
     assert "tandem_collect_errors_total{" not in metrics.page().decode()
 
 
@@ -80,6 +89,24 @@ def test_a_gpu_at_its_power_limit_is_not_throttled() -> None:
     metrics = Registry()
     metrics.apply(Gpus(Driver()).sample())
     assert metrics.registry.get_sample_value("tandem_gpu_throttled", {"gpu": "0", "node": "0"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        ("1", ["GPU-1-f00"]),
+        ("GPU-1,0", ["GPU-1-f00", "GPU-0-f00"]),
+        ("MIG-7", ["MIG-7"]),
+        ("", []),
+        (None, ["GPU-0-f00", "GPU-1-f00"]),
+    ],
+)
+def test_gpus_are_numbered_as_torch_numbers_them(visible: str | None, uuids: list[str]) -> None:
+    """Number 0 is the first of CUDA_VISIBLE_DEVICES, not the machine's."""
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    samples = Gpus(Driver(), chosen_gpus(environ)).sample()
+    told = {each.labels["gpu"]: each.labels["uuid"] for each in samples if each.name == GPU_INFO.name}
+    assert told == dict(enumerate(uuids))
 
 
 def test_no_driver_and_a_driver_that_fails_are_no_error() -> None:

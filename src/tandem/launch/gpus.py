@@ -29,6 +29,11 @@ def gpus_of(environ: Mapping[str, str]) -> list[str]:
     return named
 
 
+def chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Those that somebody has chosen, in torch's order; None where all of the machine's are seen."""
+    return gpus_of(environ) if VISIBLE in environ else None
+
+
 def _count() -> int:
     """By NVIDIA's library, which is there under WSL2 as well; else by the device files."""
     try:

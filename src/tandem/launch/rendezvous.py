@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -105,6 +105,15 @@ def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[
             address = placement.master_host, placement.master_port
             socket.create_connection(address, timeout=MASTER_ANSWER_SECONDS).close()
             time.sleep(MASTER_RETRY_SECONDS)
+
+
+def read_all(store: TCPStore, keys: Sequence[str], there: set[str]) -> dict[str, bytes]:
+    """What the store has under `keys`, in one round trip for all that are `there`; new ones are added."""
+    new = [key for key in keys if key not in there]
+    if new:
+        there.update(new if store.check(new) else [key for key in new if store.check([key])])
+    found = [key for key in keys if key in there]
+    return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
 
 
 def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.errors import FINISHED, STOPPED
+from tandem.launch.gpus import chosen_gpus
 from tandem.platforms.placement import Placement
 from tandem.report.access import Access
 from tandem.report.history import History
@@ -240,7 +241,7 @@ class NodeView:
         ])  # fmt: skip
 
     def _watch_hardware(self) -> None:
-        gpus = Gpus()
+        gpus = Gpus(names=chosen_gpus(os.environ))
         seconds = GPU_SECONDS if len(gpus) else VOLUME_SECONDS
         while True:
             if self._journal is not None:

@@ -1,7 +1,7 @@
 """GPU metrics through NVML (extra `gpu`): absent without a GPU or without the package, never an error."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,9 +15,13 @@ SLOWDOWN_REASONS = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwP
 
 
 class Gpus:
-    """This node's GPUs. `sample` gives their metrics, none where there are none."""
+    """This node's GPUs. `sample` gives their metrics, none where there are none.
 
-    def __init__(self, nvml: Any = None) -> None:
+    `names`: those that torch sees, in its order, as CUDA_VISIBLE_DEVICES has them; None: all. NVML counts
+    every GPU of the machine, and number 0 of a rank may be its number 3.
+    """
+
+    def __init__(self, nvml: Any = None, names: Sequence[str] | None = None) -> None:
         self._nvml, self._handles = nvml, []  # type: ignore[var-annotated,unused-ignore]
         self._energy: dict[int, float] = {}
         self._told = False
@@ -27,11 +31,19 @@ class Gpus:
 
                 self._nvml = pynvml
             self._nvml.nvmlInit()
-            self._handles = [
-                self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())
-            ]
+            count = range(self._nvml.nvmlDeviceGetCount())
+            everyone = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in count]
+            self._handles = everyone if names is None else [self._named(name, everyone) for name in names]
         except Exception as error:  # no package, no driver, no GPU: all of them mean that there is nothing
             logger.debug("no GPU metrics: %s", error)
+
+    def _named(self, name: str, everyone: Sequence[Any]) -> Any:
+        """By index, by the beginning of a UUID, or as a part of a GPU, which is not among `everyone`."""
+        if name.isdecimal():
+            return everyone[int(name)]
+        begins = (each for each in everyone if _text(self._nvml.nvmlDeviceGetUUID(each)).startswith(name))
+        found = next(begins, None)
+        return self._nvml.nvmlDeviceGetHandleByUUID(name.encode()) if found is None else found
 
     def __len__(self) -> int:
         return len(self._handles)

@@ -1,5 +1,6 @@
 """Hangs, by name: which rank, on which node, in which phase of which step, and since when; pure."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -57,10 +58,9 @@ def judge(beats: Sequence[Beat]) -> Alarm | None:
         return _alarm(last, last.quiet, "does not get on")
     if not beats or any(beat.quiet <= beat.limit for beat in beats):
         return None
-    places = [(beat.step, _order(beat.phase)) for beat in beats]
+    places = Counter((beat.step, _order(beat.phase)) for beat in beats)
     odd = min(
-        beats,
-        key=lambda beat: (places.count((beat.step, _order(beat.phase))), -beat.step, -_order(beat.phase)),
+        beats, key=lambda beat: (places[beat.step, _order(beat.phase)], -beat.step, -_order(beat.phase))
     )
     return _alarm(odd, odd.quiet, "waits in another collective than the others")
 

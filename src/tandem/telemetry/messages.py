@@ -4,6 +4,7 @@ A message is a JSON object whose `is` names the class. An agent of another versi
 unknown keys are left alone; what does not fit its class is refused by `decode`.
 """
 
+import functools
 import json
 import time
 import types
@@ -115,12 +116,28 @@ def checked(kind: type[Declared], words: object) -> Declared:
     """A dataclass from what came as JSON, each field of the type that is declared. Raises ValueError."""
     if not isinstance(words, dict):
         raise ValueError(f"{kind.__name__} that is no object")
-    hints = get_type_hints(kind)
-    values = {field.name: words.get(field.name) for field in fields(cast(Any, kind))}
-    wrong = [name for name, value in values.items() if not _fits(value, hints[name])]
-    if wrong:
-        raise ValueError(f"{kind.__name__} with a strange {wrong[0]}")
+    values = {}
+    for name, hint, types_of_it in _declared(cast(Any, kind)):
+        value = values[name] = words.get(name)
+        if type(value) not in types_of_it and not _fits(value, hint):
+            raise ValueError(f"{kind.__name__} with a strange {name}")
     return kind(**values)
+
+
+@functools.cache
+def _declared(kind: type[Any]) -> tuple[tuple[str, Any, tuple[type, ...]], ...]:
+    """(name, hint, types that fit at once) of each field.
+
+    Node 0 checks five times a second what all ranks say; to resolve hints each time took ten times as long.
+    """
+    hints = get_type_hints(kind)
+    return tuple((each.name, hints[each.name], _plain(hints[each.name])) for each in fields(cast(Any, kind)))
+
+
+def _plain(hint: Any) -> tuple[type, ...]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(each for part in get_args(hint) for each in _plain(part))
+    return {int: (int,), float: (int, float)}.get(hint, (hint,) if hint in (str, bool, type(None)) else ())
 
 
 def pack_samples(samples: list[Sample]) -> str:

@@ -1,0 +1,252 @@
+"""What node 0 and rank 0 have to do when there are 1,024 ranks, in one process: CPU time, not seconds.
+
+    python benchmarks/thousand_ranks.py [--ranks 1024] [--per-node 8] [--samples 100000000] [--json FILE]
+
+The parts are tandem's own, given what so many ranks would say: the store is a real one, with the other nodes'
+words in it, asked over loopback. Each figure is the median of some calls. What is done once per start or per
+log interval is compared with 50 ms; what is done several times a second says how much of one core it takes.
+"""
+
+import argparse
+import json
+import logging
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from table import Row, render, write
+from tandem.config.slices import LaunchConfig
+from tandem.data.sampler import GlobalOrder
+from tandem.distributed.consensus import ConsensusReader, pack, proposal_slots
+from tandem.launch.liveness import OwnClock
+from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeWords
+from tandem.platforms.placement import detect
+from tandem.telemetry import metrics
+from tandem.telemetry.families import Gauge
+from tandem.telemetry.hangs import Beat, judge
+from tandem.telemetry.messages import pack_samples
+from tandem.telemetry.meter import Consensus
+from tandem.telemetry.registry import Registry
+from tandem.telemetry.stragglers import ROW_LENGTH, StragglerWatch, from_rows
+from tandem.timeouts import KEEP_ALIVE_SECONDS, WATCHDOG_TICK_SECONDS
+
+LIMIT_MS = 50.0
+CALLS = 5
+
+
+def cpu_ms(work: Callable[[], object], calls: int = CALLS) -> float:
+    """Milliseconds of CPU time, all threads of this process together, of one call; the median."""
+    work()
+    taken = []
+    for _ in range(calls):
+        began = time.process_time()
+        work()
+        taken.append(1e3 * (time.process_time() - began))
+    return statistics.median(taken)
+
+
+def row(name: str, ms: float, every: float | None = None) -> Row:
+    """`every`: seconds between two such calls, of what is done all the time."""
+    share = f"{ms / 10 / every:.1f}% of a core" if every else ""
+    return Row(name, CALLS, f"{ms:.2f} ms", "", share, f"at most {LIMIT_MS:g} ms", ms <= LIMIT_MS)
+
+
+def placement(nodes: int) -> Row:
+    environ = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NUM_TASKS": str(nodes),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NTASKS": str(nodes),
+        "SLURM_PROCID": str(nodes - 1),
+        "SLURM_NODEID": str(nodes - 1),
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_STEP_NODELIST": f"node[0001-{nodes:04d}]",
+        "SLURM_JOB_NODELIST": f"node[0001-{nodes:04d}]",
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})",
+    }
+    ms = cpu_ms(lambda: detect(environ, f"node{nodes:04d}", LaunchConfig()))
+    return row(f"placement of the last of {nodes} nodes, Slurm", ms)
+
+
+def consensus(ranks: int) -> Row:
+    """Rank 0's part of one step's agreement; the sum over ranks is inside the gradient all-reduce."""
+    group: Any = SimpleNamespace(device=torch.device("cpu"), size=ranks)
+    reader, numbers = ConsensusReader(group, ["accuracy"]), torch.tensor([0.5, 3.0, 4.0])
+
+    def agree() -> Consensus | None:
+        exchanged = torch.cat([pack(proposal_slots(False, 1), numbers), torch.zeros(1)])
+        return reader.read(1, exchanged)
+
+    return row("consensus: what rank 0 does in a step", cpu_ms(agree, 50))
+
+
+def stragglers(ranks: int, per_node: int) -> Row:
+    """From the gathered tensor to metrics and the page's rows."""
+    everyones = torch.rand(ranks, ROW_LENGTH, dtype=torch.float64)
+    everyones[:, 0] = torch.arange(ranks) // per_node
+    watch, registry = StragglerWatch(), Registry()
+
+    def view() -> None:
+        report = watch.report(from_rows(everyones.tolist()))
+        registry.apply(report.samples)
+        json.dumps(report.page.rows)
+
+    return row(f"straggler view of {ranks} ranks", cpu_ms(view))
+
+
+def page(nodes: int, per_node: int) -> Row:
+    """What a scrape reads: all that is shown of so many nodes."""
+    registry, said = Registry(), _samples_of_a_node(per_node)
+    for node in range(1, nodes):
+        registry.apply_node(node, said)
+    return row(f"page of metrics, {len(registry.page()) // 1024} KiB", cpu_ms(registry.page))
+
+
+def _samples_of_a_node(per_node: int) -> list[Any]:
+    registry = Registry(node=1)
+    for family in metrics.FAMILIES:
+        if family.by_node and isinstance(family, Gauge):
+            values = {name: of[0] if of else "0" for name, of in family.labels.items()}
+            gpus = range(per_node) if "gpu" in values else (0,)
+            registry.apply(
+                [family.set(1.0, **{**values, **({"gpu": n} if "gpu" in values else {})}) for n in gpus]
+            )
+    return registry.own()
+
+
+def beats_of(node: int, per_node: int) -> list[Beat]:
+    ranks = range(node * per_node, (node + 1) * per_node)
+    return [
+        Beat(
+            rank=rank,
+            step=100,
+            activity="train",
+            phase="forward",
+            quiet=0.1,
+            limit=60.0,
+            hang=10.0,
+            trained=True,
+            waiting=False,
+            node=node,
+            node_name=f"node{node}",
+        )
+        for rank in ranks
+    ]
+
+
+def pulse(nodes: int, per_node: int) -> list[Row]:
+    """Node 0 reads what other nodes say of their ranks, and judges."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    client = TCPStore("127.0.0.1", store.port, is_master=False)
+    registry, said = Registry(), pack_samples(_samples_of_a_node(per_node))
+    watchdog, others = Watchdog(0, "node0", store.port, lambda: client, registry), range(1, nodes)
+    watchdog.begin_generation("g", {}, range(nodes))
+    logging.getLogger("tandem.watchdog").setLevel(logging.ERROR)  # all words are told before one is read
+    number = 0
+
+    def tell() -> None:
+        nonlocal number, said
+        number += 1
+        said = pack_samples([each._replace(value=float(number)) for each in _samples_of_a_node(per_node)])
+        for node in others:
+            words = _NodeWords(number, [asdict(beat) for beat in beats_of(node, per_node)], time.time())
+            store.set(f"g/pulse/{node}", json.dumps(asdict(words)))
+            store.set(f"metrics/{node}", said)
+
+    def read() -> float:
+        tell()
+        began = time.process_time()
+        watchdog._read_others(client, "g", others, None)
+        return 1e3 * (time.process_time() - began)
+
+    def read_samples() -> float:
+        tell()
+        began = time.process_time()
+        watchdog._read_samples(client, others[:NODES_AT_ONCE])
+        return 1e3 * (time.process_time() - began)
+
+    heard = statistics.median(read() for _ in range(CALLS))
+    samples = statistics.median(read_samples() for _ in range(CALLS))
+    judged = cpu_ms(lambda: watchdog._look(time.monotonic()))
+    everybody = [beat for node in range(nodes) for beat in beats_of(node, per_node)]
+    hung = [beat.later(100.0, False) for beat in everybody]
+    hung = [type(beat)(**{**vars(beat), "waiting": True}) for beat in hung]
+    return [
+        row(f"signs of life of {nodes} nodes read and checked", heard, WATCHDOG_TICK_SECONDS),
+        row(
+            f"metrics of {len(others[:NODES_AT_ONCE])} nodes read and taken in",
+            samples,
+            WATCHDOG_TICK_SECONDS,
+        ),
+        row(f"{len(everybody)} ranks looked at by the watchdog", judged, WATCHDOG_TICK_SECONDS),
+        row(f"a hang among {len(hung)} ranks named", cpu_ms(lambda: judge(hung))),
+    ]
+
+
+def rendezvous(nodes: int) -> Row:
+    """A keep-alive of node 0: the shared state of torch's rendezvous read and written once."""
+    state, now = _RendezvousState(), datetime.now(UTC)
+    for index in range(nodes):
+        node = _NodeDesc(f"{index:06d}.node{index}", 1000, index)
+        state.participants[node], state.last_heartbeats[node] = index, now
+    state.complete = True
+    bits, clock = pickle.dumps(state), OwnClock(1.0)
+    ms = cpu_ms(lambda: clock.sent(clock.received(bits)))
+    return row(f"keep-alive in a rendezvous of {nodes}, {len(bits) // 1024} KiB", ms, KEEP_ALIVE_SECONDS)
+
+
+def sampler(samples: int) -> list[Row]:
+    """An epoch's order is drawn on every rank, once an epoch; a resume seeks in it."""
+    order, epochs = GlobalOrder(samples, 1024 * 32, 0), iter(range(1_000_000))
+    drawn = cpu_ms(lambda: order.batch(next(epochs) * order.steps_per_epoch), 1)
+    step = (order.steps_per_epoch * 3) // 2
+    order.batch(step)
+    sought = cpu_ms(lambda: order.batch(step), 50)
+    each = f"{drawn * 1e6 / samples:.1f} ns a sample"
+    return [
+        Row(f"order of an epoch of {samples:,} samples", 1, f"{drawn / 1e3:.2f} s", "", each, passed=None),
+        row("a step's samples out of that order", sought),
+    ]
+
+
+def rows(ranks: int, per_node: int, samples: int) -> list[Row]:
+    torch.set_num_threads(1)
+    nodes = ranks // per_node
+    found = [placement(nodes), consensus(ranks), stragglers(ranks, per_node), page(nodes, per_node)]
+    found += [*pulse(nodes, per_node), rendezvous(nodes)]
+    return found + sampler(samples)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=100_000_000)
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    asked = parser.parse_args()
+    table = rows(asked.ranks, asked.per_node, asked.samples)
+    print(render(table))
+    if asked.json:
+        write(table, asked.json)
+    return int(any(each.passed is False for each in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
