@@ -69,7 +69,7 @@ KEEP_ALIVE_SECONDS = 1
 """A node in the rendezvous says that it lives; after KEEP_ALIVE_ATTEMPTS misses it is out."""
 KEEP_ALIVE_ATTEMPTS = 5
 LAST_CALL_SECONDS = 1
-"""An elastic rendezvous waits for more nodes, once the least number is there."""
+"""An elastic rendezvous waits for more nodes, once MIN are there; the first one waits --elastic-settle."""
 MASTER_ANSWER_SECONDS = 2.0
 """One attempt to connect to the master; names are resolved anew at each."""
 MASTER_RETRY_SECONDS = 0.1

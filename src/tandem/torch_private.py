@@ -17,6 +17,7 @@ Each was looked at in torch 2.11 and 2.15; `_dump_fr_trace_json` takes no `backe
 | `_state_holder.state.participants` | who is waited for is not counted |
 | `dynamic_rendezvous._RendezvousState`, `_NodeDesc` | `tandem launch` ends with 2 |
 | `DynamicRendezvousHandler._stop_heartbeats` | the engine may complain of a lost store at the end |
+| `_RendezvousExitOp`, `_op_executor` | an elastic job goes on 5 s after a node has left it, not at once |
 | `torch._dynamo` | the first ranks start a few seconds later |
 
 Not here: the methods that torch's SimpleElasticAgent documents for its subclasses (launch/generations.py).
@@ -26,6 +27,7 @@ tests/unit/test_torch_private.py takes them away one by one; pyproject.toml boun
 import contextlib
 import inspect
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.errors import ConfigError
+from tandem.timeouts import LEAVE_SECONDS
 
 _PUBLIC_BATCHNORMS = (
     nn.BatchNorm1d,
@@ -205,6 +208,16 @@ def stop_keep_alive(handler: Any) -> None:
     stop = getattr(handler, "_stop_heartbeats", None)
     if stop is not None:
         stop()
+
+
+def leave_rendezvous(handler: Any) -> None:
+    """Take this node out of the rendezvous, as before it joins again. Raises RendezvousError."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    exit_kind = getattr(dynamic_rendezvous, "_RendezvousExitOp", None)
+    executor = getattr(handler, "_op_executor", None)
+    if exit_kind is not None and executor is not None:
+        executor.run(exit_kind(), time.monotonic() + LEAVE_SECONDS)
 
 
 def import_what_ddp_imports() -> None:

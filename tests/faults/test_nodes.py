@@ -42,12 +42,14 @@ if __name__ == "__main__":
 class Cluster:
     """Two nodes started by hand, as a platform does; each is a session of its own."""
 
-    def __init__(self, runs: Runs, port: int, run: str, *flags: object, clocks: float = 0.0) -> None:
-        """`clocks`: seconds by which node 1's clock is ahead."""
+    def __init__(
+        self, runs: Runs, port: int, run: str, *flags: object, clocks: float = 0.0, nodes: int = 2
+    ) -> None:
+        """`clocks`: seconds by which node 1's clock is ahead; `nodes`: how many come at once."""
         self.runs, self.run, self.clocks = runs, run, clocks
         master = ("--master", f"127.0.0.101:{port}")
         self.flags = ("--nodes", 2, *master, "--checkpoint-every", 10, "--max-restarts", 0, *flags)
-        self.nodes = [self.start(node) for node in (0, 1)]
+        self.nodes = [self.start(node) for node in range(nodes)]
 
     def start(self, node: int, *more: object, **given: Any) -> Any:
         command = self.runs.command("launch", self.run, "--node-rank", node, *self.flags, *more, delay=SLOW)
@@ -86,14 +88,55 @@ def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, fre
         return worlds()[-1:] == [nodes] and len(runs.events("elastic", "training")) >= len(worlds())
 
     cluster = Cluster(runs, free_port, "elastic", "--steps", 600, "--elastic", "1:2")
-    runs.until(lambda: trains_on(2), "world of both")  # whoever was there first may have begun alone
+    runs.until(lambda: trains_on(2), "world of both")
     cluster.kill(1)
     runs.until(lambda: trains_on(1), "world without node 1")
     cluster.nodes[1] = cluster.start(1)
     summary = cluster.finish()
-    assert worlds()[-3:] == [2, 1, 2]
+    assert worlds() == [2, 1, 2]
     assert summary["global_step"] == 600
     assert summary["samples_seen"] == 600 * 24
+
+
+def test_an_elastic_run_waits_for_nodes_that_are_seconds_away(runs: Runs, free_port: int) -> None:
+    """It opened with one node, and began anew when the other came."""
+    flags = ("--elastic", "1:2", "--steps", 20, "--elastic-settle", 60)
+    cluster = Cluster(runs, free_port, "settles", *flags, nodes=1)
+    log = runs.folder / "settles/log/node-0.log"
+    runs.until(lambda: log.is_file() and "1 of 2 nodes are here" in log.read_text(), "word of node 0")
+    cluster.nodes.append(cluster.start(1))
+    cluster.finish()
+    assert [event["world_size"] for event in runs.events("settles", "world")] == [2]
+
+
+def test_a_node_that_is_asked_to_stop_leaves_an_elastic_run(runs: Runs, free_port: int) -> None:
+    """A graceful scale-down stopped all pods."""
+    cluster = Cluster(runs, free_port, "fewer", "--steps", 400, "--elastic", "1:2")
+    runs.wait_for_step("fewer", 20)
+    cluster.nodes[1].send_signal(signal.SIGTERM)
+    code, output = runs.processes.wait(cluster.nodes[1])
+    assert code == 143, output
+    runs.until(lambda: len(runs.events("fewer", "training")) == 2, "training without node 1")
+    cluster.nodes.pop()
+    summary = cluster.finish()
+    assert [event["world_size"] for event in runs.events("fewer", "world")] == [2, 1]
+    saved, began = runs.events("fewer", "stopped"), runs.events("fewer", "training")
+    assert began[1]["step"] == saved[0]["step"] + 1, "no step is lost, and none is done again"
+    assert summary["global_step"] == 400 and summary["samples_seen"] == 400 * 24
+
+
+def test_all_nodes_of_an_elastic_run_stop_together(runs: Runs, free_port: int) -> None:
+    """Its platform asks one after another; those that come later have nothing more to do."""
+    cluster = Cluster(runs, free_port, "deleted", "--steps", 5000, "--elastic", "1:2")
+    runs.wait_for_step("deleted", 20)
+    for node in (1, 0):
+        cluster.nodes[node].send_signal(signal.SIGTERM)
+        time.sleep(1)
+    for node in (0, 1):
+        code, output = runs.processes.wait(cluster.nodes[node])
+        assert code == 143, output
+    saved = max(event["step"] for event in runs.events("deleted", "checkpoint"))
+    assert saved == runs.summary("deleted")["global_step"]
 
 
 @pytest.mark.parametrize("seconds", [-30, -6, 30])

@@ -12,6 +12,7 @@ from tandem.checkpoint.listing import is_finished
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import FAILED
 from tandem.launch import rendezvous
+from tandem.launch.elastic import LastCall
 from tandem.launch.rendezvous import StoreLostError, VerdictError, check_all_are_in
 from tandem.launch.rendezvous_state import WatchfulBackend
 from tandem.platforms.placement import Placement
@@ -32,7 +33,7 @@ def shifted(seconds: float) -> type[datetime]:
 
 def holders(store: TCPStore) -> list[Any]:
     settings = engine.RendezvousSettings("tandem", 2, 2, engine.RendezvousTimeout(), timedelta(seconds=1), 5)
-    backends = [WatchfulBackend(store, lambda: None) for _ in NODES]
+    backends = [WatchfulBackend(store, LastCall(60, 1), lambda: None) for _ in NODES]
     return [engine._BackendRendezvousStateHolder(backend, settings, 0) for backend in backends]
 
 

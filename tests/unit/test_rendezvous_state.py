@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
+from tandem.launch.elastic import LastCall
 from tandem.launch.rendezvous import StoreLostError, agreed
 from tandem.launch.rendezvous_state import NO_STATE, STATE_KEY, WatchfulBackend, from_text, to_text
 
@@ -49,7 +50,8 @@ def store() -> TCPStore:
 
 def holder(store: TCPStore) -> Any:
     settings = engine.RendezvousSettings("tandem", 2, 2, engine.RendezvousTimeout(), timedelta(seconds=1), 99)
-    return engine._BackendRendezvousStateHolder(WatchfulBackend(store, lambda: None), settings, 0)
+    backend = WatchfulBackend(store, LastCall(60, 1), lambda: None)
+    return engine._BackendRendezvousStateHolder(backend, settings, 0)
 
 
 def joined(state_holder: Any, index: int) -> None:
@@ -112,7 +114,7 @@ def test_a_state_that_is_gone_or_none_is_put_back(store: TCPStore, poison: bytes
 def test_a_state_that_is_poisoned_again_and_again_is_one_line(
     store: TCPStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = WatchfulBackend(store, lambda: None)
+    backend = WatchfulBackend(store, LastCall(60, 1), lambda: None)
     monkeypatch.setattr(backend, "_replace", lambda expected, text: b"poison")
     with pytest.raises(RendezvousConnectionError, match="again and again"):
         backend.get_state()

@@ -157,6 +157,7 @@ class LaunchConfig:
     )
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
+    elastic_settle: NonNegative = setting(10.0, "seconds that MIN nodes wait for more at the start")
     master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")
     shutdown_timeout: Positive = setting(25.0, "seconds ranks get to save and end after a signal")
     max_restarts: Natural = setting(5, "incidents that are restarted on this node before giving up")

@@ -31,12 +31,16 @@ log = logging.getLogger("tandem.agent")
 
 @dataclass(frozen=True)
 class AgentReport:
-    """How this node's part of the job ended. `store`: node 0's, there for the others as long as this is."""
+    """How this node's part of the job ended. `store`: node 0's, there for the others as long as this is.
+
+    `has_left`: the others go on without it.
+    """
 
     code: int
     reason: str
     generations: int
     store: TCPStore | None = None
+    has_left: bool = False
 
 
 def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
@@ -61,7 +65,7 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     finally:
         watchdog.close(server)
         node.workers.dismiss()
-    if placement.node_rank != 0 and not is_retried(report.code):
+    if placement.node_rank != 0 and not is_retried(report.code) and not report.has_left:
         outstay_node_0(placement, LEAVE_SECONDS + node.view.linger_seconds, lambda: bool(node.stop))
     return report
 
@@ -100,6 +104,5 @@ def _run_connections(
             log.warning("%s; going round again", why)
             continue
         node.workers.kill()
-        if agent is not None:
-            agent.leave(code, reason)
-        return AgentReport(code, reason, budget.generations)
+        has_left = agent is not None and agent.leave(code, reason)
+        return AgentReport(code, reason, budget.generations, has_left=has_left)

@@ -25,7 +25,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position, first_line
-from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
+from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED
+from tandem.launch.elastic import Departures
 from tandem.launch.part import Node
 from tandem.launch.recovery import Recovery
 from tandem.launch.rendezvous import (
@@ -66,10 +67,11 @@ class NodeAgent(SimpleElasticAgent):
         self._workers, self._stop = node.workers, node.stop
         self._joining, self._restart, self._positions = False, 0, dict[int, Position]()
         self._hung_node: int | None = None
-        self._recovery = Recovery(node, store)
+        self._has_saved = False
+        self._recovery, self._departures = Recovery(node, store), Departures(node.placement, store)
         self._waiting_since, self._next_word = time.monotonic(), 0.0
         placement = node.placement
-        self._handler = handler = handler_of(placement, store, node.config.master_timeout, self._before_poll)
+        self._handler = handler = handler_of(placement, store, node.config, self._before_poll)
         spec = WorkerSpec(
             role="default",
             local_world_size=node.nproc,
@@ -84,10 +86,20 @@ class NodeAgent(SimpleElasticAgent):
         """Start generations until one ends in a way that is not retried: (exit code, why)."""
         while True:
             self._joining, self._waiting_since, self._next_word = True, time.monotonic(), 1.0
-            self._initialize_workers(self._worker_group)
-            self._joining, self._hung_node = False, None
+            try:
+                self._initialize_workers(self._worker_group)
+            except StopRequestedError:
+                if not self._has_saved:
+                    raise
+                return STOPPED, f"stopped by {self._stop.name} where all had saved for a node that left"
+            self._joining, self._hung_node, self._has_saved = False, None, False
             code = self._watch()
             self._watchdog.end_generation(self._root)
+            if code == STOPPED and not self._stop and self._departures.others_go_on(self._positions[0]):
+                log.info("a node was asked to stop, and leaves: the others go on from where all have stopped")
+                self._workers.kill()
+                self._has_saved = True
+                continue
             if code is None:
                 self._workers.kill()
                 log.info("a node wants to join: starting the next generation")
@@ -147,6 +159,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._forwarded_at = now
                 asked = f"asking all ranks to save and stop (up to {shutdown_timeout:.0f} s)"
                 log.info("%s: %s; Ctrl-C again ends them at once", self._stop.name, asked)
+                self._departures.leaves(self._positions[0])
                 self._workers.signal(handed_on(self._stop.signal_number or 15))
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
@@ -206,9 +219,12 @@ class NodeAgent(SimpleElasticAgent):
         with contextlib.suppress(RendezvousError):
             stop_keep_alive(self._handler)
 
-    def leave(self, code: int, reason: str) -> None:
-        """Tell the others how the job ended; node 0 stays until they have heard it."""
+    def leave(self, code: int, reason: str) -> bool:
+        """Tell the others how the job ended; node 0 stays until they have heard it. Whether they go on."""
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
+            if code == STOPPED and self._positions and self._departures.can_leave(self._positions[0]):
+                self._departures.go(self._handler)
+                return True
             if not self._is_retried(code) or self._budget.is_spent:
                 leave_verdict(self._root, code, reason)
             with contextlib.suppress(RendezvousClosedError):
@@ -216,6 +232,7 @@ class NodeAgent(SimpleElasticAgent):
             left = self._root.add(LEFT_KEY, 1)
             if self._node.placement.node_rank == 0:
                 stay_until_all_left(self._root, self._node.placement.nodes, left)
+        return False
 
     # What torch's engine asks of an agent.
 

@@ -11,24 +11,31 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from tandem.launch.elastic import LastCall
+
 DEADLINE = "deadline"
 
 
 class OwnClock:
-    """Translates the rendezvous state of torch's dynamic rendezvous; one for each handler."""
+    """Translates the rendezvous state of torch's dynamic rendezvous; one for each handler.
 
-    def __init__(self, last_call_seconds: float) -> None:
-        self._last_call = timedelta(seconds=last_call_seconds)
+    `last_call` is told when a generation has begun, which the state says to each node.
+    """
+
+    def __init__(self, last_call: LastCall) -> None:
+        self._last_call = last_call
         self._seen: dict[Any, tuple[datetime, float]] = {}  # what was written, and when that was first read
         self._given: dict[Any, datetime] = {}  # what this node's rendezvous was told instead
 
     def received(self, bits: bytes) -> bytes:
         """The state as it was read, each time in it as if this node's clock had written it."""
         state = pickle.loads(bits)
+        if state.round or state.complete:
+            self._last_call.has_begun()
         beats = state.last_heartbeats
         state.last_heartbeats = {node: self._translate(node, written) for node, written in beats.items()}
         if state.deadline is not None:
-            state.deadline = self._translate(DEADLINE, state.deadline, self._last_call)
+            state.deadline = self._translate(DEADLINE, state.deadline, self._last_call.last_call)
         for gone in self._seen.keys() - beats.keys() - {DEADLINE}:
             del self._seen[gone], self._given[gone]
         return pickle.dumps(state)

@@ -8,7 +8,7 @@ import json
 import logging
 import pickle
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -16,16 +16,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
-    RendezvousTimeout,
 )
 
+from tandem.config.slices import LaunchConfig
+from tandem.launch.elastic import LastCall
 from tandem.launch.liveness import OwnClock
 from tandem.launch.rendezvous import RUN_ID, one_line
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
     KEEP_ALIVE_ATTEMPTS,
     KEEP_ALIVE_SECONDS,
-    LAST_CALL_SECONDS,
     RENDEZVOUS_POLL_SECONDS,
 )
 from tandem.torch_private import hasten_handler, rendezvous_kinds
@@ -45,8 +45,8 @@ class WatchfulBackend(RendezvousBackend):
     by this node's own clock (`liveness.py`). What is no state, or is gone, is replaced by the last that was.
     """
 
-    def __init__(self, store: TCPStore, before_poll: Callable[[], None]) -> None:
-        self._store, self._before_poll, self._clock = store, before_poll, OwnClock(LAST_CALL_SECONDS)
+    def __init__(self, store: TCPStore, last_call: LastCall, before_poll: Callable[[], None]) -> None:
+        self._store, self._before_poll, self._clock = store, before_poll, OwnClock(last_call)
         self._last, self._has_warned = NO_STATE, False
 
     @property
@@ -94,22 +94,20 @@ class WatchfulBackend(RendezvousBackend):
 
 
 def handler_of(
-    placement: Placement, store: TCPStore, patience: float, before_poll: Callable[[], None]
+    placement: Placement, store: TCPStore, asked: LaunchConfig, before_poll: Callable[[], None]
 ) -> DynamicRendezvousHandler:
-    """torch's handler for the nodes of this job, who wait `patience` seconds for each other."""
+    """torch's handler for the nodes of this job, who wait for each other as it was `asked`."""
     low, high = placement.elastic or (placement.nodes, placement.nodes)
+    timeout = LastCall(asked.master_timeout, asked.elastic_settle)
     # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         RUN_ID,
         store,
-        WatchfulBackend(store, before_poll),
+        WatchfulBackend(store, timeout, before_poll),
         low,
         high,
         local_addr=f"{placement.node_rank:06d}.{placement.local_name}",
-        timeout=RendezvousTimeout(
-            join=timedelta(seconds=patience),
-            last_call=timedelta(seconds=LAST_CALL_SECONDS),
-        ),
+        timeout=timeout,
         keep_alive_interval=KEEP_ALIVE_SECONDS,
         keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
     )
