@@ -239,6 +239,10 @@ def delete(target: Target, purge: bool) -> int:
     # A claim waits for the pods that use it, and with a stuck one it would wait for ever.
     wait = ["--wait=false"] if stuck else ["--wait=true", limit]
     code = subprocess.run(target.kubectl("delete", what, "--selector", target.selector, *wait)).returncode
+    waiting = [pod["metadata"]["name"] for pod in pods if not seen.has_begun(pod)]
+    if idle := [name for name in waiting if name not in stuck]:
+        # The operator's init container is a shell that is deaf to SIGTERM, and nothing there can save.
+        ask(target.kubectl("delete", "pod", *idle, "--grace-period=1", "--ignore-not-found", "--wait=false"))
     ending = [f"pod/{pod['metadata']['name']}" for pod in pods if pod["metadata"]["name"] not in stuck]
     if not stuck:
         ending = ["pod", "--selector", target.selector]

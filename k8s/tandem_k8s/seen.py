@@ -79,6 +79,11 @@ def lives(pod: Mapping[str, Any]) -> list[tuple[str, int]]:
     ]
 
 
+def has_begun(pod: Mapping[str, Any]) -> bool:
+    """Whether a container of it runs or ran, so that there may be something to save."""
+    return bool(lives(pod) or any(status.get("lastState") for status in container_statuses(pod)))
+
+
 def container_lines(pod: Mapping[str, Any]) -> list[str]:
     """One line per container: what it does, or why it ended or waits, with its exit code and restarts."""
     name, lines = pod["metadata"]["name"], []

@@ -21,13 +21,15 @@ OPERATOR = {"kubeflow.org/v1": {"pytorchjobs": "PyTorchJob"}}
 
 
 class ApiServer:
-    """`objects` is {path: object}, `logs` {pod: text}; `requests` every (method, path) that came."""
+    """`objects` is {path: object}, `logs` {pod: text}; `requests` every (method, path) that came,
+    `graces` the seconds that a DELETE gave."""
 
     def __init__(self, folder: Path, groups: dict[str, dict[str, str]]) -> None:
         self.groups = {**GROUPS, **groups}
         self.objects: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
+        self.graces: dict[str, Any] = {}
         self.add("/api/v1/namespaces/default", "v1", "Namespace")
         handler = type("Handler", (_Handler,), {"api": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -86,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         path = urlsplit(self.path).path
-        self._body()
+        self.api.graces[path] = self._body().get("gracePeriodSeconds")
         self.api.requests.append(("DELETE", path))
         found = self.api.objects.pop(path, None)
         if found is None:

@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,6 +248,32 @@ def test_delete_beside_a_dead_node_does_not_wait_for_it(make: Make, api: Callabl
     assert "node n1 does not answer, and tandem-worker-0 cannot end there" in output
     assert "the volume with the checkpoints stays" in output
     assert "PyTorchJob" not in server.kinds()
+
+
+def test_delete_gives_a_pod_that_has_not_begun_no_time_to_save(
+    make: Make, api: Callable[..., ApiServer]
+) -> None:
+    """The operator's init container is deaf to SIGTERM: a deleted job stayed for its grace period."""
+    server = api()
+    code, output = make("k8s-apply", "OVERLAY=cpu", kubeconfig=server.kubeconfig)
+    assert code == 0, output
+    add_pod(server, "tandem-master-0", {"running": {}})
+    waiting = add_pod(server, "tandem-worker-0", {"waiting": {"reason": "PodInitializing"}})
+    waiting["status"]["initContainerStatuses"] = [
+        {"name": "init-pytorch", "restartCount": 0, "state": {"running": {}}}
+    ]
+    threading.Thread(target=end_with_its_job, args=[server, f"{PODS}/tandem-master-0"], daemon=True).start()
+    code, output = make("k8s-delete", "OVERLAY=cpu", kubeconfig=server.kubeconfig)
+    assert code == 0, output
+    graces = {path.rpartition("/")[2]: seconds for path, seconds in server.graces.items() if "/pods/" in path}
+    assert graces == {"tandem-worker-0": 1}
+
+
+def end_with_its_job(server: ApiServer, pod: str) -> None:
+    """As the operator's pods do, once they have saved."""
+    while not any(method == "DELETE" and "/pytorchjobs/" in path for method, path in server.requests):
+        time.sleep(0.02)
+    del server.objects[pod]
 
 
 def test_try_without_kind_and_minikube(make: Make, tmp_path: Path) -> None:
