@@ -32,6 +32,7 @@ from tandem.platforms.placement import Placement
 from tandem.report.access import Access, load_access
 from tandem.script.job import Program
 from tandem.signals import StopFlag
+from tandem.telemetry.health import Limits, Starting
 
 if TYPE_CHECKING:
     from tandem.launch.agent import AgentReport
@@ -87,10 +88,13 @@ def _run_in(
     folder: Path, settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
 ) -> int:
     """The same, with a folder for sockets."""
-    start_fork_server(work.preload, folder)  # it imports torch while this process does
-    from tandem.launch.rendezvous import announce  # and torch with it
-
     with contextlib.ExitStack() as opened:
+        if state_dir is not None:
+            starting = Starting(state_dir, Limits.asked(settings.launch, settings.reliability))
+            opened.callback(starting.close)
+        start_fork_server(work.preload, folder)  # it imports torch while this process does
+        from tandem.launch.rendezvous import announce  # and torch with it
+
         try:
             mine = Claim(settings.run.place)
             if placement.node_rank == 0:
@@ -105,6 +109,8 @@ def _run_in(
         if prepared.decision.kind == "complete":
             announce(placement, FINISHED)
             return FINISHED
+        if state_dir is not None:
+            starting.close()
         return _run_agent(folder, settings, placement, work, state_dir, stop, prepared)
 
 

@@ -51,8 +51,7 @@ class NodeView:
         self.plan: RunStarted | None = None
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
-        timeouts, master = settings.reliability, settings.launch.master_timeout
-        self._limits = health.Limits(master, timeouts.first_step_timeout, timeouts.hang_seconds)
+        self._limits = health.Limits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # what the first rank that failed said
         self._state, self._last_progress = "starting", time.time()
         self._state_dir, self._stop, self._health_failed = state_dir, stop, False

@@ -3,13 +3,19 @@
 Standard library only, few imports: probes run it often.
 """
 
+import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tandem.timeouts import SLACK_SECONDS, STALE_SECONDS
+from tandem.timeouts import NODE_TICK_SECONDS, SLACK_SECONDS, STALE_SECONDS
+
+if TYPE_CHECKING:
+    from tandem.config.slices import LaunchConfig, ReliabilityConfig
 
 FILE_NAME = "health.json"
 
@@ -21,6 +27,11 @@ class Limits:
     master_timeout: float
     first_step_timeout: float
     hang_timeout: float | None
+
+    @classmethod
+    def asked(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "Limits":
+        """Those of the settings."""
+        return cls(launch.master_timeout, timeouts.first_step_timeout, timeouts.hang_seconds)
 
     def of(self, state: str) -> float:
         """Of what a node does: a state of its agent, or an activity of its ranks."""
@@ -50,6 +61,32 @@ def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(record, file)
     os.replace(temporary, path)
+
+
+class Starting:
+    """Writes that this node starts, once a second, until it is closed: the agent's own begins with torch.
+
+    Kubernetes publishes the names of pods that have started only; who asks too early is told for half a
+    minute that there is no such name.
+    """
+
+    def __init__(self, state_dir: str | os.PathLike[str], limits: Limits) -> None:
+        self._state_dir, self._limit, self._closing = state_dir, limits.of("starting"), threading.Event()
+        self._since = time.time()
+        self._thread = threading.Thread(target=self._write, name="tandem-starting", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # the agent says so, if it lasts
+                os.makedirs(self._state_dir, exist_ok=True)
+                write_health(self._state_dir, record("starting", 0, self._since, self._limit))
+            if self._closing.wait(NODE_TICK_SECONDS):
+                return
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
 
 
 def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[bool, str]:
