@@ -48,6 +48,43 @@ def test_names_of_an_address() -> None:
     assert names == ["demo-node-12.demo_default", "4f3c.9.0.0.10.in-addr.arpa"]
 
 
+def record(data: bytes) -> bytes:
+    return b"\xc0\x0c" + struct.pack(">HHIH", 12, 1, 600, len(data)) + data
+
+
+AT_THE_NAME = 12 + len(b"\x019\x010\x010\x0210\x07in-addr\x04arpa\0") + 4 + 12
+
+
+@pytest.mark.parametrize("answer", [
+    record(b"\xc0" + bytes([AT_THE_NAME])), record(b"\x01a\xc0" + bytes([AT_THE_NAME])),
+    record(b"\xc0\xff"), record(b"\x3fshort"), record(b"\x02\xff\xfe\0"), b"\xc0\x0c\x00",
+], ids=["itself", "round", "behind", "longer than it is", "no text", "cut off"])  # fmt: skip
+@pytest.mark.timeout(20)
+def test_an_answer_that_is_none_ends(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that points at itself was read for ever."""
+    monkeypatch.setattr(replica, "RESOLVER_SECONDS", 0.1)
+    with resolver(answer) as address:
+        assert replica.names_of("10.0.0.9", address) == []
+
+
+def test_only_the_resolver_is_heard() -> None:
+    """Anybody's datagram was an answer."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server, socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as stranger:
+        server.bind(("127.0.0.1", 0))
+
+        def answer() -> None:
+            question, sender = server.recvfrom(4096)
+            header = question[:2] + struct.pack(">5H", 0x8180, 1, 1, 0, 0)
+            for channel, number in ((stranger, 7), (server, 2)):
+                said = pointer(f"demo-node-{number}.demo_default", False)
+                channel.sendto(header + question[12:] + said, sender)
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert replica.names_of("10.0.0.9", server.getsockname()) == ["demo-node-2.demo_default"]
+
+
 def test_a_lost_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "RESOLVER_SECONDS", 0.1)
     with resolver(pointer("demo-node-2.demo_default", False), silent=1) as address:

@@ -53,12 +53,14 @@ def names_of(address: str, resolver: tuple[str, int] = RESOLVER) -> list[str]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
             channel.settimeout(RESOLVER_SECONDS)
             try:
-                channel.sendto(query, resolver)
+                channel.connect(resolver)  # and nobody else is heard
+                channel.send(query)
                 answer = channel.recv(4096)
             except OSError:
                 continue
         if answer[:2] == query[:2]:
-            return _pointers(answer, len(query))
+            with contextlib.suppress(ValueError, IndexError, struct.error):  # no answer of a resolver's
+                return _pointers(answer, len(query))
     return []
 
 
@@ -80,13 +82,19 @@ def _pointers(answer: bytes, at: int) -> list[str]:
 
 
 def _decode(message: bytes, at: int) -> tuple[str, int]:
-    """(name at `at`, where the next field begins); a name may end in a pointer to an earlier one."""
+    """(name at `at`, where the next field begins); a name may end in a pointer to an earlier one.
+
+    Raises ValueError for a pointer that leads nowhere earlier, which could go round for ever.
+    """
     labels: list[str] = []
-    after = None
+    after, began = None, at
     while length := message[at]:
         if length & _POINTER:
             after = after or at + 2
             at = struct.unpack_from(">H", message, at)[0] & 0x3FFF
+            if at >= began:
+                raise ValueError(f"a name at {began} goes on at {at}")
+            began = at
             continue
         labels.append(message[at + 1 : at + 1 + length].decode())
         at += 1 + length
