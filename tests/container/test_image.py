@@ -31,7 +31,7 @@ def test_what_the_image_declares(image: str) -> None:
     assert config["User"] == "10001:10001"
     assert config["Entrypoint"] == ["tini", "--", "tandem"] and config["Cmd"] == ["launch"]
     assert config["StopSignal"] == "SIGTERM" and config["Healthcheck"]["Test"] == ["CMD", "tandem", "health"]
-    assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert "NVIDIA_VISIBLE_DEVICES" not in environment, "the runtime would give GPUs to who asked for none"
     assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
     assert config["Labels"]["org.opencontainers.image.title"] == "tandem"
     assert config["Labels"]["org.opencontainers.image.version"] not in ("", "0")
@@ -60,6 +60,23 @@ def test_it_trains_with_a_read_only_root(image: str) -> None:
         assert ended.returncode == 0 and "finished at step 5" in ended.stderr + ended.stdout, ended.stderr
     finally:
         docker("rm", "--force", "--volumes", name, check=False)
+
+
+def test_nccl_finds_the_verbs(image: str) -> None:
+    """Without them it takes TCP, and the rdma overlay, which wants InfiniBand or nothing, ends."""
+    code = "import ctypes; [ctypes.CDLL(name) for name in ('libibverbs.so.1', 'librdmacm.so.1')]"
+    docker("run", "--rm", "--entrypoint", "python3", image, "-c", code)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_it_compiles_a_model(image: str) -> None:
+    """There was no compiler."""
+    rights = [word.replace("/tmp", "/tmp:exec") for word in LOCKED_DOWN]
+    train = ["launch", "--steps", "2", "--compile", "--metrics-linger", "0"]
+    command = ["docker", "run", *rights, image, *train]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0 and "finished at step 2" in ended.stderr + ended.stdout, ended.stderr
 
 
 def test_the_user_owns_what_it_writes_and_no_program(image: str) -> None:
