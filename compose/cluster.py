@@ -28,7 +28,14 @@ from engine import (
     variables_in_dotenv,
 )
 from network import Shape, check_shape, keep_shape
-from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
+from preflight import (
+    check_free,
+    check_gpus,
+    check_room_for_a_build,
+    check_volumes,
+    checked_nodes,
+    checked_port,
+)
 from tandem.launch.restarts import job_code
 from work import work_of
 
@@ -82,8 +89,9 @@ def up(options: argparse.Namespace) -> int:
     shape = Shape(options.rate, options.latency, options.loss)
     shape.check()
     port = checked_port(options.metrics_port or str(METRICS_PORT))
+    check_gpus(options.gpus)
     watched = options.monitoring == "1" or is_watched(options.project)
-    cluster = Cluster(options.project, variables_of(options, nodes, port), options.gpus == "1", watched)
+    cluster = Cluster(options.project, variables_of(options, nodes, port), bool(options.gpus), watched)
     unfinished = [node for node in cluster.nodes() if node.is_unfinished]
     if unfinished:
         raise ClusterError(

@@ -135,7 +135,7 @@ class Cluster:
         if not kept or not kept[0]:
             raise ClusterError(f"there is no cluster {project} here; start one: make compose-up NODES=2")
         variables = json.loads(kept[0])
-        return cls(project, variables, variables.get("GPUS") == "1", is_watched(project))
+        return cls(project, variables, bool(variables.get("GPUS")), is_watched(project))
 
     def command(self, *arguments: str) -> list[str]:
         """`docker compose` for this project, as words after `docker`."""

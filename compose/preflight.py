@@ -32,6 +32,15 @@ def checked_nodes(text: str) -> int:
     return int(text)
 
 
+def check_gpus(text: str) -> None:
+    """Nothing, a number of GPUs for each node, or all. Raises ClusterError."""
+    if text not in ("", "all") and not re.fullmatch(r"[1-9][0-9]?", text):
+        raise ClusterError(
+            f"GPUS={text} is not a number of GPUs for each node; valid is 1, 2, 3..., or all for all of the "
+            "host's on every node: make compose-up NODES=2 GPUS=1"
+        )
+
+
 def checked_port(text: str) -> int:
     """A port number. Raises ClusterError."""
     if not re.fullmatch(r"[1-9][0-9]{0,4}", text) or int(text) > 65535:

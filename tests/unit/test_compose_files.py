@@ -21,6 +21,7 @@ from cpu_lock import cpu_lock  # noqa: E402
 
 import cluster  # noqa: E402
 import engine  # noqa: E402
+import preflight  # noqa: E402
 from network import Shape  # noqa: E402
 
 # The cluster decides these itself: places, ports, folders, and the grace period that Compose has to exceed.
@@ -261,3 +262,12 @@ def test_only_root_prepares_a_host() -> None:
     )  # fmt: skip
     line = "tandem: preparing this machine needs root; type: sudo make docker-host\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "all of them"])
+def test_gpus_of_a_node_are_a_number_or_all(text: str) -> None:
+    preflight.check_gpus("")
+    preflight.check_gpus("all")
+    preflight.check_gpus("2")
+    with pytest.raises(engine.ClusterError, match=f"GPUS={text} is not a number of GPUs for each node"):
+        preflight.check_gpus(text)

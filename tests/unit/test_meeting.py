@@ -87,6 +87,17 @@ def test_enough_gpus_are_shared_out() -> None:
     assert shares([], 2) == [{}, {}] == shares(["0"], 2, device="cpu")
 
 
+def test_a_replica_takes_gpus_of_its_own() -> None:
+    """Every node had all of the host's, and two ranks on one GPU."""
+    four = [gpus.share_of_replica(["0", "1", "2", "3"], "2", node, 2) for node in (0, 1)]
+    assert four == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert gpus.share_of_replica(["0"], "all", 1, 2) == {} == gpus.share_of_replica(["0"], None, 1, 2)
+    with pytest.raises(ConfigError, match="GPUS=2 on 3 nodes is 6 GPUs, and the host has 4; give NODES=2, a"):
+        gpus.share_of_replica(["0", "1", "2", "3"], "2", 0, 3)
+    with pytest.raises(ConfigError, match="is no number of GPUs"):
+        gpus.share_of_replica(["0"], "0", 0, 1)
+
+
 @pytest.mark.parametrize(
     ("visible", "seen"),
     [("", []), ("-1", []), ("1,0", ["1", "0"]), ("0,-1,2", ["0"]), ("GPU-89, MIG-1", ["GPU-89", "MIG-1"])],

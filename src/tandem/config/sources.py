@@ -20,7 +20,7 @@ PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
 OTHER_VARIABLES = [
     PREFIX + name
     for name in "CONFIG STATE_DIR REQUIRE TRIALS SCREENSHOTS".split()
-    + "COMPOSE_PROJECT COMPOSE_NODES COMPOSE_INDEX".split()
+    + "COMPOSE_PROJECT COMPOSE_NODES COMPOSE_INDEX COMPOSE_GPUS".split()
 ]
 # A Kubernetes Service called tandem-* puts such variables into every pod of its namespace.
 _SERVICE_LINK = re.compile(

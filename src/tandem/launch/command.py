@@ -1,5 +1,6 @@
 """What `tandem launch` and `tandem train` do, from what was given to the code that the process ends with."""
 
+import os
 import socket
 import sys
 import time
@@ -10,6 +11,7 @@ from tandem.checkpoint.claim import refuse_if_owned
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
+from tandem.launch.gpus import gpus_of, share_of_replica
 from tandem.launch.node import run_this_node, script_work, task_work, with_port
 from tandem.launch.program import check
 from tandem.launch.run_dir import of_this_job, resolve_run_dir
@@ -78,6 +80,8 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
         placement = with_port(placement)
         if placement.nodes > 1:
             return simulate(settings, placement, as_flags(flags), environ, stop, program)
+    if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
+        os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
     state = environ.get("TANDEM_STATE_DIR")
     work = script_work(program, settings, chosen) if program else task_work(RANK_FUNCTION, settings)
     return run_this_node(settings, placement, work, Path(state) if state else None, stop)

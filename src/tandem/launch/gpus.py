@@ -45,6 +45,27 @@ def _count() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
+def share_of_replica(gpus: Sequence[str], per_node: str | None, node_rank: int, nodes: int) -> dict[str, str]:
+    """What a node's environment says of its GPUs where Compose gave each of its nodes so many of the host's.
+
+    Compose gives every replica of a service the same devices; "all" leaves them to all. Raises ConfigError
+    where there are not enough.
+    """
+    if not per_node or per_node == "all":
+        return {}
+    if not per_node.isdecimal() or not int(per_node):
+        raise ConfigError(f"TANDEM_COMPOSE_GPUS={per_node} is no number of GPUs; give GPUS=1, or GPUS=all")
+    begin, wanted = node_rank * int(per_node), int(per_node)
+    if len(gpus) < nodes * wanted:
+        fits = len(gpus) // wanted
+        use = f"NODES={fits}, " if fits else ""
+        raise ConfigError(
+            f"GPUS={per_node} on {nodes} nodes is {nodes * wanted} GPUs, and the host has {len(gpus)}; give "
+            f"{use}a smaller number, or GPUS=all for all of them on every node"
+        )
+    return {VISIBLE: ",".join(gpus[begin : begin + wanted])}
+
+
 def shared_out(
     gpus: Sequence[str], nodes: int, nproc: int | None, compute: ComputeConfig
 ) -> list[dict[str, str]]:
