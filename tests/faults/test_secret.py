@@ -52,12 +52,6 @@ from tandem.launch import guard
 
 address, held = (sys.argv[1], int(sys.argv[2])), []
 said = [b"", b"\\x3c\\x85\\xf7\\xce" + bytes(300), secrets.token_bytes(3000), b"\\x16\\x03\\x01\\x02\\0\\x01"]
-recorded = bytearray()  # a node's words with another secret, again and again
-
-class Tap(socket.socket):
-    def send(self, data, *more):
-        recorded.extend(data)
-        return super().send(data, *more)
 
 print("begins", flush=True)
 for turn in itertools.count():
@@ -66,7 +60,7 @@ for turn in itertools.count():
         stranger = socket.create_connection(address, timeout=5)
         held.append(stranger)  # half open, for as long as the gate bears it
         if turn % 10 == 0:
-            guard.ask(stranger, b"x" * 32, guard_port := turn % 65536)
+            guard.ask(stranger, b"x" * 32, turn % 65536)
         elif turn % 10 == 1:
             for data in (said[1], said[2]):
                 stranger.sendall(data)
@@ -75,7 +69,7 @@ for turn in itertools.count():
     if len(held) > 300:
         held.pop(0).close()
 """
-"""Everything that somebody without the secret may say: torch's own words, TLS and junk, 100 times a second."""
+"""What somebody without the secret may say: torch's own words, TLS and junk, 100 times a second."""
 
 
 @pytest.fixture
