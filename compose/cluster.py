@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import job_secret
 from engine import (
     ROOT,
     WATCHERS,
@@ -91,7 +92,8 @@ def up(options: argparse.Namespace) -> int:
     port = checked_port(options.metrics_port or str(METRICS_PORT))
     check_gpus(options.gpus)
     watched = options.monitoring == "1" or is_watched(options.project)
-    cluster = Cluster(options.project, variables_of(options, nodes, port), bool(options.gpus), watched)
+    variables = variables_of(options, nodes, port) | {"SECRET_FILE": str(job_secret.path_of(options.project))}
+    cluster = Cluster(options.project, variables, bool(options.gpus), watched)
     unfinished = [node for node in cluster.nodes() if node.is_unfinished]
     if unfinished:
         raise ClusterError(
@@ -109,6 +111,7 @@ def up(options: argparse.Namespace) -> int:
     print(f"metrics      http://localhost:{port}/metrics")
     name, where = ("run", "") if options.script else ("checkpoints", "/checkpoints")  # a script's are its own
     print(f"{name:<12} {cluster.run_dir}{where} in volume {cluster.project}_checkpoints", flush=True)
+    job_secret.make(options.project, {**variables_in_dotenv(), **os.environ})
     if options.monitoring == "1":
         watch(cluster)
     start(cluster)
@@ -122,7 +125,9 @@ def up(options: argparse.Namespace) -> int:
 
 def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str, str]:
     """What compose.yaml reads, from the options and the caller's own TANDEM_* variables."""
+    own = (job_secret.GIVEN, job_secret.GIVEN_FILE)  # goes into a file, and into no label
     given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
+    given = {name: value for name, value in given.items() if name not in own}
     everything = {**variables_in_dotenv(), **given}
     variables = {
         **given,
@@ -270,6 +275,7 @@ def down(options: argparse.Namespace) -> int:
     cluster = Cluster(options.project, {}, watched=True)
     everything = ["--volumes"] if options.volumes == "1" else []
     cluster.compose("down", "--remove-orphans", *everything, seconds=STOP_SECONDS)
+    job_secret.remove(options.project)
     kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
     print(f"cluster {options.project} is down; volumes {kept}")
     return 0
@@ -311,7 +317,9 @@ def scale(options: argparse.Namespace) -> int:
     nodes, before = checked_nodes(options.nodes), len(found.nodes())
     stop(found)
     remove_metrics(found)
-    cluster = replace(found, variables={**found.variables, "NODES": str(nodes)})
+    secret = job_secret.make(found.project, {**variables_in_dotenv(), **os.environ})
+    more = {"NODES": str(nodes), "SECRET_FILE": str(secret)}
+    cluster = replace(found, variables={**found.variables, **more})
     start(cluster)
     keep_shape(cluster, {})
     print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")

@@ -165,6 +165,8 @@ def resolve(entries: list[dict[str, Any]], metadata: Mapping[str, str]) -> dict[
     """
     values: dict[str, str] = {}
     for entry in entries:
+        if (entry.get("valueFrom") or {}).get("secretKeyRef", {}).get("optional"):
+            continue  # as where there is no such Secret
         if "valueFrom" in entry:
             values[entry["name"]] = metadata[entry["valueFrom"]["fieldRef"]["fieldPath"]]
         else:

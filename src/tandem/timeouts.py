@@ -72,6 +72,12 @@ LAST_CALL_SECONDS = 1
 """An elastic rendezvous waits for more nodes, once MIN are there; the first one waits --elastic-settle."""
 MASTER_ANSWER_SECONDS = 2.0
 """One attempt to connect to the master; names are resolved anew at each."""
+HANDSHAKE_SECONDS = 20.0
+"""A word of a node that proves that it knows the job's secret; the other may be frozen for a while."""
+QUIET_SECONDS = 60
+"""A node's way to the store is asked whether the other end is there, when it has said nothing for so long."""
+REFUSED_RETRY_SECONDS = 1.0
+"""A node that was not let in asks again: a secret may be on its way, and many may crowd at the gate."""
 MASTER_RETRY_SECONDS = 0.1
 """Between two such attempts."""
 WAITING_WORD_SECONDS = 5.0

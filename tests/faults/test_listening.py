@@ -48,7 +48,7 @@ def open_to(pid: int) -> set[str]:
                 continue
     found = set()
     for name, state in {"tcp": LISTENS, "tcp6": LISTENS, "udp": UNCONNECTED, "udp6": UNCONNECTED}.items():
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             words = line.split()
             owner = owners.get(f"socket:[{words[9]}]")
             if words[3] == state and owner is not None:

@@ -21,6 +21,7 @@ from cpu_lock import cpu_lock  # noqa: E402
 
 import cluster  # noqa: E402
 import engine  # noqa: E402
+import job_secret  # noqa: E402
 import preflight  # noqa: E402
 from network import Shape  # noqa: E402
 
@@ -80,6 +81,28 @@ def test_the_task_of_dotenv_is_trained_unless_another_is_asked_for(given_to_a_no
     assert (asked["TANDEM_TASK"], asked["TANDEM_EPOCHS"]) == ("mnist", "2")
     assert asked["TANDEM_RUN_DIR"] == "/checkpoints/mnist"
     assert given_to_a_node("TANDEM_TASK=mnist\n", {}, task="digits")["TANDEM_TASK"] == "digits"
+
+
+def test_the_job_secret_is_a_file_and_in_no_variable_or_label(
+    given_to_a_node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = "of the shell, of this job"
+    monkeypatch.setattr(job_secret, "ROOT", tmp_path)
+    given = given_to_a_node("TANDEM_JOB_SECRET=of the file .env alone\n", {"TANDEM_JOB_SECRET": word})
+    assert "TANDEM_JOB_SECRET" not in given and "TANDEM_JOB_SECRET_FILE" not in given, "none was made"
+    own = {**variables(), "SECRET_FILE": str(job_secret.make("own", dict(os.environ)))}
+    said = engine.Cluster("own", own).compose("config", "--format", "json")
+    node = json.loads(said)["services"]["node"]
+    assert node["environment"]["TANDEM_JOB_SECRET_FILE"] == "/run/secrets/job"
+    assert node["secrets"] == [{"source": "job", "target": node["secrets"][0].get("target", "job")}]
+    assert word not in said and ".env alone" not in said
+    path = job_secret.path_of("own")
+    assert path.read_text() == word
+    assert path.stat().st_mode & 0o777 == 0o444 and path.parent.stat().st_mode & 0o777 == 0o700
+    before = job_secret.make("own", {}).read_text()
+    assert len(before) == 64 and job_secret.make("own", {}).read_text() != before
+    job_secret.remove("own")
+    assert not path.exists()
 
 
 def variables(*words: str) -> dict[str, str]:

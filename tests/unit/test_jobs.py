@@ -13,7 +13,6 @@ from tandem.launch import rendezvous
 from tandem.launch.rendezvous import host_store, join_store
 from tandem.launch.run_dir import of_this_job
 from tandem.platforms.placement import Placement
-from tandem.signals import StopFlag
 
 
 def task_of_array(number: int, **more: Any) -> Placement:
@@ -57,9 +56,9 @@ def test_a_requeued_job_goes_on_though_it_began_with_never(tmp_path: Path) -> No
 def test_nodes_of_another_job_are_not_let_in(free_port: int) -> None:
     first = Placement("slurm", 2, 0, None, "127.0.0.1", free_port, job="slurm-4.0")
     store = host_store(first)
-    assert join_store(replace(first, node_rank=1), 10, StopFlag()).check(["tandem/job"])
+    assert join_store(replace(first, node_rank=1), ("127.0.0.1", free_port)).check(["tandem/job"])
     with pytest.raises(PeerLostError, match="is served by slurm-4.0, and this is slurm-135.0"):
-        join_store(replace(first, node_rank=1, job="slurm-135.0"), 10, StopFlag())
+        join_store(replace(first, node_rank=1, job="slurm-135.0"), ("127.0.0.1", free_port))
     del store
 
 
@@ -74,7 +73,7 @@ def test_two_versions_in_one_job_are_refused_in_one_line(free_port: int, theirs:
     with pytest.raises(
         ConfigError, match=f"node 1 has tandem .* node 0 has {theirs or 'an older'}"
     ) as caught:
-        join_store(replace(first, node_rank=1), 10, StopFlag())
+        join_store(replace(first, node_rank=1), ("127.0.0.1", free_port))
     assert "\n" not in str(caught.value) and "same version" in str(caught.value)
     with pytest.raises(rendezvous.VerdictError, match="code 2: node 1 has tandem"):
         rendezvous.raise_verdict(store)

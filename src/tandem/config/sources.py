@@ -19,7 +19,7 @@ PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
 # Read elsewhere, but ours: not typos of a setting.
 OTHER_VARIABLES = [
     PREFIX + name
-    for name in "CONFIG STATE_DIR REQUIRE TRIALS SCREENSHOTS".split()
+    for name in "CONFIG STATE_DIR JOB_SECRET JOB_SECRET_FILE REQUIRE TRIALS SCREENSHOTS".split()
     + "COMPOSE_PROJECT COMPOSE_NODES COMPOSE_INDEX COMPOSE_GPUS".split()
 ]
 # A Kubernetes Service called tandem-* puts such variables into every pod of its namespace.

@@ -3,7 +3,6 @@
 import logging
 import os
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
@@ -15,15 +14,14 @@ from tandem.launch.rendezvous import (
     StopRequestedError,
     StoreLostError,
     VerdictError,
-    host_store,
     is_let_in,
-    join_store,
     outstay_node_0,
 )
 from tandem.launch.restarts import RestartBudget, is_retried
+from tandem.launch.secret import SECRET
 from tandem.launch.slow_ranks import SlowRanks
 from tandem.launch.watchdog import Watchdog
-from tandem.timeouts import LEAVE_SECONDS, RENDEZVOUS_POLL_SECONDS, STORE_READ_SECONDS
+from tandem.timeouts import LEAVE_SECONDS, RENDEZVOUS_POLL_SECONDS
 from tandem.torch_private import hasten_rendezvous
 
 log = logging.getLogger("tandem.agent")
@@ -48,13 +46,15 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     hasten_rendezvous(RENDEZVOUS_POLL_SECONDS)
     placement = node.placement
-    server = host_store(placement) if placement.node_rank == 0 else None
-    timeout = timedelta(seconds=STORE_READ_SECONDS)
+    server = node.place.host() if placement.node_rank == 0 else None
+    if server is not None and node.place.is_open:
+        text = "this job has no secret (%s): whoever reaches port %d can end it; see docs/security.md"
+        log.warning(text, SECRET, placement.master_port)
     watchdog = Watchdog(
         placement.node_rank,
         placement.local_name or "localhost",
-        placement.master_port,
-        lambda: TCPStore(placement.master_host, placement.master_port, is_master=False, timeout=timeout),
+        node.place.address[1],
+        node.place.connect,
         node.view.metrics,
     )
     node.view.on_heartbeat = watchdog.hear
@@ -78,7 +78,7 @@ def _run_connections(
     while True:
         agent: NodeAgent | None = None
         try:
-            store = server or join_store(node.placement, patience, node.stop)
+            store = server or node.place.join(patience, node.stop)
             if not is_let_in(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
                 continue
             agent = kind(node, store, watchdog, budget)

@@ -276,7 +276,7 @@ class NodeAgent(SimpleElasticAgent):
             ranks_on_host=nproc * (placement.nodes if placement.nodes_share_host else 1),
             platform=placement.platform,
             node_name=placement.local_name or "localhost",
-            store=(placement.master_host, placement.master_port, prefix),
+            store=(*self._node.place.address, prefix),
             init="store",
             restart=self._restart,
             sample_socket=str(self._node.view.socket_path),

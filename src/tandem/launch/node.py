@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, Tandem
 from tandem.launch.program import job_of
 from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
+from tandem.launch.secret import take_key
 from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
 from tandem.launch.workers import (
@@ -37,6 +39,7 @@ from tandem.telemetry.health import Limits, Starting
 if TYPE_CHECKING:
     from tandem.launch.agent import AgentReport
     from tandem.launch.generations import NodeAgent
+    from tandem.launch.meeting_place import MeetingPlace
     from tandem.launch.part import Node
 
 log = logging.getLogger("tandem.launch")
@@ -80,12 +83,19 @@ def run_this_node(
     open_run_folder(settings)  # and its umask is that of the ranks
     if not work.is_script:  # its ranks meet in a store of their own, and its dumps are its own affair
         keep_nccl_errors_here()
+    key = take_key(os.environ)  # ranks need none
     with scratch() as folder:
-        return _run_in(folder, settings, placement, work, state_dir, stop)
+        return _run_in(folder, settings, placement, work, state_dir, stop, key)
 
 
 def _run_in(
-    folder: Path, settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
+    folder: Path,
+    settings: Settings,
+    placement: Placement,
+    work: Work,
+    state_dir: Path | None,
+    stop: StopFlag,
+    key: bytes | None,
 ) -> int:
     """The same, with a folder for sockets."""
     with contextlib.ExitStack() as opened:
@@ -93,8 +103,9 @@ def _run_in(
             starting = Starting(state_dir, Limits.asked(settings.launch, settings.reliability))
             opened.callback(starting.close)
         start_fork_server(work.preload, folder)  # it imports torch while this process does
-        from tandem.launch.rendezvous import announce  # and torch with it
+        from tandem.launch.meeting_place import MeetingPlace, announce  # and torch with it
 
+        place = MeetingPlace(placement, key)
         try:
             mine = Claim(settings.run.place)
             if placement.node_rank == 0:
@@ -104,14 +115,14 @@ def _run_in(
         except TandemError as error:
             log.error("%s", error)
             leave_word(str(error))
-            announce(placement, error.exit_code, str(error))
+            announce(place, error.exit_code, str(error))
             return error.exit_code
         if prepared.decision.kind == "complete":
-            announce(placement, FINISHED)
+            announce(place, FINISHED)
             return FINISHED
         if state_dir is not None:
             starting.close()
-        return _run_agent(folder, settings, placement, work, state_dir, stop, prepared)
+        return _run_agent(folder, settings, place, work, state_dir, stop, prepared)
 
 
 class _Prepared(NamedTuple):
@@ -164,7 +175,7 @@ def _log_of_first_node(settings: Settings, placement: Placement) -> None:
 def _run_agent(
     folder: Path,
     settings: Settings,
-    placement: Placement,
+    place: "MeetingPlace",
     work: Work,
     state_dir: Path | None,
     stop: StopFlag,
@@ -177,14 +188,15 @@ def _run_agent(
     from tandem.launch.script_agent import ScriptAgent
     from tandem.launch.view import NodeView
 
-    run_dir, nproc = local_folder(settings.run.place), placement.nproc or _ranks_for_gpus(settings)
+    placement, run_dir = place.placement, local_folder(settings.run.place)
+    nproc = placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(nproc)]
     workers = Workers(work.rank_function, work.job, memories, work.warm_up, by_position=work.is_script)
     view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
     with contextlib.closing(view):
-        log.info("%s", placement)
-        mine, met = prepared.claim, placement.by_loopback()
-        node = Node(met, nproc, settings.launch, workers, view, stop, prepared.decision, mine)
+        log.info("%s", place.asked)
+        mine = prepared.claim
+        node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision, mine, place)
         agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
         if placement.node_rank == 0:
             report = _run_counted(node, agent, Starts(settings.run.place, mine.look))
@@ -211,13 +223,13 @@ def _run_agent(
 def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "AgentReport":
     """The agent of node 0, unless its starts have saved nothing new for too long."""
     from tandem.launch.agent import AgentReport, run_agent
-    from tandem.launch.rendezvous import announce
+    from tandem.launch.meeting_place import announce
 
     try:
         starts.begin(node.config.max_starts, lambda: bool(node.stop))
         report = run_agent(node, agent)
     except CrashLoopError as error:
-        announce(node.placement, error.exit_code, str(error))
+        announce(node.place, error.exit_code, str(error))
         report = AgentReport(error.exit_code, str(error), 0)
     starts.end(report.code, report.reason, report.generations)
     return report

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config.slices import LaunchConfig
+from tandem.launch.meeting_place import MeetingPlace
 from tandem.launch.view import NodeView
 from tandem.launch.workers import Workers
 from tandem.platforms.placement import Placement
@@ -26,3 +27,4 @@ class Node:
     stop: StopFlag
     resume: ResumeDecision
     claim: Claim
+    place: MeetingPlace

@@ -22,7 +22,6 @@ from tandem.log import printable
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.timeouts import (
-    ANNOUNCE_SECONDS,
     LEAVE_SECONDS,
     LEFT_POLL_SECONDS,
     MASTER_ANSWER_SECONDS,
@@ -182,13 +181,12 @@ def host_store(placement: Placement) -> TCPStore:
         ) from error
 
 
-def join_store(placement: Placement, timeout_seconds: float, stop: StopFlag) -> TCPStore:
+def join_store(placement: Placement, reached_at: tuple[str, int]) -> TCPStore:
+    """The store on node 0, which answers there. Raises StoreLostError, TandemError."""
     host, port = placement.master_host, placement.master_port
-    wait_for_master(host, port, timeout_seconds, lambda: bool(stop))
-    if stop:
-        raise StopRequestedError
     try:
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
+        timeout = timedelta(seconds=STORE_READ_SECONDS)
+        store = TCPStore(*reached_at, is_master=False, timeout=timeout)
         job = store.get(JOB_KEY).decode()
         version = store.get(VERSION_KEY).decode() if store.check([VERSION_KEY]) else "an older version"
     except (RuntimeError, ValueError) as error:
@@ -262,16 +260,6 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
             )
             next_word += WAITING_WORD_SECONDS
         time.sleep(MASTER_RETRY_SECONDS)
-
-
-def announce(placement: Placement, code: int, reason: str = "") -> None:
-    """Node 0 ends the job before it began: tell the nodes that come within half a minute, and why."""
-    if placement.node_rank != 0 or placement.nodes == 1:
-        return
-    with contextlib.suppress(PeerLostError, RuntimeError):
-        store = host_store(placement)
-        leave_verdict(store, code, reason)
-        stay_until_all_left(store, placement.nodes, store.add(LEFT_KEY, 1), ANNOUNCE_SECONDS)
 
 
 def stay_until_all_left(store: TCPStore, nodes: int, left: int, seconds: float = LEAVE_SECONDS) -> None:

@@ -17,7 +17,7 @@ from tandem.distributed.position import Position
 from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED
 from tandem.launch.endings import Cause, choose, failures, is_own, last_words, was_killed
 from tandem.launch.generations import NodeAgent
-from tandem.launch.rendezvous import VerdictError, agreed, serve
+from tandem.launch.rendezvous import VerdictError, agreed
 from tandem.launch.restarts import is_retried, job_code
 from tandem.script.environment import error_file
 from tandem.timeouts import BLAME_SECONDS, MONITOR_SECONDS, OTHERS_SECONDS
@@ -146,11 +146,12 @@ class ScriptAgent(NodeAgent):
         group = cast(Any, worker_group)
         self._cause = None
         if group.group_rank == 0:
-            self._meeting = serve(self._node.placement, 0)
-            group.store.set("tandem/master", f"{self._meeting.host}:{self._meeting.port}")
+            self._meeting, address = self._node.place.host_for_ranks()
+            group.store.set("tandem/master", address)
         return super()._start_workers(worker_group)
 
     def _position(self, worker: Any, group: Any, prefix: str) -> Position:
         host, _, port = agreed(group.store, "tandem/master", r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")
         found = super()._position(worker, group, prefix)
-        return replace(found, master=(host, int(port)), local_world_size=self._node.nproc)
+        master = self._node.place.of_ranks(host, int(port))
+        return replace(found, master=master, local_world_size=self._node.nproc)

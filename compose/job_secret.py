@@ -1,0 +1,39 @@
+"""The secret that the nodes of a Compose project share: a file of this host, made anew by each start.
+
+Compose mounts it at /run/secrets/job. It is in no label, no variable and no log; its folder is its owner's
+alone, and the file inside may be read by the containers' own user.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine import ROOT, ClusterError
+
+GIVEN, GIVEN_FILE = "TANDEM_JOB_SECRET", "TANDEM_JOB_SECRET_FILE"
+
+
+def path_of(project: str) -> Path:
+    return ROOT / "build" / "secrets" / project
+
+
+def make(project: str, given: Mapping[str, str]) -> Path:
+    """A file with the secret that was `given` (variables), else with a new one. Raises ClusterError."""
+    file = given.get(GIVEN_FILE)
+    try:
+        text = Path(file).read_text(encoding="utf-8") if file else given.get(GIVEN) or secrets.token_hex(32)
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"{GIVEN_FILE}: cannot read {file}: {error}; make it readable") from error
+    path = path_of(project)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444), "w", encoding="utf-8") as out:
+        os.fchmod(out.fileno(), 0o444)  # whatever the umask is
+        out.write(text)
+    return path
+
+
+def remove(project: str) -> None:
+    path_of(project).unlink(missing_ok=True)

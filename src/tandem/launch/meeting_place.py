@@ -1,0 +1,153 @@
+"""Where this node reaches the stores of node 0: as they are, or with a secret through the gate there."""
+
+import contextlib
+import logging
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tandem.errors import PeerLostError
+from tandem.launch.guard import Gate, RefusedError, Way, is_gate
+from tandem.launch.rendezvous import (
+    LEFT_KEY,
+    StopRequestedError,
+    host_store,
+    join_store,
+    leave_verdict,
+    serve,
+    stay_until_all_left,
+    wait_for_master,
+)
+from tandem.launch.secret import SECRET
+from tandem.platforms.environment import LOOPBACK
+from tandem.platforms.placement import Placement
+from tandem.signals import StopFlag
+from tandem.timeouts import ANNOUNCE_SECONDS, REFUSED_RETRY_SECONDS, STORE_READ_SECONDS
+
+log = logging.getLogger("tandem.agent")
+
+AGENTS_STORE = 0
+"""What other nodes ask the gate for; a store of ranks they ask for by its port."""
+
+
+class MeetingPlace:
+    """The stores of one job as one node reaches them. `key` is that of the job's secret, if it has one.
+
+    Another node has one way for its agent's store, and one for the store of its ranks, which is a new one in
+    each generation of a script.
+    """
+
+    def __init__(self, placement: Placement, key: bytes | None) -> None:
+        self.asked, self.placement = placement, placement.by_loopback()
+        self._key = None if placement.is_one_host else key
+        self._gate: Gate | None = None
+        self._agents_way: Way | None = None
+        self._ranks_way: Way | None = None
+        self._agents_port = self._ranks_port = 0  # of the stores that are here, with a gate before them
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anyone on the network who reaches its port is heard."""
+        return self._key is None and not self.placement.is_one_host
+
+    @property
+    def _master(self) -> tuple[str, int]:
+        return self.placement.master_host, self.placement.master_port
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where this node's agent and ranks find the agents' store; on node 0 after `host`."""
+        if self._key is None:
+            return self._master
+        if self.placement.node_rank == 0:
+            return LOOPBACK, self._agents_port
+        self._agents_way = self._agents_way or Way(self._master, self._key, AGENTS_STORE)
+        return LOOPBACK, self._agents_way.port
+
+    def of_ranks(self, host: str, port: int) -> tuple[str, int]:
+        """The same for a store that node 0 has made for ranks, and said to be there."""
+        if self._key is None:
+            return host, port
+        if self.placement.node_rank == 0:
+            return LOOPBACK, port
+        self._ranks_way = self._ranks_way or Way(self._master, self._key, port)
+        self._ranks_way.name = port
+        return LOOPBACK, self._ranks_way.port
+
+    def host(self) -> TCPStore:
+        """The agents' store, on node 0. Raises PeerLostError."""
+        if self._key is None:
+            return host_store(self.placement)
+        store = host_store(self._here())
+        self._agents_port = int(store.port)
+        try:
+            self._gate = Gate(self.placement.master_port, self._key)
+        except OSError as error:
+            raise PeerLostError(
+                f"cannot serve at port {self.placement.master_port}: {error.strerror or error}; "
+                "is another job on this port? choose another with --master HOST:PORT"
+            ) from error
+        self._gate.open(AGENTS_STORE, self._agents_port)
+        return store
+
+    def host_for_ranks(self) -> tuple[TCPStore, str]:
+        """A store for the ranks of one generation, on node 0, and its address as nodes tell each other."""
+        if self._gate is None:
+            store = serve(self.placement, 0)
+        else:
+            store = serve(self._here(), 0)
+            self._gate.close(self._ranks_port)
+            self._ranks_port = int(store.port)
+            self._gate.open(self._ranks_port, self._ranks_port)
+        return store, f"{self.placement.master_host}:{store.port}"
+
+    def _here(self) -> Placement:
+        return replace(self.placement, master_host=LOOPBACK, master_port=0, nodes_share_host=True)
+
+    def join(self, timeout_seconds: float, stop: StopFlag) -> TCPStore:
+        """The agents' store, from another node, once node 0 answers and lets it in.
+
+        Raises StoreLostError, StopRequestedError, TandemError.
+        """
+        host, port = self._master
+        ends, said = time.monotonic() + timeout_seconds, ""
+        while True:
+            left = max(0.0, ends - time.monotonic())
+            try:
+                return self._join(left, stop)
+            except RefusedError as error:
+                why = f"{host}:{port} does not let this node in: {error}"
+            if not left:
+                raise PeerLostError(why)
+            if why != said:
+                said = why
+                log.warning("%s; asking again for %.0f s", why, left)
+            time.sleep(min(REFUSED_RETRY_SECONDS, left))
+
+    def _join(self, seconds: float, stop: StopFlag) -> TCPStore:
+        """One attempt. Raises RefusedError, and what `join` raises."""
+        reached_at = self.address
+        wait_for_master(*self._master, seconds, lambda: bool(stop))
+        if stop:
+            raise StopRequestedError
+        if self._agents_way is not None:
+            self._agents_way.check()
+        elif self.is_open and is_gate(self._master):
+            raise RefusedError(f"node 0 has a secret, and here is none; set {SECRET}")
+        return join_store(self.placement, reached_at)
+
+    def connect(self) -> TCPStore:
+        """One more connection to the agents' store."""
+        return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
+
+
+def announce(place: MeetingPlace, code: int, reason: str = "") -> None:
+    """Node 0 ends the job before it began: tell the nodes that come within half a minute, and why."""
+    if place.placement.node_rank != 0 or place.placement.nodes == 1:
+        return
+    with contextlib.suppress(PeerLostError, RuntimeError):
+        store = place.host()
+        leave_verdict(store, code, reason)
+        stay_until_all_left(store, place.placement.nodes, store.add(LEFT_KEY, 1), ANNOUNCE_SECONDS)

@@ -1,0 +1,36 @@
+"""The secret of a job, as somebody gives it: a variable or a file, the same on all nodes."""
+
+import hmac
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from tandem.errors import ConfigError
+
+SECRET, SECRET_FILE = "TANDEM_JOB_SECRET", "TANDEM_JOB_SECRET_FILE"
+SHORTEST_SECRET, LONGEST_SECRET = 16, 4096
+
+
+def take_key(environ: MutableMapping[str, str]) -> bytes | None:
+    """The key that the job's secret gives, None without one; the secret itself goes. Raises ConfigError."""
+    text, file = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
+    if text and file:
+        raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set; give one of them")
+    if not text and not file:
+        return None
+    if file:
+        try:
+            with Path(file).open(encoding="utf-8") as opened:
+                text = opened.read(LONGEST_SECRET + 1)
+        except OSError as error:
+            raise ConfigError(
+                f"{SECRET_FILE}: cannot read {file}: {error.strerror}; make it readable"
+            ) from error
+        except ValueError:
+            raise ConfigError(f"{SECRET_FILE}: {file} is no text; make it of: openssl rand -hex 32") from None
+    text = text.strip()
+    if not SHORTEST_SECRET <= len(text) <= LONGEST_SECRET:
+        raise ConfigError(
+            f"the job's secret has {len(text)} characters, valid are {SHORTEST_SECRET} to {LONGEST_SECRET}, "
+            "such as those of: openssl rand -hex 32"
+        )
+    return hmac.digest(text.encode(), b"tandem: nodes of one job", "sha256")
