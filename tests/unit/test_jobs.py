@@ -1,5 +1,6 @@
 """What keeps jobs of one scheduler apart: run directories of array tasks, restarts, and the store's owner."""
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from tandem.config import Settings
 from tandem.distributed.devices import choose_devices
 from tandem.errors import ConfigError, PeerLostError
 from tandem.launch import rendezvous
+from tandem.launch.meeting_place import MeetingPlace
 from tandem.launch.rendezvous import host_store, join_store
 from tandem.launch.run_dir import of_this_job
 from tandem.platforms.placement import Placement
@@ -60,6 +62,23 @@ def test_nodes_of_another_job_are_not_let_in(free_port: int) -> None:
     with pytest.raises(PeerLostError, match="is served by slurm-4.0, and this is slurm-135.0"):
         join_store(replace(first, node_rank=1, job="slurm-135.0"), ("127.0.0.1", free_port))
     del store
+
+
+def test_node_0_needs_no_name_to_reach_its_own_store(free_port: int) -> None:
+    """A pod's name is published when it is seen to live; until then its own store was "taken"."""
+    place = MeetingPlace(Placement("by-hand", 2, 0, None, "not-published.invalid", free_port), None)
+    store = place.host()
+    assert place.address == ("127.0.0.1", free_port)
+    assert place.connect().get(rendezvous.NODES_KEY) == b"2"
+    del store
+
+
+def test_a_port_that_is_taken_is_said(free_port: int) -> None:
+    with socket.create_server(("", free_port)):
+        place = MeetingPlace(Placement("by-hand", 2, 0, None, "localhost", free_port), None)
+        said = f"cannot serve at localhost:{free_port}: .*another job on this port"
+        with pytest.raises(PeerLostError, match=said):
+            place.host()
 
 
 @pytest.mark.parametrize("theirs", ["9.9.9", None])

@@ -59,10 +59,10 @@ class MeetingPlace:
     @property
     def address(self) -> tuple[str, int]:
         """Where this node's agent and ranks find the agents' store; on node 0 after `host`."""
+        if self.placement.node_rank == 0 and not self.placement.is_one_host:
+            return LOOPBACK, self._agents_port or self.placement.master_port
         if self._key is None:
             return self._master
-        if self.placement.node_rank == 0:
-            return LOOPBACK, self._agents_port
         self._agents_way = self._agents_way or Way(self._master, self._key, AGENTS_STORE)
         return LOOPBACK, self._agents_way.port
 

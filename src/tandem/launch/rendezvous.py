@@ -19,6 +19,7 @@ from tandem.distributed.group import first_line
 from tandem.distributed.meeting import listen
 from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
 from tandem.log import printable
+from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.timeouts import (
@@ -151,10 +152,14 @@ def check_all_are_in(placement: Placement, nodes: int) -> None:
 
 
 def serve(placement: Placement, port: int) -> TCPStore:
-    """A store on node 0, for this host alone where all nodes are here. Raises RuntimeError, OSError."""
-    host, here = placement.master_host, None
+    """A store on node 0, for this host alone where all nodes are here. Raises RuntimeError, OSError.
+
+    Node 0 reaches it by loopback: its own name may be published only when it is seen to live.
+    """
+    host, here = LOOPBACK, None
     if placement.is_one_host:
-        here, port = listen(host, port)
+        here, port = listen(placement.master_host, port)
+        host = placement.master_host
     return TCPStore(
         host,
         port,
