@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,19 @@ LIMIT_SECONDS = 120.0
 
 
 class LiveRun:
-    """One launch, leader of a session of its own, `inside` a network namespace if one is named.
+    """One launch, leader of a session of its own, `inside` a network namespace if one is named, with more
+    `variables`.
 
     `close` ends that session and the launcher's children, nothing else.
     """
 
     def __init__(
-        self, launcher: Sequence[str], run_dir: Path, *flags: object, inside: str | None = None
+        self,
+        launcher: Sequence[str],
+        run_dir: Path,
+        *flags: object,
+        inside: str | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = run_dir
         command = [
@@ -37,6 +43,7 @@ class LiveRun:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun's restarts often hang
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+        environment |= variables or {}
         with self.output.open("ab") as file:
             self.process = subprocess.Popen(
                 command,

@@ -32,9 +32,9 @@ def worker_recovery(ranks: int, trials: int, torchrun_trials: int, folder: Path)
     launch = ("tandem", "launch", "--nproc", str(ranks), "--max-restarts", str(10 * trials))
     torchrun = ("torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(10 * trials))
     with LiveRun(launch, folder / f"tandem-{ranks}", *FLAGS) as run:
-        ours = [_recovery(run, random.choice(list(run.ranks().values()))) for _ in _after_start(run, trials)]
+        ours = [recovery(run, random.choice(list(run.ranks().values()))) for _ in _after_start(run, trials)]
     with LiveRun((*torchrun, "-m", "tandem", "train"), folder / f"torchrun-{ranks}", *FLAGS) as run:
-        theirs = [_recovery(run, random.choice(run.workers())) for _ in _after_start(run, torchrun_trials)]
+        theirs = [recovery(run, random.choice(run.workers())) for _ in _after_start(run, torchrun_trials)]
     ratio = statistics.median(theirs) / statistics.median(ours)
     return Row(
         f"a rank of {ranks} killed: to the first step of all",
@@ -52,7 +52,7 @@ def _after_start(run: LiveRun, trials: int) -> range:
     return range(trials)
 
 
-def _recovery(run: LiveRun, pid: int) -> float:
+def recovery(run: LiveRun, pid: int) -> float:
     """Seconds from the kill of `pid` to the next world's first step; trains a little before."""
     time.sleep(random.uniform(*BETWEEN_KILLS))
     worlds = len(run.events("training"))

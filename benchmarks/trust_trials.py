@@ -1,9 +1,12 @@
 """What a run survives that nobody meant to do to it: nodes' clocks, a second launch, a signal at any moment.
 
-    python benchmarks/trust_trials.py [clocks] [pairs] [signals] [--starts 5] [--pairs 20] [--signals 100]
+    python benchmarks/trust_trials.py [clocks] [pairs] [signals] [secret] [--starts 5] [--pairs 20] \\
+        [--signals 100] [--rounds 10]
 
 Clocks: two nodes of which one is seconds ahead or behind; in two of the starts a node is killed.
 Pairs: two launches in one run folder, seconds apart; one is killed, or frozen and continued.
+Secret: what a secret of the job costs two nodes that meet at this host's own address: runs with and without
+one in turn, each round beginning with the other; the pace, then three ranks that are killed.
 Signals: SIGTERM, SIGHUP, or SIGINT twice, at a random moment, also in a recovery and beside a frozen agent.
 """
 
@@ -12,6 +15,8 @@ import json
 import os
 import random
 import signal
+import socket
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from live_runs import LiveRun, session_of
+from recovery_trials import recovery
 from table import Row, render, write
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
@@ -250,15 +256,78 @@ def _soon(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     return True
 
 
+def secret(rounds: int, folder: Path) -> list[Row]:
+    """Pace and recovery with a secret beside those without: two rows."""
+    steps = {True: list[float](), False: list[float]()}
+    recoveries = {True: list[float](), False: list[float]()}
+    for number in range(rounds):
+        for has_secret in (number % 2 == 0, number % 2 == 1):
+            where = folder / f"{number}-{'with' if has_secret else 'without'}"
+            pace, lost = _costs(where, has_secret, 29_700 + number)
+            steps[has_secret].append(pace)
+            recoveries[has_secret] += lost
+    rows = []
+    for what, found, limit in (("a step", steps, 1.005), ("a rank killed", recoveries, 1.1)):
+        ours, theirs = statistics.median(found[True]), statistics.median(found[False])
+        pairs = [one / other for one, other in zip(found[True], found[False], strict=True)]
+        spread = statistics.quantiles(pairs, n=4)
+        rows.append(
+            Row(
+                f"{what}, with a secret of the job",
+                len(found[True]),
+                f"median {1000 * ours:.2f} ms, quartiles of the ratio {spread[0]:.3f} to {spread[2]:.3f}",
+                f"without: median {1000 * theirs:.2f} ms",
+                f"ratio {ours / theirs:.4f}",
+                f"at most {limit}",
+                ours / theirs <= limit,
+            )
+        )
+    return rows
+
+
+def _costs(where: Path, has_secret: bool, port: int) -> tuple[float, list[float]]:
+    """Seconds of a step (the median of rank 0's log lines), and of each of three recoveries."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect(("192.0.2.1", 9))  # sends nothing: which address would be this host's
+        host = asked.getsockname()[0]
+    variables = {"GLOO_SOCKET_IFNAME": "lo", **({"TANDEM_JOB_SECRET": "x" * 32} if has_secret else {})}
+    flags = ("--log-every", 20, "--threads", 1, "--steps", 10_000_000, "--lr", 0.01, *EVERY, "--nodes", 2)
+    nodes = [
+        LiveRun(
+            ("tandem", "launch"),
+            where,
+            *(*flags, "--master", f"{host}:{port}", "--node-rank", number, "--max-restarts", 100),
+            variables=variables,
+        )
+        for number in (0, 1)
+    ]
+    try:
+        nodes[0].until(lambda: len(_paces(where)) >= 50, "fifty log lines", LIMIT)
+        found = statistics.median(_paces(where)[5:50])
+        return found, [recovery(nodes[0], list(nodes[1].ranks().values())[0]) for _ in range(3)]
+    finally:
+        for each in nodes:
+            each.close()
+
+
+def _paces(where: Path) -> list[float]:
+    """Seconds of a step, of each log line so far."""
+    with suppress(FileNotFoundError):
+        lines = (where / "metrics.jsonl").read_text().splitlines()
+        return [240 / json.loads(line)["samples_per_second"] for line in lines[:50] if line.endswith("}")]
+    return []
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("which", nargs="*", default=["clocks", "pairs", "signals"])
+    parser.add_argument("which", nargs="*", default=["clocks", "pairs", "signals", "secret"])
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--signals", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=10)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-trust-") as name:
         place, rows = Path(name), []
@@ -270,5 +339,7 @@ if __name__ == "__main__":
             rows += pairs(asked.pairs, place / "pairs")
         if "signals" in asked.which:
             rows += signals(asked.signals, place / "signals")
+        if "secret" in asked.which:
+            rows += secret(asked.rounds, place / "secret")
     print(render(rows))
     write(rows, RESULTS)

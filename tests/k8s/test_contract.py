@@ -85,7 +85,8 @@ def test_trains_to_completion_and_again_when_a_pod_is_killed(
     assert set(with_rank_0) == {shape.first}
     assert [code for _, code in calm.controller.codes] == [0] * len(calm.controller.codes)
 
-    run = Run(cluster(), shape.manifest, shape.nproc, TANDEM_CHECKPOINT_EVERY="5", **steps)
+    secret = {"TANDEM_JOB_SECRET": "what only these pods know"}  # as from the Secret tandem-job
+    run = Run(cluster(), shape.manifest, shape.nproc, TANDEM_CHECKPOINT_EVERY="5", **steps, **secret)
     run.controller.start()
     run.until(lambda: bool(run.steps_saved()), "a checkpoint")
     victim = run.controller.current[shape.victim]

@@ -126,6 +126,16 @@ def test_nobody_without_the_secret_reaches_the_store(store: TCPStore, gate: Gate
         stranger.close()
 
 
+def test_a_crowd_from_one_address_pushes_out_nobody_of_another(gate: Gate) -> None:
+    slow = socket.create_connection(("127.0.0.1", gate.port), source_address=("127.0.0.2", 0))
+    crowd = [socket.create_connection(("127.0.0.1", gate.port)) for _ in range(3 * guard.STRANGERS)]
+    for each in crowd:
+        assert each.recv(len(guard.GREETING)) in (guard.GREETING, b"")
+    ask(slow, KEY, NAME).close()
+    for each in crowd:
+        each.close()
+
+
 def test_a_recorded_node_is_not_let_in_again(pair: tuple[socket.socket, socket.socket]) -> None:
     """All that a node has said, word for word, on a connection of its own."""
     recorded: list[bytes] = []

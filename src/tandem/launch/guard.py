@@ -152,7 +152,10 @@ class _Door:
             except OSError:
                 threading.Event().wait(0.1)  # no descriptor is free
                 continue
-            threading.Thread(target=self._one, args=(connection,), name=self._name, daemon=True).start()
+            try:
+                threading.Thread(target=self._one, args=(connection,), name=self._name, daemon=True).start()
+            except RuntimeError:  # no thread is free
+                connection.close()
 
     def _one(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):  # ssl's, of a connection that is closed

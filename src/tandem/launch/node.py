@@ -76,6 +76,7 @@ def run_this_node(
     settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
 ) -> int:
     """Everything one node does in a run; the exit code (see `errors`)."""
+    key = take_key(os.environ)  # ranks need none
     if placement.is_one_host:
         use_loopback()
     record_collectives()
@@ -83,7 +84,6 @@ def run_this_node(
     open_run_folder(settings)  # and its umask is that of the ranks
     if not work.is_script:  # its ranks meet in a store of their own, and its dumps are its own affair
         keep_nccl_errors_here()
-    key = take_key(os.environ)  # ranks need none
     with scratch() as folder:
         return _run_in(folder, settings, placement, work, state_dir, stop, key)
 
