@@ -189,3 +189,13 @@ def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
                 f"the checkpoint is of another model: {name} is {there} in it and {here} in this model; "
                 "give another --run-dir or --resume never"
             )
+
+
+def check_model(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """As `check_shapes`, where a task is asked for the model of a checkpoint."""
+    try:
+        check_shapes(model.state_dict(), weights)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{str(error).partition(';')[0]}; give the task and fields it was trained with"
+        ) from error
