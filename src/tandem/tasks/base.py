@@ -109,6 +109,19 @@ class WholeTask:
         with GPUs does not know yet: the weights are those from before it.
         """
 
+    def after_evaluation(self, _scores: Mapping[str, float]) -> bool:
+        """On every rank after each evaluation, with its scores, equal on all. True ends the run: it is
+        finished, saved at this step, and complete for whoever resumes it. What rank 0 says counts."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the task itself remembers (a best score, averaged weights), equal on all ranks; saved with
+        every checkpoint. Tensors, numbers, text, lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave, before `after_resume`."""
+
     def evaluate_batch(self, model: nn.Module, batch: Any) -> Sums:
         """Sums for the scores of an evaluation; `loss` gives them where this is not there."""
         loss, sums = loss_and_sums(self.loss, self.loss(model, batch))

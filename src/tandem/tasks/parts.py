@@ -1,9 +1,10 @@
 """What is made by a task: datasets, model, optimizer, scheduler, each checked as it comes (`mistakes.py`)."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -96,6 +97,28 @@ def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps:
         raise mistake(task.build_scheduler, f"{kind(own)} of another optimizer", advice)
     found: LRScheduler = own
     return found
+
+
+def check_memory(task: WholeTask) -> None:
+    """Raise ConfigError for a task that could not be given back what it remembers, or cannot hear scores."""
+    for name, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
+        if name in task.own and other not in task.own:
+            method = getattr(task, name)
+            raise mistake(method, "what no method takes back", f"a task with {name} has {other} too")
+    try:
+        inspect.signature(task.after_evaluation).bind({})
+    except TypeError as error:
+        got = f"no place for the scores ({error})"
+        raise mistake(task.after_evaluation, got, "write it as after_evaluation(self, scores)") from None
+
+
+def answer_of(task: WholeTask, scores: Mapping[str, float]) -> bool:
+    """Whether the task ends its run after these scores. Raises ConfigError for an answer that is no bool."""
+    answer: Any = task.after_evaluation(dict(scores))
+    if answer is not None and not isinstance(answer, bool | numpy.bool_):
+        advice = "return True to end the run here, else False"
+        raise mistake(task.after_evaluation, kind(answer), advice)
+    return bool(answer)
 
 
 def _built_scheduler(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:

@@ -21,6 +21,7 @@ from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.mistakes import kind, mistake
 from tandem.tasks.parts import datasets_of, model_of
 from tandem.training.export import facts_of, path_for, write_whole
+from tandem.training.memory import recall
 from tandem.training.resume import check_model
 from tandem.training.weights import saved_at, tensors_in
 
@@ -67,7 +68,8 @@ def export_model(
     saved = saved_at(place)
     settings = settings_of(saved.info)
     path = path_for(saved, "" if form == "hf" else f".{form}", output)
-    weights = tensors_in(deserialize(saved.raw))
+    state = deserialize(saved.raw)
+    weights = tensors_in(state)
     data = settings.data
     task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
     task.prepare()
@@ -76,6 +78,7 @@ def export_model(
     model = model_of(task, [torch.device("cpu")] * settings.compute.devices_per_rank)
     check_model(model, weights)
     model.load_state_dict(weights)
+    recall(task, state)
     task.after_resume(model)
     model.eval()
     digest = weights_sha256(weights)

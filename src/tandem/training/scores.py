@@ -12,6 +12,7 @@ from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.parts import datasets_of, model_of
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
+from tandem.training.memory import recall
 from tandem.training.precision import precision_of
 from tandem.training.resume import check_model
 from tandem.training.weights import saved_at, tensors_in
@@ -40,9 +41,11 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     strategy = strategies.load(name, world)
     model = strategy.spread(model_of(task, world.devices))
     raw = world.broadcast_bytes(saved_at(place).raw if world.is_first else None)
-    weights = tensors_in(deserialize(raw))
+    state = deserialize(raw)
+    weights = tensors_in(state)
     check_model(model, weights)
     strategy.load_model(model, weights)
+    recall(task, state)
     task.after_resume(model)
     size = evaluation_batch_size(settings.evaluation, data, world)
     precision = precision_of(compute.precision, world)
