@@ -111,6 +111,7 @@ def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
 def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
     """How the task calls its model with a few samples to evaluate on, or to train on where there are none."""
     dataset = datasets.train if datasets.evaluation is None else datasets.evaluation
+    dataset = next(iter(dataset.values())) if isinstance(dataset, Mapping) else dataset
     batches = evaluation_batches(dataset, 0, 1, SAMPLES, collate=task.collate, device=torch.device("cpu"))
     batch = next(batches, None)
     if batch is None:

@@ -17,7 +17,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.statistics import Statistics
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task
-from tandem.tasks.parts import check_memory, datasets_of, model_of
+from tandem.tasks.parts import check_methods, datasets_of, model_of, order_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.training.layout import lay_out
@@ -49,13 +49,15 @@ class Learner:
         check_scaling(exchange, compute)
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
         world.once_per_node(self.task.prepare)
-        check_memory(self.task)
+        check_methods(self.task)
         self.memory = Memory(self.task, world)
         self.datasets = datasets_of(self.task)
         self._reader = Reader(
             data, run.seed, world.rank, world.size, self.task.collate, world.device, world.gather
         )
-        self.data = training_data(self.datasets.train, self._reader, run.steps)
+        self.data = training_data(
+            self.datasets.train, self._reader, run.steps, order_of(self.task, self.datasets.train)
+        )
         self.order = self.data.order
         if isinstance(self.data, ShardedData):
             check_uneven(compute, exchange)
