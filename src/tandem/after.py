@@ -12,10 +12,12 @@ from tandem.errors import FINISHED, ConfigError
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from tandem.config import Parser
+    from tandem.config import Parser, Settings
 
 Environment = Mapping[str, str]
-FORMATS = ("safetensors", "torch")
+FORMATS = ("safetensors", "torch", "onnx", "hf")
+OF_WEIGHTS = FORMATS[:2]
+"""Formats that hold tensors by name; the others need the task, for its model."""
 
 
 def checkpoints(options: "Namespace", environ: Environment) -> int:
@@ -132,15 +134,28 @@ def evaluate_options(parser: "Parser") -> None:
 
 
 def export(options: "Namespace", environ: Environment) -> int:
-    """The weights of a checkpoint, for programs without tandem."""
-    from tandem.training.export import export as write
+    """The weights of a checkpoint, or its model, for programs without tandem."""
+    if options.format in OF_WEIGHTS:
+        if options.given:
+            flag = next(iter(options.given.values())).name
+            raise ConfigError(f"{flag} says nothing to --format {options.format}, which needs no task")
+        from tandem.training.export import export as write
 
-    print(write(options.place, options.format, options.output))
+        print(write(options.place, options.format, options.output))
+        return FINISHED
+    from tandem.launch.scoring import settings_of
+    from tandem.training.export_model import export_model
+
+    def settings(info: Mapping[str, object]) -> "Settings":
+        return settings_of(info, options.given, environ)
+
+    print(export_model(options.place, options.format, options.output, settings))
     return FINISHED
 
 
 def export_options(parser: "Parser") -> None:
     parser.add_argument("place", metavar="RUN", help="a run or one of its checkpoints; @STEP behind it")
-    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default safetensors")
-    help_text = "instead of ./RUN-step-STEP.safetensors or .pt"
+    text = "default safetensors; onnx and hf (save_pretrained) hold the model, for which its task is asked"
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=text)
+    help_text = "instead of ./RUN-step-STEP with the ending of the format; a folder for hf"
     parser.add_argument("--output", type=Path, metavar="FILE", help=help_text)

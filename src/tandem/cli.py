@@ -227,10 +227,9 @@ VERBS: dict[str, Verb] = {
     ),
     "export": Verb(
         after.export,
-        "RUN[@STEP] [--format FORMAT]",
-        "the weights of a checkpoint as a file for plain PyTorch",
+        "RUN[@STEP] [--format FORMAT] [settings]",
+        "a checkpoint as a file for plain PyTorch, ONNX or transformers",
         after.export_options,
-        takes_settings=False,
     ),
     "verify-resume": Verb(
         before.verify_resume,

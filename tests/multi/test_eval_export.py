@@ -49,6 +49,11 @@ class Small:
         return nn.functional.cross_entropy(out, y), {"accuracy": ((out.argmax(1) == y).sum(), len(y))}
 
 
+class Apart(Small):
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model[3](model[2](model[1](model[0](batch[0])))), batch[1])
+
+
 class Broken(Small):
     def evaluate_batch(self, model, batch):
         raise RuntimeError("this evaluation is broken")
@@ -66,6 +71,31 @@ else:
 model.load_state_dict(weights)
 torch.save(model.eval()(torch.linspace(-1, 1, 80).reshape(10, 8)), sys.argv[2])
 """
+PRETRAINED = """
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from small import Small
+
+
+class Tiny(Small):
+    def build_model(self):
+        return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+
+    def loss(self, model, batch):
+        ids = batch[0].abs().long().clamp(max=15)
+        return model(input_ids=ids, labels=ids).loss
+"""
+LOADED = """
+import sys, torch
+from transformers import GPT2LMHeadModel
+model = GPT2LMHeadModel.from_pretrained(sys.argv[1])
+theirs = torch.load(sys.argv[2], weights_only=True)
+assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items()), "weights"
+"""
+NO_CALL = "loss gives no call of the model itself; call model(...)"
+ROOT = Path(__file__).parents[2]
+FRAMEWORKS = ROOT / "build" / "frameworks" / "bin" / "python"
 Run = Callable[..., tuple[int, str]]
 
 
@@ -130,7 +160,11 @@ def test_weights_of_another_model_are_one_line(tandem: Run) -> None:
         (["eval", "run@11"], "has no checkpoint of step 11; it has 20, 10"),
         (["export", "run", "--output", "small.py"], "small.py is there already"),
         (["export", "run@3"], "no checkpoint of step 3"),
-        (["export", "run", "--format", "onnx"], "invalid choice: 'onnx'"),
+        (["export", "run", "--format", "pickle"], "invalid choice: 'pickle'"),
+        (["export", "run", "--task", "a.py"], "--task says nothing to --format safetensors"),
+        (["export", "run", "--format", "hf"], "build_model gives the model Sequential, which has no save"),
+        (["export", "run", "--format", "onnx", "--task.width", "4"], "give the task and fields it was"),
+        (["export", "run", "--format", "onnx", "--task", "small.py:Apart", "--task.width", "16"], NO_CALL),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -160,6 +194,49 @@ def test_the_weights_are_those_of_the_run_without_tandem(
     model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True)["model"])
     expected: Tensor = model.eval()(torch.linspace(-1, 1, 80).reshape(10, 8))
     assert torch.equal(torch.load(answer), expected)
+
+
+def test_onnx_computes_what_pytorch_does_for_any_batch(
+    tandem: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(folder_of(tandem))
+    file, weights = tmp_path / "model.onnx", tmp_path / "weights.pt"
+    assert cli.run("export", ["run", "--format", "onnx", "--output", str(file)], {}) == 0
+    said = capsys.readouterr().out
+    assert "input [batch, 8] -> " in said and "from PyTorch's" in said, said
+    cli.run("export", ["run", "--format", "torch", "--output", str(weights)], {})
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    given = torch.linspace(-1, 1, 80).reshape(10, 8)
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: given.numpy()})
+    assert (torch.from_numpy(found) - model.eval()(given)).abs().max() <= 1e-5
+    digest = json.loads((folder_of(tandem) / "run" / "summary.json").read_text())["weights_sha256"]
+    assert session.get_modelmeta().custom_metadata_map["weights_sha256"] == digest
+
+
+@pytest.mark.timeout(300)
+def test_a_model_of_transformers_is_loaded_as_any_other_of_theirs(
+    tandem: Run, module_processes: Any, tmp_path: Path
+) -> None:
+    python = os.environ.get("FRAMEWORKS_PYTHON") or str(FRAMEWORKS)
+    if not Path(python).exists():
+        pytest.skip("make frameworks has transformers, and has not been run")
+    folder = folder_of(tandem)
+    (folder / "pretrained.py").write_text(PRETRAINED)
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("TANDEM_")}
+    environment["PYTHONPATH"] = str(ROOT / "src")
+
+    def run(*words: str) -> None:
+        code, output = module_processes.run([python, *words], limit=200, cwd=folder, env=environment)
+        assert code == 0, output
+
+    words = ["--task", "pretrained.py:Tiny", "--batch-size", "24", "--steps", "4", "--metrics-port", "0"]
+    run("-m", "tandem", "train", *words, "--run-dir", "tiny", "--threads", "1")
+    run("-m", "tandem", "export", "tiny", "--format", "hf", "--output", str(tmp_path / "tiny"))
+    run("-m", "tandem", "export", "tiny", "--format", "torch", "--output", str(tmp_path / "tiny.pt"))
+    run("-c", LOADED, str(tmp_path / "tiny"), str(tmp_path / "tiny.pt"))
 
 
 def test_a_file_has_a_name_of_its_own_by_default(

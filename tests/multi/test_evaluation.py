@@ -71,6 +71,23 @@ class ByEvaluateBatch(ByLoss):
         }
 
 
+class ByOutputs(ByLoss):
+    """Scores that depend on every row and on their order, and on text."""
+
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> Any:
+        loss, _ = self.loss(model, batch)
+        rows, indices = batch
+        shown = [f"sample {index}" for index in indices.tolist()]
+        outputs = {"index": indices, "row": model(rows), "text": shown}
+        return {"loss": (loss * len(indices), len(indices))}, outputs
+
+    def evaluate_all(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        count = len(outputs["text"])
+        assert outputs["text"] == [f"sample {index}" for index in range(count)]
+        assert torch.equal(outputs["index"], torch.arange(count))
+        return {"count": count, "weighed": (outputs["row"].double().sum(1) * torch.arange(count)).sum()}
+
+
 def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size: int) -> None:
     torch.set_num_threads(1)
     position = Position(
@@ -96,6 +113,13 @@ def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size:
         scores = evaluation.scores()
         assert model.training
         results.append({"scores": scores, "seen": task.seen})
+    gathered = ByOutputs()
+    evaluation = Evaluation(
+        world, load("ddp", world), WholeTask(gathered), model,  # type: ignore[arg-type]
+        {"val": set_of(samples), "test": set_of(samples)}, batch_size
+    )  # fmt: skip
+    scores = evaluation.scores()
+    results.append({"scores": scores, "seen": gathered.seen[: len(gathered.seen) // 2]})
     (Path(folder) / f"{size}-{rank}.json").write_text(json.dumps(results))
     world.close()
 
@@ -103,7 +127,7 @@ def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size:
 def scores_in_a_world_of(
     size: int, folder: Path, port: int, samples: int, batch_size: int
 ) -> list[dict[str, float]]:
-    """Scores of `ByLoss` and of `ByEvaluateBatch`, after a check that all ranks have the same."""
+    """Scores of `ByLoss`, `ByEvaluateBatch` and `ByOutputs`, after a check that all ranks have the same."""
     arguments = (size, port, str(folder), samples, batch_size)
     # Forked: torch is imported here already, and costs each process of its own three seconds.
     context = torch.multiprocessing.start_processes(
@@ -138,9 +162,17 @@ def in_one_pass(samples: int) -> tuple[float, int]:
 def test_every_world_size_gives_the_counts_and_the_mean_of_one_pass(
     size: int, samples: int, batch_size: int, tmp_path: Path, free_port: int
 ) -> None:
-    by_loss, by_batch = scores_in_a_world_of(size, tmp_path, free_port, samples, batch_size)
+    by_loss, by_batch, by_outputs = scores_in_a_world_of(size, tmp_path, free_port, samples, batch_size)
     loss, correct = in_one_pass(samples)
     assert by_loss["accuracy"] == correct / samples
     assert (by_batch["samples"], by_batch["correct"]) == (samples, correct)
     assert math.isclose(by_loss["loss"], loss, rel_tol=1e-6), (by_loss["loss"], loss)
     assert math.isclose(by_batch["loss"], loss, rel_tol=1e-6), (by_batch["loss"], loss)
+    names = ("loss", "count", "weighed")
+    assert set(by_outputs) == {f"{part}/{name}" for part in ("val", "test") for name in names}
+    assert by_outputs["val/count"] == by_outputs["test/count"] == samples
+    assert math.isclose(by_outputs["test/loss"], loss, rel_tol=1e-6)
+    with torch.no_grad():
+        rows = trained_model().eval()(set_of(samples).inputs).double().sum(1)
+    weighed = float((rows * torch.arange(samples)).sum())
+    assert math.isclose(by_outputs["test/weighed"], weighed, rel_tol=1e-5, abs_tol=1e-5)

@@ -12,6 +12,8 @@ import pytest
 
 from tandem.checkpoint.store import CheckpointStore
 
+pytestmark = pytest.mark.timeout(300)  # the runs of all mistakes are one fixture
+
 TASKS = Path(__file__).parents[1] / "fixtures" / "mistaken_tasks.py"
 DRIVER = """
 import json, os, sys
@@ -65,7 +67,7 @@ def run_all(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     def run(words: Mapping[str, list[str]]) -> dict[str, Ended]:
         folder = tmp_path_factory.mktemp("mistakes")
         command = [sys.executable, "-c", DRIVER, str(TASKS), str(folder), json.dumps(words)]
-        code, output = module_processes.run(command, cwd=folder)
+        code, output = module_processes.run(command, limit=280, cwd=folder)
         assert code == 0, output
         codes = json.loads(output.splitlines()[-1])
         return {

@@ -54,7 +54,12 @@ class LateStepper:
 
 
 def training(
-    bad: Set[int] = frozenset(), stop_at: int = 0, task: Any = None, policy: str = "stop", **cadences: str
+    bad: Set[int] = frozenset(),
+    stop_at: int = 0,
+    task: Any = None,
+    policy: str = "stop",
+    ends_at: int = 0,
+    **cadences: str,
 ) -> tuple[Training, list[int]]:
     """20 steps; a stop signal comes while step `stop_at` is prepared. The list fills with steps saved."""
     saved: list[int] = []
@@ -90,9 +95,17 @@ def training(
         shares=cast(Any, SimpleNamespace(after_step=lambda step: None)),
         batches=batches(),
         evaluate=dict,
+        ends=lambda step, scores: step == ends_at,
         check_replicas=lambda step: None,
         saver=cast(
-            Any, SimpleNamespace(save=saved.append, snapshot=lambda step: None, begins_snapshots=False)
+            Any,
+            SimpleNamespace(
+                save=saved.append,
+                begin=lambda step: None,
+                snapshot=lambda step: None,
+                begins_snapshots=False,
+                is_end=False,
+            ),
         ),
         step=0,
     )
@@ -105,6 +118,13 @@ def test_a_stop_is_saved_whenever_it_is_heard_of(log_every: str, stop_at: int) -
     made, saved = training(stop_at=stop_at, log=log_every)
     assert train(made) is False
     assert saved == [made.step] and made.step in (stop_at, stop_at + 1)
+
+
+@pytest.mark.parametrize("save", ["never", "4", "5"])
+def test_a_run_that_its_task_ends_is_saved_there_and_finished(save: str) -> None:
+    made, saved = training(ends_at=8, eval="4", save=save)
+    assert train(made) is True
+    assert made.step == 8 and saved == {"never": [8], "4": [4, 8], "5": [5, 8]}[save]
 
 
 @pytest.mark.parametrize("bad", [9, 10])
@@ -142,6 +162,6 @@ def test_a_task_is_called_after_every_step_before_what_is_due_then() -> None:
             called.append(step)
 
     made, saved = training(bad={7, 8}, task=Averaged(), policy="skip", save="5")
-    made.saver = cast(Any, SimpleNamespace(save=lambda step: saved.append(called[-1]), snapshot=None))
+    made.saver = cast(Any, SimpleNamespace(save=lambda step: saved.append(called[-1]), is_end=False))
     assert train(made) is True
     assert called == [*range(1, 21)] and saved == [5, 10, 15, 20]

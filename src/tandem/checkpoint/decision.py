@@ -63,8 +63,8 @@ def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     6. `auto`: fresh.
 
     For 2 to 4: another fingerprint than the settings' is an error and nothing is moved, if the bytes hold; a
-    step that is not less than the planned ones makes it "complete", whose bytes are read and hashed here: no
-    rank will.
+    step that is not less than the planned ones, or at which the task ended the run, makes it "complete",
+    whose bytes are read and hashed here: no rank will.
     Raises ConfigError (nothing there, fingerprint) and CheckpointError (damaged PATH@STEP, volume).
     """
     if settings.checkpoint.resume == "never":
@@ -137,9 +137,10 @@ def _look(
         raise CorruptCheckpointError(f"the manifest of {store.path(step)} does not say its train_samples")
     steps_per_epoch = int(info["train_samples"]) // settings.data.batch_size
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
-    if whole or step >= planned:
+    complete = step >= planned or info.get("ended_of") == planned  # the task ended this very run
+    if whole or complete:
         store.verify(step)
-    return step >= planned, (*unknown, *_changes(info, settings))
+    return complete, (*unknown, *_changes(info, settings))
 
 
 def _begin_at(step: int, looked: tuple[bool, tuple[str, ...]], needed: bool) -> ResumeDecision:

@@ -112,9 +112,10 @@ def is_finished(directory: PurePath) -> bool:
     store = CheckpointStore(directory)
     try:
         step = max(store.steps(), default=None)
-        planned = None if step is None else store.info(step).get("steps_planned")
+        info = {} if step is None else store.info(step)
     except CheckpointError:
         return False
+    planned = step if "ended_of" in info else info.get("steps_planned")
     return step is not None and isinstance(planned, int) and step >= planned
 
 

@@ -26,7 +26,10 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 
 
 class Datasets(NamedTuple):
-    """What a task trains on and what it is evaluated on: datasets, not loaders."""
+    """What a task trains on and what it is evaluated on: datasets, not loaders.
+
+    `evaluation`: one, several by name ({"val": a, "test": b}, whose scores are val/accuracy...), or None.
+    """
 
     train: Any
     evaluation: Any

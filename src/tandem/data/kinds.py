@@ -8,6 +8,7 @@ import torch
 from tandem.data.fetch import Batch, Collate, is_stream
 from tandem.data.loader import share_batches
 from tandem.data.mapped import MappedData
+from tandem.data.orders import MakeOrder
 from tandem.data.sampler import GlobalOrder
 from tandem.data.sharded import ShardedData
 from tandem.data.source import Reader, TrainingData
@@ -15,8 +16,12 @@ from tandem.data.streamed import StreamedData, stream_batches
 from tandem.errors import ConfigError
 
 
-def training_data(dataset: Any, reader: Reader, planned: int | None) -> TrainingData:
+def training_data(
+    dataset: Any, reader: Reader, planned: int | None, order_of: MakeOrder = GlobalOrder
+) -> TrainingData:
     """`dataset` as batches by step; `planned` steps are those of the run where they are set.
+
+    `order_of` is for a map-style one, a plain shuffle otherwise.
 
     Raises ConfigError if it has less than one global batch, or no end and no steps are set.
     """
@@ -29,8 +34,9 @@ def training_data(dataset: Any, reader: Reader, planned: int | None) -> Training
         n = planned * batch_size
     else:
         raise ConfigError("the training set is a stream without a __len__: give --steps")
-    order = GlobalOrder(n, batch_size, reader.seed)
-    return (StreamedData if stream else MappedData)(dataset, reader, order)
+    if stream:
+        return StreamedData(dataset, reader, GlobalOrder(n, batch_size, reader.seed))
+    return MappedData(dataset, reader, order_of(n, batch_size, reader.seed))
 
 
 def begins_anew(dataset: Any, rank: int, world_size: int) -> bool:

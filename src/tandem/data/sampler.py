@@ -54,9 +54,13 @@ class GlobalOrder:
 
     def _permutation(self, epoch: int) -> Tensor:
         if self._cached is None or self._cached[0] != epoch:
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-            self._cached = epoch, torch.randperm(self.n, generator=generator)
+            self._cached = epoch, self._drawn(epoch)
         return self._cached[1]
+
+    def _drawn(self, epoch: int) -> Tensor:
+        """The indices of an epoch in their order, of which those of full batches count."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+        return torch.randperm(self.n, generator=generator)
 
 
 class TrainBatches:

@@ -155,6 +155,23 @@ class ProcessGroup:
         dist.all_gather(parts, padded)
         return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
 
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes on rank 0, in the order of ranks, in chunks of 64 MiB; nothing on the others."""
+        lengths, parts = self.gather(len(payload)), [payload]
+        for rank in range(1, self.size):
+            received = bytearray()
+            for start in range(0, lengths[rank], BROADCAST_CHUNK_BYTES):
+                stop = min(start + BROADCAST_CHUNK_BYTES, lengths[rank])
+                if self.rank == rank:
+                    chunk = torch.frombuffer(bytearray(payload[start:stop]), dtype=torch.uint8)
+                    dist.send(chunk.to(self.device), dst=0)
+                elif self.is_first:
+                    chunk = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
+                    dist.recv(chunk, src=rank)
+                    received += chunk.cpu().numpy().tobytes()
+            parts.append(bytes(received))
+        return parts if self.is_first else []
+
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank, in chunks of 64 MiB; the others pass None."""
         size = torch.tensor([len(payload) if payload is not None else 0], device=self.device)

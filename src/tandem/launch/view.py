@@ -279,6 +279,7 @@ class NodeView:
         return {
             "state": state,
             "exit_code": code,
+            "ended_early": False,
             "reason": reason,
             "task": self._settings.run.task,
             "platform": self._placement.platform,

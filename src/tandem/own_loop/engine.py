@@ -218,6 +218,7 @@ class Engine:
             clock=self.clock,
             nonfinite=Policy(settings.optimisation.on_nonfinite, "fp32", recorder),
             evaluate=dict,
+            ends=lambda step, scores: False,
             check_replicas=partial(check_replicas, world, self._strategy, together, recorder),
             saver=Saver(settings.checkpoint, facts, self._store(), state, recorder, self.beginning.slot),
             step=first,

@@ -28,8 +28,8 @@ from tandem.data.fetch import Collate
 from tandem.data.loader import batch_size_of
 from tandem.errors import ConfigError, TandemError
 from tandem.tasks.fields import convert_fields
+from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of
 from tandem.tasks.mistakes import Sums as Sums
-from tandem.tasks.mistakes import loss_and_sums
 
 BUILT_IN: Mapping[str, str] = {
     "digits": "tandem.tasks.digits:Digits",
@@ -109,10 +109,43 @@ class WholeTask:
         with GPUs does not know yet: the weights are those from before it.
         """
 
-    def evaluate_batch(self, model: nn.Module, batch: Any) -> Sums:
+    def after_evaluation(self, _scores: Mapping[str, float]) -> bool:
+        """On every rank after each evaluation, with its scores, equal on all. True ends the run: it is
+        finished, saved at this step, and complete for whoever resumes it. What rank 0 says counts."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the task itself remembers (a best score, averaged weights), equal on all ranks; saved with
+        every checkpoint. Tensors, numbers, text, lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave, before `after_resume`."""
+
+    def sample_weights(self, _train: Any) -> Any:
+        """How often each sample of the training set is drawn, in proportion: [n], none below 0."""
+        return None
+
+    def sample_lengths(self, _train: Any) -> Any:
+        """The length of each sample of the training set [n], for global batches of samples much alike."""
+        return None
+
+    def weight(self, batch: Any) -> Tensor | float:
+        """What the mean in `loss` is taken over, such as the tokens that count; by the batch alone.
+
+        The gradient of a step is that of the mean over this of the whole global batch.
+        """
+        return batch_size_of(batch)
+
+    def evaluate_all(self, _outputs: dict[str, Any]) -> Mapping[str, float]:
+        """Scores from all ranks' outputs: each sample's once, in the order of the evaluation set, on a host.
+        On rank 0 alone; all get what it says. `evaluate_batch` gives (sums, outputs) then."""
+        return {}
+
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> Sums | tuple[Sums, Outputs]:
         """Sums for the scores of an evaluation; `loss` gives them where this is not there."""
         loss, sums = loss_and_sums(self.loss, self.loss(model, batch))
-        count = batch_size_of(batch)
+        count = float(weight_of(self.weight, self.weight(batch)))
         return {"loss": (float(loss) * count, count), **sums}
 
 

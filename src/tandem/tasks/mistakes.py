@@ -17,6 +17,9 @@ from tandem.errors import ConfigError
 
 Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """{name: (sum over the samples, number of samples)}: tandem adds both up and divides once."""
+Outputs = Mapping[str, Any]
+"""{name: a tensor or a list with a row for each sample}."""
+OUTPUTS = "evaluate_batch returns ({name: (sum, count)}, {name: a tensor or list, a row for each sample})"
 LOSS = "return the mean loss, or (mean loss, {name: (sum, count)})"
 SCORES = "return {name: (sum, count)}, each a number or a tensor of one element"
 
@@ -92,6 +95,40 @@ def check_sums(method: Callable[..., Any], sums: Any) -> None:
             raise mistake(method, f"{kind(pair)} for {name!r}", SCORES)
         if not all(_is_number(part) for part in pair):
             raise mistake(method, f"({name!r}: ({', '.join(map(kind, pair))}))", SCORES)
+
+
+def sums_and_outputs(method: Callable[..., Any], made: Any, size: int, gathers: bool) -> tuple[Sums, Outputs]:
+    """What a method gave for an evaluation batch of `size`: sums, and outputs where a task gathers them."""
+    is_pair = isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Mapping) for part in made)
+    if is_pair != gathers:
+        got = "outputs, which no evaluate_all takes" if is_pair else f"{kind(made)} and no outputs beside it"
+        raise mistake(method, got, f"where a task has evaluate_all, {OUTPUTS}")
+    sums, outputs = made if is_pair else (made, {})
+    check_sums(method, sums)
+    for name, rows in outputs.items():
+        is_rows = (isinstance(rows, Tensor) and rows.dim() > 0) or isinstance(rows, list)
+        if not is_rows or len(rows) != size:
+            raise mistake(method, f"{kind(rows)} for {name!r} of {size} samples", OUTPUTS)
+    return sums, outputs
+
+
+def weight_of(method: Callable[..., Any], weight: Any) -> Tensor | float:
+    """What a task's `weight` gave for a batch. Raises ConfigError where it is no number."""
+    if not _is_number(weight):
+        raise mistake(method, kind(weight), "return the number of what the loss is the mean over, as tokens")
+    found: Tensor | float = weight
+    return found
+
+
+def check_scores(method: Callable[..., Any], scores: Any) -> None:
+    """Raise ConfigError where `scores` are no {name: number}."""
+    if not isinstance(scores, Mapping) or not all(_is_number(value) for value in scores.values()):
+        got = (
+            ", ".join(f"{name}: {kind(value)}" for name, value in scores.items())
+            if isinstance(scores, Mapping)
+            else kind(scores)
+        )
+        raise mistake(method, got, "return {name: number}")
 
 
 def check_batch(collate: Callable[..., Any] | None, build_datasets: Callable[..., Any], batch: Any) -> None:

@@ -1,9 +1,11 @@
 """What is made by a task: datasets, model, optimizer, scheduler, each checked as it comes (`mistakes.py`)."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -11,9 +13,11 @@ from torch.utils.data import DataLoader
 
 from tandem.data.datasets import Datasets
 from tandem.data.fetch import is_stream
+from tandem.data.orders import BucketedOrder, MakeOrder, WeightedOrder
+from tandem.data.sampler import GlobalOrder
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
-from tandem.tasks.mistakes import kind, mistake
+from tandem.tasks.mistakes import OUTPUTS, kind, mistake
 
 DATASETS = "return Datasets(train, evaluation), from tandem.data.datasets"
 OWN_LOOP = "a loop that needs more is written as in docs/your-own-loop.md"
@@ -24,7 +28,13 @@ def datasets_of(task: WholeTask) -> Datasets:
     made: Any = task.build_datasets()
     if not (hasattr(made, "train") and hasattr(made, "evaluation")):
         raise mistake(task.build_datasets, kind(made), DATASETS)
-    for part, dataset in (("train", made.train), ("evaluation", made.evaluation)):
+    sets = made.evaluation if isinstance(made.evaluation, Mapping) else {"": made.evaluation}
+    if not sets or not all(isinstance(name, str) and "/" not in name and " " not in name for name in sets):
+        raise mistake(
+            task.build_datasets, f"evaluation sets {list(sets)}", "give {name: dataset}, as val, test"
+        )
+    named = {f"evaluation set {name}" if name else "evaluation": each for name, each in sets.items()}
+    for part, dataset in (("train", made.train), *named.items()):
         if dataset is None and part == "evaluation":
             continue
         if problem := _problem_of(dataset):
@@ -43,6 +53,34 @@ def _problem_of(dataset: Any) -> str:
     if not is_stream(dataset) and not hasattr(dataset, "__len__"):
         return "one with __getitem__ needs __len__ too, the number of its samples"
     return ""
+
+
+def order_of(task: WholeTask, train: Any) -> MakeOrder:
+    """The order that a task gives its training set by weights or lengths of samples. Raises ConfigError."""
+    own = [name for name in ("sample_weights", "sample_lengths") if name in task.own]
+    if not own:
+        return GlobalOrder
+    name, method = own[0], getattr(task, own[0])
+    if len(own) > 1:
+        raise mistake(method, "an order, and sample_lengths another", "leave out one of them")
+    if hasattr(train, "of_rank") or is_stream(train):
+        got = f"an order to {kind(train)}, which has one of its own"
+        raise mistake(method, got, "it is for a dataset with __len__ and __getitem__")
+    made: Any = method(train)
+    try:
+        numbers = torch.as_tensor(made, dtype=torch.float64).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise mistake(method, kind(made), f"return a number for each of the {len(train):,} samples") from None
+    if numbers.shape != (len(train),):
+        got = f"a tensor of shape {tuple(numbers.shape)}"
+        raise mistake(method, got, f"return a number for each of the {len(train):,} samples")
+    if not numbers.isfinite().all() or (numbers < 0).any() or not numbers.any():
+        raise mistake(
+            method, f"numbers from {numbers.min():g} to {numbers.max():g}", "return numbers from 0 up"
+        )
+    if name == "sample_weights":
+        return partial(WeightedOrder, weights=numbers)
+    return partial(BucketedOrder, lengths=numbers)
 
 
 def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
@@ -96,6 +134,30 @@ def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps:
         raise mistake(task.build_scheduler, f"{kind(own)} of another optimizer", advice)
     found: LRScheduler = own
     return found
+
+
+def check_methods(task: WholeTask) -> None:
+    """Raise ConfigError for a method without the one it goes with, or without place for what it is given."""
+    if "evaluate_all" in task.own and "evaluate_batch" not in task.own:
+        raise mistake(task.evaluate_all, "scores of outputs that no evaluate_batch gives", OUTPUTS)
+    for name, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
+        if name in task.own and other not in task.own:
+            method = getattr(task, name)
+            raise mistake(method, "what no method takes back", f"a task with {name} has {other} too")
+    try:
+        inspect.signature(task.after_evaluation).bind({})
+    except TypeError as error:
+        got = f"no place for the scores ({error})"
+        raise mistake(task.after_evaluation, got, "write it as after_evaluation(self, scores)") from None
+
+
+def answer_of(task: WholeTask, scores: Mapping[str, float]) -> bool:
+    """Whether the task ends its run after these scores. Raises ConfigError for an answer that is no bool."""
+    answer: Any = task.after_evaluation(dict(scores))
+    if answer is not None and not isinstance(answer, bool | numpy.bool_):
+        advice = "return True to end the run here, else False"
+        raise mistake(task.after_evaluation, kind(answer), advice)
+    return bool(answer)
 
 
 def _built_scheduler(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:

@@ -27,11 +27,9 @@ def export(place: str, kind: str, output: Path | None) -> str:
         weights = tensors_in(deserialize(saved.raw))
     except CheckpointError as error:
         raise ConfigError(f"step {saved.step} in {saved.directory}: {error}") from error
-    path = output or Path(f"{saved.run_name}-step-{saved.step}{SUFFIXES[kind]}")
-    if path.exists():
-        raise ConfigError(f"{path} is there already; remove it, or give another --output FILE")
+    path = path_for(saved, SUFFIXES[kind], output)
     digest = weights_sha256(weights)
-    _write_whole(path, lambda there: write(_apart(weights), there, _facts(saved, digest)))
+    write_whole(path, lambda there: write(_apart(weights), there, facts_of(saved, digest)))
     elements = sum(tensor.numel() for tensor in weights.values())
     return (
         f"{path}: step {saved.step:,}, {len(weights)} tensors, {elements:,} numbers, "
@@ -39,7 +37,15 @@ def export(place: str, kind: str, output: Path | None) -> str:
     )
 
 
-def _facts(saved: Saved, digest: str) -> dict[str, str]:
+def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
+    """Where the file goes. Raises ConfigError where one is there already."""
+    path = output or Path(f"{saved.run_name}-step-{saved.step}{suffix}")
+    if path.exists():
+        raise ConfigError(f"{path} is there already; remove it, or give another --output FILE")
+    return path
+
+
+def facts_of(saved: Saved, digest: str) -> dict[str, str]:
     """What goes into the file beside the tensors, where its format has a place for that."""
     task = str(saved.info.get("task", ""))
     return {"format": "pt", "task": task, "step": str(saved.step), "weights_sha256": digest}
@@ -71,12 +77,15 @@ def _safetensors(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) 
         raise ConfigError(f"safetensors cannot hold it ({one_line(error)}); give --format torch") from error
 
 
-def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Under its name only when it is whole. Raises ConfigError where the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-export-", dir=path.parent) as folder:
             write(Path(folder) / path.name)
-            os.replace(Path(folder) / path.name, path)
+            for made in sorted(Path(folder).iterdir(), key=lambda made: made.name == path.name):
+                os.replace(
+                    made, path.parent / made.name
+                )  # what belongs to it first: ONNX beyond 2 GB has two
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}; give --output FILE") from error

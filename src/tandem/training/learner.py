@@ -17,10 +17,11 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.statistics import Statistics
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task
-from tandem.tasks.parts import datasets_of, model_of
+from tandem.tasks.parts import check_methods, datasets_of, model_of, order_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.training.layout import lay_out
+from tandem.training.memory import Memory
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import Beginning, load_state
@@ -48,11 +49,15 @@ class Learner:
         check_scaling(exchange, compute)
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
         world.once_per_node(self.task.prepare)
+        check_methods(self.task)
+        self.memory = Memory(self.task, world)
         self.datasets = datasets_of(self.task)
         self._reader = Reader(
             data, run.seed, world.rank, world.size, self.task.collate, world.device, world.gather
         )
-        self.data = training_data(self.datasets.train, self._reader, run.steps)
+        self.data = training_data(
+            self.datasets.train, self._reader, run.steps, order_of(self.task, self.datasets.train)
+        )
         self.order = self.data.order
         if isinstance(self.data, ShardedData):
             check_uneven(compute, exchange)
@@ -116,6 +121,7 @@ class Learner:
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
+        self.memory.load(saved, beginning.scores)
         self.task.after_resume(self.model)
 
     def whole(self) -> dict[str, Any]:
@@ -133,6 +139,7 @@ class Learner:
             "shares": self.shares.state(),
             "exchange": self.strategy.exchange_state(),
             "log": self._recorder.state(),
+            **self.memory.state(),
         }
 
     def weights(self) -> dict[str, Any]:

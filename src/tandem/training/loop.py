@@ -1,7 +1,7 @@
 """The loop: everything that happens to a run, in order, on one screen."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -99,6 +99,7 @@ class Course:
     clock: Clock
     nonfinite: Policy
     evaluate: Callable[[], dict[str, float]]
+    ends: Callable[[int, Mapping[str, float]], bool]
     check_replicas: Callable[[int], None]
     saver: Saver
     step: int
@@ -118,7 +119,8 @@ class Training(Course):
 
 
 def train(t: Training) -> bool:
-    """Train to the planned step: True when it is reached, False when a signal ended the run before.
+    """Train to the planned step: True when it is reached, or the task ended the run before; False when a
+    signal did.
 
     Raises NonFiniteError and ReplicaMismatchError (all ranks at the same step); errors of torch and of the
     task pass through.
@@ -138,12 +140,12 @@ def train(t: Training) -> bool:
         t.task.after_step(t.model, t.step + 1)
         t.shares.after_step(t.step + 1)
         if after_step(t, consensus, rate, is_first=t.step == first):
-            return False
+            return t.saver.is_end
     return True
 
 
 def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bool) -> bool:
-    """What follows a step, whoever took it; whether a signal ends the run here. Raises as `train`."""
+    """What follows a step, whoever took it; whether the run ends here. Raises as `train`."""
     t.step += 1
     if is_first:
         t.recorder.event("training", step=t.step)
@@ -164,14 +166,19 @@ def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bo
             t.saver.begin(t.step)  # an evaluation that fails does not cost what was trained
     if "eval" in due:
         with t.clock.phase("eval"):
-            t.recorder.evaluated(t.step, t.evaluate())
+            scores = t.evaluate()
+            t.recorder.evaluated(t.step, scores)
+            if t.ends(t.step, scores) and t.step < t.timetable.steps_planned:
+                t.saver.is_end = True
+                due = {"save"}  # a snapshot would be gone on from
     if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
         with t.clock.phase("checkpoint") if t.saver.begins_snapshots else nullcontext():
             t.saver.snapshot(t.step)
     if "save" in due:
         with t.clock.phase("checkpoint"):
             t.saver.save(t.step)
-    return consensus is not None and consensus.stop and t.step < t.timetable.steps_planned
+    stops = consensus is not None and consensus.stop and t.step < t.timetable.steps_planned
+    return stops or t.saver.is_end
 
 
 def heed(t: Course, consensus: Consensus | None) -> set[str]:

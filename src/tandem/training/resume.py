@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -35,13 +35,16 @@ class Beginning:
     """Where this generation begins: the state to load (None: fresh) and its step, equal on all ranks.
 
     `slot`: of the snapshot that the state came from; None when it came from elsewhere. `weights`: those that
-    a fresh run starts from.
+    a fresh run starts from. `scores`: of an evaluation at this step. `ended_of`: the task ended a run of so
+    many steps here; 0 where it has not.
     """
 
     step: int
     state: dict[str, Any] | None
     slot: int | None = None
     weights: Initial | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    ended_of: int = 0
 
 
 def begin(
@@ -59,7 +62,7 @@ def begin(
     elif world.is_first:
         store.open_for_writing()
         found = _newest(store, position, decision, recorder)
-    step, slot = world.broadcast_json([found.step, found.slot])
+    step, slot, info = world.broadcast_json([found.step, found.slot, found.said()])
     if step == 0 and config.init_from is not None:
         return Beginning(step, None, weights=_weights(world, config.init_from, config.init_min, download))
     if step <= 0:
@@ -67,11 +70,13 @@ def begin(
     began, state = time.monotonic(), found.state
     if world.is_first and state is None:
         state = deserialize(found.payload)
-    found = _Found(step)  # its bytes may go
+    found = _Found(step)  # whose bytes may go
     state = world.broadcast_state(state) if world.size > 1 else state
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
-    return Beginning(step, state, slot)
+    return Beginning(
+        step, state, slot, scores=_numbers(info.get("eval", {})), ended_of=info.get("ended_of", 0)
+    )
 
 
 def _weights(world: ProcessGroup, place: PurePath, least: float, download: bool) -> Initial:
@@ -95,6 +100,16 @@ class _Found(NamedTuple):
     payload: bytes = b""
     state: dict[str, Any] | None = None
     slot: int | None = None
+    info: Mapping[str, Any] = {}
+
+    def said(self) -> dict[str, Any]:
+        """What all ranks need of its manifest."""
+        return {name: self.info[name] for name in ("eval", "ended_of") if name in self.info}
+
+
+def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
+    """As they were: JSON has NaN and infinities as text."""
+    return {name: float(value) for name, value in scores.items()}
 
 
 def _newest(
@@ -113,10 +128,11 @@ def _newest(
         return _Found(snapshot.step, state=snapshot.state, slot=snapshot.slot)
     found = store.newest_valid(lambda bad, problem: _passed_over(recorder, bad, problem))
     if found is not None:
-        return _Found(found[0], found[1])
+        return _Found(found[0], found[1], info=found[2])
     for directory, step in decision.elsewhere:
         try:
-            return _Found(step, CheckpointStore(directory).read(step)[0])
+            payload, info = CheckpointStore(directory).read(step)
+            return _Found(step, payload, info=info)
         except CorruptCheckpointError as error:
             _passed_over(recorder, step, str(error))
     if decision.needed:
@@ -189,3 +205,13 @@ def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
                 f"the checkpoint is of another model: {name} is {there} in it and {here} in this model; "
                 "give another --run-dir or --resume never"
             )
+
+
+def check_model(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """As `check_shapes`, where a task is asked for the model of a checkpoint."""
+    try:
+        check_shapes(model.state_dict(), weights)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{str(error).partition(';')[0]}; give the task and fields it was trained with"
+        ) from error

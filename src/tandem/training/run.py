@@ -184,20 +184,22 @@ def _run(
         shares=learner.shares,
         batches=profiled(steps, window, beginning.step, run_dir / "profile" / "rank-0.json"),
         evaluate=evaluation.scores,
+        ends=learner.memory.hear,
         check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),
         saver=saver,
         step=beginning.step,
     )
     open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, learner.model)
     with saver:
-        finished = train(training)
+        saver.is_end = beginning.ended_of == learner.planned
+        finished = saver.is_end or train(training)
         clock.begin("drain")
     if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
     code = FINISHED if finished else STOPPED
     weights = learner.weights()
     if world.is_first:
-        write_summary(facts, recorder, weights, saver.last_step, code)
+        write_summary(facts, recorder, weights, saver.last_step, code, finished and saver.is_end)
     return _leave(world, recorder, code)
 
 

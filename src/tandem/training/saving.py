@@ -51,6 +51,8 @@ class Saver:
     ) -> None:
         self._facts, self._learner, self._recorder = facts, learner, recorder
         self._keep_best = config.keep_best
+        self.is_end = False
+        """Whether the task ends the run at the step that is saved next."""
         self._writer = CheckpointWriter(
             store,
             Retention.of(config),
@@ -85,7 +87,9 @@ class Saver:
         if self._facts.world.is_first:
             scores = self._scores
             self._writer.save(
-                step, {**state, "step": step}, lambda: manifest_info(self._facts, step, scores.value())
+                step,
+                {**state, "step": step},
+                lambda: manifest_info(self._facts, step, scores.value(), self.is_end),
             )
 
     def _complete(self, scores: Mapping[str, float] | None) -> None:

@@ -12,8 +12,9 @@ from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.parts import datasets_of, model_of
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
+from tandem.training.memory import recall
 from tandem.training.precision import precision_of
-from tandem.training.resume import check_shapes
+from tandem.training.resume import check_model
 from tandem.training.weights import saved_at, tensors_in
 
 log = logging.getLogger("tandem.run")
@@ -40,14 +41,11 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     strategy = strategies.load(name, world)
     model = strategy.spread(model_of(task, world.devices))
     raw = world.broadcast_bytes(saved_at(place).raw if world.is_first else None)
-    weights = tensors_in(deserialize(raw))
-    try:
-        check_shapes(model.state_dict(), weights)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{str(error).partition(';')[0]}; give the task and fields it was trained with"
-        ) from error
+    state = deserialize(raw)
+    weights = tensors_in(state)
+    check_model(model, weights)
     strategy.load_model(model, weights)
+    recall(task, state)
     task.after_resume(model)
     size = evaluation_batch_size(settings.evaluation, data, world)
     precision = precision_of(compute.precision, world)

@@ -23,12 +23,15 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import WholeTask
-from tandem.tasks.mistakes import Sums, at, check_batch, check_sums, loss_and_sums
+from tandem.tasks.mistakes import Sums, at, check_batch, check_sums, loss_and_sums, weight_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
 from tandem.training.flops import buffers_kept, convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.precision import autocast
+
+SMALLEST_WEIGHT = 1e-12
+"""A step without anything that counts changes nothing, instead of dividing by zero."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class TrainingModule(nn.Module):
     """The task's loss as a module, so that a strategy sees forward and loss as one.
 
     The weight of a micro-batch of n samples is n * ranks / the step's `samples`: the mean over ranks of all
-    gradients is that of the global mean, whether the shares of the ranks are equal or not.
+    gradients is that of the global mean, whether the shares of the ranks are equal or not. A task with a
+    `weight` of its own says what n is, and `samples` is a scalar on the device.
     """
 
     def __init__(
@@ -59,7 +63,9 @@ class TrainingModule(nn.Module):
         self.model = model
         self.names: list[str] = []
         self._task, self._device, self._precision = task, device, precision
-        self._ranks, self.samples = ranks, batch_size
+        self._ranks = ranks
+        self.samples: float | Tensor = batch_size
+        self.weighs = "weight" in task.own
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(weighted loss, numbers to add up over micro-batches and ranks: that loss, then the named sums)."""
@@ -67,7 +73,8 @@ class TrainingModule(nn.Module):
             nothing = torch.stack([p.sum().float() for p in self.parameters() if p.requires_grad]).sum() * 0
             return nothing, torch.zeros(1 + 2 * len(self.names), device=self._device)
         loss, sums = self.outcome(batch)
-        loss = loss.to(self._device, torch.float32) * (batch_size_of(batch) * self._ranks / self.samples)
+        n = self.weight(batch) if self.weighs else batch_size_of(batch)
+        loss = loss.to(self._device, torch.float32) * (n * self._ranks / self.samples)
         return loss, torch.stack([loss.detach(), *self._flat(sums, loss.device)])
 
     def outcome(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Sums]:
@@ -75,6 +82,11 @@ class TrainingModule(nn.Module):
         with autocast(self._device, self._precision):
             outcome = self._task.loss(model or self.model, batch)
         return loss_and_sums(self._task.loss, outcome, trains=torch.is_grad_enabled())
+
+    def weight(self, batch: Any) -> Tensor:
+        """The task's own for a batch, a scalar on the device; 0 where there is none."""
+        value = 0.0 if batch is None else weight_of(self._task.weight, self._task.weight(batch))
+        return torch.as_tensor(value, dtype=torch.float32, device=self._device).reshape(())
 
     def _flat(self, sums: Sums, device: torch.device) -> list[Tensor]:
         """The sums and counts of `names`, in their order; what is not finite, or not there, adds nothing."""
@@ -209,6 +221,9 @@ class Stepper:
         self._optimizer.zero_grad(set_to_none=self.drops_gradients)
         self._strategy.reset()
         self._module.samples = self.samples_of(step)
+        if self._module.weighs:  # one more exchange, of a number, before the first backward
+            weight = torch.stack([self._module.weight(batch) for batch in micro_batches]).sum()
+            self._module.samples = (self._world.mean(weight) * self._world.size).clamp(min=SMALLEST_WEIGHT)
         scale = self.scaler.scale(torch.ones((), device=device))  # 1 without fp16
         so_far = torch.zeros(1 + 2 * len(self._module.names), device=device)
         last = len(micro_batches) - 1

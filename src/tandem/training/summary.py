@@ -82,8 +82,11 @@ def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
     ]
 
 
-def manifest_info(facts: Facts, step: int, scores: Mapping[str, float]) -> dict[str, Any]:
-    """What the manifest says about a checkpoint, so that the decision to resume needs no torch.load."""
+def manifest_info(facts: Facts, step: int, scores: Mapping[str, float], is_end: bool) -> dict[str, Any]:
+    """What the manifest says about a checkpoint, so that the decision to resume needs no torch.load.
+
+    `is_end`: the task ended a run of so many planned steps with it.
+    """
     order = facts.order
     return {
         "step": step,
@@ -98,11 +101,17 @@ def manifest_info(facts: Facts, step: int, scores: Mapping[str, float]) -> dict[
         "train_samples": order.n,
         "time": time.time(),
         "eval": dict(scores),
+        **({"ended_of": facts.planned} if is_end else {}),
     }
 
 
 def write_summary(
-    facts: Facts, recorder: Recorder, weights: Mapping[str, Any], saved_step: int | None, code: int
+    facts: Facts,
+    recorder: Recorder,
+    weights: Mapping[str, Any],
+    saved_step: int | None,
+    code: int,
+    ended_early: bool = False,
 ) -> None:
     """RUN_DIR/summary.json, and the same as a line and a table on the terminal."""
     position = facts.world.position
@@ -110,6 +119,7 @@ def write_summary(
     summary = {
         "state": "finished" if code == FINISHED else "stopped",
         "exit_code": code,
+        "ended_early": ended_early,
         "task": facts.run.task,
         "platform": position.platform,
         "world_size": position.world_size,
@@ -130,9 +140,10 @@ def write_summary(
     recorder.event(str(summary["state"]), step=recorder.step, exit_code=code)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in recorder.scores.items())
     log.info(
-        "%s at step %d: %s; %s samples/s; weights %s",
+        "%s at step %d%s: %s; %s samples/s; weights %s",
         summary["state"],
         recorder.step,
+        f" of {facts.planned:,}, where after_evaluation ended it" if ended_early else "",
         scores or "not evaluated",
         f"{recorder.meter.samples_per_second:,.0f}",
         digest[:12],
@@ -149,7 +160,8 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
     shares = [f"{name} {part / steps.seconds:.0%}" for name, part in steps.phases.items() if steps.seconds]
     return {
         "steps": f"{summary['global_step']:,}, epoch {summary['epoch']}"
-        + (f"; resumed from step {resumed:,}" if resumed else ""),
+        + (f"; resumed from step {resumed:,}" if resumed else "")
+        + ("; ended by after_evaluation" if summary["ended_early"] else ""),
         "samples": f"{summary['samples_seen']:,} in all, {pace}",
         "loss": f"{summary['loss']:.4f}" if steps.steps else "none: no step was taken",
         **{name: f"{value:.4f} (evaluation)" for name, value in summary["eval"].items() if name != "loss"},

@@ -22,7 +22,7 @@ from tandem.data.source import Reader
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.mistakes import kind, line_of, loss_and_sums
-from tandem.tasks.parts import datasets_of, model_of
+from tandem.tasks.parts import datasets_of, model_of, order_of
 from tandem.verify.outcome import digest, flat
 
 BATCHES = 2
@@ -64,7 +64,7 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> Facts:
     reader = Reader(config, run.seed, 0, 1, task.collate, world.device, world.gather)
 
     def batches() -> list[Any]:
-        data = training_data(datasets.train, reader, run.steps)
+        data = training_data(datasets.train, reader, run.steps, order_of(task, datasets.train))
         given: Iterator[list[Any]] = data.steps(0, min(BATCHES, data.order.steps_per_epoch))
         return list(given)
 

@@ -169,9 +169,10 @@ function drawCurves(parent, points) {
   const own = [...new Set(trained.flatMap(point => Object.keys(point.scores)))];
   while (parent.children.length < 3) add(parent, "section");
   lineChart(parent.children[0], "Loss",
-    [{name: "train", points: curve(points, "loss")}, {name: "eval", points: scores("loss")}]);
+    [{name: "train", points: curve(points, "loss")}, {name: "eval", points: scores("loss")},
+     ...names.filter(name => name.endsWith("/loss")).map(name => ({name, points: scores(name)}))]);
   lineChart(parent.children[1], "Scores",
-    [...names.filter(name => name !== "loss").map(name => ({name, points: scores(name)})),
+    [...names.filter(name => name !== "loss" && !name.endsWith("/loss")).map(name => ({name, points: scores(name)})),
      ...own.map(name => ({name: `${name}, train`, points: trained.map(point => [point.step, point.scores[name]])}))]);
   lineChart(parent.children[2], "Throughput",
     [{name: "samples/s", points: curve(points, "samples_per_second")}], {fromZero: true});

@@ -1,0 +1,51 @@
+"""Orders besides the plain shuffle, by weights or lengths of samples: functions of (seed, step) too."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tandem.data.sampler import GlobalOrder
+from tandem.data.seeds import derive_seed
+
+MakeOrder = Callable[[int, int, int], GlobalOrder]
+"""(samples, global batch, seed) -> order."""
+POOL_BATCHES = 50
+"""Global batches whose samples are sorted by length together: they stay random, with little padding."""
+BATCHES = 2  # the last part of a seed that is for the order of batches
+
+
+class WeightedOrder(GlobalOrder):
+    """An epoch draws each sample with a chance by its weight, anew each time: some come twice, some never.
+
+    `weights`: float64 [n], none below 0 and one above.
+    """
+
+    def __init__(self, n: int, batch_size: int, seed: int, weights: Tensor) -> None:
+        super().__init__(n, batch_size, seed)
+        self._borders = weights.cumsum(0)
+
+    def _drawn(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+        # Not torch.multinomial, which takes 2**24 samples at most.
+        points = torch.rand(self.n, generator=generator, dtype=torch.float64) * self._borders[-1]
+        return torch.searchsorted(self._borders, points, right=True).clamp_(max=self.n - 1)
+
+
+class BucketedOrder(GlobalOrder):
+    """Each sample once an epoch, in global batches of samples of much the same length.
+
+    Of a shuffled epoch, the samples of each POOL_BATCHES batches are sorted, and all batches shuffled.
+    """
+
+    def __init__(self, n: int, batch_size: int, seed: int, lengths: Tensor) -> None:
+        super().__init__(n, batch_size, seed)
+        self._lengths = lengths
+
+    def _drawn(self, epoch: int) -> Tensor:
+        shuffled = super()._drawn(epoch)[: self.steps_per_epoch * self.batch_size]
+        pools = torch.split(shuffled, POOL_BATCHES * self.batch_size)
+        ordered = torch.cat([pool[self._lengths[pool].argsort(stable=True)] for pool in pools])
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch, 0, BATCHES))
+        batches = ordered.view(self.steps_per_epoch, self.batch_size)
+        return batches[torch.randperm(self.steps_per_epoch, generator=generator)].flatten()

@@ -1,0 +1,183 @@
+"""`tandem export --format onnx|hf`: the model of a task with weights of a checkpoint, for other programs."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as trees
+
+from tandem.checkpoint.state import deserialize, weights_sha256
+from tandem.config import Settings
+from tandem.data.datasets import Datasets, one_line
+from tandem.data.kinds import evaluation_batches
+from tandem.data.loader import batch_size_of
+from tandem.data.seeds import seed_model
+from tandem.errors import ConfigError
+from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.mistakes import kind, mistake
+from tandem.tasks.parts import datasets_of, model_of
+from tandem.training.export import facts_of, path_for, write_whole
+from tandem.training.memory import recall
+from tandem.training.resume import check_model
+from tandem.training.weights import saved_at, tensors_in
+
+SAMPLES = 3
+"""Of the batch that is traced: torch.export takes a size of 1 for a constant."""
+TOLERANCE = 1e-5
+"""Of the largest output, or of 1."""
+NEEDED = "--format onnx needs onnx and onnxscript: pip install 'tandem[export]'"
+
+
+class Call(NamedTuple):
+    """How the task calls its model with a batch of `size` samples."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    size: int
+
+    def of(self, size: int) -> "Call":
+        """The same with the first `size` samples."""
+        args, kwargs = trees.tree_map(lambda leaf: leaf[:size] if self._has_samples(leaf) else leaf, self[:2])
+        return Call(args, kwargs, size)
+
+    def shapes(self, model: nn.Module) -> dict[str, Any]:
+        """For torch.export: the first dimension of what has as many rows as samples is any number."""
+        batch = torch.export.Dim("batch")
+        named = inspect.signature(model.forward).bind(*self.args, **self.kwargs).arguments
+        shapes: dict[str, Any] = trees.tree_map(
+            lambda leaf: {0: batch} if self._has_samples(leaf) else None, dict(named)
+        )
+        return shapes
+
+    def _has_samples(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == self.size
+
+
+def export_model(
+    place: str, form: str, output: Path | None, settings_of: Callable[[Mapping[str, Any]], Settings]
+) -> str:
+    """Write the model with the weights at `place` as `form`; a line about it.
+
+    `settings_of` gives the settings of a manifest, which say the task. Raises ConfigError for what is not
+    there, weights of another model, a model that cannot be written so, and ONNX that computes something else.
+    """
+    saved = saved_at(place)
+    settings = settings_of(saved.info)
+    path = path_for(saved, "" if form == "hf" else f".{form}", output)
+    state = deserialize(saved.raw)
+    weights = tensors_in(state)
+    data = settings.data
+    task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
+    task.prepare()
+    datasets = datasets_of(task)
+    seed_model(settings.run.seed)
+    model = model_of(task, [torch.device("cpu")] * settings.compute.devices_per_rank)
+    check_model(model, weights)
+    model.load_state_dict(weights)
+    recall(task, state)
+    task.after_resume(model)
+    model.eval()
+    digest = weights_sha256(weights)
+    about = f"step {saved.step:,}"
+    if form == "hf":
+        write_whole(path, _saver(task, model))
+        return f"{path}: {about}, for {type(model).__name__}.from_pretrained; weights {digest[:12]}"
+    call, said = call_of(task, datasets, model), ""
+
+    def write(there: Path) -> None:
+        nonlocal said
+        said = write_onnx(model, call, there, facts_of(saved, digest))
+
+    write_whole(path, write)
+    return f"{path}: {about}, {said}, {path.stat().st_size:,} bytes; weights {digest[:12]}"
+
+
+def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
+    save: Any = getattr(model, "save_pretrained", None)
+    if not callable(save):
+        advice = "--format hf is for those of transformers and the like; give --format onnx or safetensors"
+        raise mistake(task.build_model, f"{kind(model)}, which has no save_pretrained", advice)
+
+    def write(there: Path) -> None:
+        save(str(there))
+
+    return write
+
+
+def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
+    """How the task calls its model with a few samples to evaluate on, or to train on where there are none."""
+    dataset = datasets.train if datasets.evaluation is None else datasets.evaluation
+    dataset = next(iter(dataset.values())) if isinstance(dataset, Mapping) else dataset
+    batches = evaluation_batches(dataset, 0, 1, SAMPLES, collate=task.collate, device=torch.device("cpu"))
+    batch = next(batches, None)
+    if batch is None:
+        raise ConfigError("the task's datasets have no sample to trace the model with")
+    calls: list[Call] = []
+
+    def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(Call(args, kwargs, batch_size_of(batch)))
+
+    with model.register_forward_pre_hook(remember, with_kwargs=True), torch.no_grad():
+        task.evaluate_batch(model, batch)
+    if not calls:
+        method = task.evaluate_batch if "evaluate_batch" in task.own else task.loss
+        raise mistake(
+            method, "no call of the model itself", "call model(...), whose graph is what ONNX holds"
+        )
+    return calls[0]
+
+
+def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str]) -> str:
+    """Write the model's graph, compare it with the model, and say its inputs and outputs."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(NEEDED) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about itself
+        try:
+            program = torch.onnx.export(
+                model, call.args, kwargs=call.kwargs, dynamic_shapes=call.shapes(model), verbose=False
+            )
+        except Exception as error:  # whatever a graph's tracer stumbles over
+            reason = one_line(error.__cause__ or error)[:300]
+            raise ConfigError(f"torch.onnx cannot export the model ({reason})") from error
+    assert program is not None
+    program.model.metadata_props.update(facts)
+    program.save(str(path))
+    inputs, outputs = program.model.graph.inputs, program.model.graph.outputs
+    any_size = any("batch" in map(str, each.shape or ()) for each in inputs)
+    said = f"{', '.join(map(_told, inputs))} -> {', '.join(map(_told, outputs))}"
+    sizes = (call.size, call.size - 1) if any_size else (call.size,)
+    return f"{said}, {_compared(model, path, [call.of(size) for size in sizes])}"
+
+
+def _told(value: Any) -> str:
+    return f"{value.name} [{', '.join(map(str, value.shape or ()))}]"
+
+
+def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
+    """How far ONNX is from PyTorch. Raises ConfigError where that is too far."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return "not compared with PyTorch, for onnxruntime is not there"
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names, largest = [each.name for each in session.get_inputs()], 0.0
+    for call in calls:
+        given = [leaf for leaf in trees.tree_leaves(call[:2]) if isinstance(leaf, Tensor)]
+        found = session.run(None, {name: leaf.numpy() for name, leaf in zip(names, given, strict=True)})
+        with torch.no_grad():
+            leaves = trees.tree_leaves(model(*call.args, **call.kwargs))
+        wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for theirs, ours in zip(found, wanted, strict=True):
+            apart = (torch.from_numpy(theirs).double() - ours.double()).abs().max()
+            largest = max(largest, float(apart / ours.double().abs().max().clamp(min=1.0)))
+    if not largest <= TOLERANCE:
+        raise ConfigError(f"the ONNX model differs from PyTorch's by {largest:.1e}, more than {TOLERANCE:g}")
+    return f"{largest:.0e} from PyTorch's"

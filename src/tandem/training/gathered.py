@@ -1,0 +1,89 @@
+"""Outputs of an evaluation from all ranks, for scores that no sum over samples gives: AUC, mAP, BLEU."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.state import deserialize, serialize
+from tandem.distributed.group import ProcessGroup
+from tandem.errors import TandemError
+from tandem.tasks.base import WholeTask
+from tandem.tasks.mistakes import OUTPUTS, check_scores, mistake
+
+
+class Outputs:
+    """What `evaluate_batch` gives besides its sums, on the host: {name: a row for each sample}.
+
+    `strided`: rank r has samples r, r + ranks, ... of the set; else its rows follow those of rank r - 1.
+    """
+
+    def __init__(self, task: WholeTask, world: ProcessGroup, strided: bool) -> None:
+        self._task, self._world, self._strided = task, world, strided
+        self._batches: list[Mapping[str, Any]] = []
+
+    def add(self, outputs: Mapping[str, Any]) -> None:
+        """Of one batch, whose form has been checked."""
+        self._batches.append({
+            name: rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)
+            for name, rows in outputs.items()
+        })  # fmt: skip
+
+    def scores(self) -> dict[str, float]:
+        """What `evaluate_all` makes of them on rank 0, on all ranks. All ranks call this.
+
+        Raises ConfigError for rows that cannot be put together and scores that are none, and what the task
+        raises.
+        """
+        names = list(dict.fromkeys(chain.from_iterable(self._batches)))
+        mine = {name: self._joined([batch[name] for batch in self._batches], name) for name in names}
+        parts = self._world.gather_bytes(serialize(mine))
+        found, problem = None, None
+        if self._world.is_first:
+            try:
+                found = self._scored([deserialize(part) for part in parts])
+            except Exception as error:  # the others wait to hear of it
+                problem = error
+        told = self._world.broadcast_json(found)
+        if problem is not None:
+            raise problem
+        if told is None:
+            raise TandemError("evaluate_all failed on rank 0, whose log says why")
+        return dict(told)
+
+    def _scored(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        names = dict.fromkeys(chain.from_iterable(ranks))
+        whole = {name: self._whole([rank[name] for rank in ranks if name in rank], name) for name in names}
+        scores: Any = self._task.evaluate_all(whole)
+        check_scores(self._task.evaluate_all, scores)
+        return {str(name): float(value) for name, value in scores.items()}
+
+    def _whole(self, parts: Sequence[Any], name: str) -> Any:
+        """All ranks' rows in the order of the set."""
+        whole = self._joined(parts, name)
+        if not self._strided:
+            return whole
+        count = len(parts)  # ranks beyond a small set have none
+        places = [place for rank in range(count) for place in range(rank, len(whole), count)]
+        if isinstance(whole, Tensor):
+            ordered = torch.empty_like(whole)
+            ordered[torch.tensor(places)] = whole
+            return ordered
+        rows: list[Any] = [None] * len(whole)
+        for place, row in zip(places, whole, strict=True):
+            rows[place] = row
+        return rows
+
+    def _joined(self, parts: Sequence[Any], name: str) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return list(chain.from_iterable(parts))
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:
+            shapes = ", ".join(sorted({str(tuple(part.shape[1:])) for part in parts}))
+            got = f"rows of different shapes ({shapes}) for {name!r}"
+            raise mistake(
+                self._task.evaluate_batch, got, f"give them as a list, or alike; {OUTPUTS}"
+            ) from error

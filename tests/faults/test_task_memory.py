@@ -1,0 +1,108 @@
+"""What a task remembers survives kills to the last bit, and a run that it ends is over for who resumes it."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Runs
+
+from tandem.checkpoint.flatten import flatten
+from tandem.checkpoint.state import deserialize
+from tandem.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.timeout(300)
+
+TASK = """
+import os
+import signal
+from pathlib import Path
+
+from small import Small
+
+
+def die_at(place):
+    wanted = Path("die-at")
+    if wanted.exists() and wanted.read_text() == place:
+        wanted.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Remembers(Small):
+    def __init__(self):
+        self.losses, self.average = [], None
+
+    def after_step(self, model, step):
+        die_at(f"step {step}")
+        weight = next(model.parameters()).detach()
+        self.average = weight.clone() if self.average is None else self.average.lerp(weight, 0.1)
+
+    def after_evaluation(self, scores):
+        die_at(f"evaluation {len(self.losses) + 1}")
+        self.losses.append(scores["loss"])
+        return len(self.losses) == 5
+
+    def state_dict(self):
+        return {"losses": list(self.losses), "average": self.average}
+
+    def load_state_dict(self, state):
+        self.losses, self.average = list(state["losses"]), state["average"]
+"""
+FLAGS = ("--task", "remembers.py:Remembers", "--threads", 1, "--steps", 150)
+
+
+@pytest.fixture
+def remembers(runs: Runs) -> Runs:
+    (runs.folder / "remembers.py").write_text(TASK)
+    command = runs.command
+
+    def without_delay(verb: str, run: str, *flags: object, delay: float = 0.0) -> list[str]:
+        words = command(verb, run, *flags, delay=delay)
+        at = words.index("--task.delay")
+        return words[:at] + words[at + 2 :]
+
+    runs.command = without_delay  # type: ignore[method-assign]
+    return runs
+
+
+def memory_of(runs: Runs, run: str, step: int) -> list[Any]:
+    store = CheckpointStore(runs.folder / run / "checkpoints")
+    skeleton, tensors = flatten(deserialize(store.read(step)[0])["task"])
+    return [repr(skeleton), *tensors]
+
+
+def same(mine: list[Any], theirs: list[Any]) -> bool:
+    pairs = zip(mine, theirs, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def test_a_kill_at_any_place_changes_no_bit_of_it(remembers: Runs) -> None:
+    flags = (*FLAGS, "--eval-every", 20, "--checkpoint-every", 20)
+    calm = remembers.finish("train", "calm", *flags)
+    assert calm["ended_early"] and calm["state"] == "finished" and calm["global_step"] == 100
+    for place in ("step 41", "evaluation 5"):
+        run = place.replace(" ", "-")
+        (remembers.folder / "die-at").write_text(place)
+        code, output = remembers.processes.wait(remembers.start("train", run, *flags))
+        assert code in (137, -9), output
+        again = remembers.finish("train", run, *flags)
+        assert again["ended_early"] and again["global_step"] == 100, place
+        assert again["weights_sha256"] == calm["weights_sha256"], place
+        assert same(memory_of(remembers, run, 100), memory_of(remembers, "calm", 100)), place
+
+
+@pytest.mark.multi
+def test_two_ranks_end_together_and_the_run_is_complete(remembers: Runs) -> None:
+    flags = (*FLAGS, "--eval-every", 20, "--checkpoint-every", 30)
+    (remembers.folder / "die-at").write_text("evaluation 5")  # one of the ranks; the agent starts them again
+    summary = remembers.finish("launch", "run", "--nproc", 2, *flags)
+    assert summary["ended_early"] and summary["global_step"] == 100 and summary["restarts"] == 1
+    assert summary["last_checkpoint_step"] == 100
+    calm = remembers.finish("launch", "calm", "--nproc", 2, *flags)
+    assert calm["weights_sha256"] == summary["weights_sha256"]
+    code, output = remembers.processes.wait(remembers.start("launch", "run", "--nproc", 2, *flags))
+    assert code == 0 and "is complete at step 100" in output, output
+    longer = [*flags[:-5], 160, *flags[-4:]]
+    lines = (remembers.folder / "run" / "metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["step"] for line in lines) == 100
+    assert remembers.finish("launch", "run", "--nproc", 2, *longer)["global_step"] == 160
