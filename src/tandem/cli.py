@@ -205,6 +205,13 @@ VERBS: dict[str, Verb] = {
         after.report_options,
         takes_settings=False,
     ),
+    "page": Verb(
+        after.page,
+        "[RUN_DIR...] [--port PORT]",
+        "serve the reports of runs that are there",
+        after.page_options,
+        takes_settings=False,
+    ),
     "runs": Verb(
         after.runs,
         "[DIR] [--clean] [--dry-run]",

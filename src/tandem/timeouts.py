@@ -114,6 +114,8 @@ VOLUME_SECONDS = 15.0
 """The same where there is no GPU and only the volume's free space is asked."""
 LIST_SECONDS = 2.0
 """The page's list of checkpoints is as old as this at most: a listing of a network volume is not free."""
+GIT_SECONDS = 10.0
+"""What git may take to name a commit, on a network volume; nobody waits for it but a thread of its own."""
 REQUEST_SECONDS = 5.0
 """A client's time to send its request and to take the answer: slow ones must not hold the 32 connections."""
 

@@ -1,6 +1,7 @@
 """Headless Chromium over its DevTools protocol: what a page asks for, complains about, and looks like."""
 
 import base64
+import io
 import itertools
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import websocket
+from PIL import Image
 
 from prometheus import fetch, until
 
@@ -72,6 +74,13 @@ class Browser:
 
     def open(self, url: str, size: tuple[int, int] = DESKTOP, dark: bool = False) -> None:
         """Load a page at a size in CSS pixels."""
+        self.resize(size)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=scheme)
+        self.call("Page.navigate", url=url)
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Another window, or another way of holding it."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=size[0],
@@ -79,9 +88,6 @@ class Browser:
             deviceScaleFactor=1,
             mobile=size == PHONE,
         )
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=scheme)
-        self.call("Page.navigate", url=url)
 
     def forget(self) -> None:
         """Leave the page, and all that it asked for and complained about."""
@@ -96,6 +102,14 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def replace_text(self, old: str, new: str) -> None:
+        """Other words in the page as it stands."""
+        self.run(
+            "(() => {const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);"
+            "while (walk.nextNode()) walk.currentNode.data = walk.currentNode.data"
+            f".replaceAll({json.dumps(old)}, {json.dumps(new)})}})()"
+        )
+
     def wait_for(self, script: str, limit: float = 60.0) -> Any:
         return until(lambda: self.run(script), f"page on which {script}", limit)
 
@@ -109,12 +123,52 @@ class Browser:
         return bool(self.run("document.scrollingElement.scrollWidth > document.scrollingElement.clientWidth"))
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """The whole page as PNG, in a palette of its own: a third of the bytes."""
         height = self.run("document.scrollingElement.scrollHeight")
         width = self.run("document.scrollingElement.clientWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
+        picture = Image.open(io.BytesIO(base64.b64decode(shot["data"])))
+        picture.convert("RGB").quantize(200, dither=Image.Dither.NONE).save(path, optimize=True)
+
+    def press(self, key: str) -> None:
+        """A key, where the focus is."""
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    def place_of(self, selector: str, share: float = 0.5) -> tuple[float, float]:
+        """A point of an element in the window, `share` of the way from its left, after scrolling to it."""
+        where = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{where}.scrollIntoView({{block: 'center'}})")
+        box = self.run(
+            f"(({{x, y, width, height}}) => [x, y, width, height])({where}.getBoundingClientRect())"
+        )
+        return box[0] + share * box[2], box[1] + box[3] / 2
+
+    def hover(self, selector: str, share: float) -> None:
+        """The mouse over an element."""
+        x, y = self.place_of(selector, share)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def swipe(self, selector: str, start: float, stop: float) -> None:
+        """A finger along an element, from one share of its width to another; it stays there."""
+        x, y = self.place_of(selector, start)
+        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        end = self.place_of(selector, stop)[0]
+        for share in (0.25, 0.5, 0.75, 1.0):
+            point = {"x": x + share * (end - x), "y": y}
+            self.call("Input.dispatchTouchEvent", type="touchMove", touchPoints=[point])
+
+    def faults(self, axe: str) -> list[str]:
+        """What axe (its script's text) finds on this page that is serious: rule and element, a line each."""
+        self.run(f"{axe};1")
+        found = self.run("axe.run().then(result => result.violations)")
+        return [
+            f"{each['id']} ({each['impact']}): {node['html'][:200]}"
+            for each in found
+            for node in each["nodes"]
+            if each["impact"] in ("serious", "critical")
+        ]
 
     def close(self) -> None:
         self._socket.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from browser import DESKTOP, PHONE, Browser
 
-from prometheus import ROOT, TASK, until
+from prometheus import TASK, until
 from tandem.report.history import History
 from tandem.report.report import write_report
 from tandem.report.server import MetricsServer
@@ -21,21 +21,6 @@ from tandem.telemetry.registry import Registry
 
 pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
-
-
-@pytest.fixture(scope="module")
-def browser(
-    tmp_path_factory: pytest.TempPathFactory, module_processes: Any, require: Any
-) -> Iterator[Browser]:
-    require("chromium")
-    browser = Browser(module_processes, tmp_path_factory.mktemp("browser"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_from_before(browser: Browser) -> None:
-    browser.forget()
 
 
 @pytest.fixture
@@ -75,7 +60,7 @@ def test_script_in_names_is_text_and_the_page_fits(
 ) -> None:
     browser.open(f"{hostile.url}/", size, dark)
     browser.wait_for(
-        "document.querySelectorAll('#ranks tbody tr').length == 64 && !!document.querySelector('path')"
+        "document.querySelectorAll('#ranks tbody tr').length == 64 && !!document.querySelector('canvas')"
     )
     assert browser.run("document.querySelector('h1').textContent") == SCRIPT
     assert browser.run("typeof window.hacked") == "undefined"
@@ -134,19 +119,10 @@ def test_the_end_of_a_run_is_shown_and_the_page_rests(
 
 @pytest.mark.slow
 def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
-    browser: Browser, tmp_path: Path, processes: Any
+    browser: Browser, tmp_path: Path, processes: Any, keep: Any
 ) -> None:
-    (tmp_path / "slow.py").write_text(TASK)
-    flags: dict[str, object] = {
-        "nodes": 2, "nproc": 2, "task": "slow.py:Slow", "task.slow-rank": 2, "run-dir": "run",
-        "run-name": "slowed", "batch-size": 24, "steps": 400, "log-every": 20, "eval-every": 50,
-        "checkpoint-every": 80, "metrics-port": 0, "metrics-linger": 0,
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tandem", "launch"]
-    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
-    run = processes.start(command, cwd=tmp_path, env=environment)
-    url = until(lambda: _address(tmp_path / "run" / "log" / "node-0.log"), "address in the log", 120)
+    more = {"run-name": "slowed", "nproc": 2, "steps": 400}
+    run, url = start(processes, tmp_path, {"slow-rank": 2}, **more)
     browser.open(url, DESKTOP)
     browser.wait_for("document.querySelector('tr.straggler .who')?.textContent == '2'", 180)
     assert "rank 2 on node 1" in browser.run("document.querySelector('#straggler').textContent")
@@ -154,13 +130,20 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     assert browser.run("document.querySelector('h1').textContent") == "slowed"
     assert browser.foreign_requests(url) == []
     assert browser.complaints == []
-    _keep(browser, "live-desktop.png")
+    keep("live-desktop.png")
     browser.open(url, PHONE, dark=True)
     browser.wait_for("!!document.querySelector('tr.straggler')")
     assert not browser.is_too_wide()
-    _keep(browser, "live-phone.png")
+    keep("live-phone.png")
+    browser.resize(DESKTOP)  # the page that is open hears of the end; one opened now might come too late
+    browser.wait_for("document.querySelector('#state')?.textContent == 'finished'", 180)
+    browser.wait_for("document.querySelector('canvas').clientWidth > 300")
+    keep("finished-dark.png")
     code, output = processes.wait(run)
     assert code == 0, output
+    said = json.loads((tmp_path / "run" / "about.json").read_text())
+    assert said["command"].startswith("tandem launch --nodes 2 --task slow.py:Slow"), "as it was typed"
+    assert "--node-rank" not in said["command"] and said["folder"] == str(tmp_path)
 
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     settings = json.loads((tmp_path / "other" / "config.json").read_text())
@@ -170,23 +153,57 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     browser.forget()
     for name in ("one.html", "two.html"):
         browser.open((tmp_path / name).as_uri(), PHONE)
-        browser.wait_for("document.querySelectorAll('path').length >= 3")
+        browser.wait_for("document.querySelectorAll('canvas').length >= 3")
         assert not browser.is_too_wide()
     assert "0.5" in browser.run("document.body.textContent")
     assert browser.run("typeof window.hacked") == "undefined"
     assert [each for each in browser.requests if not each.startswith(("file:", "data:"))] == []
     assert browser.complaints == []
     browser.open((tmp_path / "one.html").as_uri(), DESKTOP)
-    browser.wait_for("document.querySelectorAll('path').length >= 3")
-    _keep(browser, "report.png")
+    browser.wait_for("document.querySelectorAll('canvas').length >= 3")
+    keep("report.png")
+    browser.open((tmp_path / "one.html").as_uri(), PHONE, dark=True)
+    browser.wait_for("document.querySelectorAll('canvas').length >= 3")
+    keep("report-phone.png")
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_shown_with_its_reason_and_its_log(
+    browser: Browser, tmp_path: Path, processes: Any, keep: Any
+) -> None:
+    run, url = start(processes, tmp_path, {"knobs": tmp_path}, **{"run-name": "diverged", "steps": 4000})
+    browser.open(url, DESKTOP)
+    browser.wait_for("Number(document.querySelector('#cards b')?.textContent.replace(',', '')) > 200", 180)
+    (tmp_path / "nan").touch()
+    browser.wait_for("document.querySelector('#state')?.textContent == 'failed'", 180)
+    browser.wait_for("document.querySelector('pre')?.textContent.includes('finite')")
+    assert "finite" in browser.run("document.querySelector('#note').textContent")
+    assert browser.complaints == []
+    keep("failed.png")
+    browser.resize(PHONE)
+    browser.wait_for("document.querySelector('canvas').clientWidth < 390")
+    assert not browser.is_too_wide()
+    keep("failed-phone.png")
+    code, _ = processes.wait(run)
+    assert code == 1
+
+
+def start(processes: Any, folder: Path, fields: dict[str, object], **more: object) -> tuple[Any, str]:
+    """A run of TASK on two nodes, and where its page is."""
+    (folder / "slow.py").write_text(TASK)
+    flags: dict[str, object] = {
+        "nodes": 2, "task": "slow.py:Slow", "run-dir": "run", "batch-size": 24, "log-every": 20,
+        "eval-every": 50, "checkpoint-every": 80, "clip-norm": 1, "metrics-port": 0, "metrics-linger": 15,
+        **more,
+    }  # fmt: skip
+    flags |= {f"task.{name}": value for name, value in fields.items()}
+    command = [sys.executable, "-m", "tandem", "launch"]
+    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
+    run = processes.start(command, cwd=folder, env=environment)
+    return run, until(lambda: _address(folder / "run" / "log" / "node-0.log"), "address in the log", 120)
 
 
 def _address(path: Path) -> str | None:
     text = path.read_text() if path.exists() else ""
     return text.partition("live page at ")[2].partition(",")[0] or None
-
-
-def _keep(browser: Browser, name: str) -> None:
-    """The pictures of the docs: made anew with TANDEM_SCREENSHOTS=1 (`make screenshots`)."""
-    if os.environ.get("TANDEM_SCREENSHOTS"):
-        browser.screenshot(ROOT / "docs" / "pictures" / name)

@@ -66,6 +66,15 @@ def test_checkpoints_are_those_on_the_volume_with_what_is_known_of_them(tmp_path
     ]
 
 
+def test_the_last_evaluation_s_scores_are_told(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    assert history.now()["scores"] == {}
+    history.take(Point(10, 1.0, {"eval": {"accuracy": 0.5}}))
+    history.take(Point(20, 1.0, {"eval": {"accuracy": 0.75}}))
+    history.take(Point(30, 1.0, {"loss": 1.0}))
+    assert history.now()["scores"] == {"accuracy": 0.75}
+
+
 def test_strange_messages_do_no_harm(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.take(Point("x", 1.0, {}))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The report's data and its command line; how it looks is tested in a browser."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_a_run_is_read(run_dir: Path) -> None:
     assert report["phases"]["forward"] == 4.5 and len(report["points"]) == 3
     assert report["activities"] == [["train", 8.5]]
     assert report["settings"] == {"task": "digits", "lr": 0.1}
+    assert report["about"]["settings"][1] == {"name": "lr", "value": 0.1, "default": 0.1, "differs": False}
+    assert report["reason"] == "" and report["log"] is None
+
+
+def test_a_run_that_failed_has_its_reason_and_its_log_without_secrets(run_dir: Path) -> None:
+    ending = {"state": "failed", "reason": "rank 1 on node 0: no entry for correct-horse"}
+    (run_dir / "summary.json").write_text(json.dumps(ending))
+    (run_dir / "log").mkdir()
+    (run_dir / "log" / "rank-1.log").write_text("at correct-horse\n")
+    Journal(run_dir).event("failed", reason="no correct-horse", exit_code=1)
+    report = read_run(run_dir, ["correct-horse"])
+    assert report["events"][0]["reason"] == "no [hidden]"
+    assert report["reason"] == "rank 1 on node 0: no entry for [hidden]"
+    assert report["log"] == {"file": "log/rank-1.log", "lines": ["at [hidden]"]}
 
 
 def test_a_run_without_an_end_is_read_too(run_dir: Path) -> None:
@@ -49,7 +64,9 @@ def test_pages_hold_no_address_and_no_open_end() -> None:
     page = report_page({"runs": [{"name": "</script><!--"}]})
     assert page.count(b"</script>") == 2 and b"<!--" not in page
     for each in (page, live_page().html):
-        assert b"http://" not in each.replace(b"http://www.w3.org/2000/svg", b"") and b"https://" not in each
+        assert b"http://" not in each
+        assert re.findall(rb"https://[^ )]*", each) == [b"https://github.com/leeoniya/uPlot"]  # a comment
+        assert b"The MIT License (MIT)" in each, "the licence of uPlot travels with it"
         assert b"@" not in each.replace(b"@media", b"")
 
 

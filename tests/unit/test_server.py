@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.report import server as server_module
+from tandem.report.access import Access
 from tandem.report.server import MetricsServer
 from tandem.telemetry import metrics
 from tandem.telemetry.channel import Receiver, Sender
@@ -71,6 +72,25 @@ def test_paths(server: MetricsServer, status: dict[str, object]) -> None:
     assert ask(server, "/../etc/passwd")[0] == 404
     status["healthy"] = False
     assert ask(server, "/healthz")[0] == 503
+
+
+def test_the_log_is_for_loopback_or_for_who_has_the_token() -> None:
+    def lines() -> dict[str, object]:
+        return {"lines": ["a line"]}
+
+    for host, access, is_shown in (
+        ("127.0.0.1", None, True),
+        ("0.0.0.0", None, False),
+        ("0.0.0.0", Access("word"), True),
+    ):
+        server = MetricsServer(Registry(), host, 0, dict, dict, access, lambda: {"command": "x"}, lines)
+        try:
+            said = json.loads(server.answer("/api/log", "")[2])
+            assert (said == lines()) == is_shown and ("--metrics-token-file" in str(said)) != is_shown
+            assert json.loads(server.answer("/api/about", "")[2]) == {"command": "x"}
+            assert server.answer("/api/log", "", allowed=False)[0] == 401
+        finally:
+            server.close()
 
 
 def test_a_status_that_raises_is_unhealthy() -> None:

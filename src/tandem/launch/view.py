@@ -13,8 +13,10 @@ from tandem.distributed.group import Position
 from tandem.errors import FINISHED, STOPPED
 from tandem.launch.gpus import chosen_gpus
 from tandem.platforms.placement import Placement
+from tandem.report.about import About
 from tandem.report.access import Access
 from tandem.report.history import History
+from tandem.report.secrets import secrets_in
 from tandem.report.server import MetricsServer
 from tandem.signals import StopFlag
 from tandem.telemetry import health, life, metrics
@@ -54,7 +56,8 @@ class NodeView:
         self._limits = health.Limits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # what the first rank that failed said
         self._state, self._last_progress = "starting", time.time()
-        self._state_dir, self._stop, self._health_failed = state_dir, stop, False
+        self._health_file = life.HealthFile(state_dir) if state_dir is not None else None
+        self._stop = stop
         self.linger_seconds = settings.metrics.metrics_linger
         self._ending: dict[str, object] | None = None
         self._restarts, self._nodes = life.Restarts(), placement.nodes
@@ -69,6 +72,7 @@ class NodeView:
         self._journal: Journal | None = None
         self._history: History | None = None
         self._server: MetricsServer | None = None
+        self._about = About(run_dir, [*secrets_in(os.environ), (access.token if access else None) or ""])
         if placement.node_rank == 0:
             self._open_on_first_node(settings, run_dir, access)
         life.count_log_messages(self.receive)
@@ -84,7 +88,8 @@ class NodeView:
         self._replays = life.Replays(self._history.last_step)
         self._restarts = life.Restarts(read_lines(self._journal.events_path))
         host, port = settings.metrics.metrics_host, settings.metrics.metrics_port
-        server = MetricsServer(self.metrics, host, port, self.status, self._history.curves, access)
+        shown = self.status, self._history.curves, access, self._about.read, self._log
+        server = MetricsServer(self.metrics, host, port, *shown)
         self._server = server
         log.info("live page at %s/, metrics at %s/metrics", server.url, server.url)
         started = time.time() - life.process_age_seconds()
@@ -170,7 +175,7 @@ class NodeView:
         left = (planned - step) * self._settings.data.batch_size / rate if planned and rate > 0 else None
         return {
             "state": self.metrics.state,
-            "ending": self._ending,
+            "ending": self._about.hidden(self._ending),
             "healthy": healthy,
             "health": says,
             "run": self._settings.run.run_name or self.run_dir.name,
@@ -186,8 +191,12 @@ class NodeView:
             "restarts": self._restarts.total,
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "time": time.time(),
-            **(self._history.now() if self._history is not None else {}),
+            **(self._about.hidden(self._history.now()) if self._history is not None else {}),
         }
+
+    def _log(self) -> Mapping[str, object]:
+        """The end of the log: of the rank that failed, if one has, else rank 0's."""
+        return self._about.log(self.last_words or str((self._ending or {}).get("reason", "")))
 
     def receive(self, message: Message) -> None:
         """What a rank here says, or is said of all ranks, whoever it is for."""
@@ -242,6 +251,8 @@ class NodeView:
     def _watch_hardware(self) -> None:
         gpus = Gpus(names=chosen_gpus(os.environ))
         seconds = GPU_SECONDS if len(gpus) else VOLUME_SECONDS
+        if self._journal is not None:
+            self._about.write(gpus.names())
         while True:
             if self._journal is not None:
                 self.metrics.apply(life.volume_sizes(self.run_dir))
@@ -261,18 +272,8 @@ class NodeView:
     def _tick(self) -> None:
         while not self._closing.wait(NODE_TICK_SECONDS):
             self._bring_up_to_date()
-            if self._state_dir is not None:
-                self._write_health(self._state_dir)
-
-    def _write_health(self, state_dir: Path) -> None:
-        try:
-            os.makedirs(state_dir, exist_ok=True)
-            health.write_health(state_dir, self._health())
-            self._health_failed = False
-        except OSError as error:
-            if not self._health_failed:
-                log.warning("cannot write health to %s: %s; trying again", state_dir, error)
-            self._health_failed = True
+            if self._health_file is not None:
+                self._health_file.write(self._health())
 
     def _summary(self, state: str, code: int, reason: str) -> dict[str, object]:
         step = self.rank_zeros_step()

@@ -86,9 +86,11 @@ class History:
             return {"version": self.version, "points": list(self._points)}
 
     def now(self) -> dict[str, object]:
-        """Events (newest first), checkpoints (newest first) and the rows of ranks."""
+        """Events and checkpoints, newest first, the last evaluation's scores, and the rows of ranks."""
         with self._lock:
+            evaluated = (point["eval"] for point in reversed(self._points) if "eval" in point)
             return {
+                "scores": next(evaluated, {}),
                 "events": list(reversed(self._events)),
                 "checkpoints": self._checkpoints(),
                 "ranks": self._ranks.rows,

@@ -1,6 +1,6 @@
 """The two pages a person opens: live, from the server, and the report, a file. Both are self-contained.
 
-They are put together from `page/`: one style sheet and one set of charts for both.
+They are put together from `page/`: one style sheet and one set of parts for both, and uPlot, which draws.
 """
 
 import base64
@@ -13,6 +13,7 @@ from pathlib import Path
 from tandem.telemetry.journal import to_json
 
 FOLDER = Path(__file__).parent / "page"
+UPLOT = "uplot-1.6.32"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Page:
 @cache
 def live_page() -> Page:
     """The page that asks /api/run and /api/history, and nobody else."""
-    style, script = _part("style.css"), _part("charts.js") + _part("live.js")
+    style, script = _style(), _script("live.js")
     html = _part("live.html").replace("@STYLE@", style).replace("@SCRIPT@", script)
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
@@ -37,14 +38,29 @@ def live_page() -> Page:
 
 def report_page(data: Mapping[str, object]) -> bytes:
     """The report of finished runs; `data` is what report.js reads."""
-    style, script = _part("style.css"), _part("charts.js") + _part("report.js")
-    policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:"
-    )
+    style, script = _style(), _script("report.js")
     # In a script element only "</script" and "<!--" end or change the text, and both need a "<".
     embedded = to_json(dict(data)).replace("<", "\\u003c")
     html = _part("report.html").replace("@STYLE@", style).replace("@SCRIPT@", script)
-    return html.replace("@POLICY@", policy).replace("@DATA@", embedded).encode()
+    return html.replace("@POLICY@", report_policy()).replace("@DATA@", embedded).encode()
+
+
+@cache
+def report_policy() -> str:
+    """The Content-Security-Policy that stands in every report."""
+    style, script = _digest(_style()), _digest(_script("report.js"))
+    return f"default-src 'none'; style-src '{style}'; script-src '{script}'; img-src data:"
+
+
+def _style() -> str:
+    return _part(f"{UPLOT}.min.css") + _part("style.css")
+
+
+def _script(page: str) -> str:
+    """What both pages have, uPlot with the licence it asks for, and what one page has alone."""
+    licence = f"/*\n{_part('uplot-LICENSE')}*/\n"
+    own = [_part(name) for name in ("charts.js", "parts.js", page)]
+    return "".join([_part("basics.js"), licence, _part(f"{UPLOT}.min.js"), *own])
 
 
 def _part(name: str) -> str:

@@ -1,5 +1,6 @@
 """`tandem report`: one HTML file of a finished run, or of several side by side, from what lies in RUN_DIR."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -10,6 +11,7 @@ from tandem.checkpoint.storage.copies import at_hand, local_folder, make_folder
 from tandem.config.address import address
 from tandem.errors import ConfigError
 from tandem.log import counted
+from tandem.report.about import About
 from tandem.report.history import History
 from tandem.report.pages import report_page
 from tandem.telemetry.journal import read_json, read_lines, write_bytes_atomic
@@ -20,9 +22,12 @@ from tandem.telemetry.metrics import ACTIVITY_SECONDS
 NOT_COMPARED = ("run_dir", "run_name", "resume", "metrics_port", "node_rank", "master")
 
 
-def write_report(run_dirs: Sequence[Path], output: Path) -> None:
-    """Write the report of `run_dirs`, the first one in full if it is alone. Raises ConfigError."""
-    page = report_page({"runs": [read_run(run_dir) for run_dir in run_dirs]})
+def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] = ()) -> None:
+    """Write the report of `run_dirs`, the first one in full if it is alone. Raises ConfigError.
+
+    `secrets`: values that it must not show.
+    """
+    page = make_report(run_dirs, secrets)
     try:
         if output.parent == local_folder(
             run_dirs[0]
@@ -33,13 +38,21 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> None:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}; give --output FILE") from error
 
 
-def read_run(run_dir: Path) -> dict[str, Any]:
+def make_report(
+    run_dirs: Sequence[Path], secrets: Sequence[str] = (), links: Sequence[str] = (), up: str = ""
+) -> bytes:
+    """The page itself; `links` lead to the page of each run alone, `up` to all. Raises ConfigError."""
+    runs = [read_run(run_dir, secrets) for run_dir in run_dirs]
+    return report_page({"runs": runs, "made": time.time(), "links": list(links), "up": up})
+
+
+def read_run(run_dir: Path, secrets: Sequence[str] = ()) -> dict[str, Any]:
     """What report.js reads of one run. Raises ConfigError if `run_dir` holds none."""
     with at_hand(run_dir) as folder:
-        return _read_run(address(run_dir), folder)
+        return _read_run(address(run_dir), folder, secrets)
 
 
-def _read_run(run_dir: PurePath, folder: Path) -> dict[str, Any]:
+def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[str, Any]:
     settings = read_json(folder / "config.json")
     history = History(folder, run_dir / "checkpoints")
     points: list[dict[str, Any]] = list(history.curves()["points"])  # type: ignore[call-overload]
@@ -52,9 +65,14 @@ def _read_run(run_dir: PurePath, folder: Path) -> dict[str, Any]:
     restarts = summary.get("restarts", Restarts(read_lines(folder / "events.jsonl")).total)
     events = now["events"]
     assert isinstance(events, list)
+    state, reason = str(summary.get("state", "not finished")), str(summary.get("reason") or "")
+    noted = About(folder, secrets)
+    about = noted.read()
+    values = {str(row["name"]): row["value"] for row in about["settings"]}
     return {
         "name": name,
-        "state": str(summary.get("state", "not finished")),
+        "state": state,
+        "reason": noted.hide(reason) if state == "failed" else "",
         "where": f"{settings.get('task', '')}: {size}" if size else "",
         "cards": [
             ["steps", summary.get("global_step", points[-1]["step"] if points else None)],
@@ -64,12 +82,15 @@ def _read_run(run_dir: PurePath, folder: Path) -> dict[str, Any]:
             ["wall time", summary.get("wall_seconds")],
             ["restarts", restarts],
         ],
-        "settings": {key: value for key, value in settings.items() if key not in NOT_COMPARED},
+        "settings": {key: value for key, value in values.items() if key not in NOT_COMPARED},
+        "about": about,
+        "log": About(local_folder(run_dir), secrets).log(reason) if state == "failed" else None,
         "points": points,
         "phases": _phases(points),
         "activities": _activities(folder / "metrics.prom"),
         "checkpoints": now["checkpoints"],
-        "events": events,
+        "events": noted.hidden(events),
+        "began": events[-1].get("time") if events else None,
         "ended": events[0].get("time") if events else None,
     }
 

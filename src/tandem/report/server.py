@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
+from typing import Protocol
 
 from tandem.report.access import OPEN_PATHS, Access, is_local_name
 from tandem.report.connections import BoundedServer
@@ -19,7 +20,7 @@ from tandem.timeouts import PAGE_SECONDS, REQUEST_SECONDS
 logger = logging.getLogger("tandem")
 
 MAX_HEAD_BYTES = 16 * 1024
-PATHS = ("/", "/metrics", "/healthz", "/readyz", "/api/run", "/api/history")
+PATHS = ("/", "/metrics", "/healthz", "/readyz", "/api/run", "/api/history", "/api/about", "/api/log")
 
 NOT_CALLED_SO = (
     b"this page is on loopback, and is not called so; open http://localhost:PORT/, or start the run with "
@@ -31,7 +32,8 @@ class MetricsServer:
     """Serves PATHS from a thread, from construction to `close`.
 
     `status()` gives the run as a dict; its keys `healthy` and `ready` (without it: training was reached)
-    decide the probes. `history()` gives the curves of the page. Never raises for a busy port or a bad
+    decide the probes. `history()` gives the curves of the page, `about()` and `log()` what is known of the
+    run beside them; the log is for loopback, or for who has the token. Never raises for a busy port or a bad
     host: warns and takes another, see `port`.
     """
 
@@ -43,13 +45,17 @@ class MetricsServer:
         status: Callable[[], Mapping[str, object]],
         history: Callable[[], Mapping[str, object]] = dict,
         access: Access | None = None,
+        about: Callable[[], Mapping[str, object]] = dict,
+        log: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         self.metrics = metrics
         self.access = access or Access()
-        self._status, self._history = status, history
+        self._status = status
+        self._asked = {"/api/history": history, "/api/about": about, "/api/log": self._own_log}
+        self._log = log
         self._last_read = {"/metrics": float("-inf"), "/api/run": float("-inf")}
         self._read_done = threading.Condition()
-        self._http = _bind(host, port, self)
+        self._http = bind(host, port, self)
         self.host, self.port = str(self._http.server_address[0]), int(self._http.server_address[1])
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(0.1,), name="tandem-metrics", daemon=True
@@ -95,8 +101,11 @@ class MetricsServer:
     @property
     def url(self) -> str:
         """Where it is, as a person types it."""
-        scheme = "https" if self.access.tls is not None else "http"
-        return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return self._http.url
+
+    @property
+    def policy(self) -> str:
+        return live_page().policy
 
     def status(self) -> dict[str, object]:
         """The run's status; a status that fails is an unhealthy one, not an error of the server."""
@@ -115,8 +124,8 @@ class MetricsServer:
             return 200, content_type, page
         if path == "/":
             return 200, "text/html; charset=utf-8", live_page().html
-        if path == "/api/history":
-            return 200, "application/json", (to_json(dict(self._history())) + "\n").encode()
+        if path in self._asked:
+            return 200, "application/json", (to_json(dict(self._asked[path]())) + "\n").encode()
         if path not in PATHS:
             return 404, "text/plain; charset=utf-8", f"not found; here are {', '.join(PATHS)}\n".encode()
         status = self.status()
@@ -128,6 +137,11 @@ class MetricsServer:
         shown: object = status if allowed else {"good": good}
         return 200 if good else 503, "application/json", (to_json(shown) + "\n").encode()
 
+    def _own_log(self) -> Mapping[str, object]:
+        if self._http.is_local or self.access.token is not None:
+            return self._log()
+        return {"why": "the log is shown on loopback, or with --metrics-token-file to who has the token"}
+
     def note_read(self, path: str, moment: float) -> None:
         """An answer whose making began at `moment` was sent."""
         if path in self._last_read:
@@ -136,19 +150,39 @@ class MetricsServer:
                 self._read_done.notify_all()
 
 
-class _HTTPServer(BoundedServer):
+class Answers(Protocol):
+    """Who knows what is served: its answers, the Content-Security-Policy they go with, and who may ask."""
+
+    access: Access
+
+    @property
+    def policy(self) -> str: ...
+
+    def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]: ...
+
+    def note_read(self, path: str, moment: float) -> None: ...
+
+
+class WebServer(BoundedServer):
     """The server as its handler sees it."""
 
-    def __init__(self, address: tuple[str, int], family: socket.AddressFamily, owner: MetricsServer) -> None:
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily, owner: Answers) -> None:
         self.owner = owner
         self.is_local = ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
         super().__init__(address, family, _Handler, owner.access.tls)
+
+    @property
+    def url(self) -> str:
+        """Where it is, as a person types it."""
+        host, port = str(self.server_address[0]), self.server_address[1]
+        scheme = "https" if self.owner.access.tls is not None else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class _Handler(BaseHTTPRequestHandler):
     """One request per connection, its head read whole within size and time limits before it is parsed."""
 
-    server: _HTTPServer
+    server: WebServer
     timeout = REQUEST_SECONDS
     server_version, sys_version = "tandem", ""
 
@@ -207,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Content-Security-Policy", live_page().policy)
+        self.send_header("Content-Security-Policy", self.server.owner.policy)
         if code == 405:
             self.send_header("Allow", "GET, HEAD")
         if code == 401:
@@ -220,19 +254,20 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug("metrics: " + format, *args)
 
 
-def _bind(host: str, port: int, owner: MetricsServer) -> _HTTPServer:
+def bind(host: str, port: int, owner: Answers, what: str = "metrics") -> WebServer:
+    """Listen, if need be on another port or on loopback, with a warning. Raises OSError."""
     error: Exception | None = None
     for try_host, try_port in ((host, port), (host, 0), ("127.0.0.1", 0)):
         try:
             kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
             found = socket.getaddrinfo(try_host or None, try_port, type=kind, flags=flags)
-            server = _HTTPServer((str(found[0][4][0]), try_port), found[0][0], owner)
+            server = WebServer((str(found[0][4][0]), try_port), found[0][0], owner)
         except (OSError, OverflowError, UnicodeError) as failure:
             error = error or failure
             continue
         if error is not None:
             bound = server.server_address
-            logger.warning("metrics cannot be served on %s:%s (%s); they are on %s:%s instead",
-                           host, port, error, bound[0], bound[1])  # fmt: skip
+            logger.warning("%s cannot be served on %s:%s (%s), but on %s:%s instead",
+                           what, host, port, error, bound[0], bound[1])  # fmt: skip
         return server
-    raise OSError(f"metrics cannot be served on any port: {error}")
+    raise OSError(f"{what} cannot be served on any port: {error}")

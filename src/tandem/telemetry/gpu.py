@@ -48,6 +48,14 @@ class Gpus:
     def __len__(self) -> int:
         return len(self._handles)
 
+    def names(self) -> list[str]:
+        """What each GPU is called, as far as it says so."""
+        try:
+            return [_text(self._nvml.nvmlDeviceGetName(handle)) for handle in self._handles]
+        except Exception as error:
+            logger.debug("a GPU does not say its name: %s", error)
+            return []
+
     def sample(self) -> list[Sample]:
         """What the GPUs say now; a question that a GPU cannot answer leaves its series out."""
         samples: list[Sample] = []

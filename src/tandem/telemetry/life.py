@@ -1,4 +1,4 @@
-"""Counters that only the node's agent can keep, because they outlive ranks: activities, replays, signals."""
+"""What only the node's agent can keep, as it outlives ranks: activities, replays, signals, its health."""
 
 import logging
 import os
@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.telemetry import metrics
+from tandem.telemetry import health, metrics
 from tandem.telemetry.families import Sample
 from tandem.telemetry.messages import Samples, Send
 from tandem.telemetry.meter import ACTIVITIES
+
+log = logging.getLogger("tandem.node")
 
 STATE_OF = {
     "startup": "starting",
@@ -186,3 +188,21 @@ def count_log_messages(send: Send) -> None:
     for old in [handler for handler in logger.handlers if isinstance(handler, CountingHandler)]:
         logger.removeHandler(old)
     logger.addHandler(CountingHandler(send))
+
+
+class HealthFile:
+    """health.json in a folder, written again as soon as it can be; that it cannot is said once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._has_failed = folder, False
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """See `health.record`; call it once a second."""
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            health.write_health(self._folder, record)
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                log.warning("cannot write health to %s: %s; trying again", self._folder, error)
+            self._has_failed = True

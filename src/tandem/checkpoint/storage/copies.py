@@ -18,7 +18,7 @@ from tandem.config.address import RemotePath, address
 
 log = logging.getLogger("tandem.run")
 
-RUN_FILES = ("config.json", "events.jsonl", "metrics.jsonl", "metrics.prom", "summary.json")
+RUN_FILES = ("about.json", "config.json", "events.jsonl", "metrics.jsonl", "metrics.prom", "summary.json")
 
 
 def local_folder(run_dir: str | PurePath) -> Path:

@@ -1,203 +1,241 @@
-"use strict";
-// What the live page and the report draw with. Text only ever goes in by textContent.
-const PHASES = ["data", "transfer", "forward", "backward", "optimizer", "other"];
-const SVG = "http://www.w3.org/2000/svg";
-const $ = id => document.getElementById(id);
+// Curves: uPlot draws them; here is what they show, their controls, and how they are read without a mouse.
+const COLOURS = 5, HEIGHT = 190, FEW_POINTS = 40, MOST_SCORES = 12;
+const DURATIONS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
+const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = index => style(`--series-${index % COLOURS}`);
 
-function add(parent, tag, text = "", className = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (className) element.className = className;
-  parent.append(element);
-  return element;
-}
-
-function draw(parent, tag, attributes, text = "") {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
-
-const isNumber = value => typeof value === "number" && Number.isFinite(value);
-
-function number(value) {
-  if (value == null) return "–";
-  if (!isNumber(value)) return String(value);
+function axisNumber(value, step = 0) {
   const size = Math.abs(value);
-  if (size >= 1e4) return value.toLocaleString("en", {maximumFractionDigits: 0});
-  return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(4));
+  if (size < 1e-12) return "0";
+  if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
+  if (size >= 1e4) return `${+(value / 1e3).toPrecision(5)}k`;
+  if (size < 1e-3 || step > 0 && step < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
+  if (size >= 1e3) return number(value);
+  const decimals = String(+step.toPrecision(3)).split(".")[1]?.length ?? 0;  // as many as tell two ticks apart
+  return step > 0 ? value.toFixed(decimals) : String(+value.toPrecision(3));
 }
 
-function seconds(value) {
-  if (!isNumber(value)) return "–";
-  if (value < 0) return "0 s";
-  if (value < 1) return `${number(1000 * value)} ms`;
-  if (value < 90) return `${Math.round(value)} s`;
-  if (value < 5400) return `${Math.round(value / 60)} min`;
-  return value < 172800 ? `${(value / 3600).toFixed(1)} h` : `${(value / 86400).toFixed(1)} days`;
-}
-
-function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let at = 0;
-  for (; value >= 1024 && at < units.length - 1; at++) value /= 1024;
-  return `${+value.toPrecision(3)} ${units[at]}`;
-}
-
-const clock = time => new Date(1000 * time).toLocaleTimeString();
-
-function extent(values) {
-  let low = Infinity, high = -Infinity;
-  for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
-  return [low, high];
-}
-
-// series: [{name, points: [[x, y], ...]}]; a scale of powers where the values span more than a factor of 20.
-function lineChart(parent, title, series, {xName = "step", fromZero = false} = {}) {
-  parent.replaceChildren();
-  add(parent, "h2", title);
-  series = series.map(one => ({...one, points: one.points.filter(([x, y]) => isNumber(x) && isNumber(y))}))
-    .filter(one => one.points.length);
-  if (!series.length) { add(parent, "p", "nothing yet", "quiet"); return; }
-  const width = 460, height = 180, left = 46, right = 10, top = 8, bottom = 22;
-  const all = series.flatMap(one => one.points);
-  let [x0, x1] = extent(all.map(point => point[0])), [y0, y1] = extent(all.map(point => point[1]));
-  const powers = !fromZero && y0 > 0 && y1 / y0 > 20, scale = powers ? Math.log : value => value;
-  if (fromZero) y0 = Math.min(0, y0);
-  if (x1 === x0) x1 = x0 + 1;
-  if (y1 === y0) { y0 -= Math.abs(y0) / 10 || 1; y1 += Math.abs(y1) / 10 || 1; }
-  const [low, high] = [scale(y0), scale(y1)];
-  const x = value => left + (value - x0) / (x1 - x0) * (width - left - right);
-  const y = value => height - bottom - (scale(value) - low) / (high - low) * (height - top - bottom);
-  const svg = draw(parent, "svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title});
-  for (let i = 0; i <= 3; i++) {
-    const at = low + (high - low) * i / 3, value = powers ? Math.exp(at) : at;
-    draw(svg, "line", {class: "gridline", x1: left, x2: width - right, y1: y(value), y2: y(value)});
-    draw(svg, "text", {x: left - 5, y: y(value) + 4, "text-anchor": "end"}, axisNumber(value));
-  }
-  draw(svg, "text", {x: left, y: height - 6}, axisNumber(x0));
-  draw(svg, "text", {x: width - right, y: height - 6, "text-anchor": "end"}, `${xName} ${axisNumber(x1)}`);
-  series.forEach((one, index) => {
-    const path = one.points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`);
-    draw(svg, "path", {class: `curve s${index % 5}`, d: path.join("")});
-    if (one.points.length < 40) for (const [a, b] of one.points)
-      draw(svg, "circle", {class: `s${index % 5}`, cx: x(a), cy: y(b), r: 2.2, fill: "currentColor"});
+// TensorBoard's smoothing: a running mean of weight `amount`, without the pull of its start to zero.
+function smoothed(values, amount) {
+  let mean = 0, weight = 0;
+  return values.map(value => {
+    if (value === null) return null;
+    mean = amount * mean + (1 - amount) * value;
+    weight = amount * weight + 1 - amount;
+    return mean / weight;
   });
-  const legend = add(parent, "div", "", "legend");
-  const labels = series.map((one, index) => {
-    const entry = add(legend, "div", "", `s${index % 5}`);
-    add(entry, "i");
-    return add(entry, "span", `${one.name} ${number(one.points.at(-1)[1])}`);
-  });
-  const cursor = draw(svg, "line", {class: "cursor", y1: top, y2: height - bottom, visibility: "hidden"});
-  svg.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect();
-    const wanted = x0 + ((event.clientX - box.left) / box.width * width - left) / (width - left - right) * (x1 - x0);
-    let shown = null;
-    series.forEach((one, index) => {
-      const near = one.points.reduce((a, b) => Math.abs(b[0] - wanted) < Math.abs(a[0] - wanted) ? b : a);
-      shown ??= near[0];
-      labels[index].textContent = `${one.name} ${number(near[1])} at ${xName} ${number(near[0])}`;
+}
+
+// A point of a series is [step, Unix seconds, value].
+const series = (name, points, value) => ({name, points: points.map(point => [point.step, point.time, value(point)])
+  .filter(([step, , known]) => isNumber(step) && isNumber(known))});
+
+// The charts of one run, or of several beside each other: the same ones, a line for each run.
+function chartsOf(runs) {
+  const all = runs.flatMap(run => run.points), isOne = runs.length === 1;
+  const names = [...new Set(all.flatMap(point => [...Object.keys(point.eval ?? {}), ...Object.keys(point.scores ?? {})]))];
+  const losses = names.filter(name => name.endsWith("/loss"));  // of several evaluation sets
+  const lines = (what, value) => runs.map(run => series(isOne ? what : run.name, run.points, value));
+  const both = (train, evaluated) => [...lines("train", train), ...lines("eval", evaluated)];
+  const chart = (title, group, more = {}) => {
+    const known = group.filter(one => one.points.length);
+    const lacking = isOne || !known.length ? [] : group.filter(one => !one.points.length).map(one => one.name);
+    return {title, series: known, note: lacking.length ? `not in ${lacking.join(", ")}` : "", ...more};
+  };
+  const always = {always: true}, powers = {powers: true};
+  const score = name => isOne ? [chart(name, both(point => point.scores?.[name], point => point.eval?.[name]))]
+    : [chart(`${name}, evaluation`, lines("", point => point.eval?.[name])), chart(`${name}, training`, lines("", point => point.scores?.[name]))];
+  return [
+    ...(isOne ? [chart("Loss", [...both(point => point.loss, point => point.eval?.loss), ...losses.map(name => lines(name, point => point.eval?.[name])[0])],
+      {...always, ...powers})]
+      : [chart("Loss, training", lines("", point => point.loss), {...always, ...powers}), chart("Loss, evaluation", lines("", point => point.eval?.loss), powers)]),
+    ...names.filter(name => name !== "loss" && !(isOne && losses.includes(name))).slice(0, MOST_SCORES).flatMap(score),
+    chart("Samples per second", lines("samples/s", point => point.samples_per_second), {...always, fromZero: true}),
+    chart("Learning rate", lines("learning rate", point => point.learning_rate), {fromZero: true}),
+    chart("Gradient norm", lines("gradient norm", point => point.grad_norm)),
+  ].filter(each => each.always || each.series.length);
+}
+
+// A row of controls and a grid of charts that follow it.
+class Board {
+  constructor(parent) {
+    this.view = {x: "step", scale: "auto", smooth: 0};
+    const row = add(parent, "div", "", "controls");
+    this.choice(row, "Across", "x", [["step", "steps"], ["time", "time"]]);
+    this.choice(row, "Scale", "scale", [["auto", "auto"], ["linear", "linear"], ["log", "log"]]);
+    const label = add(row, "label", "Smoothing "), slider = add(label, "input"), told = add(label, "output", "none");
+    Object.assign(slider, {type: "range", min: 0, max: 0.98, step: 0.02, value: 0, id: "smoothing"});
+    slider.addEventListener("input", () => {
+      this.view.smooth = Number(slider.value);
+      told.textContent = this.view.smooth ? slider.value : "none";
+      this.show(this.specs);
     });
-    cursor.setAttribute("x1", x(shown)); cursor.setAttribute("x2", x(shown));
-    cursor.setAttribute("visibility", "visible");
-  });
-  svg.addEventListener("pointerleave", () => {
-    cursor.setAttribute("visibility", "hidden");
-    series.forEach((one, index) => { labels[index].textContent = `${one.name} ${number(one.points.at(-1)[1])}`; });
-  });
-}
-
-function axisNumber(value) {
-  const size = Math.abs(value);
-  if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
-  if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  return size && size < 1e-3 ? value.toExponential(0) : String(+value.toPrecision(3));
-}
-
-// A bar of parts {name: amount}, as long as its sum is of `whole`.
-function stack(parent, parts, whole, unit) {
-  const bar = add(parent, "div", "", "stack");
-  for (const name of PHASES) {
-    if (!(parts[name] > 0)) continue;
-    const part = add(bar, "div", "", `p-${name}`);
-    part.style.width = `${100 * parts[name] / whole}%`;
-    part.title = `${name} ${unit(parts[name])}`;
+    add(row, "span", "drag over a chart to zoom, double-click to see all; arrow keys read it", "quiet hint");
+    this.grid = add(parent, "div", "", "grid curves");
+    this.charts = new Map();
+    this.specs = [];
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.charts.forEach(chart => chart.redraw()));
   }
-  return bar;
-}
 
-function phaseSection(parent, title, phases) {
-  parent.replaceChildren();
-  add(parent, "h2", title);
-  const whole = PHASES.reduce((sum, name) => sum + (phases?.[name] || 0), 0);
-  if (!(whole > 0)) { add(parent, "p", "nothing yet", "quiet"); return; }
-  stack(parent, phases, whole, seconds);
-  phaseLegend(parent, name => ` ${(100 * (phases[name] || 0) / whole).toFixed(1)} %`);
-}
+  choice(row, text, name, options) {
+    const label = add(row, "label", `${text} `), select = add(label, "select");
+    select.id = `choose-${name}`;
+    for (const [value, shown] of options) add(select, "option", shown).value = value;
+    select.addEventListener("change", () => { this.view[name] = select.value; this.show(this.specs); });
+  }
 
-function phaseLegend(parent, more = () => "") {
-  const legend = add(parent, "div", "", "legend");
-  for (const name of PHASES) {
-    const entry = add(legend, "div", "", `p p-${name}`);
-    add(entry, "i");
-    add(entry, "span", name + more(name));
+  show(specs) {
+    this.specs = specs;
+    for (const [title, chart] of this.charts) if (!specs.some(spec => spec.title === title)) { chart.remove(); this.charts.delete(title); }
+    specs.forEach((spec, i) => {
+      if (!this.charts.has(spec.title)) this.charts.set(spec.title, new Chart(this.grid, spec.title));
+      const chart = this.charts.get(spec.title);
+      if (this.grid.children[i] !== chart.section) this.grid.insertBefore(chart.section, this.grid.children[i]);
+      chart.show(spec, this.view);
+    });
   }
 }
 
-function table(parent, heads, rows) {
-  parent = add(parent, "div", "", "scroll");
-  const body = add(parent, "table"), head = add(add(body, "thead"), "tr");
-  for (const [name, className] of heads) add(head, "th", name, className);
-  const lines = add(body, "tbody");
-  return rows.map(cells => {
-    const line = add(lines, "tr");
-    cells.forEach((cell, i) => add(line, "td", cell, heads[i][1]));
-    return line;
-  });
+class Chart {
+  constructor(parent, title) {
+    this.title = title;
+    this.section = add(parent, "section");
+    const head = add(this.section, "h2", title);
+    this.note = add(head, "small");
+    this.place = add(this.section, "div", "", "plot");
+    this.legend = add(this.section, "div", "", "legend");
+    this.plot = null;
+    this.at = null;  // the point that keys have come to
+    this.place.addEventListener("keydown", event => this.key(event));
+    this.place.addEventListener("blur", () => this.leave());
+    new ResizeObserver(() => requestAnimationFrame(() => this.fit())).observe(this.place);
+  }
+
+  remove() { this.plot?.destroy(); this.section.remove(); }
+  redraw() { this.plot?.redraw(); }
+
+  fit() {
+    const width = this.place.clientWidth;
+    if (this.plot && width && width !== this.plot.width) this.plot.setSize({width, height: HEIGHT});
+  }
+
+  show(spec, view) {
+    this.note.textContent = spec.note ? ` ${spec.note}` : "";
+    this.spec = spec;
+    const known = spec.series.flatMap(one => one.points.map(point => point[2]));
+    if (!known.length) {
+      if (!this.plot) this.place.textContent = "nothing yet";
+      return;
+    }
+    const low = Math.min(...known), high = Math.max(...known);
+    const isWide = !spec.fromZero && low > 0 && high / low > 20 && (high > 1 || spec.powers);  // an accuracy is not
+    const isLog = high > 0 && (view.scale === "log" || view.scale === "auto" && isWide);
+    const drawn = JSON.stringify([view.x, view.smooth > 0, isLog, spec.series.map(one => [one.name, one.points.length < FEW_POINTS])]);
+    const data = this.data(spec, view, isLog);
+    this.isTime = view.x === "time";
+    if (this.plot && drawn === this.drawn) {
+      const {min, max} = this.plot.scales.x, before = this.plot.data[0];
+      this.plot.setData(data, min <= before[0] && max >= before.at(-1));  // who has zoomed in stays there
+    } else {
+      this.plot?.destroy();
+      this.drawn = drawn;
+      this.build(spec, view, isLog, data);
+    }
+    this.tell();
+  }
+
+  // uPlot's columns: x, then for each series its values, and with smoothing the smoothed ones behind them.
+  data(spec, view, isLog) {
+    const columns = spec.series.map(({points}) => {
+      const began = points[0][1];
+      return new Map(points.map(([step, time, value]) =>
+        [view.x === "time" ? Math.round(10 * (time - began)) / 10 : step, isLog && value <= 0 ? null : value]));
+    });
+    const xs = [...new Set(columns.flatMap(column => [...column.keys()]))].sort((a, b) => a - b);
+    const raw = columns.map(column => xs.map(x => column.get(x) ?? null));
+    return [xs, ...raw, ...(view.smooth > 0 ? raw.map(values => smoothed(values, view.smooth)) : [])];
+  }
+
+  build(spec, view, isLog, data) {
+    const isSmooth = view.smooth > 0;
+    const line = (one, index, isFaint) => ({
+      label: one.name, spanGaps: true, width: isFaint ? 1 : 2,
+      stroke: () => colour(index) + (isFaint ? "55" : ""),
+      dash: index >= COLOURS ? [6, 4] : undefined,
+      points: {show: !isFaint && one.points.length < FEW_POINTS, size: 5, fill: () => colour(index)},
+    });
+    const axis = more => ({stroke: () => style("--quiet"), grid: {stroke: () => style("--grid"), width: 1},
+      ticks: {stroke: () => style("--grid"), width: 1, size: 4}, font: "11px system-ui, sans-serif", ...more});
+    this.place.textContent = "";
+    this.plot = new uPlot({
+      width: this.place.clientWidth || 400, height: HEIGHT, legend: {show: false}, padding: [8, 12, 0, 0],
+      scales: {x: {time: false}, y: isLog ? {distr: 3} : spec.fromZero ? {range: (_, low, high) => [Math.min(0, low), high > 0 ? 1.08 * high : 1]} : {}},
+      axes: [
+        axis({size: 26, gap: 4, space: 60, incrs: this.isTime ? DURATIONS : undefined, values: (_, at) => at.map(x => this.isTime ? seconds(x) : axisNumber(x))}),
+        axis({size: 50, gap: 4, space: 28, values: (_, at, _axis, _space, step) => at.map(y => y == null ? "" : axisNumber(y, isLog ? 0 : step))}),
+      ],
+      series: [{}, ...spec.series.map((one, i) => line(one, i, isSmooth)), ...(isSmooth ? spec.series.map((one, i) => line(one, i, false)) : [])],
+      cursor: {
+        y: false, drag: {x: true, y: false}, sync: {key: "board", setSeries: false, scales: ["x", null]},
+        points: {size: (_, index) => isSmooth && index <= spec.series.length ? 0 : 7},
+        dataIdx: (plot, index, at) => nearest(plot.data[index], at),
+      },
+      hooks: {setCursor: [() => this.tell()]},
+    }, data, this.place);
+    const over = this.plot.over;
+    over.addEventListener("pointermove", event => {
+      if (event.pointerType === "mouse") return;  // uPlot follows it by itself
+      const box = over.getBoundingClientRect();
+      this.plot.setCursor({left: event.clientX - box.left, top: event.clientY - box.top}, true, true);
+    });
+    Object.entries({role: "slider", "aria-label": `${this.title}: values`, "aria-valuemin": 0}).forEach(([name, value]) => this.place.setAttribute(name, value));
+    this.place.tabIndex = 0;
+  }
+
+  key(event) {
+    const xs = this.plot?.data[0], last = (xs?.length ?? 0) - 1, at = this.at ?? last;
+    const to = {ArrowLeft: at - 1, ArrowDown: at - 1, ArrowRight: at + 1, ArrowUp: at + 1, PageDown: at - 10, PageUp: at + 10, Home: 0, End: last}[event.key];
+    if (event.key === "Escape") this.leave();
+    if (to === undefined || last < 0) return;
+    event.preventDefault();
+    this.at = Math.max(0, Math.min(last, to));
+    this.plot.setCursor({left: this.plot.valToPos(xs[this.at], "x"), top: 20}, true, true);
+    this.tell(this.at);
+  }
+
+  leave() {
+    this.at = null;
+    this.plot?.setCursor({left: -10, top: -10}, true, true);
+  }
+
+  // The legend: the values under the cursor, else the newest, which are the smoothed ones where there are any.
+  tell(chosen) {
+    const plot = this.plot;
+    if (!plot) return;
+    const at = chosen ?? this.at ?? plot.cursor.idx, [xs, ...columns] = plot.data, count = this.spec.series.length;
+    const x = at == null ? null : xs[at], shown = columns.slice(-count);
+    const words = this.spec.series.map((one, i) => [one.name, number(shown[i]?.[nearest(shown[i], at ?? xs.length - 1)])]);
+    const where = x == null ? "" : this.isTime ? `after ${seconds(x)}` : `step ${number(x)}`;
+    this.legend.replaceChildren();
+    words.forEach(([name, value], i) => {
+      const entry = add(this.legend, "div", "", `s${i % COLOURS}${i >= COLOURS ? " dashed" : ""}`);
+      add(entry, "i");
+      add(entry, "span", `${name} `);
+      add(entry, "b", value);
+    });
+    add(this.legend, "div", where || "newest", "quiet");
+    this.place.setAttribute("aria-valuemax", Math.max(0, xs.length - 1));
+    this.place.setAttribute("aria-valuenow", at ?? xs.length - 1);
+    this.place.setAttribute("aria-valuetext", `${where || "newest"}: ${words.map(word => word.join(" ")).join(", ")}`);
+  }
 }
 
-const curve = (points, key) => points.filter(point => key in point).map(point => [point.step, point[key]]);
-
-function drawCurves(parent, points) {
-  const evaluated = points.filter(point => point.eval);
-  const names = [...new Set(evaluated.flatMap(point => Object.keys(point.eval)))];
-  const scores = name => evaluated.filter(point => name in point.eval).map(point => [point.step, point.eval[name]]);
-  const trained = points.filter(point => point.scores);
-  const own = [...new Set(trained.flatMap(point => Object.keys(point.scores)))];
-  while (parent.children.length < 3) add(parent, "section");
-  lineChart(parent.children[0], "Loss",
-    [{name: "train", points: curve(points, "loss")}, {name: "eval", points: scores("loss")},
-     ...names.filter(name => name.endsWith("/loss")).map(name => ({name, points: scores(name)}))]);
-  lineChart(parent.children[1], "Scores",
-    [...names.filter(name => name !== "loss" && !name.endsWith("/loss")).map(name => ({name, points: scores(name)})),
-     ...own.map(name => ({name: `${name}, train`, points: trained.map(point => [point.step, point.scores[name]])}))]);
-  lineChart(parent.children[2], "Throughput",
-    [{name: "samples/s", points: curve(points, "samples_per_second")}], {fromZero: true});
-}
-
-function checkpointTable(parent, checkpoints, now) {
-  parent.replaceChildren();
-  add(parent, "h2", "Checkpoints");
-  if (!checkpoints?.length) { add(parent, "p", "none yet", "quiet"); return; }
-  const heads = [["step", "number"], ["age", "number"], ["size", "number"], ["state", ""]];
-  const rows = checkpoints.slice(0, 10).map(one =>
-    [number(one.step), seconds(now - one.time), bytes(one.bytes), one.state]);
-  table(parent, heads, rows).forEach((line, i) => {
-    line.lastChild.className = checkpoints[i].state === "verified" ? "ok" : checkpoints[i].state;
-  });
-  add(parent, "small", "written: hashed and on disk; verified: read back and the hash holds");
-}
-
-function eventTable(parent, events) {
-  parent.replaceChildren();
-  add(parent, "h2", "Events");
-  if (!events?.length) { add(parent, "p", "none yet", "quiet"); return; }
-  const told = value => typeof value === "object" ? JSON.stringify(value) : number(value);
-  const rows = events.slice(0, 20).map(({time, kind, ...rest}) => [clock(time), kind.replaceAll("_", " "),
-    Object.entries(rest).filter(([, value]) => value !== false && value !== null)
-      .map(([name, value]) => `${name.replaceAll("_", " ")} ${told(value)}`).join(", ")]);
-  table(parent, [["time", "short"], ["event", "short"], ["", ""]], rows);
+// The place of the value nearest to `at` in a column with gaps.
+function nearest(column, at) {
+  if (!column || at == null || column[at] != null) return at;
+  for (let off = 1; off < column.length; off++) {
+    if (column[at - off] != null) return at - off;
+    if (column[at + off] != null) return at + off;
+  }
+  return at;
 }

@@ -1,11 +1,14 @@
 // The live page: asks every two seconds, and keeps what it last heard when nobody answers.
 const EVERY = 2000;
-let version = null;
+const board = new Board($("curves"));
+let version = null, starts = null;  // what the curves and the facts that are shown are of
 
 async function ask(path) {
   const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(5000)});
   return await answer.json();
 }
+
+const sentenceOfTrouble = event => `${sentence(event)} (${clock(event.time)}).`;
 
 function show(run) {
   const state = run.ending?.state ?? run.state;
@@ -13,23 +16,26 @@ function show(run) {
   $("title").textContent = run.run;
   $("state").textContent = state;
   $("state").className = `state ${state}`;
-  $("where").textContent = `${run.task} on ${run.nodes} ${run.nodes === 1 ? "node" : "nodes"} (${run.platform})`;
-  $("straggler").textContent = run.straggler ?? "";
-  $("bar").value = run.steps_planned ? run.step / run.steps_planned : 0;
-  const newest = run.checkpoints?.[0];
-  const cards = [
-    ["step", run.steps_planned ? `${number(run.step)} of ${number(run.steps_planned)}` : number(run.step)],
-    ["loss", number(run.loss)],
-    ["samples/s", number(run.samples_per_second)],
-    ["time left", run.ending ? "–" : seconds(run.seconds_left)],
-    ["last checkpoint", newest ? `${seconds(run.time - newest.time)} ago` : "none"],
+  $("where").textContent = `${run.task} on ${counted(run.nodes, "node")} (${run.platform})`;
+  $("straggler").textContent = run.ending ? "" : run.straggler ?? "";
+  const trouble = run.ending?.state === "failed" ? null : run.events?.find(event => TROUBLE.includes(event.kind));
+  const isIll = run.healthy === false && !run.ending && run.health;
+  $("trouble").textContent = isIll ? `Not healthy: ${run.health}` : trouble ? sentenceOfTrouble(trouble) : "";
+  const share = run.steps_planned ? run.step / run.steps_planned : 0;
+  $("bar").value = share;
+  const newest = run.checkpoints?.[0], isOver = Boolean(run.ending);
+  cards($("cards"), [
+    ["step", number(run.step), run.steps_planned ? `of ${number(run.steps_planned)}, ${percent(share)}` : ""],
+    ["training loss", number(run.loss)],
+    ...Object.entries(run.scores ?? {}).slice(0, 3).map(([name, value]) => [`${name}, evaluation`, number(value)]),
+    ["samples per second", number(run.samples_per_second)],
+    ["time left", isOver ? "–" : seconds(run.seconds_left), !isOver && isNumber(run.seconds_left) ? `at ${clock(run.time + run.seconds_left)}` : ""],
+    ["last checkpoint", newest ? `${seconds(run.time - newest.time)} ago` : "none", newest ? `step ${number(newest.step)}` : ""],
     ["restarts", number(run.restarts)],
-  ];
-  $("cards").replaceChildren();
-  for (const [name, value] of cards) add(add($("cards"), "div", name, "card quiet"), "b", value);
+  ]);
   showRanks(run.ranks ?? []);
   checkpointTable($("checkpoints"), run.checkpoints, run.time);
-  eventTable($("events"), run.events);
+  whenNew($("events"), run.events ?? [], eventList);
 }
 
 function showRanks(ranks) {
@@ -38,8 +44,8 @@ function showRanks(ranks) {
   add(parent, "h2", "Ranks: own time of a step, without the wait for the others");
   if (!ranks.length) { add(parent, "p", "nothing yet", "quiet"); return; }
   const most = Math.max(...ranks.map(rank => rank.own_ms));
-  const heads = [["rank", "who"], ["node", ""], ["", "bar"], ["ms", "number"]];
-  const lines = table(parent, heads, ranks.map(rank => [String(rank.rank), String(rank.node), "", number(rank.own_ms)]));
+  const heads = [["rank", "who"], ["node", ""], ["phases", "bar"], ["ms", "number"]];
+  const lines = table(parent, heads, ranks.map(rank => [String(rank.rank), String(rank.node), "", number(rank.own_ms)]), "Ranks");
   lines.forEach((line, i) => {
     if (ranks[i].straggler) line.className = "straggler";
     stack(line.children[2], ranks[i].phases_ms, most, value => `${number(value)} ms`);
@@ -54,6 +60,18 @@ function ended(run) {
   return `${at} at step ${number(run.step)}${why} These are its last values; \`tandem report\` keeps them as a file.`;
 }
 
+// What changes with a start of the run alone; a failure to get it is no failure of the page.
+async function askAbout() {
+  const about = await ask("api/about");
+  whenNew($("about"), {...about, settings: null}, aboutSection);
+  whenNew($("settings"), about.settings ?? [], settingsSection);
+  return isNumber(about.started);  // else its start has not been written down yet
+}
+
+async function showLog() {
+  if ($("log").open) whenNew($("lines"), await ask("api/log"), logSection);
+}
+
 async function refresh() {
   try {
     const run = await ask("api/run");
@@ -61,18 +79,23 @@ async function refresh() {
     show(run);
     if (run.history !== version) {
       const {points, version: now} = await ask("api/history");
-      drawCurves($("curves"), points);
+      board.show(chartsOf([{name: run.run, points}]));
       phaseSection($("phases"), "Phases of a step", points.findLast(point => point.phases)?.phases);
       version = now;
     }
+    if (starts !== run.restarts && await askAbout()) starts = run.restarts;
     $("note").textContent = run.ending ? ended(run) : "";
+    $("note").className = run.ending ? run.ending.state : "";
+    if (run.ending?.state === "failed") $("log").open = true;
+    await showLog();
     if (run.ending) return;  // nothing more will come
   } catch (error) {
-    $("note").textContent = "No answer from the run; these are its last values.";
+    if (!$("note").className) $("note").textContent = "No answer from the run; these are its last values.";
   }
   setTimeout(refresh, EVERY);
 }
 
-drawCurves($("curves"), []);
+board.show(chartsOf([{name: "", points: []}]));
 phaseSection($("phases"), "Phases of a step", null);
+$("log").addEventListener("toggle", () => showLog().catch(() => {}));
 refresh();

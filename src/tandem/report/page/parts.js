@@ -1,0 +1,157 @@
+// The parts of both pages beside the curves: phases, checkpoints, events, and what is known of the run.
+const PHASES = ["data", "transfer", "forward", "backward", "optimizer", "other"];
+const ROUTINE = ["world", "training", "checkpoint", "checkpoint_verified"];
+const TROUBLE = ["rank_killed", "rank_failed", "hang", "nonfinite", "checkpoint_failed", "fallback", "replica_mismatch", "failed"];
+
+// A bar of parts {name: amount}, as long as its sum is of `whole`.
+function stack(parent, parts, whole, unit) {
+  const bar = add(parent, "div", "", "stack");
+  const told = [];
+  for (const name of PHASES) {
+    if (!(parts[name] > 0)) continue;
+    const part = add(bar, "div", "", `p-${name}`);
+    part.style.width = `${100 * parts[name] / whole}%`;
+    told.push(`${name} ${unit(parts[name])}`);
+    part.title = told.at(-1);
+  }
+  bar.setAttribute("role", "img");
+  bar.setAttribute("aria-label", told.join(", ") || "nothing");
+  return bar;
+}
+
+function phaseLegend(parent, more = () => "") {
+  const legend = add(parent, "div", "", "legend");
+  for (const name of PHASES) {
+    const entry = add(legend, "div", "", `p p-${name}`);
+    add(entry, "i");
+    add(entry, "span", name + more(name));
+  }
+}
+
+function phaseSection(parent, title, phases) {
+  parent.replaceChildren();
+  add(parent, "h2", title);
+  const whole = PHASES.reduce((sum, name) => sum + (phases?.[name] || 0), 0);
+  if (!(whole > 0)) { add(parent, "p", "nothing yet", "quiet"); return; }
+  stack(parent, phases, whole, seconds);
+  phaseLegend(parent, name => ` ${percent((phases[name] || 0) / whole)}`);
+}
+
+function checkpointTable(parent, checkpoints, now) {
+  parent.replaceChildren();
+  add(parent, "h2", "Checkpoints");
+  if (!checkpoints?.length) { add(parent, "p", "none yet", "quiet"); return; }
+  const heads = [["step", "number"], ["age", "number"], ["size", "number"], ["state", ""]];
+  const rows = checkpoints.slice(0, 10).map(one =>
+    [number(one.step), seconds(now - one.time), bytes(one.bytes), one.state]);
+  table(parent, heads, rows, "Checkpoints").forEach((line, i) => {
+    line.lastChild.className = checkpoints[i].state === "verified" ? "ok" : checkpoints[i].state;
+  });
+  add(parent, "small", "written: hashed and on disk; verified: read back and the hash holds");
+}
+
+// What a line of events.jsonl says to a person; a kind that is not known here is told by its fields.
+function sentence(event) {
+  const {time, kind, ...rest} = event, {step, rank, node, reason} = rest;
+  const at = isGiven(step) ? ` at step ${number(step)}` : "", who = `Rank ${rank} on node ${node}`;
+  const told = value => typeof value === "object" ? JSON.stringify(value) : number(value);
+  const size = `${counted(rest.world_size, "rank")} on ${counted(rest.nodes, "node")}`;
+  const sentences = {
+    world: () => rest.number > 1 ? `Start ${number(rest.number)}: ${size} meet again` : `The run starts${rest.anew ? " from nothing" : ""}: ${size}`,
+    training: () => `Training begins${at}`,
+    resumed: () => `Training goes on after step ${number(step)}`,
+    checkpoint: () => `Checkpoint of step ${number(step)} saved: ${bytes(rest.bytes)} in ${seconds(rest.seconds)}`,
+    checkpoint_verified: () => `Checkpoint of step ${number(step)} read back: its hash holds`,
+    checkpoint_failed: () => `The checkpoint of step ${number(step)} could not be saved; training goes on`,
+    fallback: () => `The checkpoint of step ${number(step)} cannot be used (${rest.problem}); an older one is tried`,
+    straggler: () => `${who} holds the others back: ${seconds(rest.own_seconds)} of its own in a step, the median rank ${seconds(rest.median_seconds)}; ${rest.place ? `most of it at ${rest.place}` : `the difference is in ${rest.phase}`}`,
+    hang: () => `${who} hangs in ${rest.phase}${at}, for ${seconds(rest.seconds)} now; all ranks are started again`,
+    rank_killed: () => `${who} was killed (${rest.signal}); training again after ${seconds(rest.seconds)}, ${counted(rest.steps_lost, "step")} lost`,
+    rank_failed: () => `A rank failed: ${reason}`,
+    nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
+    replica_mismatch: () => `Ranks ${told(rest.ranks)} have other parameters than rank 0${at}`,
+    batch_shares: () => `The batch is shared out as ${(rest.sizes ?? []).join(" : ")}${at}`,
+    finished: () => `The run finished${at}`,
+    stopped: () => `The run was stopped, and saved${at}`,
+    failed: () => `The run failed: ${reason} (exit code ${rest.exit_code})`,
+  };
+  if (Object.hasOwn(sentences, kind)) return sentences[kind]();
+  const more = Object.entries(rest).filter(([, value]) => isGiven(value)).map(([name, value]) => `${name.replaceAll("_", " ")} ${told(value)}`);
+  return `${String(kind).replaceAll("_", " ")}${more.length ? `: ${more.join(", ")}` : ""}`;
+}
+
+function eventLine(parent, event) {
+  const line = add(parent, "li", "", TROUBLE.includes(event.kind) ? "trouble" : event.kind === "straggler" ? "warned" : "");
+  add(line, "time", clock(event.time)).dateTime = new Date(1000 * event.time).toISOString();
+  add(line, "span", sentence(event));
+}
+
+// Newest first. Two and more routine ones in a row are one line that unfolds.
+const unfolded = new Set();
+function eventList(parent, events) {
+  add(parent, "h2", "Events");
+  if (!events?.length) { add(parent, "p", "none yet", "quiet"); return; }
+  const why = events.find(event => event.kind === "failed")?.reason ?? "";  // it says what a rank said
+  events = events.filter(event => event.kind !== "rank_failed" || !why.includes(event.reason));
+  const list = add(parent, "ol", "", "events");
+  list.tabIndex = 0;
+  list.setAttribute("aria-label", "Events, newest first");
+  for (let i = 0; i < events.length;) {
+    let end = i;
+    while (end < events.length && ROUTINE.includes(events[end].kind)) end++;
+    if (end - i < 2) { eventLine(list, events[i++]); continue; }
+    const run = events.slice(i, end), oldest = run.at(-1).time, saves = run.filter(each => each.kind === "checkpoint");
+    const line = add(list, "li");
+    add(line, "time", clock(run[0].time)).dateTime = new Date(1000 * run[0].time).toISOString();
+    const details = unfold(line, saves.length ? `${counted(saves.length, "checkpoint")} saved, the newest of step ${number(saves[0].step)}${saves.length < run.length ? `; ${counted(run.length - saves.length, "routine event")} more` : ""}` : sentence(run[0]), unfolded.has(oldest));
+    details.addEventListener("toggle", () => details.open ? unfolded.add(oldest) : unfolded.delete(oldest));
+    const inner = add(details, "ol", "", "events");
+    for (const event of run) eventLine(inner, event);
+    i = end;
+  }
+}
+
+// `about` is what report/about.py gathers: settings, the command, versions, hardware.
+function aboutSection(parent, about) {
+  parent.replaceChildren();
+  add(parent, "h2", "This run");
+  const rows = [
+    ["command", about.command], ["started", isNumber(about.started) ? date(about.started) : null], ["in", about.folder], ["run directory", about.run_dir],
+    ["commit", about.commit],
+    ["versions", Object.entries(about.versions ?? {}).map(pair => pair.join(" ")).join(", ")],
+    ["hardware", (about.hardware ?? []).join("; ")],
+  ].filter(row => row[1]);
+  if (!rows.length) add(parent, "p", "nothing is written down of its start", "quiet");
+  else {
+    const list = add(parent, "dl");
+    for (const [name, value] of rows) {
+      add(list, "dt", name);
+      add(list, "dd", value, ["command", "in", "run directory", "commit"].includes(name) ? "code" : "");
+    }
+  }
+}
+
+function settingsSection(parent, settings) {
+  parent.replaceChildren();
+  add(parent, "h2", "Settings");
+  if (!settings?.length) { add(parent, "p", "not known", "quiet"); return; }
+  const shown = value => value === null || value === "" ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value);
+  const rows = settings.map(({name, value, default: usual}) => [name.replaceAll("_", "-"), shown(value), shown(usual)]);
+  const own = rows.filter((_, i) => settings[i].differs), heads = [["setting", "short"], ["value", ""], ["default", "default"]];
+  if (own.length) table(parent, heads, own, "Settings that differ from the default");
+  else add(parent, "p", "all have their default", "quiet");
+  const rest = unfold(parent, `all ${rows.length} settings`);
+  rest.addEventListener("toggle", () => { if (rest.open && rest.children.length === 1) table(rest, heads, rows, "All settings"); });
+}
+
+function logSection(parent, {lines, file, why}) {
+  parent.replaceChildren();
+  if (why) { add(parent, "p", why, "quiet"); return; }
+  add(parent, "small", lines?.length ? `the last ${counted(lines.length, "line")} of ${file}` : "nothing yet");
+  if (!lines?.length) return;
+  const text = add(parent, "pre", lines.join("\n"));
+  text.tabIndex = 0;
+  text.setAttribute("role", "region");
+  text.setAttribute("aria-label", "The end of the log");
+  text.scrollTop = text.scrollHeight;
+}

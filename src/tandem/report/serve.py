@@ -1,0 +1,78 @@
+"""`tandem page`: the reports of runs that have ended, or still train, over HTTP; read anew at each look."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tandem.checkpoint.storage.copies import RUN_FILES
+from tandem.errors import ConfigError
+from tandem.report.access import OPEN_PATHS, Access
+from tandem.report.pages import report_policy
+from tandem.report.report import make_report
+from tandem.report.runs import find_runs
+from tandem.report.server import bind
+from tandem.timeouts import SUPERVISE_SECONDS
+
+MOST = 20
+"""Runs on one page; of a folder with more, the newest."""
+HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
+
+
+def runs_in(places: Sequence[Path]) -> list[Path]:
+    """The run directories that are named, and those in folders of runs. Raises ConfigError."""
+    found = []
+    for place in places:
+        if "://" in str(place) or any((place / name).exists() for name in RUN_FILES):
+            found.append(place)
+            continue
+        inside = [row.path for row in find_runs(place)]
+        if not inside:
+            raise ConfigError(
+                f"{place} is no run, and there is none in it; give RUN_DIR, or a folder of runs"
+            )
+        found += inside
+    return found[:MOST]
+
+
+class ReportServer:
+    """Serves the report of one run at /; of several their comparison, and each alone at /1, /2 and so on."""
+
+    policy = report_policy()
+
+    def __init__(
+        self, run_dirs: Sequence[Path], host: str, port: int, access: Access, secrets: Sequence[str] = ()
+    ) -> None:
+        """Raises OSError."""
+        self._run_dirs, self.access, self._secrets = run_dirs, access, secrets
+        self._http = bind(host, port, self, "the page")
+        self.url = self._http.url
+
+    def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]:
+        """HTTP status, content type and body for a path; `allowed`: the reader has the token."""
+        if not allowed:
+            return 401, TEXT, b"the token is needed, as bearer or password\n"
+        if path in OPEN_PATHS:
+            return 200, TEXT, b"good\n"
+        count = len(self._run_dirs)
+        known = ["/", *(f"/{number}" for number in range(1, count + 1) if count > 1)]
+        if path not in known:
+            return 404, TEXT, f"not found; here are {', '.join(known)}\n".encode()
+        number = int(re.sub(r"\D", "", path) or 0)
+        chosen = self._run_dirs[number - 1 : number] if number else self._run_dirs
+        links, up = (known[1:], "") if not number else ([], "/")
+        try:
+            return 200, HTML, make_report(chosen, self._secrets, links, up)
+        except ConfigError as error:  # it went away meanwhile
+            return 404, TEXT, f"{error}\n".encode()
+
+    def note_read(self, path: str, moment: float) -> None:
+        """Nobody waits for readers here."""
+
+    def serve(self, should_stop: Callable[[], object]) -> None:
+        """Until `should_stop()`."""
+        self._http.timeout = SUPERVISE_SECONDS
+        try:
+            while not should_stop():
+                self._http.handle_request()
+        finally:
+            self._http.server_close()
