@@ -78,6 +78,8 @@ WAITING_WORD_SECONDS = 5.0
 """Between two lines that say what is waited for."""
 LEAVE_SECONDS = 10.0
 """Node 0 keeps the store for the others to hear the verdict; kubernetes' grace period counts on it."""
+CLOCK_LOOK_SECONDS = 2.5
+"""`doctor` listens for the others' signs of life in the store: two of each node's."""
 ANNOUNCE_SECONDS = 30.0
 """The same before anything has begun: others may still import torch, and would wait for it in vain."""
 LEFT_POLL_SECONDS = 0.02
