@@ -8,6 +8,8 @@ is measured against. What a user may change (--hang-timeout, --master-timeout, .
 
 BEAT_SECONDS = 0.25
 """A rank says where it is. Forty times within the shortest hang, at no cost that shows in a step."""
+BAR_SECONDS = 0.25
+"""The progress bar is drawn anew, in the training thread: under a millisecond of each (telemetry/bars.py)."""
 PROGRESS_SECONDS = 0.5
 """A rank's message with loss and throughput, after a step: what a person can still read on the page."""
 WATCHDOG_TICK_SECONDS = 0.2

@@ -114,6 +114,6 @@ def _say_what_is_wrong(node: Node) -> None:
     """What `tandem doctor` would say of nodes that did not meet, in one block."""
     found = what_is_wrong(node.placement, os.environ)
     if found:
-        log.error("what keeps this node from the others:", extra={"table": found})
+        log.warning("what keeps this node from the others:", extra={"table": found})
     else:
         log.info("nothing is wrong with the network as seen from here: try `tandem doctor` on each node")
