@@ -119,7 +119,7 @@ def test_colour_is_there_unless_it_is_not_wanted() -> None:
 
 def test_a_terminal_that_knows_nothing_gets_plain_lines() -> None:
     written = on_a_terminal(TRAINS, 80, TERM="dumb")
-    assert "\x1b" not in written and "step 1200 of 1200 (epoch 3): loss 0.1234" in written
+    assert "\x1b" not in written and "step 1,200 of 1,200 (epoch 3): loss 0.1234" in written
 
 
 @pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}])

@@ -42,10 +42,8 @@ class Progress:
         if self._bar is not None:
             self._bar.say(epoch, loss, samples_per_second)
         elif not self._silent:
-            logger.info(
-                "step %d of %d (epoch %d): loss %.4f, %s samples/s",
-                step, self._steps_planned, epoch, loss, f"{samples_per_second:,.0f}",
-            )  # fmt: skip
+            of = f"step {step:,} of {self._steps_planned:,} (epoch {epoch})"
+            logger.info("%s: loss %.4f, %s samples/s", of, loss, f"{samples_per_second:,.0f}")
 
     def note(self, text: str) -> None:
         """One line of the log."""

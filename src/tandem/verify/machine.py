@@ -18,6 +18,7 @@ from tandem.launch.reach import Finding
 from tandem.log import counted
 from tandem.telemetry.journal import read_lines
 from tandem.timeouts import CLOCK_SKEW_SECONDS, LEAVE_SECONDS
+from tandem.words import lasting
 
 MIB = 2**20
 ENOUGH_SHARED_BYTES = 256 * MIB
@@ -122,7 +123,7 @@ def _written(folder: Path) -> Finding:
         when = "before" if ahead > 0 else "after"
         said = f"files in {folder} are dated {abs(ahead):.0f} s {when} this clock"
         return Finding("clock", "warn", said, "synchronise this node's clock and its file server's")
-    return Finding(name, "pass", f"{folder}: 1 MiB written, synced and renamed in {seconds * 1000:.0f} ms")
+    return Finding(name, "pass", f"{folder}: 1 MiB written, synced and renamed in {lasting(seconds)}")
 
 
 def grace(shutdown_timeout: float, save_seconds: list[float]) -> Finding:
@@ -132,7 +133,7 @@ def grace(shutdown_timeout: float, save_seconds: list[float]) -> Finding:
     if not save_seconds:
         return Finding(name, "pass", f"{said}; no save of this run is measured yet; {outer}")
     longest = max(save_seconds)
-    said = f"{said}, and the longest of {counted(len(save_seconds), 'save')} took {longest:g} s"
+    said = f"{said}, and the longest of {counted(len(save_seconds), 'save')} took {lasting(longest)}"
     remedy = f"--shutdown-timeout {max(5, round(3 * longest))}, and the platform's grace period 10 s above it"
     if longest > shutdown_timeout:
         return Finding(name, "fail", said, remedy)
