@@ -28,7 +28,14 @@ from engine import (
     variables_in_dotenv,
 )
 from network import Shape, check_shape, keep_shape
-from preflight import check_free, check_room_for_a_build, check_volumes, checked_nodes, checked_port
+from preflight import (
+    check_free,
+    check_room_for_a_build,
+    check_volumes,
+    checked_node,
+    checked_nodes,
+    checked_port,
+)
 from tandem.launch.restarts import job_code
 from work import work_of
 
@@ -72,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         if verb == "down":
             each.add_argument("--volumes", default="", help="1 removes the volumes as well")
         if verb == "shell":
-            each.add_argument("--node", default="1")
+            each.add_argument("--node", default="0")
     return top
 
 
@@ -239,7 +246,7 @@ def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
 
 def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
     """How the job ended, in one line."""
-    nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes, 1))
+    nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes))
     summary = cluster.summary()
     if summary is None:
         return f"ended with {code} ({nodes}); no summary was written, the logs say why: make compose-logs"
@@ -289,7 +296,7 @@ def logs(options: argparse.Namespace) -> int:
 
 def shell(options: argparse.Namespace) -> int:
     """A shell in a running node."""
-    node = Cluster(options.project, {}).node(checked_nodes(options.node))
+    node = Cluster(options.project, {}).node(checked_node(options.node))
     if node.status != "running":
         raise ClusterError(
             f"node {node.index} is {node.status}; a shell needs one that runs: make compose-ps"
