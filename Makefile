@@ -36,7 +36,7 @@ export AXE_SCRIPT ?= $(abspath $(wildcard $(AXE)))
 FRAMEWORKS := build/frameworks
 export FRAMEWORKS_PYTHON ?= $(abspath $(wildcard $(FRAMEWORKS)/bin/python))
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
-	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra tensorboard --extra export --extra s3
+	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra rich --extra tensorboard --extra export --extra s3
 
 # A machine with a GPU may have no network: `make gpu-wheels` elsewhere, and carry this folder along.
 WHEELS := build/wheels

@@ -19,6 +19,7 @@ from cluster import remove_metrics, start, wait
 from engine import HERE, Cluster, ClusterError, check_engine, docker
 from faults import FAULTS, POLL_SECONDS, Scene
 from network import keep_shape
+from preflight import checked_node
 from tandem.launch.restarts import job_code
 
 READY_SECONDS = 400.0
@@ -57,7 +58,7 @@ class Row:
 
 
 def live_step(cluster: Cluster) -> int | None:
-    """The step that the metrics page shows; None while node 1 does not answer."""
+    """The step that the metrics page shows; None while node 0 does not answer."""
     address = docker("port", f"{cluster.project}-metrics-1", "9469", check=False).strip()
     with contextlib.suppress(OSError, ValueError):
         with urllib.request.urlopen(f"http://{address.splitlines()[0]}/api/run", timeout=2) as answer:
@@ -89,7 +90,7 @@ def break_it(cluster: Cluster, name: str, index: int) -> Row:
     """Put the fault into the running cluster and wait for its documented outcome. Raises ClusterError."""
     fault = FAULTS[name]
     until(cluster, lambda: is_between_checkpoints(cluster), "step after two checkpoints", READY_SECONDS)
-    node = cluster.node(1 if fault.on_first else index)
+    node = cluster.node(0 if fault.on_first else index)
     scene = Scene(cluster, node, live_step(cluster) or 0, len(cluster.events()), node.starts)
     began = time.monotonic()
     done = fault.inject(scene)
@@ -173,15 +174,13 @@ def main(arguments: Sequence[str]) -> int:
                 f"FAULT={options.fault} is not known; valid are {', '.join(FAULTS)} and all: "
                 "make chaos FAULT=kill-rank"
             )
-        if options.node and not options.node.isdigit():
-            raise ClusterError(f"NODE={options.node} is not a node; nodes count from 1: make compose-ps")
-        index = int(options.node or 2)
+        index = checked_node(options.node or "1")
         if options.fault == "all":
             return table(OWN_PROJECT, options.image, index)
         check_engine()
         cluster = Cluster.found(options.project or "tandem")
-        if len(cluster.nodes()) < index and not options.node:
-            index = 1
+        if len(cluster.nodes()) <= index and not options.node:
+            index = 0
         print(break_it(cluster, options.fault, index), flush=True)
         return 0
     except ClusterError as error:

@@ -34,6 +34,7 @@ from preflight import (
     check_gpus,
     check_room_for_a_build,
     check_volumes,
+    checked_node,
     checked_nodes,
     checked_port,
 )
@@ -80,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         if verb == "down":
             each.add_argument("--volumes", default="", help="1 removes the volumes as well")
         if verb == "shell":
-            each.add_argument("--node", default="1")
+            each.add_argument("--node", default="0")
     return top
 
 
@@ -252,7 +253,7 @@ def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
 
 def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
     """How the job ended, in one line."""
-    nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes, 1))
+    nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes))
     summary = cluster.summary()
     if summary is None:
         return f"ended with {code} ({nodes}); no summary was written, the logs say why: make compose-logs"
@@ -303,7 +304,7 @@ def logs(options: argparse.Namespace) -> int:
 
 def shell(options: argparse.Namespace) -> int:
     """A shell in a running node."""
-    node = Cluster(options.project, {}).node(checked_nodes(options.node))
+    node = Cluster(options.project, {}).node(checked_node(options.node))
     if node.status != "running":
         raise ClusterError(
             f"node {node.index} is {node.status}; a shell needs one that runs: make compose-ps"

@@ -1,4 +1,5 @@
-# Nodes as containers on this host (docs/cluster-on-a-laptop.md). NODE counts from 1; rank 0 is on node 1.
+# Nodes as containers on this host (docs/cluster-on-a-laptop.md). NODE counts from 0, as in all logs; rank 0 is on node 0,
+# whose container is PROJECT-node-1: Docker counts from 1.
 PROJECT ?= tandem
 GPUS ?=
 RATE ?=
@@ -36,11 +37,11 @@ compose-ps: ## the nodes and how they stand
 compose-logs: ## follow the nodes' logs
 	@$(CLUSTER) logs --project "$$GIVEN_PROJECT"
 
-compose-shell: ## a shell in a node (NODE=1)
-	@$(CLUSTER) shell --project "$$GIVEN_PROJECT" --node "$${GIVEN_NODE:-1}"
+compose-shell: ## a shell in a node (NODE=0)
+	@$(CLUSTER) shell --project "$$GIVEN_PROJECT" --node "$${GIVEN_NODE:-0}"
 
 compose-scale: ## go on with NODES nodes
 	@$(CLUSTER) scale --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES"
 
-chaos: ## break the running cluster: FAULT=kill-rank, ..., all (NODE=2)
+chaos: ## break the running cluster: FAULT=kill-rank, ..., all (NODE=1)
 	@$(PYTHON) compose/chaos.py "$$GIVEN_FAULT" --project "$$GIVEN_PROJECT" --node "$$GIVEN_NODE"

@@ -38,7 +38,10 @@ class ClusterError(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """One replica as the engine sees it. `index` counts from 1; `pid` is the host's number of process 1."""
+    """One replica as the engine sees it. `pid` is the host's number of process 1.
+
+    `index` counts from 0, as tandem counts nodes; the engine's names count from 1: PROJECT-node-1 is node 0.
+    """
 
     index: int
     name: str
@@ -182,7 +185,7 @@ class Cluster:
         return sorted((_node(each) for each in described), key=lambda node: node.index)
 
     def node(self, index: int) -> Node:
-        """The replica of that index (from 1). Raises ClusterError."""
+        """The replica of that index (from 0). Raises ClusterError."""
         nodes = self.nodes()
         for node in nodes:
             if node.index == index:
@@ -191,7 +194,7 @@ class Cluster:
         raise ClusterError(f"there is no node {index} in {self.project}; nodes are: {known}")
 
     def read(self, path: str) -> str | None:
-        """A file of the checkpoint volume, through node 1's container, whether it runs or not."""
+        """A file of the checkpoint volume, through node 0's container, whether it runs or not."""
         ended = subprocess.run(
             ["docker", "cp", f"{self.project}-node-1:{path}", "-"], capture_output=True, timeout=CALL_SECONDS
         )
@@ -244,7 +247,7 @@ def _node(described: Mapping[str, object]) -> Node:
     state, config, network = described["State"], described["Config"], described["NetworkSettings"]
     assert isinstance(state, dict) and isinstance(config, dict) and isinstance(network, dict)
     return Node(
-        index=int(config["Labels"]["com.docker.compose.container-number"]),
+        index=int(config["Labels"]["com.docker.compose.container-number"]) - 1,
         name=str(described["Name"]).lstrip("/"),
         identity=str(described["Id"]),
         status=str(state["Status"]),

@@ -105,7 +105,7 @@ class Fault:
 
     inject: Callable[[Scene], str]
     check: Callable[[Scene], str | None]
-    on_first: bool = False  # hits node 1 whatever NODE says
+    on_first: bool = False  # hits node 0 whatever NODE says
     reopens: bool = True
 
 
@@ -149,7 +149,7 @@ def _slow(scene: Scene) -> str:
 
 
 def _disk_full(scene: Scene) -> str:
-    """A full file system in the place of the checkpoints, in node 1's view alone, until a save has failed."""
+    """A full file system in the place of the checkpoints, in node 0's view alone, until a save has failed."""
     folder = f"{scene.cluster.run_dir}/checkpoints"
     options = ["--pid=host", "--cap-add", "SYS_ADMIN", "--cap-add", "SYS_PTRACE"]
     enter = f"nsenter --target {scene.node.pid} --mount --pid -- "

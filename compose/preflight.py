@@ -41,6 +41,13 @@ def check_gpus(text: str) -> None:
         )
 
 
+def checked_node(text: str) -> int:
+    """Which node, from 0. Raises ClusterError."""
+    if not re.fullmatch(r"0|[1-9][0-9]{0,3}", text):
+        raise ClusterError(f"NODE={text} is not a node; nodes count from 0: make compose-ps")
+    return int(text)
+
+
 def checked_port(text: str) -> int:
     """A port number. Raises ClusterError."""
     if not re.fullmatch(r"[1-9][0-9]{0,4}", text) or int(text) > 65535:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem import __version__, after, before
-from tandem.errors import FINISHED, ConfigError, TandemError
+from tandem.errors import FAILED, FINISHED, ConfigError, TandemError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -147,12 +147,17 @@ def _config_options(parser: "Parser") -> None:
 
 
 def doctor(options: "Namespace", environ: Environment) -> int:
-    """Versions and what this place offers; always 0 once the settings are valid."""
+    """Versions, what this place offers, and what is wrong with it: 1 where a check fails, else 0."""
     from tandem.config import resolve
-    from tandem.verify.doctor import report
+    from tandem.verify.doctor import diagnose
 
-    print(report(resolve(options.given, environ).settings, environ))
-    return FINISHED
+    found = diagnose(resolve(options.given, environ).settings, environ)
+    print(found.as_json() if options.json else found.as_text())
+    return FAILED if found.state == "fail" else FINISHED
+
+
+def _doctor_options(parser: "Parser") -> None:
+    parser.option("--json", bool, "one line of JSON")
 
 
 def completion(options: "Namespace", environ: Environment) -> int:
@@ -259,7 +264,12 @@ VERBS: dict[str, Verb] = {
     "config": Verb(
         config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
     ),
-    "doctor": Verb(doctor, "[settings]", "versions, memory, GPUs, the place in the cluster"),
+    "doctor": Verb(
+        doctor,
+        "[--json] [settings]",
+        "what is wrong here: names, port, volume, clock...; versions, GPUs",
+        _doctor_options,
+    ),
     "completion": Verb(
         completion, "bash|zsh|fish", "a script for your shell's Tab key", _completion_options, False
     ),

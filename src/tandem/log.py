@@ -17,6 +17,8 @@ from typing import TextIO
 from tandem.errors import ConfigError
 
 LOGGER_NAME = "tandem"
+CLEAR, PLAIN = "\r\x1b[K", "\x1b[0m"
+COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -80,6 +82,19 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
             record = logging.makeLogRecord({**vars(record), "detail": ""})
         with self.way():
             super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """On a terminal each line first clears its own: the bar of another process may stand there."""
+        text = super().format(record)
+        if not self.stream.isatty() or is_dumb() or isinstance(self.formatter, JsonFormatter):
+            return text
+        colour = "" if os.environ.get("NO_COLOR") else COLOURS.get(record.levelno, "")
+        return f"{CLEAR}{colour}{text}{colour and PLAIN}"
+
+
+def is_dumb() -> bool:
+    """Whether the terminal knows no escape sequences."""
+    return os.environ.get("TERM") == "dumb"
 
 
 def make_way(way: Callable[[], AbstractContextManager[None]]) -> None:

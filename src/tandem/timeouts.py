@@ -8,6 +8,8 @@ is measured against. What a user may change (--hang-timeout, --master-timeout, .
 
 BEAT_SECONDS = 0.25
 """A rank says where it is. Forty times within the shortest hang, at no cost that shows in a step."""
+BAR_SECONDS = 0.25
+"""The progress bar is drawn anew, in the training thread: under a millisecond of each (telemetry/bars.py)."""
 PROGRESS_SECONDS = 0.5
 """A rank's message with loss and throughput, after a step: what a person can still read on the page."""
 WATCHDOG_TICK_SECONDS = 0.2
@@ -84,6 +86,8 @@ WAITING_WORD_SECONDS = 5.0
 """Between two lines that say what is waited for."""
 LEAVE_SECONDS = 10.0
 """Node 0 keeps the store for the others to hear the verdict; kubernetes' grace period counts on it."""
+CLOCK_LOOK_SECONDS = 2.5
+"""`doctor` listens for the others' signs of life in the store: two of each node's."""
 ANNOUNCE_SECONDS = 30.0
 """The same before anything has begun: others may still import torch, and would wait for it in vain."""
 LEFT_POLL_SECONDS = 0.02

@@ -82,7 +82,7 @@ def broken(scenes: Scenes, calm: str) -> Cluster:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_has_its_outcome(broken: Cluster, name: str) -> None:
     before = len(broken.events())
-    row = chaos.break_it(broken, name, 2)
+    row = chaos.break_it(broken, name, 1)
     assert str(row).startswith(f"{name}: ") and "\n" not in str(row)
     since = {event["kind"] for event in broken.events()[before:]}
     assert ("resumed" not in since) == (name in SAME_RANKS)
@@ -96,7 +96,7 @@ def test_all_of_them_cost_no_bit(scenes: Scenes, calm: str, broken: Cluster) -> 
 
 @pytest.mark.parametrize(("words", "line"), [
     (["FAULT=melt"], "FAULT=melt is not known; valid are kill-rank, "),
-    (["FAULT=kill-rank", "NODE=x"], "NODE=x is not a node; nodes count from 1: make compose-ps"),
+    (["FAULT=kill-rank", "NODE=x"], "NODE=x is not a node; nodes count from 0: make compose-ps"),
     (["FAULT=kill-rank", "PROJECT=nobody"], "there is no cluster nobody here; start one: make compose-up"),
 ])  # fmt: skip
 def test_what_cannot_be_broken(image: str, words: list[str], line: str) -> None:

@@ -88,7 +88,7 @@ def test_two_nodes_train_the_digits_and_show_metrics(cluster: TestedCluster) -> 
     summary = engine.summary()
     assert summary is not None and summary["platform"] == "compose" and summary["nodes"] == 2
     assert float(summary["eval"]["accuracy"]) >= 0.98  # type: ignore[index]
-    assert "ended with 0 (node 1 0, node 2 0): finished at step 500; accuracy 0.9" in output
+    assert "ended with 0 (node 0 0, node 1 0): finished at step 500; accuracy 0.9" in output
     mount = ("--rm", "-v", f"{cluster.project}_checkpoints:/checkpoints", "--read-only", "--cap-drop", "ALL")
     verified = docker("run", *mount, IMAGE, "checkpoints", "verify", "/checkpoints/digits")
     assert verified.count("verified") == 2 and "DAMAGED" not in verified
@@ -137,14 +137,14 @@ def test_a_plain_ddp_script_goes_on_from_its_own_file_after_a_node_is_killed(
     process = cluster.start(*script)
     cluster.until(lambda: cluster.step() > 25, process, "step of its third epoch")
     engine = cluster.engine("train")
-    engine.helper("sh", "-c", f"kill -9 {engine.node(2).pid}", options=["--pid=host"])
+    engine.helper("sh", "-c", f"kill -9 {engine.node(1).pid}", options=["--pid=host"])
     code, output = cluster.processes.wait(process, 250)
     assert code == 0, output
-    assert "ended with 0 (node 1 0, node 2 0): finished at step " in output
+    assert "ended with 0 (node 0 0, node 1 0): finished at step " in output
     assert f"its files: docker cp {cluster.project}-node-1:/checkpoints/train ." in output
     log = engine.read("/checkpoints/train/log/rank-0.log") or ""
     assert "resuming from epoch" in log and log.count("final loss") == 1
-    assert engine.node(2).starts == 2
+    assert engine.node(1).starts == 2
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task
     os.kill(process.pid, signal.SIGINT)
     code, output = cluster.processes.wait(process, 100)
     assert code == 143, output
-    assert "ended with 143 (node 1 143, node 2 143): stopped at step" in output
+    assert "ended with 143 (node 0 143, node 1 143): stopped at step" in output
     stopped = cluster.engine("Small").summary()
     assert stopped is not None and stopped["last_checkpoint_step"] == stopped["global_step"]
     at_full_pace(task)
@@ -233,8 +233,8 @@ def test_a_rate_holds_every_node_also_after_a_restart(cluster: TestedCluster, ta
         return [engine.helper("tc", "qdisc", "show", options=["--network", name]) for name in nodes]
 
     assert all("tbf" in each and "rate 100Mbit" in each for each in limits())
-    engine.helper("sh", "-c", f"kill -9 {engine.node(2).pid}", options=["--pid=host"])
-    cluster.until(lambda: engine.node(2).starts == 2, process, "restart of node 2")
+    engine.helper("sh", "-c", f"kill -9 {engine.node(1).pid}", options=["--pid=host"])
+    cluster.until(lambda: engine.node(1).starts == 2, process, "restart of node 1")
     cluster.until(lambda: "rate 100Mbit" in limits()[1], process, "limit on the restarted node")
     small = cluster.engine("Small")
     cluster.until(lambda: "resumed" in [e["kind"] for e in small.events()], process, "next world")

@@ -48,7 +48,7 @@ ELSEWHERE = {
     "make compose-up NODES=2": "tests/container/test_cluster.py",
     "make compose-up NODES=2 MONITORING=1": "tests/container/test_watched_cluster.py",
     "make compose-up NODES=2 SCRIPT=train.py": "tests/container/test_cluster.py",
-    "make chaos FAULT=kill-node NODE=2": "tests/container/test_chaos.py",
+    "make chaos FAULT=kill-node NODE=1": "tests/container/test_chaos.py",
     "make compose-down": "tests/container/test_cluster.py",
     "sudo make docker-host": "tests/unit/test_compose_files.py",
     "srun --ntasks-per-node=1 tandem launch --run-dir runs/digits": "tests/slurm/test_two_nodes.py",

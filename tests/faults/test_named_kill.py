@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 
 FLAGS = ("--steps", 120, "--checkpoint-every", 20, "--threads", 1)
 SAID = re.compile(
-    r"rank (\d) on node (\d) was killed \((\w+)\); training again after [\d.]+ s, (\d+) steps? lost"
+    r"rank (\d) on node (\d) was killed \((\w+)\); training again after [\d.]+ .+?, (\d+) steps? lost"
 )
 
 

@@ -47,7 +47,8 @@ def test_scores_of_two_sets_and_all_outputs_end_a_run(processes: Any, tmp_path: 
 def test_batches_by_length_resume_exactly_and_are_those_of_any_number_of_ranks(
     processes: Any, tmp_path: Path
 ) -> None:
-    flags = ("--optimizer", "adamw", "--lr", 0.003, "--batch-size", 32, "--task.lines", 320, "--task.width", 16)
+    flags = ("--optimizer", "adamw", "--lr", 0.003, "--batch-size", 32)
+    flags += ("--task.lines", 320, "--task.width", 16)
     task = "sentences.py:Sentences"
     calm = trained(processes, tmp_path, "calm", task, *flags, "--steps", 14, "--nproc", 2)
     trained(processes, tmp_path, "run", task, *flags, "--steps", 6, "--nproc", 2)

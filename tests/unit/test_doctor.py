@@ -32,11 +32,12 @@ def test_it_names_the_versions_and_the_place(tmp_path: Path) -> None:
     assert "writable" in lines["run dir"] and not (tmp_path / "run").exists()
     assert lines["placement"].startswith("node 0 of 3 (none)")
     assert {"driver", "GPUs", "cores", "memory", "/dev/shm", "data"} <= lines.keys()
+    assert not list(tmp_path.iterdir()), "what it has tried is gone"
 
 
 def test_a_placement_that_contradicts_is_a_line_of_its_own() -> None:
     code, lines = run(RANK="1", WORLD_SIZE="2")
-    assert code == 0 and lines["placement"].startswith("cannot be told: RANK=1")
+    assert code == 1 and lines["placement"].startswith("cannot be told: RANK=1")
 
 
 def test_a_setting_that_is_not_valid_is_an_error() -> None:

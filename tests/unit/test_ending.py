@@ -21,7 +21,7 @@ def test_a_run_that_was_resumed_and_restarted() -> None:
         "samples": "360,000 in all, 21,132 a second since step 1,250",
         "loss": "0.0200",
         "accuracy": "0.9950 (evaluation)",
-        "time": "20.0 s since step 1,250, 16.0 s of it in steps",
+        "time": "20 s since step 1,250, 16 s of it in steps",
         "a step": "forward 25%, backward 75%",
         "ranks": "2 on 2 nodes, restarts: 1",
         "checkpoint": "step 1,500 in runs/digits/checkpoints",
@@ -33,4 +33,4 @@ def test_a_run_that_did_nothing() -> None:
     table = ending_table(nothing, Interval(), Path("runs/digits"))
     assert (table["a step"], table["checkpoint"]) == ("none taken", "none saved")
     assert table["steps"] == "1,500, epoch 2" and "accuracy" not in table
-    assert table["loss"] == "none: no step was taken" and table["time"] == "20.0 s, 0.0 s of it in steps"
+    assert table["loss"] == "none: no step was taken" and table["time"] == "20 s, 0 s of it in steps"

@@ -15,8 +15,8 @@ GOOD = {"time": NOW - 1, "state": "training", "step": 5, "last_progress": NOW - 
 
 @pytest.mark.parametrize(("change", "healthy", "text"), [
     ({}, True, "training at step 5"),
-    ({"last_progress": NOW - 61}, False, "no progress for 61 s, limit 60 s"),
-    ({"last_progress": NOW - 61, "limit_seconds": None}, True, "last progress 61 s ago"),
+    ({"last_progress": NOW - 61}, False, "no progress for 1 min 1 s, limit 1 min"),
+    ({"last_progress": NOW - 61, "limit_seconds": None}, True, "last progress 1 min 1 s ago"),
     ({"time": NOW - 20}, False, "last heartbeat 20 s ago"),
     ({"time": NOW + 50, "last_progress": NOW + 50}, True, "last progress 0 s ago"),
     ({"pid": 2**22 + 5}, False, "is gone"),

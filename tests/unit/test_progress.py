@@ -1,5 +1,6 @@
 import io
 import logging
+import re
 import sys
 import types
 from pathlib import Path
@@ -46,7 +47,8 @@ def test_a_bar_makes_way_for_lines_of_the_log_and_the_file_has_them_as_well(
         logger.info("the end")
     finally:
         setup(None, None, 0, False, False)
-    lines = [line.rpartition("\r")[2] for line in stream.getvalue().splitlines()]
+    shown = re.sub(r"\x1b\[[0-9;]*[mK]", "", stream.getvalue())
+    lines = [line.rpartition("\r")[2] for line in shown.splitlines()]
     assert [line.partition(" | ")[2] for line in lines if " rank 0 | " in line] == (
         written := ["evaluation after step 7", "warning: a save has failed", "the end"]
     )

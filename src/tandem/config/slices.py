@@ -221,7 +221,9 @@ class TelemetryConfig:
     log_format: Literal["auto", "text", "json"] = setting(
         "auto", "json lines for a collector, or text; auto: text", per_node=True
     )
-    progress: Literal["auto", "on", "off"] = setting("auto", "progress bar; auto: on a terminal")
+    progress: Literal["auto", "on", "off"] = setting(
+        "auto", "progress bar; auto: on a terminal (extra: rich)"
+    )
     tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")
     profile: StepWindow | None = setting(None, "steps to record with torch.profiler")
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from tandem.errors import KILLED, PEER_LOST, TandemError
+from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError
 from tandem.launch.generations import NodeAgent
 from tandem.launch.part import Node
+from tandem.launch.reach import what_is_wrong
 from tandem.launch.rendezvous import (
     StopRequestedError,
     StoreLostError,
@@ -90,6 +91,10 @@ def _run_connections(
         except RendezvousTimeoutError:
             missing = f"not all of {node.placement.nodes} nodes came within {patience:.0f} s"
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
+            _say_what_is_wrong(node)
+        except PeerLostError as error:
+            code, reason = error.exit_code, str(error)
+            _say_what_is_wrong(node)
         except TandemError as error:
             code, reason = error.exit_code, str(error)
         except (StoreLostError, RendezvousConnectionError, DistStoreError, DistNetworkError) as error:
@@ -106,3 +111,12 @@ def _run_connections(
         node.workers.kill()
         has_left = agent is not None and agent.leave(code, reason)
         return AgentReport(code, reason, budget.generations, has_left=has_left)
+
+
+def _say_what_is_wrong(node: Node) -> None:
+    """What `tandem doctor` would say of nodes that did not meet, in one block."""
+    found = what_is_wrong(node.placement, os.environ)
+    if found:
+        log.warning("what keeps this node from the others:", extra={"table": found})
+    else:
+        log.info("nothing is wrong with the network as seen from here: try `tandem doctor` on each node")

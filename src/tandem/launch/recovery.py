@@ -17,6 +17,7 @@ from tandem.distributed.position import Position
 from tandem.launch.endings import was_killed
 from tandem.launch.part import Node
 from tandem.log import counted
+from tandem.words import lasting
 
 log = logging.getLogger("tandem.agent")
 
@@ -50,8 +51,8 @@ class Recovery:
         for rank, node, code in self._killed():
             name = _signal_name(code)
             log.warning(
-                "rank %d on node %d was killed (%s); training again after %.1f s, %s lost",
-                *(rank, node, name, seconds, counted(lost, "step")),
+                "rank %d on node %d was killed (%s); training again after %s, %s lost",
+                *(rank, node, name, lasting(seconds), counted(lost, "step")),
             )
             told = {"rank": rank, "node": node, "signal": name, "seconds": round(seconds, 1)}
             self._node.view.event("rank_killed", **told, steps_lost=lost)

@@ -154,9 +154,9 @@ def decide(settings: Settings) -> ResumeDecision:
     decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
     if decision.kind == "complete":
         log.info(
-            "the run in %s is complete at step %d; give more --epochs or --steps to go on",
+            "the run in %s is complete at step %s; give more --epochs or --steps to go on",
             run_dir,
-            decision.step,
+            f"{decision.step:,}",
         )
         return decision
     for change in decision.changes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tandem.timeouts import NODE_TICK_SECONDS, SLACK_SECONDS, STALE_SECONDS
+from tandem.words import lasting
 
 if TYPE_CHECKING:
     from tandem.config.slices import LaunchConfig, ReliabilityConfig
@@ -107,22 +108,22 @@ def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[
 def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
     """Judge one heartbeat; raises KeyError, TypeError or ValueError if it is not one."""
     state, step = str(record["state"]), int(_number(record["step"]))
-    where = f"{state} at step {step}"
+    where = f"{state} at step {step:,}"
     if state == "succeeded":
         return True, where
     if state == "failed":
         return False, where
     age = now - _number(record["time"])
     if age > STALE_SECONDS:
-        return False, f"last heartbeat {age:.0f} s ago, limit {STALE_SECONDS:.0f} s ({where})"
+        return False, f"last heartbeat {lasting(age)} ago, limit {STALE_SECONDS:.0f} s ({where})"
     pid = int(_number(record["pid"]))
     if not _is_alive(pid):
         return False, f"process {pid} is gone ({where})"
     quiet = max(0.0, now - _number(record["last_progress"]))
     limit = float("inf") if record["limit_seconds"] is None else _number(record["limit_seconds"])
     if quiet > limit:
-        return False, f"no progress for {quiet:.0f} s, limit {limit:.0f} s ({where})"
-    return True, f"{where}, last progress {quiet:.0f} s ago"
+        return False, f"no progress for {lasting(quiet)}, limit {lasting(limit)} ({where})"
+    return True, f"{where}, last progress {lasting(quiet)} ago"
 
 
 def main(environ: Mapping[str, str]) -> int:

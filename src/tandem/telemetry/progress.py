@@ -2,12 +2,11 @@
 
 import logging
 import sys
-import threading
 from contextlib import nullcontext, suppress
-from functools import partial
 from typing import Any, Literal, TextIO
 
-from tandem.log import make_way
+from tandem.log import is_dumb, make_way
+from tandem.telemetry.bars import Bar, open_bar
 
 logger = logging.getLogger("tandem")
 
@@ -26,29 +25,25 @@ class Progress:
         self._silent = rank != 0
         self._stream: Any = Unbroken(sys.stderr if stream is None else stream)
         self._step = start_step
-        self._bar: Any = None
-        if not self._silent and (mode == "on" or mode == "auto" and self._stream.isatty()):
-            self._bar = _open_bar(steps_planned, start_step, self._stream)
-            make_way(partial(self._bar.external_write_mode, file=self._stream))
+        self._bar: Bar | None = None
+        if not self._silent and (mode == "on" or mode == "auto" and self._stream.isatty() and not is_dumb()):
+            self._bar = open_bar(steps_planned, start_step, self._stream)
+            make_way(self._bar.making_way)
 
     def advance(self, step: int) -> None:
         """`step` steps are done."""
         if self._bar is not None and step > self._step:
-            self._bar.update(step - self._step)
+            self._bar.advance(step)
         self._step = max(step, self._step)
 
     def report(self, step: int, *, epoch: int, loss: float, samples_per_second: float) -> None:
         """Show the interval that ended with `step` (count of finished steps)."""
         self.advance(step)
         if self._bar is not None:
-            self._bar.set_postfix_str(
-                f"epoch {epoch}, loss {loss:.4f}, {samples_per_second:,.0f} samples/s", refresh=False
-            )
+            self._bar.say(epoch, loss, samples_per_second)
         elif not self._silent:
-            logger.info(
-                "step %d of %d (epoch %d): loss %.4f, %s samples/s",
-                step, self._steps_planned, epoch, loss, f"{samples_per_second:,.0f}",
-            )  # fmt: skip
+            of = f"step {step:,} of {self._steps_planned:,} (epoch {epoch})"
+            logger.info("%s: loss %.4f, %s samples/s", of, loss, f"{samples_per_second:,.0f}")
 
     def note(self, text: str) -> None:
         """One line of the log."""
@@ -80,14 +75,3 @@ class Unbroken:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _open_bar(total: int, initial: int, stream: Any) -> Any:
-    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-
-    class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
-        monitor_interval = 0  # no watcher thread: nothing here needs one
-
-    # tqdm's own lock makes a POSIX semaphore, which needs /dev/shm and is reported as leaked after os._exit.
-    Bar.set_lock(threading.RLock())
-    return Bar(total=total, initial=initial, file=stream, unit="step", dynamic_ncols=True, mininterval=0.2)

@@ -217,7 +217,7 @@ class Recorder:
         self._keep(point, "eval", self.scores)
         if self._progress is not None:
             text = ", ".join(f"{name} {value:.4f}" for name, value in self.scores.items())
-            self._progress.note(f"evaluation after step {step}: {text}")
+            self._progress.note(f"evaluation after step {step:,}: {text}")
         self._send(Samples(score_samples(scores)))
 
     def scores_at(self, step: int) -> dict[str, float]:

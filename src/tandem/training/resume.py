@@ -124,7 +124,7 @@ def _newest(
     """
     snapshot = newest_snapshot(position.memories)
     if snapshot is not None and snapshot.step >= max(store.steps(), default=0):
-        log.info("going on from step %d, kept in the node's memory", snapshot.step)
+        log.info("going on from step %s, kept in the node's memory", f"{snapshot.step:,}")
         return _Found(snapshot.step, state=snapshot.state, slot=snapshot.slot)
     found = store.newest_valid(lambda bad, problem: _passed_over(recorder, bad, problem))
     if found is not None:

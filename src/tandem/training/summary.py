@@ -26,6 +26,7 @@ from tandem.telemetry.meter import Interval
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.tensorboard import EventWriter
+from tandem.words import lasting
 
 log = logging.getLogger("tandem.run")
 
@@ -140,9 +141,9 @@ def write_summary(
     recorder.event(str(summary["state"]), step=recorder.step, exit_code=code)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in recorder.scores.items())
     log.info(
-        "%s at step %d%s: %s; %s samples/s; weights %s",
+        "%s at step %s%s: %s; %s samples/s; weights %s",
         summary["state"],
-        recorder.step,
+        f"{recorder.step:,}",
         f" of {facts.planned:,}, where after_evaluation ended it" if ended_early else "",
         scores or "not evaluated",
         f"{recorder.meter.samples_per_second:,.0f}",
@@ -165,7 +166,7 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
         "samples": f"{summary['samples_seen']:,} in all, {pace}",
         "loss": f"{summary['loss']:.4f}" if steps.steps else "none: no step was taken",
         **{name: f"{value:.4f} (evaluation)" for name, value in summary["eval"].items() if name != "loss"},
-        "time": f"{summary['wall_seconds']:.1f} s{since}, {steps.seconds:.1f} s of it in steps",
+        "time": f"{lasting(summary['wall_seconds'])}{since}, {lasting(steps.seconds)} of it in steps",
         "a step": ", ".join(shares) or "none taken",
         "ranks": f"{summary['world_size']} on {summary['nodes']} nodes, restarts: {summary['restarts']}",
         "checkpoint": f"step {saved:,} in {run_dir / 'checkpoints'}" if saved is not None else "none saved",
@@ -194,7 +195,7 @@ def open_displays(
 def _say_derived_numbers(facts: Facts, model: nn.Module) -> None:
     world, parameters = facts.world, sum(parameter.numel() for parameter in model.parameters())
     log.info(
-        "%s: %s samples, %s parameters; %s on %s (%s), %s of a batch of %d each, %s, %s",
+        "%s: %s samples, %s parameters; %s on %s (%s), %s of a batch of %s each, %s, %s",
         facts.run.task,
         f"{facts.order.n:,}",
         f"{parameters:,}",
@@ -202,14 +203,12 @@ def _say_derived_numbers(facts: Facts, model: nn.Module) -> None:
         counted(world.position.nodes, "node"),
         world.device.type,
         ":".join(map(str, facts.shares)) or f"{facts.batch_size / world.size:g}",
-        facts.batch_size,
+        f"{facts.batch_size:,}",
         facts.precision,
         counted(facts.threads, "thread"),
     )
     log.info(
-        "steps %d to %d, %d an epoch%s",
-        facts.first_step,
-        facts.planned,
-        facts.order.steps_per_epoch,
-        f"; resumed from step {facts.first_step}" if facts.first_step else "",
+        "steps %s to %s, %s an epoch%s",
+        *(f"{each:,}" for each in (facts.first_step, facts.planned, facts.order.steps_per_epoch)),
+        f"; resumed from step {facts.first_step:,}" if facts.first_step else "",
     )

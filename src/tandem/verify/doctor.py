@@ -1,21 +1,31 @@
-"""`tandem doctor`: what this machine or container offers a run, one line each. Changes nothing."""
+"""`tandem doctor`: what this machine or container offers a run, and what is wrong with it, one line each.
 
+Nothing stays changed: one small file is written in the run's volume, and removed.
+"""
+
+import json
 import os
 import platform
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from tandem import __version__
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
+from tandem.distributed.devices import DRIVER_FILE, why_no_gpu
 from tandem.errors import TandemError
+from tandem.launch.reach import Finding, clock, interfaces, names, others, world_size
 from tandem.platforms.placement import detect
 from tandem.platforms.replica import with_index
+from tandem.verify.machine import findings
 
 GIB = 2**30
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 # Version 2 of control groups, then version 1; no limit is "max", or a number near 2**63.
 MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 NO_LIMIT_BYTES = 2**60
@@ -23,9 +33,55 @@ NO_LIMIT_BYTES = 2**60
 Environment = Mapping[str, str]
 
 
-def report(settings: Settings, environ: Environment) -> str:
-    """All lines; a check that cannot be made says why in its own line."""
-    return "\n".join(f"{name:<10} {said}" for name, said in _lines(settings, environ))
+class Diagnosis(NamedTuple):
+    """`facts` by name, as they are; `findings` of the checks, each pass, warn or fail."""
+
+    facts: dict[str, str]
+    findings: list[Finding]
+
+    @property
+    def state(self) -> str:
+        """The worst of the findings."""
+        return max((each.state for each in self.findings), key=("pass", "warn", "fail").index)
+
+    def as_text(self) -> str:
+        """A line for each; what to do stands below what is not well."""
+        lines = [f"{name:<10} {said}" for name, said in self.facts.items()] + [""]
+        for each in self.findings:
+            lines.append(f"{each.state}  {each.name:<12} {each.said}")
+            lines += [f"{'':<19}{each.remedy}"] if each.state != "pass" else []
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """One line: {"state", "facts": {name: text}, "checks": [{"name", "state", "said", "remedy"}]}."""
+        checks = [each._asdict() for each in self.findings]
+        return json.dumps({"state": self.state, "facts": self.facts, "checks": checks})
+
+
+def diagnose(settings: Settings, environ: Environment) -> Diagnosis:
+    """All facts and checks; a fact that cannot be told says why in its own line."""
+    facts = dict(_lines(settings, environ))
+    return Diagnosis(facts, [*_place(settings, environ), *findings(settings)])
+
+
+def _place(settings: Settings, environ: Environment) -> Iterator[Finding]:
+    """Where this node stands, and whether it can meet the others."""
+    nproc = settings.launch.nproc
+    ranks = max(1, torch.cuda.device_count()) if nproc == "auto" else int(nproc)
+    try:
+        placement = detect(with_index(environ), socket.gethostname(), settings.launch)
+    except (TandemError, OSError) as error:
+        remedy = "docs/platforms.md says which variables count where"
+        yield world_size(environ, None, ranks) or Finding("placement", "fail", str(error), remedy)
+        yield from interfaces(environ)
+        yield clock({})
+        return
+    yield Finding("placement", "pass", str(placement))
+    if (counts := world_size(environ, placement, ranks)) is not None:
+        yield counts
+    yield from names(placement, environ)
+    yield from interfaces(environ)
+    yield from others(placement)
 
 
 def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]]:
@@ -44,11 +100,6 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
 
 
 def _torch() -> Iterator[tuple[str, str]]:
-    import torch
-    import torch.distributed as dist
-
-    from tandem.distributed.devices import why_no_gpu
-
     yield "torch", f"{torch.__version__}, {'CPU build' if torch.version.cuda is None else 'CUDA build'}"
     yield "CUDA", torch.version.cuda or "none in this build of torch"
     cudnn: Callable[[], int | None] = torch.backends.cudnn.version

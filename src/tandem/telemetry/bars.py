@@ -1,0 +1,163 @@
+"""The bar itself, on a terminal: by rich where it is installed (extra: rich), else by tqdm.
+
+A bar is drawn in the thread that trains, a few times a second; nothing of it has a thread of its own. It is
+one line, shorter than the terminal is wide, so that whoever writes next can clear it (see `log.py`).
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from tandem.log import is_dumb
+from tandem.timeouts import BAR_SECONDS
+
+NARROWEST_BAR = 8
+NARROW = 72
+"""Columns that tqdm's whole line needs."""
+
+
+class Bar(Protocol):
+    """`advance` to a step (cheap), `say` how it goes, `making_way` for a line of the log, `close` once."""
+
+    def advance(self, step: int) -> None: ...
+    def say(self, epoch: int, loss: float, samples_per_second: float) -> None: ...
+    def making_way(self) -> Any: ...
+    def close(self) -> None: ...
+
+
+def open_bar(total: int, initial: int, stream: Any) -> Bar:
+    """A bar of `total` steps, of which `initial` are done."""
+    if stream.isatty() and not is_dumb():
+        try:
+            return RichBar(total, initial, stream)
+        except ImportError:
+            pass
+    return TqdmBar(total, initial, stream)
+
+
+class TqdmBar:
+    """tqdm's; no colour."""
+
+    def __init__(self, total: int, initial: int, stream: Any) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+        class Quiet(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
+            monitor_interval = 0  # no watcher thread: nothing here needs one
+
+        # tqdm's own lock makes a POSIX semaphore, which needs /dev/shm and is reported as leaked after _exit.
+        Quiet.set_lock(threading.RLock())
+        self._is_narrow = 0 < _columns(stream) < NARROW
+        self._bar: Any = Quiet(
+            total=total,
+            initial=initial,
+            file=stream,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=BAR_SECONDS,
+            bar_format="{l_bar}{bar}|{postfix}" if self._is_narrow else None,
+        )
+        self.making_way = partial(self._bar.external_write_mode, file=stream)
+
+    def advance(self, step: int) -> None:
+        self._bar.update(step - self._bar.n)
+
+    def say(self, epoch: int, loss: float, samples_per_second: float) -> None:
+        text = f"epoch {epoch}, loss {loss:.4f}, {samples_per_second:,.0f} samples/s"
+        self._bar.set_postfix_str(f"loss {loss:.4f}" if self._is_narrow else text, refresh=False)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class RichBar:
+    """rich draws the line, with as much in it as the terminal is wide for; colours as NO_COLOR and TERM say.
+
+    Nothing is hidden or moved on the terminal: a rank that is killed leaves it as it was. Raises ImportError.
+    """
+
+    def __init__(self, total: int, initial: int, stream: Any) -> None:
+        from rich.console import Console
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        self._console, self._stream = Console(file=stream, highlight=False), stream
+        self._progress_bar, self._text = ProgressBar, Text
+        self._total, self._first, self._step = total, initial, initial
+        self._began, self._next_draw = time.monotonic(), 0.0
+        self._epoch, self._loss, self._pace = "", "", ""
+        self._lock = threading.RLock()
+        self._draw()
+
+    def advance(self, step: int) -> None:
+        self._step = step
+        if time.monotonic() >= self._next_draw:
+            self._draw()
+
+    def say(self, epoch: int, loss: float, samples_per_second: float) -> None:
+        self._epoch, self._loss = f"epoch {epoch}", f"loss {loss:.4f}"
+        self._pace = f"{samples_per_second:,.0f} samples/s"
+
+    @contextmanager
+    def making_way(self) -> Iterator[None]:
+        """The log clears the line itself; the bar is drawn again below what it writes."""
+        with self._lock:
+            yield
+            self._draw()
+
+    def close(self) -> None:
+        with self._lock:
+            self._draw()
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def _draw(self) -> None:
+        with self._lock:
+            self._next_draw = time.monotonic() + BAR_SECONDS
+            width = self._console.width - 1
+            parts = self._parts(width - NARROWEST_BAR)
+            told = sum(len(text) + 2 for text, _ in parts)
+            bar = self._progress_bar(self._total, self._step, width=max(1, min(width - told, 60)))
+            with self._console.capture() as drawn:
+                self._console.print(bar, end="")
+                text = self._text.assemble(*((f"  {text}", style) for text, style in parts))
+                self._console.print(text, end="", no_wrap=True, overflow="crop")
+            self._stream.write(f"\r\x1b[K{drawn.get()}")
+            self._stream.flush()
+
+    def _parts(self, room: int) -> list[tuple[str, str]]:
+        """(text, style) of what fits into so many columns; what matters least goes first."""
+        parts = [
+            (f"{self._step / max(1, self._total):.0%}", "bold", 0),
+            (f"{self._step:,}/{self._total:,}", "cyan", 3),
+            (self._epoch, "", 5),
+            (self._loss, "magenta", 1),
+            (self._pace, "green", 4),
+            (self._left(), "dim", 2),
+        ]
+        parts = [each for each in parts if each[0]]
+        while sum(len(text) + 2 for text, _, _ in parts) > room and len(parts) > 1:
+            parts.remove(max(parts, key=lambda each: each[2]))
+        return [(text, style) for text, style, _ in parts]
+
+    def _left(self) -> str:
+        """The time that the rest takes at the pace since the bar began."""
+        done, spent = self._step - self._first, time.monotonic() - self._began
+        return f"{clock(spent / done * (self._total - self._step))} left" if done else ""
+
+
+def _columns(stream: Any) -> int:
+    """How wide the terminal is; 0 where nobody knows."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
+def clock(seconds: float) -> str:
+    """0:12, 3:04, 2:03:04."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,0 +1,163 @@
+"""What `tandem doctor` tries of one machine: shared memory, the run's volume, the time to save, GPUs."""
+
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tandem.checkpoint.storage.copies import local_folder
+from tandem.config import Settings
+from tandem.distributed.devices import DRIVER_FILE, why_no_gpu
+from tandem.launch.reach import Finding
+from tandem.log import counted
+from tandem.telemetry.journal import read_lines
+from tandem.timeouts import CLOCK_SKEW_SECONDS, LEAVE_SECONDS
+from tandem.words import lasting
+
+MIB = 2**20
+ENOUGH_SHARED_BYTES = 256 * MIB
+"""Docker gives 64 MiB, which a few batches of pictures between loader processes fill."""
+ENOUGH_SPACE_BYTES = 256 * MIB
+TRIED_BYTES = MIB
+
+
+def findings(settings: Settings) -> Iterator[Finding]:
+    """All checks that ask nobody else."""
+    yield shared_memory(Path("/dev/shm"), settings.data.workers)
+    place, saves = settings.run.run_dir, list[dict[str, object]]()
+    if place is not None and local_folder(place) != place:
+        yield Finding("run volume", "pass", f"{place} is an object store, which is not tried here")
+    else:
+        run_dir = Path("runs") if place is None else local_folder(place)
+        saves = [line for line in read_lines(run_dir / "events.jsonl") if line.get("kind") == "checkpoint"]
+        yield from volume(run_dir, max((_number(each, "bytes") for each in saves), default=0.0))
+    yield grace(settings.launch.shutdown_timeout, [_number(each, "seconds") for each in saves])
+    yield gpus(settings.compute.device)
+
+
+def shared_memory(folder: Path, workers: int) -> Finding:
+    """Loader processes and NCCL pass data on through it; tandem itself does not."""
+    name, remedy = "shm", "--shm-size=1g or --ipc=host (Docker), a medium: Memory volume there (Kubernetes)"
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding(name, "warn", f"{folder}: {error.strerror}", remedy)
+    said = f"{folder} has {free / MIB:,.0f} MiB free"
+    if free < ENOUGH_SHARED_BYTES:
+        needs = f"; {counted(workers, 'loader process')}" if workers == 1 else f"; {workers} loader processes"
+        return Finding(name, "warn", f"{said}{needs if workers else ''}", f"{remedy}, or --workers 0")
+    return Finding(name, "pass", said)
+
+
+def volume(run_dir: Path, save_bytes: float) -> Iterator[Finding]:
+    """Whether a run may live there: who owns it, its space, and one small file written as checkpoints are.
+
+    A folder that is not there yet is judged by the nearest above it.
+    """
+    there = next(each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists())
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        yield Finding("run volume", "fail", f"{there} is read-only", "mount it for writing, or --run-dir")
+        return
+    owner = _owner(there, is_run=there == run_dir.absolute())
+    yield owner
+    if owner.state == "fail":
+        return
+    usage = shutil.disk_usage(there)
+    said = f"{there}: {usage.free / MIB:,.0f} of {usage.total / MIB:,.0f} MiB are free"
+    remedy = "make room, prune (`tandem checkpoints prune RUN_DIR`), or give another --run-dir"
+    said += f", and a checkpoint has {save_bytes / MIB:,.1f}" if save_bytes else ""
+    if usage.free < max(save_bytes, 2 * TRIED_BYTES):
+        yield Finding("space", "fail", said, remedy)
+        return
+    if usage.free < max(2 * save_bytes, ENOUGH_SPACE_BYTES):
+        yield Finding("space", "warn", said, remedy)
+    else:
+        yield Finding("space", "pass", said)
+    yield _written(there)
+
+
+def _owner(folder: Path, is_run: bool) -> Finding:
+    seen, me = folder.stat(), os.geteuid()
+    mode = stat.S_IMODE(seen.st_mode)
+    who = f"{folder} belongs to user {seen.st_uid}, mode {mode:o}, and this is user {me}"
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        remedy = f"`chown {me}` it (Kubernetes: fsGroup), run as user {seen.st_uid}, or another --run-dir"
+        return Finding("owner", "fail", f"{who}, who may not write there", remedy)
+    if is_run and seen.st_uid != me:
+        remedy = f"run as user {seen.st_uid}, who may else not read what this one writes"
+        return Finding("owner", "warn", who, remedy)
+    if is_run and mode & stat.S_IWOTH:
+        return Finding("owner", "warn", f"{who}: anybody may write there", f"`chmod o-w {folder}`")
+    return Finding("owner", "pass", who)
+
+
+def _written(folder: Path) -> Finding:
+    """One file as a checkpoint is committed: written, synced, renamed, its folder synced, removed."""
+    name = "run volume"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".tandem-doctor-", dir=folder) as made:
+            first, last = Path(made) / "new", Path(made) / "committed"
+            began, before = time.time(), time.monotonic()
+            with first.open("wb") as file:
+                file.write(b"\1" * TRIED_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+            first.rename(last)
+            descriptor = os.open(made, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            seconds, written = time.monotonic() - before, last.stat().st_mtime
+    except OSError as error:
+        remedy = "checkpoints need write, fsync and rename there; see its mount options, or --run-dir"
+        return Finding(name, "fail", f"{folder}: {error.strerror or error}", remedy)
+    ahead = began - written if began > written else min(0.0, began + seconds - written)
+    if abs(ahead) > CLOCK_SKEW_SECONDS:
+        when = "before" if ahead > 0 else "after"
+        said = f"files in {folder} are dated {abs(ahead):.0f} s {when} this clock"
+        return Finding("clock", "warn", said, "synchronise this node's clock and its file server's")
+    return Finding(name, "pass", f"{folder}: 1 MiB written, synced and renamed in {lasting(seconds)}")
+
+
+def grace(shutdown_timeout: float, save_seconds: list[float]) -> Finding:
+    """Whether a save fits into what ranks get after a signal, by the longest that this run has made."""
+    name, said = "grace", f"--shutdown-timeout {shutdown_timeout:g} s"
+    outer = f"the platform's own grace period {shutdown_timeout + LEAVE_SECONDS:g} s or more"
+    if not save_seconds:
+        return Finding(name, "pass", f"{said}; no save of this run is measured yet; {outer}")
+    longest = max(save_seconds)
+    said = f"{said}, and the longest of {counted(len(save_seconds), 'save')} took {lasting(longest)}"
+    remedy = f"--shutdown-timeout {max(5, round(3 * longest))}, and the platform's grace period 10 s above it"
+    if longest > shutdown_timeout:
+        return Finding(name, "fail", said, remedy)
+    if 2 * longest > shutdown_timeout:  # one may be on its way when the signal comes
+        return Finding(name, "warn", said, remedy)
+    return Finding(name, "pass", f"{said}; {outer}")
+
+
+def gpus(device: str) -> Finding:
+    """Whether torch can use the GPUs that a driver is here for, and NCCL is there for them."""
+    count, name = torch.cuda.device_count(), "GPU"
+    if count == 0:
+        why = why_no_gpu(DRIVER_FILE)
+        if why or device == "cuda":
+            remedy = "update the driver, or install a torch for it; --device cpu trains without"
+            return Finding(name, "fail", why or "--device cuda, and torch sees no GPU", remedy)
+        return Finding(name, "pass", "none: this node trains on its CPU")
+    version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+    if not dist.is_nccl_available():
+        return Finding(name, "fail", f"{counted(count, 'GPU')}, and no NCCL", "install a torch with NCCL")
+    nccl = ".".join(map(str, version()))
+    return Finding(name, "pass", f"{counted(count, 'GPU')}, CUDA {torch.version.cuda}, NCCL {nccl}")
+
+
+def _number(line: dict[str, object], key: str) -> float:
+    value = line.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0

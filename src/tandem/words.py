@@ -1,0 +1,15 @@
+"""Numbers as people write them, in lines of the log and summaries; JSON has plain ones."""
+
+
+def lasting(seconds: float) -> str:
+    """A time as people write it, in its two largest units: 12 ms, 0.6 s, 25 s, 3 min 4 s, 2 h 5 min."""
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    whole = round(seconds) if seconds < 3599.5 else 60 * round(seconds / 60)
+    for length, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= length:
+            rest = whole % length // part
+            return f"{whole // length:,} {unit}" + (f" {rest} {smaller}" if rest else "")
+    raise AssertionError(seconds)

@@ -1,0 +1,24 @@
+"""Numbers as people write them."""
+
+import logging
+
+import pytest
+
+from tandem.telemetry.progress import Progress
+from tandem.words import lasting
+
+
+@pytest.mark.parametrize(("seconds", "said"), [
+    (0, "0 s"), (0.0004, "0 s"), (0.0123, "12 ms"), (0.0994, "99 ms"), (0.0996, "0.1 s"), (0.6, "0.6 s"),
+    (1.25, "1.2 s"), (9.94, "9.9 s"), (9.96, "10 s"), (25, "25 s"), (59.4, "59 s"), (59.6, "1 min"),
+    (60, "1 min"), (184, "3 min 4 s"), (3599.4, "59 min 59 s"), (3599.6, "1 h"), (7500, "2 h 5 min"),
+    (7530, "2 h 6 min"), (86399, "1 d"), (90000, "1 d 1 h"), (1e9, "11,574 d 1 h"),
+])  # fmt: skip
+def test_a_time_has_two_units_at_most(seconds: float, said: str) -> None:
+    assert lasting(seconds) == said
+
+
+def test_steps_and_samples_have_their_commas(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tandem"):
+        Progress(30_000, mode="off").report(1200, epoch=2, loss=0.5, samples_per_second=1170.4)
+    assert caplog.messages == ["step 1,200 of 30,000 (epoch 2): loss 0.5000, 1,170 samples/s"]
