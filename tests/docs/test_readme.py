@@ -43,7 +43,7 @@ ELSEWHERE = {
     "tandem launch --nodes 2 --node-rank 0 --master node1:29500 --run-dir runs/digits": (
         "tests/faults/test_nodes.py"
     ),
-    "make bench": "tests/benchmarks/test_page.py",
+    "make bench": "tests/benchmarks/test_tables.py",
     "make gpu-check": "tests/benchmarks/test_gpu_check.py",
     "make compose-up NODES=2": "tests/container/test_cluster.py",
     "make compose-up NODES=2 MONITORING=1": "tests/container/test_watched_cluster.py",
