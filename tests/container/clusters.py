@@ -18,6 +18,7 @@ IMAGE = os.environ.get("IMAGE") or "tandem:cuda"
 CLUSTER = [sys.executable, str(ROOT / "compose" / "cluster.py")]
 sys.path.insert(0, str(ROOT / "compose"))
 
+import job_secret  # noqa: E402
 from engine import Cluster  # noqa: E402
 
 
@@ -110,3 +111,4 @@ class TestedCluster:
     def remove(self) -> None:
         """Everything, volumes too."""
         replace(self.engine(), watched=True).compose("down", "--volumes", "--remove-orphans")
+        job_secret.remove(self.project)

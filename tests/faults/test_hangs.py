@@ -154,9 +154,12 @@ def link(require: Callable[..., None]) -> Iterator[Link]:
 
 
 @pytest.mark.slow
-def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Runs, link: Link) -> None:
+@pytest.mark.parametrize("secret", ["", "a secret of this job"], ids=["no secret", "secret"])
+def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(
+    runs: Runs, link: Link, secret: str
+) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
-    runs.environment["GLOO_SOCKET_IFNAME"] = "cable"
+    runs.environment |= {"GLOO_SOCKET_IFNAME": "cable", "TANDEM_JOB_SECRET": secret}
     place = ("--nodes", 2, "--master", "10.77.0.1:29500")
     nodes = [
         runs.processes.start(

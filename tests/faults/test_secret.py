@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,10 @@ for turn in itertools.count():
 
 
 @pytest.fixture
-def network() -> Iterator[Sequence[Machine]]:
+def network(require: Callable[..., None]) -> Iterator[Sequence[Machine]]:
+    for tool in ("ip", "unshare", "nsenter"):
+        require(tool)
+    require("root", os.geteuid() == 0, "network namespaces are made by root")
     yield from machines(3)
 
 

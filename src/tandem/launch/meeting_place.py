@@ -41,10 +41,10 @@ class MeetingPlace:
 
     def __init__(self, placement: Placement, key: bytes | None) -> None:
         self.asked, self.placement = placement, placement.by_loopback()
-        self._key = None if placement.is_one_host else key
-        self._gate: Gate | None = None
-        self._agents_way: Way | None = None
+        self._key = key = None if placement.is_one_host else key
+        self._agents_way = Way(self._master, key, AGENTS_STORE) if key and placement.node_rank else None
         self._ranks_way: Way | None = None
+        self._gate: Gate | None = None
         self._agents_port = self._ranks_port = 0  # of the stores that are here, with a gate before them
 
     @property
@@ -61,10 +61,7 @@ class MeetingPlace:
         """Where this node's agent and ranks find the agents' store; on node 0 after `host`."""
         if self.placement.node_rank == 0 and not self.placement.is_one_host:
             return LOOPBACK, self._agents_port or self.placement.master_port
-        if self._key is None:
-            return self._master
-        self._agents_way = self._agents_way or Way(self._master, self._key, AGENTS_STORE)
-        return LOOPBACK, self._agents_way.port
+        return (LOOPBACK, self._agents_way.port) if self._agents_way else self._master
 
     def of_ranks(self, host: str, port: int) -> tuple[str, int]:
         """The same for a store that node 0 has made for ranks, and said to be there."""
@@ -128,7 +125,6 @@ class MeetingPlace:
 
     def _join(self, seconds: float, stop: StopFlag) -> TCPStore:
         """One attempt. Raises RefusedError, and what `join` raises."""
-        reached_at = self.address
         wait_for_master(*self._master, seconds, lambda: bool(stop))
         if stop:
             raise StopRequestedError
@@ -136,7 +132,7 @@ class MeetingPlace:
             self._agents_way.check()
         elif self.is_open and is_gate(self._master):
             raise RefusedError(f"node 0 has a secret, and here is none; set {SECRET}")
-        return join_store(self.placement, reached_at)
+        return join_store(self.placement, self.address)
 
     def connect(self) -> TCPStore:
         """One more connection to the agents' store."""
