@@ -108,6 +108,8 @@ NODE_TICK_SECONDS = 1.0
 """A node's agent writes health.json and brings counters of time up to date."""
 PAGE_SECONDS = 5.0
 """A page that is open asks every 2 s: one that has asked within this is waited for at the end, as long."""
+HOLD_SECONDS = 25.0
+"""A page's connection is held so long for the end of the run, and then again: proxies cut off the silent."""
 STALE_SECONDS = 15.0
 """`tandem health` calls a health.json older than this a dead agent: 15 ticks, on a busy host."""
 SLACK_SECONDS = 60.0

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from browser import DESKTOP, PHONE, Browser
 
+from patience import patient
 from prometheus import TASK, until
 from tandem.report.history import History
 from tandem.report.report import write_report
 from tandem.report.server import MetricsServer
+from tandem.telemetry import metrics
 from tandem.telemetry.messages import Event, Point, Ranks
 from tandem.telemetry.registry import Registry
 
@@ -115,6 +117,30 @@ def test_the_end_of_a_run_is_shown_and_the_page_rests(
         assert len(asked) == 2
     finally:
         server.close()
+
+
+def test_a_page_hears_of_the_end_though_the_server_goes_at_once(browser: Browser, tmp_path: Path) -> None:
+    """Its questions come every two seconds, and later on a busy host: it is told on a connection it holds."""
+    status: dict[str, object] = {"run": "digits", "task": "digits", "platform": "none", "nodes": 1, "step": 7}
+    history, registry = History(tmp_path), Registry()
+    server = MetricsServer(
+        registry, "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves,
+        log=lambda: {"file": "log/rank-1.log", "lines": ["KeyError: 7"]},
+    )  # fmt: skip
+    try:
+        browser.open(f"{server.url}/")
+        until(lambda: server._held == 1, "a page that waits")
+        history.take(Point(7, 1.0, {"loss": 0.25}))
+        status |= {"state": "failed", "ending": {"state": "failed", "exit_code": 1, "reason": "no 7"}}
+        registry.apply([metrics.RUN_STATE.enter("failed")])
+        server.linger(patient(60))
+    finally:
+        server.close()
+    browser.wait_for("document.querySelector('#note').textContent.includes('failed at step 7: no 7')")
+    assert browser.run("document.querySelector('pre').textContent") == "KeyError: 7"
+    assert "train 0.25" in browser.run("document.querySelector('.legend').textContent")
+    time.sleep(2.5)  # another question would be heard of
+    assert browser.complaints == []
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem.report import server as server_module
 from tandem.report.access import Access
 from tandem.report.server import MetricsServer
@@ -32,8 +33,10 @@ def server(status: dict[str, object]) -> Iterator[MetricsServer]:
     server.close()
 
 
-def ask(server: MetricsServer, path: str, method: str = "GET") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+def ask(
+    server: MetricsServer, path: str, method: str = "GET", timeout: float | None = 20
+) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
     try:
         connection.request(method, path)
         response = connection.getresponse()
@@ -256,3 +259,47 @@ def test_the_sender_never_raises_or_waits(tmp_path: Path) -> None:
         assert not sender.send(Event("x" * 70_000, 1.0, {}))
         assert not all([sender.send(Event("x" * 1000, 1.0, {})) for _ in range(2000)])
     assert sender.dropped > 0
+
+
+def test_a_page_is_held_until_the_end_and_gets_all_of_it() -> None:
+    """Its connection is there already: a page that is late to ask on a busy host hears of the end, too."""
+    status: dict[str, object] = {"state": "training"}
+    server = MetricsServer(Registry(), "127.0.0.1", 0, lambda: status, lambda: {"points": [1]})
+    answers: list[tuple[int, bytes]] = []
+
+    def page() -> None:
+        answers.append(ask(server, "/api/end", timeout=None))
+
+    pages = [threading.Thread(target=page) for _ in range(3)]
+    try:
+        for thread in pages:
+            thread.start()
+        assert wait_for(lambda: server._held == 3, patient(60)) and not answers
+        status["ending"] = {"state": "finished"}
+        server.metrics.apply([metrics.RUN_STATE.enter("succeeded")])
+        server.linger(FOR_EVER)
+        assert server._held == 0 or time.monotonic() > (server.metrics.final_since or 0) + PAGE_SECONDS
+    finally:
+        server.close()
+    for thread in pages:
+        thread.join()
+    assert [code for code, _ in answers] == [200] * 3
+    said = json.loads(answers[0][1])
+    assert said["run"]["ending"] == {"state": "finished"} and said["history"] == {"points": [1]}
+
+
+def test_only_some_pages_are_held_and_none_for_ever(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "MOST_HELD", 1)
+    monkeypatch.setattr(server_module, "HOLD_SECONDS", FOR_EVER)
+    held = threading.Thread(target=ask, args=(server, "/api/end", "GET", None))
+    held.start()
+    assert wait_for(lambda: server._held == 1, patient(60))
+    assert ask(server, "/api/end") == (200, b"{}\n")
+    monkeypatch.setattr(server_module, "HOLD_SECONDS", 0.0)
+    assert ask(server, "/api/end") == (200, b"{}\n")
+    assert wait_for(lambda: server._held == 1, patient(60)), "the first still waits"
+    server.close()
+    held.join()
+    assert wait_for(lambda: server._held == 0, patient(60))

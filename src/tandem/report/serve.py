@@ -10,7 +10,7 @@ from tandem.report.access import OPEN_PATHS, Access
 from tandem.report.pages import report_policy
 from tandem.report.report import make_report
 from tandem.report.runs import find_runs
-from tandem.report.server import bind
+from tandem.report.web import bind
 from tandem.timeouts import SUPERVISE_SECONDS
 
 MOST = 20
@@ -65,7 +65,7 @@ class ReportServer:
         except ConfigError as error:  # it went away meanwhile
             return 404, TEXT, f"{error}\n".encode()
 
-    def note_read(self, path: str, moment: float) -> None:
+    def note_read(self, path: str, moment: float, is_sent: bool = True) -> None:
         """Nobody waits for readers here."""
 
     def serve(self, should_stop: Callable[[], object]) -> None:

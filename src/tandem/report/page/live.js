@@ -1,10 +1,10 @@
 // The live page: asks every two seconds, and keeps what it last heard when nobody answers.
 const EVERY = 2000;
 const board = new Board($("curves"));
-let version = null, starts = null;  // what the curves and the facts that are shown are of
+let isOver = false, version = null, starts = null;  // what the curves and the facts that are shown are of
 
-async function ask(path) {
-  const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(5000)});
+async function ask(path, patience = 5000) {
+  const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(patience)});
   return await answer.json();
 }
 
@@ -69,33 +69,61 @@ async function askAbout() {
 }
 
 async function showLog() {
-  if ($("log").open) whenNew($("lines"), await ask("api/log"), logSection);
+  if ($("log").open && !(isOver && built.has($("lines")))) whenNew($("lines"), await ask("api/log"), logSection);
+}
+
+function showCurves({points, version: now}, name) {
+  board.show(chartsOf([{name, points}]));
+  phaseSection($("phases"), "Phases of a step", points.findLast(point => point.phases)?.phases);
+  version = now;
+}
+
+// The last values; nothing more will come.
+function showEnd(run) {
+  isOver = true;
+  show(run);
+  $("note").textContent = ended(run);
+  $("note").className = run.ending.state;
+  if (run.ending.state === "failed") $("log").open = true;
 }
 
 async function refresh() {
+  if (isOver) return;
   try {
     const run = await ask("api/run");
+    if (isOver) return;
     if (run.error) throw new Error(run.error);
     show(run);
-    if (run.history !== version) {
-      const {points, version: now} = await ask("api/history");
-      board.show(chartsOf([{name: run.run, points}]));
-      phaseSection($("phases"), "Phases of a step", points.findLast(point => point.phases)?.phases);
-      version = now;
-    }
+    if (run.history !== version) showCurves(await ask("api/history"), run.run);
     if (starts !== run.restarts && await askAbout()) starts = run.restarts;
-    $("note").textContent = run.ending ? ended(run) : "";
-    $("note").className = run.ending ? run.ending.state : "";
-    if (run.ending?.state === "failed") $("log").open = true;
+    if (isOver) return;
+    $("note").textContent = "";
+    if (run.ending) showEnd(run);
     await showLog();
-    if (run.ending) return;  // nothing more will come
   } catch (error) {
-    if (!$("note").className) $("note").textContent = "No answer from the run; these are its last values.";
+    if (!isOver) $("note").textContent = "No answer from the run; these are its last values.";
   }
-  setTimeout(refresh, EVERY);
+  if (!isOver) setTimeout(refresh, EVERY);
+}
+
+// One connection is held until the run is over: the server goes then, and may not be there to be asked again.
+async function awaitEnd() {
+  while (!isOver) {
+    const asked = performance.now();
+    try {
+      const {run, history, log} = await ask("api/end", 60000);
+      if (run?.ending) {
+        showCurves(history, run.run);
+        whenNew($("lines"), log, logSection);
+        showEnd(run);
+      }
+    } catch (error) { /* the other questions say that nobody answers */ }
+    if (performance.now() - asked < EVERY) await new Promise(resolve => setTimeout(resolve, EVERY));
+  }
 }
 
 board.show(chartsOf([{name: "", points: []}]));
 phaseSection($("phases"), "Phases of a step", null);
 $("log").addEventListener("toggle", () => showLog().catch(() => {}));
 refresh();
+awaitEnd();

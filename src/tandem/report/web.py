@@ -1,0 +1,149 @@
+"""HTTP as pages and metrics are served: GET and HEAD alone, each request bounded in size and time."""
+
+import ipaddress
+import logging
+import socket
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from io import BytesIO
+from typing import Protocol
+
+from tandem.report.access import Access, is_local_name
+from tandem.report.connections import BoundedServer
+from tandem.timeouts import REQUEST_SECONDS
+
+logger = logging.getLogger("tandem")
+
+MAX_HEAD_BYTES = 16 * 1024
+NOT_CALLED_SO = (
+    b"this page is on loopback, and is not called so; open http://localhost:PORT/, or start the run with "
+    b"--metrics-token-file\n"
+)
+
+
+class Answers(Protocol):
+    """Who knows what is served: its answers, the Content-Security-Policy they go with, and who may ask."""
+
+    access: Access
+
+    @property
+    def policy(self) -> str: ...
+
+    def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]: ...
+
+    def note_read(self, path: str, moment: float, is_sent: bool = True) -> None: ...
+
+
+class WebServer(BoundedServer):
+    """The server as its handler sees it."""
+
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily, owner: Answers) -> None:
+        self.owner = owner
+        self.is_local = ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+        super().__init__(address, family, _Handler, owner.access.tls)
+
+    @property
+    def url(self) -> str:
+        """Where it is, as a person types it."""
+        host, port = str(self.server_address[0]), self.server_address[1]
+        scheme = "https" if self.owner.access.tls is not None else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request per connection, its head read whole within size and time limits before it is parsed."""
+
+    server: WebServer
+    timeout = REQUEST_SECONDS
+    server_version, sys_version = "tandem", ""
+
+    def handle(self) -> None:
+        head = self._read_head()
+        self.server.heard(self.connection)
+        if head is not None:
+            self.rfile = BytesIO(head)
+            self.handle_one_request()
+
+    def _read_head(self) -> bytes | None:
+        deadline, head = time.monotonic() + REQUEST_SECONDS, b""
+        while b"\r\n\r\n" not in head and b"\n\n" not in head:
+            left = deadline - time.monotonic()
+            if left <= 0 or len(head) > MAX_HEAD_BYTES:
+                return None
+            self.connection.settimeout(left)
+            try:
+                chunk = self.connection.recv(4096)
+            except OSError:
+                return None
+            if not chunk:
+                return None
+            head += chunk
+        self.connection.settimeout(REQUEST_SECONDS)
+        return head
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        # http.server looks methods up by name and answers 501 itself where there is none.
+        if name.startswith("do_"):
+            return self._refuse
+        raise AttributeError(name)
+
+    def _refuse(self) -> None:
+        self._send(405, "text/plain; charset=utf-8", b"only GET and HEAD\n")
+
+    def do_GET(self) -> None:
+        owner, began = self.server.owner, time.monotonic()
+        path = self.path.partition("?")[0]
+        host = self.headers.get("Host")
+        if self.server.is_local and owner.access.token is None and not is_local_name(host):
+            self._send(421, "text/plain; charset=utf-8", NOT_CALLED_SO)
+            return
+        allowed = owner.access.allows(self.headers.get("Authorization"))
+        code, content_type, body = owner.answer(path, self.headers.get("Accept", ""), allowed)
+        is_sent = False
+        try:
+            self._send(code, content_type, body)
+            is_sent = self.command == "GET"
+        finally:
+            if code == 200:
+                owner.note_read(path, began, is_sent)
+
+    do_HEAD = do_GET
+
+    def _send(self, code: int, content_type: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Content-Security-Policy", self.server.owner.policy)
+        if code == 405:
+            self.send_header("Allow", "GET, HEAD")
+        if code == 401:
+            self.send_header("WWW-Authenticate", 'Basic realm="tandem", charset="UTF-8"')
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug("metrics: " + format, *args)
+
+
+def bind(host: str, port: int, owner: Answers, what: str = "metrics") -> WebServer:
+    """Listen, if need be on another port or on loopback, with a warning. Raises OSError."""
+    error: Exception | None = None
+    for try_host, try_port in ((host, port), (host, 0), ("127.0.0.1", 0)):
+        try:
+            kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+            found = socket.getaddrinfo(try_host or None, try_port, type=kind, flags=flags)
+            server = WebServer((str(found[0][4][0]), try_port), found[0][0], owner)
+        except (OSError, OverflowError, UnicodeError) as failure:
+            error = error or failure
+            continue
+        if error is not None:
+            bound = server.server_address
+            logger.warning("%s cannot be served on %s:%s (%s), but on %s:%s instead",
+                           what, host, port, error, bound[0], bound[1])  # fmt: skip
+        return server
+    raise OSError(f"{what} cannot be served on any port: {error}")
