@@ -100,7 +100,7 @@ def _run_in(
         except TandemError as error:
             log.error("%s", error)
             leave_word(str(error))
-            announce(placement, error.exit_code, str(error))
+            announce(placement, error.exit_code, str(error), lambda: bool(stop))
             return error.exit_code
         if prepared.decision.kind == "complete":
             announce(placement, FINISHED)

@@ -255,14 +255,36 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
         time.sleep(MASTER_RETRY_SECONDS)
 
 
-def announce(placement: Placement, code: int, reason: str = "") -> None:
-    """Node 0 ends the job before it began: tell the nodes that come within half a minute, and why."""
-    if placement.node_rank != 0 or placement.nodes == 1:
+def announce(
+    placement: Placement, code: int, reason: str = "", should_stop: Callable[[], bool] = lambda: False
+) -> None:
+    """This node ends the job before it began: tell the nodes that come within half a minute, and why.
+
+    A node other than 0 tells node 0. It ends nobody's job but its own, and no elastic one, which can do
+    without it.
+    """
+    if placement.nodes == 1:
         return
-    with contextlib.suppress(PeerLostError, RuntimeError):
+    with contextlib.suppress(PeerLostError, RuntimeError, ValueError):
+        if placement.node_rank != 0:
+            if placement.elastic is None:
+                _tell_node_0(placement, code, reason, should_stop)
+            return
         store = host_store(placement)
         leave_verdict(store, code, reason)
         stay_until_all_left(store, placement.nodes, store.add(LEFT_KEY, 1), ANNOUNCE_SECONDS)
+
+
+def _tell_node_0(placement: Placement, code: int, reason: str, should_stop: Callable[[], bool]) -> None:
+    host, port = placement.master_host, placement.master_port
+    wait_for_master(host, port, ANNOUNCE_SECONDS, should_stop)
+    if should_stop():
+        return
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=MASTER_ANSWER_SECONDS))
+    here = {JOB_KEY: placement.job, NODES_KEY: str(placement.nodes)}
+    if all(store.get(key).decode(errors="replace") == mine for key, mine in here.items()):
+        leave_verdict(store, code, f"node {placement.node_rank}: {reason}")
+        store.add(LEFT_KEY, 1)
 
 
 def stay_until_all_left(store: TCPStore, nodes: int, left: int, seconds: float = LEAVE_SECONDS) -> None:
