@@ -172,10 +172,24 @@ def test_an_agent_that_waits_in_vain_says_what_is_wrong(
     code, said = processes.run(
         [sys.executable, "-m", "tandem", *words, "--run-dir", str(tmp_path)], env=environment()
     )
-    assert code == 200 and "error: what keeps this node from the others:\n  MASTER_ADDR  node0" in said
+    assert code == 200 and "warning: what keeps this node from the others:\n  MASTER_ADDR  node0" in said
 
 
 def test_node_0_names_who_did_not_come(tmp_path: Path, free_port: int, processes: Processes) -> None:
     words = ["launch", *by_hand(0, free_port), "--master-timeout", "2", "--run-dir", str(tmp_path / "run")]
     code, said = processes.run([sys.executable, "-m", "tandem", *words], env=environment())
     assert code == 200 and "others:\n  nodes  node 1 did not come; look at its log" in said
+
+
+def test_a_mistake_on_another_node_ends_node_0_at_once(
+    tmp_path: Path, free_port: int, processes: Processes
+) -> None:
+    with waiting_node_0(processes, free_port, tmp_path / "run"):
+        node_0 = processes.started[-1]
+        words = [*by_hand(1, free_port), "--task", "nowhere.py:Task", "--run-dir", str(tmp_path / "run")]
+        code, said = processes.run(
+            [sys.executable, "-m", "tandem", "launch", *words], env=environment(), cwd=tmp_path
+        )
+        assert code == 2 and "nowhere.py" in said
+        code, said = processes.wait(node_0)
+    assert code == 2 and "another node ended the job with code 2: node 1: " in said and "nowhere.py" in said

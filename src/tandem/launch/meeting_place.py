@@ -8,11 +8,13 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.errors import PeerLostError
+from tandem.errors import PeerLostError, TandemError
 from tandem.launch.guard import Gate, RefusedError, Way, is_gate
 from tandem.launch.rendezvous import (
     LEFT_KEY,
+    NODES_KEY,
     StopRequestedError,
+    StoreLostError,
     host_store,
     join_store,
     leave_verdict,
@@ -139,11 +141,22 @@ class MeetingPlace:
         return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
 
 
-def announce(place: MeetingPlace, code: int, reason: str = "") -> None:
-    """Node 0 ends the job before it began: tell the nodes that come within half a minute, and why."""
-    if place.placement.node_rank != 0 or place.placement.nodes == 1:
+def announce(place: MeetingPlace, code: int, reason: str = "", stop: StopFlag | None = None) -> None:
+    """This node ends the job before it began: tell the nodes that come within half a minute, and why.
+
+    A node other than 0 tells node 0 of a mistake. It ends nobody's job but its own, and no elastic one, which
+    can do without it.
+    """
+    placement = place.placement
+    if placement.nodes == 1:
         return
-    with contextlib.suppress(PeerLostError, RuntimeError):
-        store = place.host()
-        leave_verdict(store, code, reason)
-        stay_until_all_left(store, place.placement.nodes, store.add(LEFT_KEY, 1), ANNOUNCE_SECONDS)
+    with contextlib.suppress(TandemError, StoreLostError, StopRequestedError, RuntimeError, ValueError):
+        if placement.node_rank == 0:
+            store = place.host()
+            leave_verdict(store, code, reason)
+            stay_until_all_left(store, placement.nodes, store.add(LEFT_KEY, 1), ANNOUNCE_SECONDS)
+        elif placement.elastic is None and stop is not None:
+            store = place.join(ANNOUNCE_SECONDS, stop)
+            if store.get(NODES_KEY) == str(placement.nodes).encode():
+                leave_verdict(store, code, f"node {placement.node_rank}: {reason}")
+                store.add(LEFT_KEY, 1)

@@ -115,7 +115,7 @@ def _run_in(
         except TandemError as error:
             log.error("%s", error)
             leave_word(str(error))
-            announce(place, error.exit_code, str(error))
+            announce(place, error.exit_code, str(error), stop)
             return error.exit_code
         if prepared.decision.kind == "complete":
             announce(place, FINISHED)

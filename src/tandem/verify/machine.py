@@ -49,9 +49,11 @@ def shared_memory(folder: Path, workers: int) -> Finding:
     except OSError as error:
         return Finding(name, "warn", f"{folder}: {error.strerror}", remedy)
     said = f"{folder} has {free / MIB:,.0f} MiB free"
+    if free < ENOUGH_SHARED_BYTES and workers:
+        processes = "1 loader process" if workers == 1 else f"{workers} loader processes"
+        return Finding(name, "warn", f"{said}; {processes}", f"{remedy}, or --workers 0")
     if free < ENOUGH_SHARED_BYTES:
-        needs = f"; {counted(workers, 'loader process')}" if workers == 1 else f"; {workers} loader processes"
-        return Finding(name, "warn", f"{said}{needs if workers else ''}", f"{remedy}, or --workers 0")
+        return Finding(name, "warn", said, remedy)
     return Finding(name, "pass", said)
 
 
