@@ -106,3 +106,46 @@ def test_two_ranks_end_together_and_the_run_is_complete(remembers: Runs) -> None
     lines = (remembers.folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line)["step"] for line in lines) == 100
     assert remembers.finish("launch", "run", "--nproc", 2, *longer)["global_step"] == 160
+
+
+THAWS = """
+from remembers import die_at
+from small import Small
+
+
+class Thaws(Small):
+    def __init__(self):
+        pass
+
+    def freeze(self, model, epoch):
+        model[0].requires_grad_(epoch >= 2)
+        model[1].requires_grad_(epoch != 1)
+
+    def after_step(self, model, step):
+        die_at(f"step {step}")
+"""
+
+
+@pytest.mark.multi
+def test_layers_that_are_thawed_later_are_so_exactly_over_kills(remembers: Runs) -> None:
+    """10 steps an epoch; killed where a layer is frozen, and right after its first step."""
+    (remembers.folder / "thaws.py").write_text(THAWS)
+    flags = ("--task", "thaws.py:Thaws", "--threads", 1, "--steps", 34, "--batch-size", 240, "--nproc", 2)
+    flags += ("--checkpoint-every", 10, "--eval-every", "never", "--checkpoint-keep", 9)
+    flags += ("--weight-decay", 0.01, "--strategy", "ddp")
+    calm = remembers.finish("launch", "calm", *flags)
+    first, second, third = (_weights(remembers, "calm", step) for step in (10, 20, 30))
+    assert torch.equal(first["0.weight"], second["0.weight"]), "frozen in two epochs"
+    assert not torch.equal(second["0.weight"], third["0.weight"]), "thawed in the third"
+    assert torch.equal(first["1.weight"], second["1.weight"]), "frozen in the second"
+    assert not torch.equal(first["4.weight"], second["4.weight"])
+    for place in ("step 16", "step 21"):
+        run = place.replace(" ", "-")
+        (remembers.folder / "die-at").write_text(place)
+        summary = remembers.finish("launch", run, *flags)
+        assert summary["restarts"] == 1 and summary["weights_sha256"] == calm["weights_sha256"], place
+
+
+def _weights(runs: Runs, run: str, step: int) -> dict[str, torch.Tensor]:
+    store = CheckpointStore(runs.folder / run / "checkpoints")
+    return dict(deserialize(store.read(step)[0])["model"])

@@ -40,6 +40,9 @@ class LateStepper:
     def settle(self, *_: Any) -> Costs:
         return Costs()
 
+    def freeze(self, epoch: int) -> bool:
+        return False
+
     def read(self) -> Readings:
         return Readings(None, None, 0, 0.0, None)
 

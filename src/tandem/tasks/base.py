@@ -99,6 +99,12 @@ class WholeTask:
         """Instead of --schedule; stepped once per optimizer step. A task's may take `total_steps` or not."""
         return None
 
+    def freeze(self, _model: nn.Module, _epoch: int) -> None:
+        """Set `requires_grad` of all parameters as it shall be in this 0-based epoch, and of the epoch alone.
+
+        Before the first step of a start and of each epoch; what is exchanged changes with it.
+        """
+
     def after_resume(self, model: nn.Module) -> None:
         """When a checkpoint has been loaded."""
 

@@ -61,6 +61,8 @@ class Learner:
         self.order = self.data.order
         if isinstance(self.data, ShardedData):
             check_uneven(compute, exchange)
+        if "freeze" in self.task.own:
+            check_freezing(compute, exchange)
         self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
@@ -157,6 +159,14 @@ def check_uneven(compute: ComputeConfig, exchange: ExchangeConfig) -> None:
     ):
         if is_set:
             raise ConfigError(f"{flag} cannot be where a dataset has of_rank(), whose parts may end early")
+
+
+def check_freezing(compute: ComputeConfig, exchange: ExchangeConfig) -> None:
+    """Raise ConfigError for what is laid out once for the parameters of the first step."""
+    compressed = f"--gradient-compression {exchange.gradient_compression}"
+    if compute.strategy == "fsdp" or exchange.gradient_compression != "none":
+        flag = "--strategy fsdp" if compute.strategy == "fsdp" else compressed
+        raise ConfigError(f"{flag} cannot be where a task has freeze(), which changes what is exchanged")
 
 
 def rank_zeros(model: nn.Module) -> frozenset[int]:

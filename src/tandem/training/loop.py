@@ -126,14 +126,18 @@ def train(t: Training) -> bool:
     task pass through.
     """
     planned, first = t.timetable.steps_planned, t.step
+    settles_at, an_epoch = first, t.timetable.steps_per_epoch
     t.clock.begin("train")
     while t.step < planned:
         t.clock.begin_step()
         micro_batches = next(t.batches)
         proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
         t.clock.enter("transfer")
-        if t.step == first:
-            t.recorder.costs(t.stepper.settle(micro_batches, t.step, t.recorder.known_costs))
+        if t.step == settles_at:
+            epoch = t.step // an_epoch
+            if t.stepper.freeze(epoch) or t.step == first:
+                t.recorder.costs(t.stepper.settle(micro_batches, t.step, t.recorder.known_costs))
+            settles_at = (epoch + 1) * an_epoch if "freeze" in t.task.own else planned
         rate = t.schedule.set(t.step)
         consensus = t.stepper.take(micro_batches, t.step, proposal)
         t.schedule.advance()

@@ -47,7 +47,7 @@ class Guard:
     ) -> None:
         self._optimizer, self._scaler = optimizer, scaler
         self._strategy = strategy
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._keeps_buffers = policy != "stop"  # after a stop nobody reads them
         self._reads_at_once = device.type == "cpu" or policy == "raise" or strategy.shares_parameters
         self._one = torch.ones((), device=device)
@@ -92,7 +92,7 @@ class Guard:
         self._buffers.put_back()
 
     def _gradients_by_type(self) -> Iterator[list[Tensor]]:
-        return gradients_by_type(self._parameters, self._strategy)
+        return gradients_by_type(self.parameters, self._strategy)
 
     def _show_scaler(self, found: Tensor) -> None:
         """GradScaler looks at gradients alone: a loss that is not finite has to show in them."""

@@ -24,7 +24,7 @@ def build_optimizer(config: OptimisationConfig, task: WholeTask, model: nn.Modul
     """
     if (own := optimizer_of(task, model)) is not None:
         return own
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = trained_by(task, model)
     lr, decay = config.lr, config.weight_decay
     fused = all(p.is_cuda for p in parameters) or None  # None: torch decides
     if config.optimizer == "sgd":
@@ -34,6 +34,11 @@ def build_optimizer(config: OptimisationConfig, task: WholeTask, model: nn.Modul
         )
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
+
+
+def trained_by(task: WholeTask, model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that some step trains: where a task freezes them by epoch, all may be."""
+    return [p for p in model.parameters() if p.requires_grad or "freeze" in task.own]
 
 
 def learning_rate_of(

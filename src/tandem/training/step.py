@@ -28,6 +28,7 @@ from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
 from tandem.training.flops import buffers_kept, convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
+from tandem.training.optim import trained_by
 from tandem.training.precision import autocast
 
 SMALLEST_WEIGHT = 1e-12
@@ -118,13 +119,14 @@ class Stepper:
         self.clock, self._task = clock, task
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
         self._precision, self._clip_norm, self._seed = compute.precision, optimisation.clip_norm, seed
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = trained_by(task, model)
         trained = torch.compile(model) if compute.compile else model
         assert isinstance(trained, nn.Module)
         self._module = TrainingModule(task, trained, world.device, compute.precision, world.size, batch_size)
         self._reader = ConsensusReader(world, self._module.names)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
         self._guard = Guard(optimisation.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
+        self._guard.parameters = self._parameters
         self._clipped_norm: Tensor | None = None
         self.samples_of: Callable[[int], int] = lambda step: batch_size  # of all ranks in a step
         self._clips = torch.zeros((), device=world.device)
@@ -132,8 +134,19 @@ class Stepper:
         """Whether gradients of the step before are forgotten, not set to 0: on a GPU a kernel less for each.
         Only where each step has all of them: an optimizer leaves alone what has no gradient."""
 
+    def freeze(self, epoch: int) -> bool:
+        """Let the task say what is trained in this epoch; whether that is something else than before."""
+        before = [p.requires_grad for p in self._parameters]
+        self._task.freeze(self._model, epoch)
+        changed = before != [p.requires_grad for p in self._parameters]
+        if changed:  # a gradient of zero would be one to an optimizer, with weight decay or momentum
+            self._optimizer.zero_grad(set_to_none=True)
+        return changed
+
     def settle(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
         """Wrap the model and take a step that changes nothing, before the first real one; what a step costs.
+
+        Again where other parameters are trained from here on.
 
         FLOPs that are `known` from the state are not counted again, on no rank: a count may hold collectives.
         Nor is the device measured again by a rank whose agent has heard of as many devices.
@@ -159,7 +172,7 @@ class Stepper:
         device_flops = 0.0 if is_told else self._peak()
         self.clock.pause()
         self.clock.begin_step()
-        sync_bytes = self._strategy.sync_bytes(self._parameters)
+        sync_bytes = self._strategy.sync_bytes([p for p in self._parameters if p.requires_grad])
         return Costs(flops, device_flops, self._world.size, sync_bytes, names)
 
     def _peak(self) -> float:
@@ -179,7 +192,7 @@ class Stepper:
             loss, sums = self._module.outcome(batch, self._model)
             check_sums(self._task.loss, sums)
             names.extend(sums)
-            self._strategy.gradients(loss, self._parameters)
+            self._strategy.gradients(loss, [p for p in self._parameters if p.requires_grad])
 
         return flops_of(loss_and_gradients) / batch_size_of(batch)
 
