@@ -9,7 +9,7 @@ from tandem.training.summary import ending_table
 SUMMARY: dict[str, Any] = {
     "world_size": 2, "nodes": 2, "epoch": 2, "global_step": 1500, "samples_seen": 360_000, "loss": 0.02,
     "eval": {"accuracy": 0.995, "loss": 0.0235}, "samples_per_second": 21132.4, "wall_seconds": 20.0,
-    "restarts": 1, "resumed_from_step": 1250, "last_checkpoint_step": 1500,
+    "restarts": 1, "resumed_from_step": 1250, "last_checkpoint_step": 1500, "ended_early": False,
 }  # fmt: skip
 
 
