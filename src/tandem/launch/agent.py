@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError
 from tandem.launch.generations import NodeAgent
 from tandem.launch.part import Node
-from tandem.launch.reach import what_is_wrong
+from tandem.launch.reach import Connect, what_is_wrong
 from tandem.launch.rendezvous import (
     StopRequestedError,
     StoreLostError,
@@ -91,7 +91,7 @@ def _run_connections(
         except RendezvousTimeoutError:
             missing = f"not all of {node.placement.nodes} nodes came within {patience:.0f} s"
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
-            _say_what_is_wrong(node)
+            _say_what_is_wrong(node, node.place.connect)
         except PeerLostError as error:
             code, reason = error.exit_code, str(error)
             _say_what_is_wrong(node)
@@ -113,9 +113,9 @@ def _run_connections(
         return AgentReport(code, reason, budget.generations, has_left=has_left)
 
 
-def _say_what_is_wrong(node: Node) -> None:
+def _say_what_is_wrong(node: Node, connect: Connect | None = None) -> None:
     """What `tandem doctor` would say of nodes that did not meet, in one block."""
-    found = what_is_wrong(node.placement, os.environ)
+    found = what_is_wrong(node.placement, os.environ, connect)
     if found:
         log.warning("what keeps this node from the others:", extra={"table": found})
     else:

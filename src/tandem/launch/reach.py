@@ -8,14 +8,16 @@ import pickle
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.launch.guard import is_gate
 from tandem.launch.rendezvous_state import STATE_KEY, from_text
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
@@ -31,6 +33,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 FIRST_TIME = 1_700_000_000  # 2023: a clock that is behind it was never set
 
 Environment = Mapping[str, str]
+Connect = Callable[[], TCPStore]
 
 
 class Finding(NamedTuple):
@@ -42,14 +45,19 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def what_is_wrong(placement: Placement, environ: Environment) -> dict[str, str]:
-    """{name: what, and what to do} for nodes that did not meet; node 0 holds its port itself."""
-    found = [*names(placement, environ), *interfaces(environ), *others(placement, waited=True)]
+def what_is_wrong(
+    placement: Placement, environ: Environment, connect: Connect | None = None
+) -> dict[str, str]:
+    """{name: what, and what to do} for nodes that did not meet; node 0 holds its port itself.
+
+    `connect` gives the store to a node that was let in there.
+    """
+    found = [*names(placement, environ), *interfaces(environ), *others(placement, True, connect)]
     return {each.name: f"{each.said}; {each.remedy}" for each in found if each.state != "pass"}
 
 
-def others(placement: Placement, waited: bool = False) -> Iterator[Finding]:
-    """The port where nodes meet, and what the store there says.
+def others(placement: Placement, waited: bool = False, connect: Connect | None = None) -> Iterator[Finding]:
+    """The port where nodes meet, and what the store there says, which a gate shows to nobody but its nodes.
 
     `waited`: an agent asks that has waited for the others; on node 0 it is the one that holds the port.
     """
@@ -58,7 +66,9 @@ def others(placement: Placement, waited: bool = False) -> Iterator[Finding]:
         yield _free(placement, addresses[0])
     elif addresses:
         yield (reached := _reached(placement))
-        here, skews = _told(placement) if reached.state == "pass" else (set[int](), skews)
+        here = set[int]()
+        if reached.state == "pass" and (connect or not is_gate(_master(placement))):
+            here, skews = _told(placement, connect or partial(_store, placement))
         missing = [str(node) for node in range(placement.nodes) if node not in here]
         if waited and here and missing and placement.elastic is None:
             said = f"node {', '.join(missing)} did not come"
@@ -185,8 +195,7 @@ def _free(placement: Placement, address: str) -> Finding:
 def _reached(placement: Placement) -> Finding:
     where = f"{placement.master_host}:{placement.master_port}"
     try:
-        address = placement.master_host, placement.master_port
-        socket.create_connection(address, timeout=MASTER_ANSWER_SECONDS).close()
+        socket.create_connection(_master(placement), timeout=MASTER_ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         said, remedy = f"nobody listens at {where}", "start node 0; if it runs, its port is another one"
         return Finding("MASTER_PORT", "warn", said, remedy)
@@ -197,7 +206,16 @@ def _reached(placement: Placement) -> Finding:
     return Finding("MASTER_PORT", "pass", f"{where} answers")
 
 
-def _told(placement: Placement) -> tuple[set[int], dict[str, float]]:
+def _master(placement: Placement) -> tuple[str, int]:
+    return placement.master_host, placement.master_port
+
+
+def _store(placement: Placement) -> TCPStore:
+    timeout = timedelta(seconds=MASTER_ANSWER_SECONDS)
+    return TCPStore(*_master(placement), is_master=False, timeout=timeout)
+
+
+def _told(placement: Placement, connect: Connect) -> tuple[set[int], dict[str, float]]:
     """Which nodes are in the store, and how far this clock is ahead of theirs: each writes its time there
     once a second while it lives.
     """
@@ -206,12 +224,7 @@ def _told(placement: Placement) -> tuple[set[int], dict[str, float]]:
     before: dict[str, datetime] = {}
     deadline = time.monotonic() + CLOCK_LOOK_SECONDS
     with suppress(RuntimeError, ValueError):
-        store = TCPStore(
-            placement.master_host,
-            placement.master_port,
-            is_master=False,
-            timeout=timedelta(seconds=MASTER_ANSWER_SECONDS),
-        )
+        store = connect()
         while time.monotonic() < deadline and store.check([STATE_KEY]):
             state = pickle.loads(from_text(store.get(STATE_KEY)))
             for node, beat in state.last_heartbeats.items():
