@@ -37,6 +37,7 @@ ELSEWHERE = {
     "make train NODES=2 EPOCHS=50 RUN=runs/broken": "tests/unit/test_make_variables.py",
     "tandem kill runs/broken --rank 1": "tests/unit/test_kill.py",
     "tandem kill runs/broken --rank 1 --signal STOP": "tests/unit/test_kill.py",
+    "tandem page runs": "tests/unit/test_serve.py",
     "tandem launch": "tests/faults/test_hangup.py",
     "tandem verify-resume --nproc 2 --task examples/my_task.py:MyTask": "tests/faults/test_verify_resume.py",
     "tandem check my_task.py": "tests/faults/test_check.py",
