@@ -64,7 +64,7 @@ def scraped(
     target = f"127.0.0.1:{port}"
     prometheus = Prometheus(module_processes, folder / "prometheus", module_ports[1], target, "5s", rules)
     flags: dict[str, object] = {
-        "nodes": 2, "task": "slow.py:Slow", "task.slow-rank": 1, "task.delay": 0.02, "run-dir": "run",
+        "nodes": 2, "task": "slow.py:Slow", "task.slow-rank": 1, "task.delay": 0.05, "run-dir": "run",
         "batch-size": 24, "steps": STEPS, "clip-norm": 0.5, "log-every": 20, "metrics-port": port,
         "metrics-linger": 30, "eval-every": 100, "checkpoint-every": 100,
     }  # fmt: skip
