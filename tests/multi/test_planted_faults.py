@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from conftest import Processes
 from patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +122,7 @@ def test_a_foreign_owner(tmp_path: Path, require: Any) -> None:
 
 
 @contextmanager
-def waiting_node_0(processes: Processes, port: int, run_dir: Path) -> Iterator[None]:
+def waiting_node_0(processes: Any, port: int, run_dir: Path) -> Iterator[None]:
     """An agent that waits for node 1, and has said so."""
     words = [*by_hand(0, port), "--run-dir", str(run_dir)]
     node = processes.start([sys.executable, "-m", "tandem", "launch", *words], env=environment())
@@ -135,7 +134,7 @@ def waiting_node_0(processes: Processes, port: int, run_dir: Path) -> Iterator[N
     processes.kill(node)
 
 
-def test_a_clock_that_is_ahead(tmp_path: Path, free_port: int, processes: Processes) -> None:
+def test_a_clock_that_is_ahead(tmp_path: Path, free_port: int, processes: Any) -> None:
     shifted = [sys.executable, "-m", "shifted_clock", "doctor", "--json", *by_hand(1, free_port)]
     variables = {"CLOCK_SECONDS": "30", "PYTHONPATH": str(ROOT / "benchmarks")}
     with waiting_node_0(processes, free_port, tmp_path / "run"):
@@ -157,7 +156,7 @@ def test_a_world_size_that_counts_pods(
     assert found == (code, {"WORLD_SIZE": "WORLD_SIZE=2 counts pods: 2 pods of 4 are 8 ranks"})
 
 
-def test_a_grace_period_that_is_shorter_than_a_save(tmp_path: Path, processes: Processes) -> None:
+def test_a_grace_period_that_is_shorter_than_a_save(tmp_path: Path, processes: Any) -> None:
     run = str(tmp_path / "run")
     launch = [sys.executable, "-m", "tandem", "launch", "--steps", "5", "--run-dir", run]
     assert processes.run(launch, env=environment())[0] == 0
@@ -166,7 +165,7 @@ def test_a_grace_period_that_is_shorter_than_a_save(tmp_path: Path, processes: P
 
 
 def test_an_agent_that_waits_in_vain_says_what_is_wrong(
-    tmp_path: Path, free_port: int, processes: Processes
+    tmp_path: Path, free_port: int, processes: Any
 ) -> None:
     words = ["launch", *by_hand(1, free_port, "node0.invalid"), "--master-timeout", "1"]
     code, said = processes.run(
@@ -175,14 +174,14 @@ def test_an_agent_that_waits_in_vain_says_what_is_wrong(
     assert code == 200 and "warning: what keeps this node from the others:\n  MASTER_ADDR  node0" in said
 
 
-def test_node_0_names_who_did_not_come(tmp_path: Path, free_port: int, processes: Processes) -> None:
+def test_node_0_names_who_did_not_come(tmp_path: Path, free_port: int, processes: Any) -> None:
     words = ["launch", *by_hand(0, free_port), "--master-timeout", "2", "--run-dir", str(tmp_path / "run")]
     code, said = processes.run([sys.executable, "-m", "tandem", *words], env=environment())
     assert code == 200 and "others:\n  nodes  node 1 did not come; look at its log" in said
 
 
 def test_a_mistake_on_another_node_ends_node_0_at_once(
-    tmp_path: Path, free_port: int, processes: Processes
+    tmp_path: Path, free_port: int, processes: Any
 ) -> None:
     with waiting_node_0(processes, free_port, tmp_path / "run"):
         node_0 = processes.started[-1]
