@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.config import Settings
 from tandem.distributed.devices import choose_devices
@@ -71,6 +72,21 @@ def test_node_0_needs_no_name_to_reach_its_own_store(free_port: int) -> None:
     assert place.address == ("127.0.0.1", free_port)
     assert place.connect().get(rendezvous.NODES_KEY) == b"2"
     del store
+
+
+def test_the_gate_leads_to_the_agents_store_after_each_generation_of_a_script(free_port: int) -> None:
+    """The first store of ranks took its place, and nobody who came later was let in."""
+    node_0 = MeetingPlace(Placement("by-hand", 2, 0, None, "127.0.0.1", free_port), b"key")
+    stores = [node_0.host()]
+    node_1 = MeetingPlace(replace(node_0.asked, node_rank=1), b"key")
+    for generation in range(2):
+        ranks, address = node_0.host_for_ranks()
+        stores.append(ranks)
+        ranks.set("generation", str(generation))
+        assert node_1.connect().get(rendezvous.NODES_KEY) == b"2"
+        host, _, port = address.rpartition(":")
+        through = TCPStore(*node_1.of_ranks(host, int(port)), is_master=False)
+        assert through.get("generation") == str(generation).encode()
 
 
 def test_a_port_that_is_taken_is_said(free_port: int) -> None:

@@ -97,7 +97,8 @@ class MeetingPlace:
             store = serve(self.placement, 0)
         else:
             store = serve(self._here(), 0)
-            self._gate.close(self._ranks_port)
+            if self._ranks_port:
+                self._gate.close(self._ranks_port)
             self._ranks_port = int(store.port)
             self._gate.open(self._ranks_port, self._ranks_port)
         return store, f"{self.placement.master_host}:{store.port}"
