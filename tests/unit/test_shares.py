@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -24,6 +24,7 @@ weights = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
 
 @given(weights, st.integers(0, 500), st.integers(1, 5))
+@example([977602.0, 999999.9999999999, 1000000.0], 1, 1)
 def test_all_are_given_out_by_weight_and_nobody_gets_too_few(
     weights: list[float], more: int, at_least: int
 ) -> None:

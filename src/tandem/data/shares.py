@@ -4,6 +4,7 @@ Order and content of a global batch never depend on it, and every sample is some
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from tandem.errors import ConfigError
 
@@ -14,11 +15,12 @@ def apportion(total: int, weights: Sequence[float], at_least: int = 1) -> tuple[
     Nobody gets less than `at_least`, and who would is given just that; there have to be as many samples.
     """
     assert total >= at_least * len(weights), (total, weights, at_least)
+    exact = [Fraction(weight) for weight in weights]  # floats take two weights for one
     sizes = [at_least] * len(weights)
     free = list(range(len(weights)))
     while True:
-        rest, sum_of_free = total - at_least * (len(weights) - len(free)), sum(weights[i] for i in free)
-        ideal = {i: rest * weights[i] / sum_of_free for i in free}
+        rest, sum_of_free = total - at_least * (len(weights) - len(free)), sum(exact[i] for i in free)
+        ideal = {i: rest * exact[i] / sum_of_free for i in free}
         low = [i for i in free if ideal[i] < at_least]
         if not low:
             break
