@@ -47,7 +47,12 @@ class Departures:
         self._placement, self._store = placement, store
 
     def leaves(self, position: Position) -> None:
-        """This node was asked to stop in the generation of `position`."""
+        """This node was asked to stop in the generation of `position`.
+
+        Without --elastic nobody is asked: node 0 may be frozen, and its store would hold a node that ends.
+        """
+        if self._placement.elastic is None:
+            return
         with contextlib.suppress(RuntimeError):
             self._store.add(self._key(position), 1)
 

@@ -159,8 +159,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._forwarded_at = now
                 asked = f"asking all ranks to save and stop (up to {shutdown_timeout:.0f} s)"
                 log.info("%s: %s; Ctrl-C again ends them at once", self._stop.name, asked)
-                self._departures.leaves(self._positions[0])
                 self._workers.signal(handed_on(self._stop.signal_number or 15))
+                self._departures.leaves(self._positions[0])
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
             if self._forwarded_at is not None and now - self._forwarded_at > shutdown_timeout:

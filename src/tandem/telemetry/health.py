@@ -53,10 +53,11 @@ def record(state: str, step: int, last_progress: float, limit_seconds: float) ->
 
 
 def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
-    """Replace STATE_DIR/health.json; call it once a second. Raises OSError.
+    """Replace STATE_DIR/health.json, in a folder that is made; call it once a second. Raises OSError.
 
     Not fsynced: after a host's crash it is stale.
     """
+    os.makedirs(state_dir, exist_ok=True)
     path = os.path.join(state_dir, FILE_NAME)
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
@@ -80,7 +81,6 @@ class Starting:
     def _write(self) -> None:
         while True:
             with contextlib.suppress(OSError):  # the agent says so, if it lasts
-                os.makedirs(self._state_dir, exist_ok=True)
                 write_health(self._state_dir, record("starting", 0, self._since, self._limit))
             if self._closing.wait(NODE_TICK_SECONDS):
                 return

@@ -199,7 +199,6 @@ class HealthFile:
     def write(self, record: Mapping[str, object]) -> None:
         """See `health.record`; call it once a second."""
         try:
-            os.makedirs(self._folder, exist_ok=True)
             health.write_health(self._folder, record)
             self._has_failed = False
         except OSError as error:
