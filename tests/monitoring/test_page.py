@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import DESKTOP, PHONE, Browser
+from browser import DESKTOP, PHASES_MS, PHONE, Browser
 
 from patience import patient
 from prometheus import TASK, until
@@ -30,15 +30,8 @@ def hostile(tmp_path: Path) -> Iterator[MetricsServer]:
     """A server whose run has script in every text that a task or a person can choose."""
     history = History(tmp_path)
     for step in range(10, 2000, 10):
-        phases = {
-            "data": 0.1,
-            "forward": 1.0,
-            "backward": 2.0,
-            "optimizer": 0.2,
-            "transfer": 0.0,
-            "other": 0.0,
-        }
-        history.take(Point(step, 1.0, {"loss": 100 / step, "samples_per_second": 1000.0, "phases": phases}))
+        numbers = {"loss": 100 / step, "samples_per_second": 1000.0, "phases": PHASES_MS}
+        history.take(Point(step, 1.0, numbers))
     history.take(Point(1990, 1.0, {"eval": {"loss": "NaN", SCRIPT: 0.5}}))
     history.take(Event(SCRIPT, time.time(), {SCRIPT: SCRIPT, "step": 3}))
     rows = [

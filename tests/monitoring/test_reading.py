@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import DESKTOP, PHONE, Browser
+from browser import DESKTOP, PHASES_MS, PHONE, Browser
 
 from tandem.config import Settings
 from tandem.report.about import About
@@ -50,15 +50,7 @@ def journal(folder: Path, grad_norm: bool = True) -> None:
     written = Journal(folder)
     for step in range(10, 610, 10):
         more = {"grad_norm": 2 + math.sin(step)} if grad_norm else {}
-        phases = {
-            "data": 0.1,
-            "forward": 1.0,
-            "backward": 2.0,
-            "optimizer": 0.2,
-            "transfer": 0.0,
-            "other": 0.0,
-        }
-        numbers = {"learning_rate": 0.1 / step, "samples_per_second": 1000.0 + step, "phases": phases}
+        numbers = {"learning_rate": 0.1 / step, "samples_per_second": 1000.0 + step, "phases": PHASES_MS}
         written.metrics(step, loss=loss_at(step), scores={"accuracy": step / 700}, **numbers, **more)
     written.metrics(300, eval={"loss": 1.5, "accuracy": 0.5})
     written.metrics(600, eval={"loss": 0.75, "accuracy": 0.875})
