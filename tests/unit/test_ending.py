@@ -29,8 +29,9 @@ def test_a_run_that_was_resumed_and_restarted() -> None:
 
 
 def test_a_run_that_did_nothing() -> None:
-    nothing = SUMMARY | {"eval": {}, "resumed_from_step": None, "last_checkpoint_step": None}
+    nothing = SUMMARY | {"nodes": 1, "eval": {}, "resumed_from_step": None, "last_checkpoint_step": None}
     table = ending_table(nothing, Interval(), Path("runs/digits"))
+    assert table["ranks"] == "2 on 1 node, restarts: 1"
     assert (table["a step"], table["checkpoint"]) == ("none taken", "none saved")
     assert table["steps"] == "1,500, epoch 2" and "accuracy" not in table
     assert table["loss"] == "none: no step was taken" and table["time"] == "20 s, 0 s of it in steps"

@@ -168,7 +168,8 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
         **{name: f"{value:.4f} (evaluation)" for name, value in summary["eval"].items() if name != "loss"},
         "time": f"{lasting(summary['wall_seconds'])}{since}, {lasting(steps.seconds)} of it in steps",
         "a step": ", ".join(shares) or "none taken",
-        "ranks": f"{summary['world_size']} on {counted(summary['nodes'], 'node')}, restarts: {summary['restarts']}",
+        "ranks": f"{summary['world_size']} on {counted(summary['nodes'], 'node')}, "
+        f"restarts: {summary['restarts']}",
         "checkpoint": f"step {saved:,} in {run_dir / 'checkpoints'}" if saved is not None else "none saved",
     }
 
