@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> None:
     found = tmp_path / "gpu.json"
     only = ("doctor", "killed", "synchronisations", "verify-resume")

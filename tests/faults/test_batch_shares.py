@@ -28,6 +28,7 @@ FLAGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_shares_are_measured_once_and_a_killed_run_has_the_bits_of_one_from_its_checkpoint(
     runs: Runs,
 ) -> None:
@@ -54,6 +55,7 @@ def test_the_shares_are_measured_once_and_a_killed_run_has_the_bits_of_one_from_
     assert again["weights_sha256"] == summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_shares_for_another_number_of_ranks_are_a_configuration_error(runs: Runs) -> None:
     (runs.folder / "slow.py").write_text(SLOW)
     said = {

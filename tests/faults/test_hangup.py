@@ -84,6 +84,7 @@ def test_a_run_under_nohup_outlives_its_terminal(runs: Runs) -> None:
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_run_with_a_frozen_agent(runs: Runs) -> None:
     process = runs.start("launch", "frozen", "--nodes", 2, *LONG, delay=0.01)
     wait_for_a_save(runs, "frozen")

@@ -39,7 +39,9 @@ def steps_saved(runs: Runs, run: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "second", [("launch", "--nodes", 2), ("launch",), ("train",)], ids=["nodes", "node", "rank"]
+    "second",
+    [("launch", "--nodes", 2), pytest.param(("launch",), marks=pytest.mark.slow), ("train",)],
+    ids=["nodes", "node", "rank"],
 )
 def test_a_second_launch_gets_2_and_one_line_and_changes_nothing(runs: Runs, second: tuple[Any, ...]) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
@@ -63,6 +65,7 @@ def test_a_second_launch_gets_2_and_one_line_and_changes_nothing(runs: Runs, sec
     assert not (runs.folder / "one" / "owner").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_launch_is_taken_over_at_once(runs: Runs) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
     first = runs.start("launch", "killed", *EVERY, "--nproc", 2, delay=SLOW)

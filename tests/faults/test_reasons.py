@@ -36,6 +36,7 @@ def test_a_bug_on_one_node_is_the_last_line_of_all(runs: Runs) -> None:
     assert runs.summary("bug")["exit_code"] == 1
 
 
+@pytest.mark.slow
 def test_a_poisoned_verdict_of_0_does_not_end_a_job_that_is_not_done(runs: Runs, free_port: int) -> None:
     """As somebody on the network could: a verdict in the store, and a rank that dies."""
     undisturbed = runs.undisturbed("--steps", 200)

@@ -159,6 +159,7 @@ class Unreadable(Small):
 """
 
 
+@pytest.mark.slow
 def test_what_another_node_alone_knows_is_on_node_zeros_page(runs: Runs) -> None:
     (runs.folder / "unreadable.py").write_text(UNREADABLE)
     flags = ("--nodes", 2, "--steps", 200, "--workers", 0, "--task", "unreadable.py:Unreadable")

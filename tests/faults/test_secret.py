@@ -105,6 +105,7 @@ class Job:
         return [code for code, _ in ended], "\n".join(output for _, output in ended)
 
 
+@pytest.mark.slow
 def test_nodes_with_the_secret_recover_and_an_enemy_changes_nothing(
     runs: Runs, network: Sequence[Machine]
 ) -> None:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.timeout(300)
 FLAGS = ("--nproc", 2, "--device", "cpu", "--threads", 1, "--checkpoint-every", 10, "--log-every", 15)
 
 
+@pytest.mark.slow
 def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs) -> None:
     calm = runs.finish("launch", "calm", *FLAGS, "--strategy", "fsdp", "--steps", 60)
     broken = runs.start("launch", "broken", *FLAGS, "--strategy", "fsdp", "--steps", 60, delay=0.05)

@@ -92,6 +92,7 @@ def test_a_kill_at_any_place_changes_no_bit_of_it(remembers: Runs) -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_two_ranks_end_together_and_the_run_is_complete(remembers: Runs) -> None:
     flags = (*FLAGS, "--eval-every", 20, "--checkpoint-every", 30)
     (remembers.folder / "die-at").write_text("evaluation 5")  # one of the ranks; the agent starts them again
@@ -127,6 +128,7 @@ class Thaws(Small):
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_layers_that_are_thawed_later_are_so_exactly_over_kills(remembers: Runs) -> None:
     """10 steps an epoch; killed where a layer is frozen, and right after its first step."""
     (remembers.folder / "thaws.py").write_text(THAWS)

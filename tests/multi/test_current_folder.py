@@ -67,8 +67,8 @@ def command(*words: object) -> list[str]:
 
 @pytest.mark.parametrize(
     "words",
-    [("launch", "--nodes", 2), ("train",), ("doctor",)],
-    ids=lambda words: words[0],
+    [pytest.param(("launch", "--nodes", 2), marks=pytest.mark.slow), ("train",), ("doctor",)],
+    ids=["launch", "train", "doctor"],
 )
 def test_nothing_of_the_current_folder_is_run(
     folder: Path, processes: Any, words: tuple[object, ...]

@@ -127,7 +127,7 @@ def files(run: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize(("ranks", "place"), [(1, "run@20"), (3, "run")])
+@pytest.mark.parametrize(("ranks", "place"), [(1, "run@20"), pytest.param(3, "run", marks=pytest.mark.slow)])
 def test_the_score_is_that_of_the_run_with_any_number_of_ranks(tandem: Run, ranks: int, place: str) -> None:
     run = folder_of(tandem) / "run"
     before = files(run)
@@ -217,6 +217,7 @@ def test_onnx_computes_what_pytorch_does_for_any_batch(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_model_of_transformers_is_loaded_as_any_other_of_theirs(
     tandem: Run, module_processes: Any, tmp_path: Path
 ) -> None:

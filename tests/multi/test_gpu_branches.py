@@ -115,6 +115,7 @@ def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port:
     assert "has a GPU and rank 1 on" in said[0][1] and "--device cpu" in said[0][1]
 
 
+@pytest.mark.slow
 def test_a_gpu_that_fails_is_given_a_new_process(ranks: Ranks) -> None:
     (ranks.folder / "fails").touch()
     notes, output = ranks.run("failing", "--deterministic")

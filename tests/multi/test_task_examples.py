@@ -24,6 +24,7 @@ def trained(processes: Any, folder: Path, run: str, task: str, *flags: object) -
     return dict(json.loads((folder / run / "summary.json").read_text()))
 
 
+@pytest.mark.slow
 def test_scores_of_two_sets_and_all_outputs_end_a_run(processes: Any, tmp_path: Path) -> None:
     flags = ("--epochs", 50, "--eval-every", 20, "--keep-best", "val/auc", "--batch-size", 120)
     flags += ("--lr", 0.5, "--checkpoint-every", 20)
@@ -45,6 +46,7 @@ def test_scores_of_two_sets_and_all_outputs_end_a_run(processes: Any, tmp_path: 
     assert again["test/auc"] == pytest.approx(two["eval"]["test/auc"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_batches_by_length_resume_exactly(processes: Any, tmp_path: Path) -> None:
     flags = ("--optimizer", "adamw", "--lr", 0.003, "--batch-size", 32, "--schedule", "constant")
     flags += ("--task.lines", 320, "--task.width", 16)
@@ -62,6 +64,7 @@ def code_lines(name: str) -> int:
     return sum(bool(line.strip()) for line in lines)
 
 
+@pytest.mark.slow
 def test_a_whole_script_as_a_task_loses_nothing_and_is_shorter(processes: Any, tmp_path: Path) -> None:
     assert code_lines("whole_script.py") < 50 < code_lines("whole_script_plain.py")
     plain = str(EXAMPLES / "whole_script_plain.py")

@@ -80,6 +80,7 @@ def counted(text: str) -> list[tuple[int, ...]]:
     return [tuple(numbers) for _, *numbers in found]
 
 
+@pytest.mark.slow
 def test_buffers_are_rank_0s_in_plain_ddp_and_in_a_loop_of_ones_own(tutorials: Tutorials) -> None:
     for run, script in (("plain", "counting_buffer_plain.py"), ("own-loop", "counting_buffer.py")):
         first, second = counted(tutorials.launch(run, TUTORIALS / script))
@@ -135,6 +136,7 @@ def resnet34(*words: object) -> list[object]:
     return [*settings, "--schedule", "constant", "--log-every", 1, "--snapshot-every", "never", *words]
 
 
+@pytest.mark.slow
 def test_resnet34_begins_with_all_weights_but_the_head(tutorials: Tutorials) -> None:
     tutorials.run("-c", PRETRAINED)
     said = tutorials.launch("begun", *resnet34("--steps", 1, "--eval-every", "never"))

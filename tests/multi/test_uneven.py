@@ -171,6 +171,7 @@ class Line:
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_uneven_parts_ends_and_resumes_bit_for_bit(processes: Any, tmp_path: Path) -> None:
     (tmp_path / "line.py").write_text(TASK)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}

@@ -48,7 +48,11 @@ def test_a_killed_rank_is_started_again_and_the_script_goes_on_from_its_own_snap
     assert (summary["state"], summary["exit_code"], summary["restarts"]) == ("finished", 0, 2)
 
 
-@pytest.mark.parametrize("ranks", [["--nodes", 2], ["--nproc", 2]], ids=["nodes", "one-node"])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(["--nodes", 2], marks=pytest.mark.slow), ["--nproc", 2]],
+    ids=["nodes", "one-node"],
+)
 def test_a_bug_of_the_script_is_not_started_again_and_is_shown_once(scripts: Any, ranks: list[Any]) -> None:
     code, said = scripts.run(scripts.tandem(*ranks, TUTORIAL, "--bug-at", "1:3"))
     assert code == 1, said
@@ -58,6 +62,7 @@ def test_a_bug_of_the_script_is_not_started_again_and_is_shown_once(scripts: Any
     assert len(scripts.lives(0)) == len(scripts.lives(1)) == 1
 
 
+@pytest.mark.slow
 def test_restart_on_error_is_torchruns_way(scripts: Any) -> None:
     settings = ["--nproc", 2, "--restart-on-error", "--max-restarts", 1]
     code, said = scripts.run(scripts.tandem(*settings, TUTORIAL, "--bug-at", "0:3"))
@@ -73,6 +78,7 @@ def metrics(port: int) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_with_its_line_and_the_page_knows_steps(scripts: Any, free_port: int) -> None:
     ours = scripts.tandem("--nodes", 2, "--hang-timeout", 4, "--metrics-port", free_port)
     process = scripts.start([*ours, TUTORIAL, "--epochs", "5", "--pause", "0.2"])

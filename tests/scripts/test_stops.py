@@ -49,7 +49,11 @@ def entries(folder: str | Path) -> list[str]:
     return [each.name for each in Path(folder).iterdir() if not each.name.startswith("torchinductor")]
 
 
-@pytest.mark.parametrize("ranks", [["--nproc", 1], ["--nodes", 2]], ids=["one-node", "nodes"])
+@pytest.mark.parametrize(
+    "ranks",
+    [["--nproc", 1], pytest.param(["--nodes", 2], marks=pytest.mark.slow)],
+    ids=["one-node", "nodes"],
+)
 def test_a_stop_at_the_very_start_is_137_and_one_line(scripts: Any, ranks: list[Any]) -> None:
     (scripts.folder / "endless.py").write_text(ENDLESS)
     process = scripts.start(scripts.tandem(*ranks, "endless.py"))
@@ -78,6 +82,7 @@ def test_a_stopped_script_is_143_and_one_that_does_not_listen_is_killed(scripts:
         assert "Traceback" not in said, said
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_a_temporary_folder_however_long_its_name(scripts: Any) -> None:
     """multiprocessing's socket lies there, and a name of 108 bytes and more cannot be one's."""
     (scripts.folder / "endless.py").write_text(ENDLESS)
