@@ -130,15 +130,16 @@ assert names() == ["step-000000200", "step-000000300"], names()
 """
 
 
-# Runs the command after `sys.argv[1]`, a small tmpfs that is full for a while in the middle of it.
+# volume, checkpoint, line, command: the volume is a small tmpfs, full from that checkpoint to that line.
 FULL_FOR_A_WHILE = """
 import subprocess, sys, time
 from pathlib import Path
 
-volume, output = Path(sys.argv[1]), Path("output.txt")
+volume, checkpoint, line = Path(sys.argv[1]), *sys.argv[2:4]
+output = Path("output.txt")
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(volume)], check=True)
 with output.open("w") as file:
-    run = subprocess.Popen(sys.argv[2:], stdout=file, stderr=file)
+    run = subprocess.Popen(sys.argv[4:], stdout=file, stderr=file)
 
 def until(condition, what):
     deadline = time.monotonic() + 200
@@ -148,12 +149,12 @@ def until(condition, what):
             sys.exit(f"no {what}: {output.read_text()}")
         time.sleep(0.01)
 
-until((volume / "run" / "checkpoints" / "step-000000010").exists, "checkpoint")
+until((volume / "run" / "checkpoints" / checkpoint).exists, "checkpoint")
 try:
     (volume / "filler").write_bytes(bytes(2_000_000))
 except OSError:
     pass
-until(lambda: "failed (2 in a row" in output.read_text(), "failed save")
+until(lambda: line in output.read_text(), "failed save")
 (volume / "filler").unlink()
 code = run.wait(90)
 print(output.read_text(), *sorted(path.name for path in (volume / "run" / "checkpoints").iterdir()))
@@ -184,12 +185,30 @@ def test_a_run_outlives_a_full_volume(runs: Runs, namespace: list[str]) -> None:
     volume.mkdir()
     flags = ("--steps", 100, "--checkpoint-every", 5, "--checkpoint-failures-allowed", 100, "--threads", 1)
     train = runs.command("train", "volume/run", *flags, delay=0.03)
-    command = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, str(volume), *train]
+    full = (str(volume), "step-000000010", "failed (2 in a row")
+    command = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, *full, *train]
     environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}
     code, output = runs.processes.run(command, cwd=runs.folder, env=environment)
     assert code == 0, output
     assert "No space left on device; free space" in output and "Traceback" not in output
     assert output.split()[-3:] == ["step-000000090", "step-000000095", "step-000000100"]
+
+
+def test_the_last_step_is_saved_though_it_was_reached_on_a_full_volume(
+    runs: Runs, namespace: list[str]
+) -> None:
+    """The ranks that are started again find the last step in memory, and have none left to take."""
+    volume = runs.folder / "volume"
+    volume.mkdir()
+    flags = ("--nproc", 1, "--steps", 30, "--checkpoint-every", 10, "--eval-every", 10, "--threads", 1)
+    launch = runs.command("launch", "volume/run", *flags, delay=0.2)
+    full = (str(volume), "step-000000020", "stopped at step 30, but the checkpoint could not be written")
+    command = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, *full, *launch]
+    environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}
+    code, output = runs.processes.run(command, cwd=runs.folder, env=environment)
+    assert code == 0, output
+    assert output.split()[-1] == "step-000000030", output
+    assert "going on from step 30, kept in the node's memory" in output, output
 
 
 def test_a_reader_beside_a_slow_writer_always_finds_one(tmp_path: Path) -> None:

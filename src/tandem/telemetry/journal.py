@@ -109,6 +109,12 @@ class Journal:
         """Append {"time": Unix seconds, "step": step, ...} to metrics.jsonl."""
         self._append(self.metrics_path, {"time": time.time(), "step": step, **fields})
 
+    def scores_at(self, step: int) -> dict[str, float]:
+        """What the last evaluation at this very step gave; empty without one."""
+        lines = [line for line in read_lines(self.metrics_path) if line.get("step") == step]
+        scores: object = next((line["eval"] for line in reversed(lines) if "eval" in line), {})
+        return {name: float(value) for name, value in scores.items()} if isinstance(scores, dict) else {}
+
     def rewind(self, step: int) -> int:
         """Drop the lines of metrics.jsonl after `step`, and torn ones; returns how many went.
 

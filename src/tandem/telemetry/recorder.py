@@ -220,6 +220,10 @@ class Recorder:
             self._progress.note(f"evaluation after step {step:,}: {text}")
         self._send(Samples(score_samples(scores)))
 
+    def recall(self, step: int, scores: Mapping[str, float]) -> None:
+        """What an evaluation at `step` gave before this launch or restart."""
+        self.scores, self._scores_step = dict(scores), step
+
     def scores_at(self, step: int) -> dict[str, float]:
         """What the evaluation at this very step gave; nothing when the last one was at another."""
         return self.scores if self._scores_step == step else {}

@@ -193,6 +193,8 @@ def _run(
     with saver:
         saver.is_end = beginning.ended_of == learner.planned
         finished = saver.is_end or train(training)
+        if beginning.slot is not None and beginning.step == learner.planned:
+            saver.save(training.step)  # no step was left to take, and the state is in memory alone
         clock.begin("drain")
     if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")

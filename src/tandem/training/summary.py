@@ -186,6 +186,7 @@ def open_displays(
     journal.rewind(step)  # also to 0: a run that was killed before its first checkpoint
     if step:
         journal.event("resumed", step=step)
+        recorder.recall(step, journal.scores_at(step))
     writer = EventWriter(facts.run_dir / "tensorboard", step) if display.tensorboard else None
     progress = Progress(planned, start_step=step, mode=display.progress)
     recorder.begin_run(step, epoch_steps, planned, journal, progress, writer)
