@@ -139,7 +139,7 @@ lock: ## pin the newest releases that fit pyproject.toml, with hashes
 	$(LOCK) --extra dev --upgrade --constraint requirements.lock --output-file requirements-dev.lock
 
 clean: ## remove the environment and caches; runs/ and data/ stay
-	rm -rf $(VENV) build src/tandem.egg-info .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
 	find src tests benchmarks compose docker k8s monitoring slurm -name __pycache__ -type d -prune -exec rm -rf {} +
 
 include docker/image.mk

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,4 +68,16 @@ def test_readme_names_known_flags_only(page: str) -> None:
 def test_readme_verbs_exist() -> None:
     for words in commands((ROOT / "README.md").read_text(encoding="utf-8")):
         assert words[0] in VERBS or words[0].startswith("--")
-    
+
+
+def test_extras_are_this_projects_own() -> None:
+    """`tandem` on PyPI is another project: who types that name installs a stranger's package."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = [*(ROOT / "src").rglob("*.py"), *PAGES]
+    asked = {
+        match
+        for text in texts
+        for match in re.findall(r"'([\w-]+)\[(\w+)\]'", text.read_text(encoding="utf-8"))
+    }
+    assert {extra for _, extra in asked} <= set(about["optional-dependencies"]), asked
+    assert {name for name, _ in asked} == {about["name"]}

@@ -43,7 +43,7 @@ def test_an_address_survives_being_taken_for_a_path() -> None:
 
 @pytest.mark.parametrize(
     "scheme, module, install",
-    [("s3", "s3fs", "'tandem[s3]'"), ("gs", "gcsfs", "gcsfs"), ("az", "adlfs", "adlfs")],
+    [("s3", "s3fs", "'tandem-train[s3]'"), ("gs", "gcsfs", "gcsfs"), ("az", "adlfs", "adlfs")],
 )
 def test_a_missing_library_is_one_line(
     monkeypatch: pytest.MonkeyPatch, scheme: str, module: str, install: str

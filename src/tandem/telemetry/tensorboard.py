@@ -23,7 +23,7 @@ class EventWriter:
         except ImportError as error:
             raise ConfigError(
                 f"--tensorboard needs TensorBoard, which cannot be imported ({error}); "
-                "type: pip install 'tandem[tensorboard]', or leave --tensorboard out"
+                "type: pip install 'tandem-train[tensorboard]', or leave --tensorboard out"
             ) from error
         self._failed = False
         # torch.utils.tensorboard has no annotations

@@ -69,7 +69,8 @@ def _safetensors(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) 
         from safetensors.torch import save_file
     except ImportError as error:
         raise ConfigError(
-            "--format safetensors needs safetensors: pip install 'tandem[export]', or give --format torch"
+            "--format safetensors needs safetensors: pip install 'tandem-train[export]', or give "
+            "--format torch"
         ) from error
     try:
         save_file(weights, path, metadata=facts)

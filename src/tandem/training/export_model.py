@@ -29,7 +29,7 @@ SAMPLES = 3
 """Of the batch that is traced: torch.export takes a size of 1 for a constant."""
 TOLERANCE = 1e-5
 """Of the largest output, or of 1."""
-NEEDED = "--format onnx needs onnx and onnxscript: pip install 'tandem[export]'"
+NEEDED = "--format onnx needs onnx and onnxscript: pip install 'tandem-train[export]'"
 
 
 class Call(NamedTuple):

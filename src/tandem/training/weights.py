@@ -68,7 +68,7 @@ def _state_in(path: Path) -> Mapping[str, Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ConfigError("this needs safetensors: pip install 'tandem[export]'") from error
+        raise ConfigError("this needs safetensors: pip install 'tandem-train[export]'") from error
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

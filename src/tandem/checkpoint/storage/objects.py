@@ -17,7 +17,7 @@ from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Reade
 from tandem.errors import ConfigError
 
 LEFT_OVER = timedelta(days=1)
-INSTALL = {"s3": "'tandem[s3]'", "gs": "gcsfs", "az": "adlfs"}
+INSTALL = {"s3": "'tandem-train[s3]'", "gs": "gcsfs", "az": "adlfs"}
 
 
 def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
