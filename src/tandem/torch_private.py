@@ -184,6 +184,28 @@ def hasten_handler(handler: Any, poll_seconds: float) -> None:
         holder._cache_duration = poll_seconds
 
 
+def listening_at(descriptor: int | None) -> dict[str, Any]:
+    """A TCPStore's arguments to serve at a listening descriptor; None: it opens its own port.
+
+    libuv's store takes none before torch 2.11 (seen in 2.6), the older one does.
+    """
+    if descriptor is None:
+        return {}
+    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+    return {"master_listen_fd": descriptor, **({"use_libuv": False} if old else {})}
+
+
+def keep_alive(seconds: int, attempts: int) -> dict[str, int]:
+    """A rendezvous handler's arguments: a node that is silent for so long is lost. torch 2.6 takes none, and
+    waits for 15 s.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    wanted = {"keep_alive_interval": seconds, "keep_alive_max_attempt": attempts}
+    known = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
+    return {name: value for name, value in wanted.items() if name in known}
+
+
 def nodes_here(handler: Any) -> int | None:
     """How many nodes have come to the rendezvous; None where the handler does not say."""
     with contextlib.suppress(AttributeError, TypeError):

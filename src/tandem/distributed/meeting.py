@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.timeouts import LEAVE_SECONDS
+from tandem.torch_private import listening_at
 
 STALE_SECONDS = 600.0
 """Ranks of one start write the file in which they meet within so many seconds."""
@@ -62,7 +63,7 @@ def open_store(position: Position, timeout: timedelta) -> Any:
     is_first = position.rank == 0
     here = listen(host, port)[0] if is_first and position.nodes == 1 else None
     store = TCPStore(
-        host, port, position.world_size, is_master=is_first, timeout=timeout, master_listen_fd=here
+        host, port, position.world_size, is_master=is_first, timeout=timeout, **listening_at(here)
     )
     return PrefixStore(position.job, store) if position.job else store
 

@@ -31,6 +31,7 @@ from tandem.timeouts import (
     STORE_READ_SECONDS,
     WAITING_WORD_SECONDS,
 )
+from tandem.torch_private import listening_at
 
 log = logging.getLogger("tandem.agent")
 
@@ -167,7 +168,7 @@ def serve(placement: Placement, port: int) -> TCPStore:
         multi_tenant=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_READ_SECONDS),
-        master_listen_fd=here,
+        **listening_at(here),
     )
 
 

@@ -28,7 +28,7 @@ from tandem.timeouts import (
     KEEP_ALIVE_SECONDS,
     RENDEZVOUS_POLL_SECONDS,
 )
-from tandem.torch_private import hasten_handler, rendezvous_kinds
+from tandem.torch_private import hasten_handler, keep_alive, rendezvous_kinds
 
 log = logging.getLogger("tandem.agent")
 
@@ -108,8 +108,7 @@ def handler_of(
         high,
         local_addr=f"{placement.node_rank:06d}.{placement.local_name}",
         timeout=timeout,
-        keep_alive_interval=KEEP_ALIVE_SECONDS,
-        keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
+        **keep_alive(KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS),
     )
     hasten_handler(handler, RENDEZVOUS_POLL_SECONDS)
     return handler
