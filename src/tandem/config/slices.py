@@ -173,6 +173,9 @@ class ReliabilityConfig:
     first_step_timeout: Positive = setting(
         1800.0, "seconds that the start, the first step, an evaluation or a save may take"
     )
+    connect_timeout: Positive = setting(
+        300.0, "seconds that NCCL, or gloo, may take to connect all ranks, once they have met"
+    )
     hang_timeout: Auto | Positive = setting(
         "auto", "seconds until a step is a hang; auto: five of the longest recent steps, at least 10"
     )

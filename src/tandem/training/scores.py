@@ -29,7 +29,8 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     compute, data = settings.compute, settings.data
     set_threads(compute.threads, position)
     devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
-    world = ProcessGroup.open(position, devices[0], settings.reliability.first_step_timeout, devices)
+    limits = settings.reliability.first_step_timeout, settings.reliability.connect_timeout
+    world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
     task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
     world.once_per_node(task.prepare)
     dataset = datasets_of(task).evaluation
