@@ -77,7 +77,9 @@ class DataConfig:
     batch_shares: Auto | SharesText | None = setting(
         None, "each rank's part of a batch; auto: by the pace of the first steps; none: equal"
     )
-    workers: Natural = setting(0, "loader processes per rank")
+    workers: Auto | Natural = setting(
+        0, "loader processes per rank; auto: one for each of its CPUs but one, up to 8, where they are of use"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@ import logging
 
 from tandem.checkpoint.state import deserialize
 from tandem.config import Settings
+from tandem.data.loader import loader_processes
 from tandem.data.seeds import seed_model
 from tandem.distributed import strategy as strategies
-from tandem.distributed.devices import choose_devices, set_threads
+from tandem.distributed.devices import choose_devices, cores_of, set_threads
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task
@@ -50,7 +51,8 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     task.after_resume(model)
     size = evaluation_batch_size(settings.evaluation, data, world)
     precision = precision_of(compute.precision, world)
-    evaluation = Evaluation(world, strategy, task, model, dataset, size, precision, data.workers)
+    workers = loader_processes(data.workers, cores_of(position))
+    evaluation = Evaluation(world, strategy, task, model, dataset, size, precision, workers)
     scores = evaluation.scores()
     world.close()
     return scores
