@@ -94,7 +94,8 @@ def test_ranks_that_cannot_reach_each_other_all_end(port: int, tmp_path: Path) -
     context = torch.multiprocessing.get_context("fork")
     logs = [tmp_path / f"log-{rank}" for rank in (0, 1)]
     ranks = [
-        context.Process(target=opens, args=(rank, port, "cuda", patient(5), logs[rank], True)) for rank in (0, 1)
+        context.Process(target=opens, args=(rank, port, "cuda", patient(5), log, True))
+        for rank, log in enumerate(logs)
     ]
     assert ends(*ranks) == [200, 200]
     for rank, log in enumerate(logs):
