@@ -93,20 +93,25 @@ class Played(TorchFunctionMode):
 
 def _event(notes: Notes) -> type:
     class Event:
-        """Passed as soon as it is recorded."""
+        """Passed as soon as it is recorded; those that are recorded while `sticks` is set never pass."""
+
+        sticks = False
 
         def __init__(self, enable_timing: bool = False) -> None:
             self.at: float | None = None
+            self.passed = True
 
         def record(self, stream: Any = None) -> None:
             notes.count("event")
-            self.at = time.perf_counter()
+            self.at, self.passed = time.perf_counter(), not Event.sticks
 
         def query(self) -> bool:
-            return True
+            return self.passed
 
         def synchronize(self) -> None:
             notes.count("wait for an event")
+            while not self.passed:
+                time.sleep(1)
 
         def elapsed_time(self, other: "Event") -> float:
             assert self.at is not None and other.at is not None, "an event was not recorded"

@@ -1,5 +1,6 @@
 """Every branch for GPUs, run: ranks on played GPUs (tests/played_gpu.py), numbers and places counted."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 import played_gpu
+from patience import patient
 from played_gpu import Notes
 
 pytestmark = pytest.mark.multi
@@ -34,6 +36,9 @@ class Small:
     def loss(self, model, batch):
         x, y = batch
         self.steps += model.training
+        if self.steps == 9 and torch.distributed.get_rank() == 1 and os.path.exists("sticks"):
+            os.remove("sticks")
+            torch.cuda.Event.sticks = True
         if self.steps == 9 and torch.distributed.get_rank() == 0 and os.path.exists("fails"):
             os.remove("fails")
             error = torch.AcceleratorError("CUDA error: unspecified launch failure")
@@ -81,7 +86,8 @@ def test_each_rank_takes_its_own_gpu_and_nccl(plain: tuple[list[Notes], str]) ->
     assert "2 ranks on 1 node (cuda)" in output
     for rank, note in enumerate(notes):
         assert note.backends == ["nccl"]
-        assert sum(note.counts[f"set_device cuda:{rank}"].values()) == 1
+        assert note.counts[f"set_device cuda:{rank}"]["distributed/group.py:_bind"] == 1
+        assert len([each for each in note.counts if each.startswith("set_device")]) == 1
         assert note.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
         assert note.bound_to == [f"cuda:{rank}"]  # left alone, torch 2.15 binds to the global rank's
         assert note.device_ids == [f"[device(type='cuda', index={rank})]"]
@@ -122,3 +128,14 @@ def test_a_gpu_that_fails_is_given_a_new_process(ranks: Ranks) -> None:
     assert all(note.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" for note in notes)
     assert "GPU failed, which a new process may mend: CUDA error: unspecified launch failure" in output
     assert "starting generation 2" in output and "restarts: 1" in output
+
+
+def test_the_rank_whose_kernel_is_stuck_is_named(ranks: Ranks) -> None:
+    """Its host waits for it a step later, where hosts wait for others too; named was who had gone further."""
+    (ranks.folder / "sticks").touch()
+    notes, output = ranks.run("sticking", "--hang-timeout", patient(4))
+    assert notes and re.search(
+        r"hang: rank 1 on node 0 \(.*\) does not get on since .* s, in phase forward \(kernel\) of step \d",
+        output,
+    )
+    assert "hang: rank 0" not in output and "restarts: 1" in output

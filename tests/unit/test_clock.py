@@ -72,6 +72,7 @@ class FakeEvent:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(clock_module, "after_gradients", lambda loss, call: call())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     FakeEvent.now = FakeEvent.passed = 0
     yield
 
@@ -103,6 +104,46 @@ def test_times_come_in_as_the_device_gets_on(device: None) -> None:
     step(clock)
     FakeEvent.passed = FakeEvent.now
     assert len(step(clock)) == 2
+
+
+def test_what_a_device_computes_now_is_that_of_the_step_it_is_in(device: None) -> None:
+    """Its events: the beginning, then the ends of data, transfer, forward, backward, wait, optimizer."""
+    clock = Clock()
+    clock.measure(torch.device("cuda", 0))
+    clock.resume(40)
+    for _ in range(2):
+        step(clock)
+    clock.begin_step()
+    clock.enter("transfer")
+    assert clock.kernel() is None, "it may wait for others in a forward pass: nothing is said"
+    clock.computes_alone = True
+    said = []
+    for passed in range(FakeEvent.now + 1):
+        FakeEvent.passed = passed
+        said.append(clock.kernel())
+    first, second = (
+        [("forward", done), ("backward", done), None, ("optimizer", done)] for done in (40, 41)
+    )
+    assert said == [None, None, None, *first, None, None, *second, None, None]
+
+
+def test_a_wait_that_cannot_be_told_from_backward_is_no_kernel(
+    device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_module, "after_gradients", lambda loss, call: None)
+    clock = Clock()
+    clock.measure(torch.device("cuda", 0))
+    clock.computes_alone = True
+    step(clock)
+    FakeEvent.passed = 4  # up to forward
+    assert clock.kernel() is None
+
+
+def test_a_host_has_no_kernels() -> None:
+    clock = Clock()
+    clock.computes_alone = True
+    clock.begin_step()
+    assert clock.kernel() is None
 
 
 def test_what_is_between_two_steps_belongs_to_none(device: None) -> None:

@@ -4,22 +4,25 @@ import gc
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
+from tandem.config.slices import DataConfig
 from tandem.data.datasets import TensorImages, TensorRows, random_crop_flip
 from tandem.data.fetch import answers_in_batches
-from tandem.data.kinds import evaluation_batches
-from tandem.data.loader import to_device, train_batches
+from tandem.data.kinds import evaluation_batches, takes_workers, training_data
+from tandem.data.loader import loader_processes, to_device, train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed, kept_generators
+from tandem.data.source import Reader
 
 CPU = torch.device("cpu")
 
@@ -58,6 +61,56 @@ class Collecting(Noisy):
     def __getitem__(self, index: int) -> torch.Tensor:
         gc.collect()
         return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cores", "processes"),
+    [("auto", 1, 0), ("auto", 4, 3), ("auto", 64, 8), (0, 64, 0), (12, 1, 12)],
+)
+def test_workers_by_themselves_leave_a_cpu_to_the_rank(wanted: Any, cores: int, processes: int) -> None:
+    reader = Reader(DataConfig(batch_size=10, workers=wanted), 5, 0, 1, None, CPU)
+    reader.cores = cores
+    assert reader.workers == loader_processes(wanted, cores) == processes
+
+
+class Whose(Noisy):
+    """A sample with the number of the process that has made it."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+        return super().__getitem__(index), os.getpid()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_by_themselves_load_the_same_samples_in_the_same_order() -> None:
+    made = {}
+    for cores in (1, 2, 4):
+        reader = Reader(DataConfig(batch_size=10, workers="auto"), 5, 0, 1, None, CPU)
+        reader.cores = cores
+        steps = list(training_data(Whose(), reader, 4).steps(0, 4))
+        made[cores] = [batch[0].tolist() for step in steps for batch in step]
+        processes = {pid for step in steps for batch in step for pid in batch[1].tolist()}
+        assert processes == {os.getpid()} if cores == 1 else len(processes) == cores - 1
+    assert made[1] == made[2] == made[4]
+
+
+def test_only_data_that_are_loaded_by_the_sample_take_workers() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(40))
+
+        def __len__(self) -> int:
+            return 40
+
+    class Part(Stream):
+        def of_rank(self, rank: int, world_size: int) -> "Part":
+            return self
+
+    rows = TensorDataset(torch.arange(40.0))
+    datasets = [(Noisy(), None), (rows, default_collate), (rows, None), (Stream(), None), (Part(), None)]
+    assert [takes_workers(*each) for each in datasets] == [True, True, False, False, False]
+    for dataset in (Stream(), Part()):  # a number above 0 is refused there
+        reader = Reader(DataConfig(batch_size=10, workers="auto"), 5, 0, 1, None, CPU, lambda mine: [mine])
+        assert len(list(training_data(dataset, reader, 4).steps(0, 4))) == 4
 
 
 def test_a_worker_does_not_end_what_is_garbage_in_the_rank(tmp_path: Path) -> None:

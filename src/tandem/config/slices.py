@@ -77,7 +77,9 @@ class DataConfig:
     batch_shares: Auto | SharesText | None = setting(
         None, "each rank's part of a batch; auto: by the pace of the first steps; none: equal"
     )
-    workers: Natural = setting(0, "loader processes per rank")
+    workers: Auto | Natural = setting(
+        0, "loader processes per rank; auto: one for each of its CPUs but one, up to 8, where they are of use"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,9 @@ class ReliabilityConfig:
 
     first_step_timeout: Positive = setting(
         1800.0, "seconds that the start, the first step, an evaluation or a save may take"
+    )
+    connect_timeout: Positive = setting(
+        300.0, "seconds that NCCL, or gloo, may take to connect all ranks, once they have met"
     )
     hang_timeout: Auto | Positive = setting(
         "auto", "seconds until a step is a hang; auto: five of the longest recent steps, at least 10"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tandem.data.fetch import Batch, Collate, is_stream
+from tandem.data.fetch import Batch, Collate, is_stream, whole_fetch
 from tandem.data.loader import share_batches
 from tandem.data.mapped import MappedData
 from tandem.data.orders import MakeOrder
@@ -37,6 +37,13 @@ def training_data(
     if stream:
         return StreamedData(dataset, reader, GlobalOrder(n, batch_size, reader.seed))
     return MappedData(dataset, reader, order_of(n, batch_size, reader.seed))
+
+
+def takes_workers(dataset: Any, collate: Collate | None) -> bool:
+    """Whether loader processes make the batches: not those of a stream, nor of what gives whole ones."""
+    if hasattr(dataset, "of_rank") or is_stream(dataset):
+        return False
+    return whole_fetch(dataset, collate, augment=True) is None
 
 
 def begins_anew(dataset: Any, rank: int, world_size: int) -> bool:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from tandem.data.fetch import Batch, Collate, Samples, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
 from tandem.errors import ConfigError
 from tandem.signals import ignore_stop_signals
+
+MOST_WORKERS = 8
+"""Of `--workers auto`: each is a process with batches of its own in /dev/shm."""
 
 
 def train_batches(
@@ -61,6 +64,14 @@ def share_batches(
         return
     for indices in batches:
         yield moved(fetch(torch.tensor(indices), 0, seed), device)
+
+
+def loader_processes(wanted: Literal["auto"] | int, cores: int) -> int:
+    """What `--workers` means for a rank with so many CPUs; `auto` leaves one to the rank itself.
+
+    Which samples come, and their randomness, do not depend on it.
+    """
+    return min(cores - 1, MOST_WORKERS) if wanted == "auto" else wanted
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

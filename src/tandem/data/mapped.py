@@ -22,7 +22,7 @@ class MappedData:
             self._dataset,
             cut,
             seed=reader.seed,
-            workers=reader.config.workers,
+            workers=reader.workers,
             collate=reader.collate,
             device=reader.device,
         )

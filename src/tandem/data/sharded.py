@@ -51,7 +51,7 @@ class ShardedData:
         """Raises ConfigError; all ranks call this."""
         if reader.gather is None:
             raise ConfigError("a dataset with of_rank() is for tasks; in a loop of one's own leave it out")
-        if reader.config.workers:
+        if reader.config.workers not in (0, "auto"):
             raise ConfigError(
                 f"--workers is {reader.config.workers}: ranks read of_rank() themselves, give 0"
             )

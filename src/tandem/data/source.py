@@ -13,6 +13,7 @@ import torch
 
 from tandem.config.slices import DataConfig
 from tandem.data.fetch import Collate
+from tandem.data.loader import loader_processes
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.shares import given_shares
 from tandem.errors import ConfigError
@@ -33,6 +34,8 @@ class Reader:
     device: torch.device
     gather: Callable[[int], list[int]] | None = None
     """A number of each rank's, on all ranks; for data of which ranks have parts of their own."""
+    cores: int = 1
+    """CPUs that this rank can count on: what `--workers auto` goes by."""
     sizes: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -41,6 +44,11 @@ class Reader:
             self.sizes = given_shares(
                 config.batch_shares, config.batch_size, self.world_size, config.micro_batch_size
             )
+
+    @property
+    def workers(self) -> int:
+        """Loader processes of this rank, for data that are loaded by the sample."""
+        return loader_processes(self.config.workers, self.cores)
 
     def cut(self, order: GlobalOrder, start: int, stop: int) -> TrainBatches:
         """Its share of the steps of `order`."""

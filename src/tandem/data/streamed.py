@@ -25,7 +25,7 @@ class StreamedData:
     """
 
     def __init__(self, dataset: Any, reader: Reader, order: GlobalOrder) -> None:
-        if reader.config.workers:
+        if reader.config.workers not in (0, "auto"):
             raise ConfigError(f"--workers is {reader.config.workers}: ranks read a stream themselves, give 0")
         self._dataset, self._reader, self.order = dataset, reader, order
         self._iterator: Any = iter(())

@@ -72,10 +72,15 @@ def compute_deterministically() -> None:
 
 def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
     """CPU threads of this rank: what `--threads` says, or the cores it can count on."""
-    cores = min(len(os.sched_getaffinity(0)), quota_of(Path("/")))
-    threads = max(1, cores // position.ranks_on_host) if wanted == "auto" else int(wanted)
+    threads = cores_of(position) if wanted == "auto" else int(wanted)
     torch.set_num_threads(threads)
     return threads
+
+
+def cores_of(position: Position) -> int:
+    """The cores that this rank can count on: its share of those that the processes of its host may use."""
+    cores = min(len(os.sched_getaffinity(0)), quota_of(Path("/")))
+    return max(1, cores // position.ranks_on_host)
 
 
 def quota_of(root: Path) -> int:

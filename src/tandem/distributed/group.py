@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.distributed.batchnorm import synchronised
+from tandem.distributed.connecting import announce, limited
+from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.meeting import check_same_kind, forget_dump_signal, open_store
 from tandem.distributed.position import Position as Position
 from tandem.errors import ConfigError, PeerLostError
@@ -56,26 +59,38 @@ class ProcessGroup:
         device: torch.device,
         timeout_seconds: float,
         devices: tuple[torch.device, ...] = (),
+        connect_seconds: float | None = None,
     ) -> "ProcessGroup":
         """Join the group; every rank of the job calls this. Raises PeerLostError.
 
         `timeout_seconds` bounds every collective; the first step may compile. Hangs are the watchdog's.
+        Once all ranks have met, `connect_seconds` bounds how long they take to connect (none: the same); then
+        the process ends (see `connecting.py`).
         """
         timeout = timedelta(seconds=timeout_seconds)
+        connecting: AbstractContextManager[None] = nullcontext()
         try:
             store = open_store(position, timeout)
             if position.world_size > 1:
                 if position.rank == 0:
                     forget_dump_signal(store)
+                announce(store, position)
                 check_same_kind(store, position, device.type)
-            dist.init_process_group(
-                store=store,
-                rank=position.rank,
-                world_size=position.world_size,
-                timeout=timeout,
-                **_bind(device, devices),
-            )
+                connecting = limited(store, position, device.type, connect_seconds or timeout_seconds)
+            with connecting:
+                dist.init_process_group(
+                    store=store,
+                    rank=position.rank,
+                    world_size=position.world_size,
+                    timeout=timeout,
+                    **_bind(device, devices),
+                )
+                if device.type == "cuda":  # NCCL connects no later than here
+                    dist.all_reduce(torch.zeros(1, device=device))
+                    torch.cuda.synchronize(device)
         except (RuntimeError, ValueError, OSError) as error:
+            if is_gpu_failure(error):
+                raise
             if TAKEN.search(str(error)):
                 port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
                 raise ConfigError(

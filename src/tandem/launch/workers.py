@@ -6,6 +6,7 @@ No torch in here: the fork server has to be started before the agent imports tor
 import contextlib
 import importlib
 import io
+import logging
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,8 @@ from tandem.launch.restarts import shell_code
 from tandem.process import SAFE_PATH, end_with_parent, name_process, safe_path
 from tandem.signals import IGNORED_BY_FORK_SERVER
 from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
+
+log = logging.getLogger("tandem.agent")
 
 RankFunction = Callable[[Any, Any], int]
 
@@ -243,9 +246,16 @@ class Workers:
             if rank.process.exitcode is None:
                 rank.process.kill()
         self.wait(KILLED_SECONDS)
-        codes = {
-            local_rank: code if code is not None else KILLED for local_rank, code in self.codes().items()
-        }
+        codes = {}
+        for local_rank, code in self.codes().items():
+            codes[local_rank] = KILLED if code is None else code
+            if code is None:
+                log.error(
+                    "rank %s (process %s) has not ended %g s after SIGKILL: it stands in the kernel, in a "
+                    "GPU's driver or at a volume, and keeps its GPU and memory so long; see nvidia-smi and "
+                    "dmesg, and restart this machine if it stays",
+                    *(self._positions[local_rank].rank, self._ranks[local_rank].process.pid, KILLED_SECONDS),
+                )
         for rank in self._ranks.values():
             rank.lifeline.close()
         self._ranks = {}

@@ -19,6 +19,7 @@ from tandem.data.seeds import seed_model
 from tandem.data.shares import equal_shares
 from tandem.data.source import Reader, TrainingData
 from tandem.distributed import strategy as strategies
+from tandem.distributed.devices import cores_of
 from tandem.errors import FINISHED, STOPPED, ConfigError, StoppedError, TandemError
 from tandem.launch.run_dir import decide
 from tandem.launch.script import ScriptRank
@@ -165,6 +166,7 @@ class Engine:
                 "give the numbers, such as --batch-shares 3:1"
             )
         reader = Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
+        reader.cores = cores_of(world.position)
         share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
         self.parts.share = share * world.size / whole.batch_size
         return reader

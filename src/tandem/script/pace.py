@@ -79,4 +79,4 @@ def _parameter(optimizer: Any) -> Any:
 def _timer(parameter: Any) -> Any:
     from tandem.telemetry.clock import DeviceTimer, HostTimer
 
-    return DeviceTimer() if parameter is not None and parameter.is_cuda else HostTimer()
+    return DeviceTimer(parameter.device) if parameter is not None and parameter.is_cuda else HostTimer()

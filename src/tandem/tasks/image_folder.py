@@ -10,6 +10,7 @@ from torch import nn
 from tandem.data.datasets import Datasets, one_line, torchvision_for
 from tandem.errors import ConfigError
 from tandem.tasks.classification import LossAndSums, cross_entropy
+from tandem.tasks.normalised import normalised
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
@@ -29,7 +30,7 @@ class ImageFolder:
             near = ", ".join(get_close_matches(self.model, known, n=3)) or "resnet18"
             raise ConfigError(f"--task.model is {self.model!r}, not a torchvision model; near it: {near}")
         model: nn.Module = models.get_model(self.model, weights=None, num_classes=len(self._classes("train")))
-        return model
+        return normalised(model, _MEAN, _STD)
 
     def build_datasets(self) -> Datasets:
         vision = torchvision_for("image-folder")
@@ -40,7 +41,7 @@ class ImageFolder:
                 f"train and val in {self.data_dir} have different classes: make in both {different}"
             )
         transforms = vision.transforms
-        as_tensor = [transforms.ToTensor(), transforms.Normalize(_MEAN, _STD)]
+        as_tensor = [transforms.PILToTensor()]
         cut = [transforms.RandomResizedCrop(self.image_size), transforms.RandomHorizontalFlip()]
         centre = [transforms.Resize(self.image_size * 8 // 7), transforms.CenterCrop(self.image_size)]
         return Datasets(

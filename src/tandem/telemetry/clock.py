@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from tandem.torch_private import after_gradients
 
 STEP_PHASES = ("data", "transfer", "forward", "backward", "optimizer", "between")
 """What the training thread is in while it trains, in the order of a step."""
+KERNEL_PHASES = ("forward", "backward", "optimizer")
+"""Those in which a device computes; in the others it may wait for another rank."""
 RING_STEPS = 4
 """Steps that a GPU may be behind the host before the host waits for the oldest one's events."""
 RECENT_STEPS = 50
@@ -40,6 +42,9 @@ class Clock:
         self.since, self.entered = time.monotonic(), 0
         self.step = self.first_step = 0
         self.on_activity: Callable[[], None] = lambda: None
+        self.computes_alone = False
+        """Whether only the wait behind backward holds collectives: no forward pass, backward or optimizer."""
+        self._knows_wait = False
         self._durations = [0.0] * RECENT_STEPS
         self._step_began, self._open = self.since, "other"
         self.recent: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
@@ -47,7 +52,7 @@ class Clock:
 
     def measure(self, device: torch.device) -> None:
         """From now on steps are timed where they run."""
-        self._timer = DeviceTimer() if device.type == "cuda" else HostTimer()
+        self._timer = DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
     @contextmanager
     def phase(self, activity: str) -> Iterator[None]:
@@ -113,6 +118,17 @@ class Clock:
         """Whether work is done when the host has gone on: on CPUs."""
         return isinstance(self._timer, HostTimer)
 
+    def kernel(self) -> tuple[str, int] | None:
+        """(Phase, finished steps before it) of what a GPU computes now, from any thread; waits for nothing.
+
+        None on CPUs, where the GPU does nothing, waits for other ranks, or may do so.
+        """
+        found = self._timer.unfinished() if self.computes_alone else None
+        if found is None or found[0] not in KERNEL_PHASES:
+            return None
+        phase, ago = found
+        return None if phase == "backward" and not self._knows_wait else (phase, self.step - ago)
+
     @property
     def has_trained(self) -> bool:
         """Whether this process has finished a step."""
@@ -134,6 +150,7 @@ class Clock:
         self.entered += 1
 
     def _gradients_done(self) -> None:
+        self._knows_wait = True
         self._timer.mark("backward")
         self._open = "wait"
 
@@ -165,11 +182,16 @@ class HostTimer:
     def drain(self) -> list[StepTimes]:
         return []
 
+    def unfinished(self) -> tuple[str, int] | None:
+        """What the host has asked for is done."""
+        return None
+
 
 class DeviceTimer:
     """Times between events on the current CUDA stream; `data` is how long the device stood idle for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._steps: deque[list[tuple[str, Any]]] = deque()
         self._marks: list[tuple[str, Any]] = []
         self._previous_end: Any = None
@@ -194,6 +216,20 @@ class DeviceTimer:
 
     def drain(self) -> list[StepTimes]:
         return [self._oldest() for _ in range(len(self._steps))]
+
+    def unfinished(self) -> tuple[str, int] | None:
+        """(Phase, how many steps ago) of the first event that the device has not passed; None: it has all.
+
+        For another thread than the one that trains. One without a device would begin to use the first GPU.
+        """
+        with suppress(RuntimeError):  # the training thread went on meanwhile, or the GPU has failed
+            steps = [*self._steps]
+            torch.cuda.set_device(self._device)
+            for index, marks in enumerate([*steps, self._marks]):
+                for phase, event in [*marks]:
+                    if not event.query():
+                        return phase, len(steps) - index
+        return None
 
     def _oldest(self) -> StepTimes:
         marks = self._steps.popleft()

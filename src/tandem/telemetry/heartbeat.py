@@ -1,7 +1,8 @@
 """What a rank says of itself four times a second, from a thread beside the training.
 
 Where it is (step, activity, phase), since when, and whether it waits for others there: read from the
-clock that the training thread tells. Nothing here touches a collective or a GPU.
+clock that the training thread tells. Nothing here touches a collective; of a GPU on which the host seems to
+wait, events are asked whether they have passed, which waits for nothing.
 """
 
 import faulthandler
@@ -60,17 +61,22 @@ class Heartbeats:
         with self._one_at_a_time:
             clock, quiet = self._clock, time.monotonic() - self._clock.since
             trains = clock.current in STEP_PHASES and clock.has_trained
+            stands = quiet > 2 * BEAT_SECONDS
+            kernel = clock.kernel() if stands and trains else None
+            phase, step = clock.current, clock.step
+            if kernel is not None:  # the host waits for it further on, as it would for other ranks
+                phase, step = f"{kernel[0]} (kernel)", kernel[1]
             self._send(
                 Heartbeat(
                     rank=self._rank,
-                    step=clock.step,
+                    step=step,
                     activity=clock.activity,
-                    phase=clock.current,
+                    phase=phase,
                     quiet=round(quiet, 3),
                     limit=self.hang_seconds() if trains else self._patience,
                     hang=self.hang_seconds(),
                     trained=clock.has_trained,
-                    waiting=quiet > 2 * BEAT_SECONDS and self._waits(),
+                    waiting=stands and kernel is None and self._waits(),
                 )
             )
 

@@ -28,6 +28,8 @@ def _turned(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _last(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point():
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return value
+    if value.is_floating_point() or value.dtype == torch.uint8:  # bytes: see tasks/normalised.py
         return value.contiguous(memory_format=torch.channels_last)
     return value

@@ -7,15 +7,17 @@ from torch import nn
 
 from tandem.checkpoint.flatten import flatten
 from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimisationConfig, RunConfig
-from tandem.data.kinds import training_data
+from tandem.data.kinds import takes_workers, training_data
 from tandem.data.seeds import seed_model
 from tandem.data.sharded import ShardedData
 from tandem.data.source import Reader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.compression import check_scaling
+from tandem.distributed.devices import cores_of
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.statistics import Statistics
 from tandem.errors import ConfigError
+from tandem.log import counted
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.parts import check_methods, datasets_of, model_of, order_of
 from tandem.telemetry.clock import Clock
@@ -55,6 +57,7 @@ class Learner:
         self._reader = Reader(
             data, run.seed, world.rank, world.size, self.task.collate, world.device, world.gather
         )
+        self._reader.cores = cores_of(world.position)
         self.data = training_data(
             self.datasets.train, self._reader, run.steps, order_of(self.task, self.datasets.train)
         )
@@ -84,6 +87,8 @@ class Learner:
             self.planned,
         )
         if world.is_first:
+            if data.workers == "auto":
+                log.info("--workers auto: %s", self._loading())
             log.info("%s", self.schedule.describe())
             if unread := self.schedule.without_effect():
                 log.warning("%s", unread)
@@ -102,6 +107,16 @@ class Learner:
         self.stepper.samples_of = self.order.samples
         self.stepper.drops_gradients = world.device.type == "cuda" and not exchange.find_unused
         self.nonfinite = Policy(optimisation.on_nonfinite, compute.precision, recorder)
+
+    @property
+    def workers(self) -> int:
+        """Loader processes of this rank, for data that are loaded by the sample."""
+        return self._reader.workers
+
+    def _loading(self) -> str:
+        if not takes_workers(self.datasets.train, self.task.collate):
+            return "0, the training set gives whole batches or is a stream"
+        return f"{self.workers} for each rank with {counted(self._reader.cores, 'CPU')} of its own"
 
     def begin(self, beginning: Beginning) -> None:
         """Put back what `whole` gave before the first step; without it, start afresh or from weights.

@@ -63,7 +63,8 @@ def open_world(
             )
         # Nothing is there yet to be saved, and without an agent nobody else could end the wait.
         with nullcontext() if position.store is not None else ended_by_stop_signals():
-            world = ProcessGroup.open(position, devices[0], reliability.first_step_timeout, devices)
+            limits = reliability.first_step_timeout, reliability.connect_timeout
+            world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
             world.check_same_settings({**common, "the version of tandem": __version__})
     clock.measure(devices[0])
     return clock, world, threads

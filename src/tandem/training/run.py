@@ -163,7 +163,7 @@ def _run(
         learner.datasets.evaluation,
         evaluation_batch_size(settings.evaluation, settings.data, world),
         precision,
-        settings.data.workers,
+        learner.workers,
         learner.statistics,
     )
     if position.restart == 0 and timetable.cadences["eval"].unit != "never":

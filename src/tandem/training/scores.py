@@ -4,9 +4,10 @@ import logging
 
 from tandem.checkpoint.state import deserialize
 from tandem.config import Settings
+from tandem.data.loader import loader_processes
 from tandem.data.seeds import seed_model
 from tandem.distributed import strategy as strategies
-from tandem.distributed.devices import choose_devices, set_threads
+from tandem.distributed.devices import choose_devices, cores_of, set_threads
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task
@@ -29,7 +30,8 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     compute, data = settings.compute, settings.data
     set_threads(compute.threads, position)
     devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
-    world = ProcessGroup.open(position, devices[0], settings.reliability.first_step_timeout, devices)
+    limits = settings.reliability.first_step_timeout, settings.reliability.connect_timeout
+    world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
     task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
     world.once_per_node(task.prepare)
     dataset = datasets_of(task).evaluation
@@ -49,7 +51,8 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     task.after_resume(model)
     size = evaluation_batch_size(settings.evaluation, data, world)
     precision = precision_of(compute.precision, world)
-    evaluation = Evaluation(world, strategy, task, model, dataset, size, precision, data.workers)
+    workers = loader_processes(data.workers, cores_of(position))
+    evaluation = Evaluation(world, strategy, task, model, dataset, size, precision, workers)
     scores = evaluation.scores()
     world.close()
     return scores

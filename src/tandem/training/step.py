@@ -20,7 +20,7 @@ from tandem.distributed.consensus import (
     proposal_slots,
 )
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.strategy import Strategy
+from tandem.distributed.strategy import Strategy, waits_inside
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import Sums, at, check_batch, check_sums, loss_and_sums, weight_of
@@ -164,6 +164,7 @@ class Stepper:
                 flops, names = self._count(micro_batches[0])
             self._module.names[:] = names
             self._strategy.wrap(self._module, SLOTS + 2 * len(names))
+            self.clock.computes_alone = not waits_inside(self._strategy, self._model)
             self._accumulate(micro_batches, step, Proposal())
             with at(self._task.loss):
                 self._strategy.check_gradients()

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield gpus(settings.compute.device)
 
 
-def shared_memory(folder: Path, workers: int) -> Finding:
+def shared_memory(folder: Path, workers: Literal["auto"] | int) -> Finding:
     """Loader processes and NCCL pass data on through it; tandem itself does not."""
     name, remedy = "shm", "--shm-size=1g or --ipc=host (Docker), a medium: Memory volume there (Kubernetes)"
     try:
@@ -49,6 +50,8 @@ def shared_memory(folder: Path, workers: int) -> Finding:
     except OSError as error:
         return Finding(name, "warn", f"{folder}: {error.strerror}", remedy)
     said = f"{folder} has {free / MIB:,.0f} MiB free"
+    if free < ENOUGH_SHARED_BYTES and workers == "auto":
+        return Finding(name, "warn", f"{said}; --workers auto", f"{remedy}, or --workers 0")
     if free < ENOUGH_SHARED_BYTES and workers:
         processes = "1 loader process" if workers == 1 else f"{workers} loader processes"
         return Finding(name, "warn", f"{said}; {processes}", f"{remedy}, or --workers 0")

@@ -6,12 +6,14 @@ choices of `--strategy` (config/slices.py). It is imported only where it is used
 
 from importlib import import_module
 
+from torch import nn
+
 from tandem.config.slices import ComputeConfig, ExchangeConfig
-from tandem.distributed.group import ProcessGroup
+from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy.base import Strategy
 from tandem.errors import ConfigError
 
-__all__ = ["Strategy", "load", "preload"]
+__all__ = ["Strategy", "load", "preload", "waits_inside"]
 
 AS_TORCH_DOES, PLAIN = ExchangeConfig(), ComputeConfig()
 
@@ -24,6 +26,12 @@ def load(
         raise ConfigError("--dp-first-share is for --strategy dp: leave it out, or train with dp")
     strategy: Strategy = import_module(f"{__name__}.{name}").Strategy(group, exchange, compute)
     return strategy
+
+
+def waits_inside(strategy: Strategy, model: nn.Module) -> bool:
+    """Whether a forward pass on GPUs waits for other ranks: for shares, DDP's buffers or SyncBatchNorm."""
+    layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return layers or strategy.shares_parameters or has_buffers_beside_batchnorm(model)
 
 
 def preload(name: str) -> None:

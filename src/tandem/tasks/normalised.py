@@ -1,0 +1,52 @@
+"""Pictures travel as bytes and become floats where the model is: a quarter of what goes over the bus.
+
+def build_model(self):
+    return normalised(resnet18(), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+"""
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.errors import ConfigError
+
+
+def normalised(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> nn.Module:
+    """`model`, whose first input are uint8 pictures [B, C, H, W] now: it gets (x / 255 - mean) / std.
+
+    `mean` and `std` are one number for each channel, in units of 255. Names and state stay the same. On CPUs
+    the bits are those of torchvision's ToTensor and Normalize. Raises ConfigError where these are not as long
+    as each other, and for pictures that are floats already.
+    """
+    if not mean or len(mean) != len(std) or 0 in std:
+        given = f"normalised(mean={tuple(mean)}, std={tuple(std)})"
+        raise ConfigError(f"{given}: give both one number for each channel, and no std of 0")
+    model.__class__ = _normalising(type(model))
+    model._of_bytes = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
+    return model
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _normalising(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind` with another forward: of a class, because copies of a module run it with their own weights."""
+
+    @wraps(kind.forward)
+    def forward(self: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if images.dtype != torch.uint8:
+            raise ConfigError(
+                f"a normalised() model was given pictures of {images.dtype}: give it torch.uint8, as "
+                "torchvision's PILToTensor makes them"
+            )
+        if self._of_bytes.device != images.device:  # once: a copy in each step would wait for the GPU
+            self._of_bytes = self._of_bytes.to(images.device)
+        mean, std = self._of_bytes
+        return kind.forward(self, images.to(torch.float32).div_(255).sub_(mean).div_(std), *args, **kwargs)
+
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return _classes[kind]

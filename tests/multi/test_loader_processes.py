@@ -1,0 +1,62 @@
+"""`--workers auto` in a run: what the CPUs allow, said once, and the bits of a run without any."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.multi
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from tandem.data.datasets import Datasets
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        x = torch.full((4,), float(index)) + torch.randn(4)
+        return x, index % 2
+
+
+class Loaded:
+    def build_model(self):
+        return nn.Linear(4, 2)
+
+    def build_datasets(self):
+        return Datasets(Noisy(), Noisy())
+
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y)
+"""
+
+
+def train(processes: Any, folder: Path, *flags: str) -> tuple[str, str]:
+    """The digest of the weights, and what was said, of one rank."""
+    (folder / "loaded.py").write_text(TASK)
+    code, output = processes.run(
+        [sys.executable, "-m", "tandem", "train", "--task", "loaded.py:Loaded", "--batch-size", "8",
+         "--epochs", "2", "--device", "cpu", "--metrics-port", "0", "--metrics-linger", "0",
+         "--run-dir", "-".join(["run", *flags]), *flags],
+        cwd=folder, env={name: value for name, value in os.environ.items() if name[:6] != "TANDEM"},
+    )  # fmt: skip
+    assert code == 0, output
+    summary = json.loads((folder / "-".join(["run", *flags]) / "summary.json").read_text())
+    return str(summary["weights_sha256"]), output
+
+
+def test_workers_by_themselves_change_no_bit(processes: Any, tmp_path: Path) -> None:
+    alone, said = train(processes, tmp_path)
+    assert "--workers auto" not in said
+    loaded, said = train(processes, tmp_path, "--workers", "auto")
+    assert said.count("--workers auto: ") == 1 and "for each rank with" in said
+    assert loaded == alone
