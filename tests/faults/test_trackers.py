@@ -118,9 +118,23 @@ def test_a_server_that_is_killed_costs_no_step_and_gets_each_once(at_mlflow: Tra
 
     at_mlflow.finish(at_mlflow.start("--nproc", 2, "--epochs", 4))  # the same run goes on
     longer = at_mlflow.asked("mlflow", "run")
-    assert longer["run"] == once["run"] and longer["status"] == "FINISHED"
+    assert longer["run"] == once["run"] and (longer["runs"], longer["status"]) == (1, "FINISHED")
     assert Counter(longer["train/loss"]) == Counter(at_mlflow.steps("loss"))
     assert longer["tags"]["now.epochs"] == "4"
+
+
+def test_a_server_that_hangs_has_one_run_in_the_end(at_mlflow: Tracked, free_port: int) -> None:
+    """Requests that nobody waited for any longer are answered when it goes on: two of them make a run."""
+    at_mlflow.environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{free_port}"
+    server = start_server(at_mlflow, free_port)
+    os.killpg(server.pid, signal.SIGSTOP)
+    output = at_mlflow.finish(at_mlflow.start("--steps", 150))
+    assert "not all of this run is at mlflow; to send the rest: tandem track" in output
+    os.killpg(server.pid, signal.SIGCONT)
+    at_mlflow.finish(at_mlflow.begin("-m", "tandem", "track", "run"))
+    found = at_mlflow.asked("mlflow", "run")
+    assert found["runs"] == 1 and found["status"] == "FINISHED"
+    assert Counter(found["train/loss"]) == Counter(at_mlflow.steps("loss"))
 
 
 def test_a_killed_launch_goes_on_as_the_same_run_of_wandb(at_wandb: Tracked) -> None:

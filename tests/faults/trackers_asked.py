@@ -18,8 +18,10 @@ def of_mlflow(run_dir: str) -> dict[str, Any]:
     run = client.get_run(json.loads(Path(run_dir, "tracker.json").read_text())["mlflow"]["run"])
     names = ("train/loss", "eval/accuracy")
     steps = {name: [each.step for each in client.get_metric_history(run.info.run_id, name)] for name in names}
+    others = client.search_runs([each.experiment_id for each in client.search_experiments()])
     return {
         "run": run.info.run_id,
+        "runs": len(others),
         "status": run.info.status,
         "experiment": client.get_experiment(run.info.experiment_id).name,
         "params": run.data.params,

@@ -132,9 +132,19 @@ def test_a_torn_line_is_read_when_it_is_whole(kept: Kept, tmp_path: Path) -> Non
         file.write(b'ss": 0.5}\n{"torn\n{"step": 3}\n')
     assert ours.send() == 2
     assert kept.steps() == [1, 2, 3]
-    assert json.loads((tmp_path / "tracker.json").read_text()) == {
-        "mlflow": {"run": "there", "step": 3, "rows": 1, "sent": 3}
-    }
+    mark = json.loads((tmp_path / "tracker.json").read_text())["mlflow"]
+    assert mark == {"ours": kept.began[0].ours, "run": "there", "step": 3, "rows": 1, "sent": 3}
+
+
+def test_a_run_has_one_name_before_its_tracker_has_answered(kept: Kept, tmp_path: Path) -> None:
+    kept.away = True
+    for _ in range(2):  # two launches
+        with pytest.raises(ConnectionError):
+            sending(tmp_path).send()
+    ours = json.loads((tmp_path / "tracker.json").read_text())["mlflow"]["ours"]
+    kept.away = False
+    sending(tmp_path).send()
+    assert [each.ours for each in kept.began] == [ours]
 
 
 def test_numbers_have_the_names_of_tensorboard() -> None:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from uuid import uuid4
 
 from tandem.errors import ConfigError
 
 TRACKERS = ("mlflow", "wandb")
 MOST_AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # what an MLflow server takes
 LONGEST = 5000
+OURS = "tandem.run"
 
 
 class Row(NamedTuple):
@@ -28,10 +28,14 @@ class Row(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """`known`: the tracker's run, where this one has one already; `folder`: for what is written here."""
+    """`ours` names the run before the tracker has, `known` is its own name for it, once we have heard it.
 
+    `folder`: for what is written here.
+    """
+
+    ours: str
     known: str | None
-    name: str
+    title: str
     settings: Mapping[str, object]
     folder: Path
 
@@ -87,13 +91,18 @@ class MLflow:
         from mlflow import entities
 
         self._entities, self._client = entities, mlflow.MlflowClient()
+        self._settings: Mapping[str, object] | None = beginning.settings
         if beginning.known is not None:
             self.id = beginning.known
             self._client.update_run(self.id, status="RUNNING")
-        else:
-            experiment = mlflow.tracking.fluent._get_experiment_id()  # as MLFLOW_EXPERIMENT_NAME says
-            self.id = self._client.create_run(experiment, run_name=beginning.name).info.run_id
-        self._settings: Mapping[str, object] | None = beginning.settings
+            return
+        experiment = mlflow.tracking.fluent._get_experiment_id()  # as MLFLOW_EXPERIMENT_NAME says
+        made = self._client.search_runs([experiment], f"tags.`{OURS}` = '{beginning.ours}'")
+        for double in made[1:]:  # by requests that nobody heard the answer of
+            self._client.delete_run(double.info.run_id)
+        tags = {OURS: beginning.ours}
+        run = made[0] if made else self._client.create_run(experiment, None, tags, beginning.title)
+        self.id = run.info.run_id
 
     def rows(self, rows: Sequence[Row]) -> None:
         if self._settings is not None:
@@ -145,9 +154,9 @@ class Wandb:
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)
-        self.id = beginning.known or uuid4().hex[:8]
+        self.id = beginning.ours
         self._run = wandb.init(
-            id=self.id, name=beginning.name, dir=str(beginning.folder), resume="allow", settings=quiet
+            id=self.id, name=beginning.title, dir=str(beginning.folder), resume="allow", settings=quiet
         )
         self._run.config.update(dict(beginning.settings), allow_val_change=True)
         self._run.define_metric("step")

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 from tandem.errors import ConfigError, TandemError
 from tandem.log import setup
@@ -36,8 +37,12 @@ LONGEST_REASON = 200
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a tracker's `run` is: `sent` rows in all, the last of them the first `rows` of `step`."""
+    """How far a tracker's run is: `sent` rows in all, the last of them the first `rows` of `step`.
 
+    `ours` and `run`: what we call it, and what the tracker does.
+    """
+
+    ours: str
     run: str | None = None
     step: int = -1
     rows: int = 0
@@ -78,7 +83,7 @@ class Sending:
 
     def __init__(self, folder: Path, name: str, secrets: list[str]) -> None:
         self._folder, self._name, self._about = folder, name, About(folder, secrets)
-        self._mark = Mark(**read_json(folder / FILE_NAME).get(name, {}))
+        self._mark = Mark(**read_json(folder / FILE_NAME).get(name, {"ours": uuid4().hex[:12]}))
         self._journal = Journal(folder / "metrics.jsonl")
         self._tracker: Tracker | None = None
         self._waiting: list[tuple[Mark, Row]] = []
@@ -106,7 +111,7 @@ class Sending:
             self.end(str(read_json(self._folder / "summary.json").get("state", KILLED)))
         except Exception as error:  # of a package, of which nobody can tell what it raises
             raise TandemError(f"{self._name} takes no rows: {self.words(error)}; try again later") from error
-        return f"{rows} rows sent to {self._name}, run {self._mark.run}; {self._mark.sent} in all"
+        return f"{rows} rows sent to {self._name}; {self._mark.sent} in all"
 
     def words(self, error: Exception) -> str:
         """What is wrong, in part of a line; an address may have a password in it."""
@@ -117,9 +122,10 @@ class Sending:
             about = self._about.read()
             settings = {str(row["name"]): row["value"] for row in about["settings"]}
             title = str(settings.get("run_name") or self._folder.name)
-            self._tracker = begin(self._name, Beginning(self._mark.run, title, settings, self._folder))
-            if self._tracker.id != self._mark.run:
-                self._keep(Mark(self._tracker.id))
+            self._keep(self._mark)
+            known = Beginning(self._mark.ours, self._mark.run, title, settings, self._folder)
+            self._tracker = begin(self._name, known)
+            self._keep(replace(self._mark, run=self._tracker.id))
         return self._tracker
 
     def _next(self) -> list[tuple[Mark, Row]]:
