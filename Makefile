@@ -122,7 +122,7 @@ $(AXE): $(ACTIONLINT)
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1
 	@touch $@
 
-frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning and transformers for the tests of scripts, from PyPI into build/
+frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning and transformers for the tests of scripts, MLflow and wandb for those of trackers, from PyPI into build/
 
 $(FRAMEWORKS)/.installed: tests/scripts/requirements.txt $(STAMP)
 	$(PYTHON) -m venv $(FRAMEWORKS)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.errors import FINISHED, ConfigError
+from tandem.errors import FAILED, FINISHED, ConfigError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -107,6 +107,41 @@ def page_options(parser: "Parser") -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where it listens; default 127.0.0.1")
     parser.option("--port", Port, "its port", 9469)
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="what readers have to know")
+
+
+def track(options: "Namespace", environ: Environment) -> int:
+    """Send a run to its tracker, or what is missing there."""
+    from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
+    from tandem.report import tracking
+    from tandem.report.secrets import secrets_in
+    from tandem.report.trackers import check
+    from tandem.telemetry.journal import read_json
+
+    folder, copies = local_folder(options.run_dir), Copies(options.run_dir)
+    if not options.follow:
+        if folder != options.run_dir:
+            make_folder(folder)
+        copies.fetch(folder)
+    config = read_json(folder / "config.json")
+    if not config:
+        raise ConfigError(f"{options.run_dir} is no run: it has no config.json; give the run directory")
+    name = tracking.chosen(config, options.tracker)
+    check(name)
+    with tracking.alone(folder, wait=options.follow):
+        sending = tracking.Sending(folder, name, secrets_in(environ))
+        if options.follow:
+            return FINISHED if tracking.follow_launch(sending, name, config, folder) else FAILED
+        print(sending.catch_up())
+    copies.push()
+    return FINISHED
+
+
+def track_options(parser: "Parser") -> None:
+    from tandem.report.trackers import TRACKERS
+
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    parser.add_argument("--tracker", choices=TRACKERS, help="mlflow or wandb; default the run's own")
+    parser.option("--follow", bool, "until the standard input is closed, as a launch runs it")
 
 
 def runs(options: "Namespace", environ: Environment) -> int:

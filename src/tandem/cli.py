@@ -217,6 +217,13 @@ VERBS: dict[str, Verb] = {
         after.page_options,
         takes_settings=False,
     ),
+    "track": Verb(
+        after.track,
+        "RUN_DIR [--tracker mlflow|wandb]",
+        "send a run to a tracker, or what is missing there",
+        after.track_options,
+        takes_settings=False,
+    ),
     "runs": Verb(
         after.runs,
         "[DIR] [--clean] [--dry-run]",

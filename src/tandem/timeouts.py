@@ -125,6 +125,17 @@ GIT_SECONDS = 10.0
 REQUEST_SECONDS = 5.0
 """A client's time to send its request and to take the answer: slow ones must not hold the 32 connections."""
 
+# A run at a tracker (report/tracking.py, launch/tracker.py)
+
+TRACKER_SECONDS = 2.0
+"""The tracker's process looks for new rows: as fresh as the page, and a small read of one file."""
+TRACKER_LONGEST_PAUSE_SECONDS = 60.0
+"""Between two attempts at a tracker that does not answer: they begin with 2 s and double."""
+TRACKER_END_SECONDS = 30.0
+"""For the last rows when the launch ends: one request of TRACKER_REQUEST_SECONDS, and the one tried again."""
+TRACKER_REQUEST_SECONDS = 8
+"""A request to MLflow, where MLFLOW_HTTP_REQUEST_TIMEOUT does not say another; MLflow's own is 120."""
+
 # Replicas of Compose (platforms/replica.py)
 
 RESOLVER_SECONDS = 2.0

@@ -230,6 +230,9 @@ class TelemetryConfig:
         "auto", "progress bar; auto: on a terminal (extra: rich)"
     )
     tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")
+    tracker: Literal["mlflow", "wandb"] | None = setting(
+        None, "send settings, metrics and scores to a tracker (extras: mlflow, wandb)", per_node=True
+    )
     profile: StepWindow | None = setting(None, "steps to record with torch.profiler")
 
 

@@ -11,6 +11,7 @@ from tandem.distributed.group import Position
 from tandem.launch.rendezvous import wait_for_master
 from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
+from tandem.launch.tracker import TrackerProcess
 from tandem.launch.view import NodeView
 from tandem.launch.workers import RankFunction, use_loopback
 from tandem.platforms.placement import Placement
@@ -59,10 +60,11 @@ class LoneRank:
         self._claim = opened.enter_context(owned(settings, placement))
         resume = decision()
         run_dir, access = local_folder(settings.run.place), load_access(settings.metrics)
-        self._copies = prepare_run_dir(settings, self._claim)
+        self._copies = prepare_run_dir(settings, self._claim, resume)
         folder = opened.enter_context(scratch())
         self._view = NodeView(settings, placement, None, folder, run_dir, access)
         opened.callback(self._view.close)
+        self._tracker = opened.enter_context(TrackerProcess(settings, run_dir))
         self.position = replace(
             self.position, sample_socket=str(self._view.socket_path), resume=resume, owner=self._claim.token
         )
@@ -72,6 +74,7 @@ class LoneRank:
         if self._view is not None:
             if self._claim.look():
                 self._view.ended(code, reason)
+                self._tracker.ended(code, lambda: False)
                 self._copies.push()
             self._view.linger(self._settings.metrics.metrics_linger, lambda: False)
 

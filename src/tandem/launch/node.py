@@ -21,6 +21,7 @@ from tandem.launch.scratch import scratch
 from tandem.launch.secret import take_key
 from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
+from tandem.launch.tracker import TrackerProcess
 from tandem.launch.workers import (
     Workers,
     keep_nccl_errors_here,
@@ -149,7 +150,7 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
         access, decision = load_access(settings.metrics), decide(settings)
         if decision.kind == "complete":
             return _Prepared(mine, decision)
-        prepared = _Prepared(mine, decision, access, prepare_run_dir(settings, mine))
+        prepared = _Prepared(mine, decision, access, prepare_run_dir(settings, mine, decision))
     load_task(settings.run.task, settings.run.task_fields, settings.data.data_dir, settings.data.download)
     _log_of_first_node(settings, placement)
     return prepared
@@ -159,8 +160,8 @@ def _prepare_script(settings: Settings, placement: Placement, mine: Claim) -> _P
     """The same for a program: where it begins is its own affair. Raises TandemError."""
     if placement.node_rank != 0:
         return _Prepared(mine)
-    access = load_access(settings.metrics)
-    prepared = _Prepared(mine, access=access, copies=prepare_run_dir(settings, mine))
+    prepared = _Prepared(mine, access=load_access(settings.metrics))
+    prepared = prepared._replace(copies=prepare_run_dir(settings, mine, prepared.decision))
     (local_folder(settings.run.place) / "summary.json").unlink(missing_ok=True)
     _log_of_first_node(settings, placement)
     return prepared
@@ -193,7 +194,10 @@ def _run_agent(
     memories = [NodeMemory() for _ in range(nproc)]
     workers = Workers(work.rank_function, work.job, memories, work.warm_up, by_position=work.is_script)
     view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
-    with contextlib.closing(view):
+    with contextlib.closing(view), contextlib.ExitStack() as opened:
+        tracker = (
+            opened.enter_context(TrackerProcess(settings, run_dir)) if placement.node_rank == 0 else None
+        )
         log.info("%s", place.asked)
         mine = prepared.claim
         node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision, mine, place)
@@ -204,6 +208,8 @@ def _run_agent(
             report = run_agent(node, agent)
         if mine.look():
             view.ended(report.code, report.reason)
+            if tracker is not None:
+                tracker.ended(report.code, lambda: stop.interrupts > 1)
             if prepared.copies is not None:
                 prepared.copies.push()
         if report.code not in (FINISHED, STOPPED):

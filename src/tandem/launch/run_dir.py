@@ -16,6 +16,8 @@ from tandem.config import Settings
 from tandem.errors import ConfigError
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
+from tandem.report.trackers import check
+from tandem.report.tracking import FILE_NAME
 from tandem.telemetry.journal import write_json_atomic
 
 log = logging.getLogger("tandem.launch")
@@ -131,16 +133,23 @@ def _restarted_as(placement: Placement) -> str:
     return f"{placement.platform} {name}:{placement.master_port}"
 
 
-def prepare_run_dir(settings: Settings, mine: Claim) -> Copies:
-    """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError."""
+def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision) -> Copies:
+    """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError.
+
+    A run that does not go on from where it was is another one for a tracker.
+    """
+    is_new = settings.checkpoint.resume == "never" or decision.moved_to is not None
     where, copies = settings.run.place, Copies(settings.run.place)
     folder = local_folder(where)
+    check(settings.telemetry.tracker)
     try:
         if mine.problem is not None:
             raise mine.problem
         make_folder(folder)
         write_json_atomic(folder / "config.json", settings.to_dict())
         copies.begin((folder / "config.json").read_bytes())
+        if is_new:
+            (folder / FILE_NAME).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(where, error) from error
     if folder != where:

@@ -15,7 +15,7 @@ from tandem.telemetry.journal import read_json
 SETTLED_SECONDS = 3600.0
 """A run without a summary that has written nothing for so long is not taken for one that trains."""
 OPEN = "open"
-NOTES = frozenset((*RUN_FILES, "log", "tensorboard", "profile", "report.html"))
+NOTES = frozenset((*RUN_FILES, "log", "tensorboard", "profile", "report.html", "wandb"))
 """What tandem writes about a run, by its name in the run's folder."""
 HEADS = ("run", "state", "step", "saved", "scores", "last word", "MB")
 

@@ -18,7 +18,15 @@ from tandem.config.address import RemotePath, address
 
 log = logging.getLogger("tandem.run")
 
-RUN_FILES = ("about.json", "config.json", "events.jsonl", "metrics.jsonl", "metrics.prom", "summary.json")
+RUN_FILES = (
+    "about.json",
+    "config.json",
+    "events.jsonl",
+    "metrics.jsonl",
+    "metrics.prom",
+    "summary.json",
+    "tracker.json",
+)
 
 
 def local_folder(run_dir: str | PurePath) -> Path:
@@ -55,6 +63,8 @@ class Copies:
             return
         for name in RUN_FILES:
             content, path = store.read(self._where / name), folder / name
+            if name == "tracker.json" and path.exists():
+                continue  # it is written oftener than copied
             if content is None:
                 path.unlink(missing_ok=True)
             elif not path.exists() or not path.read_bytes().startswith(content):

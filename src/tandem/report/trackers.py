@@ -1,0 +1,171 @@
+"""Other people's trackers: what a row of the journal becomes there. Packages are imported when asked for.
+
+Where they are, and who may write there, their own variables say: MLFLOW_TRACKING_URI, WANDB_MODE and so on.
+"""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from tandem.errors import ConfigError
+
+TRACKERS = ("mlflow", "wandb")
+MOST_AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # what an MLflow server takes
+LONGEST = 5000
+OURS = "tandem.run"
+
+
+class Row(NamedTuple):
+    """A line of metrics.jsonl; `number` counts those that a tracker's run has, from 0."""
+
+    step: int
+    time: float
+    numbers: Mapping[str, float]
+    number: int
+
+
+class Beginning(NamedTuple):
+    """`ours` names the run before the tracker has, `known` is its own name for it, once we have heard it.
+
+    `folder`: for what is written here.
+    """
+
+    ours: str
+    known: str | None
+    title: str
+    settings: Mapping[str, object]
+    folder: Path
+
+
+class Tracker(Protocol):
+    """One run at a tracker, open from its making to `end`. Each call may raise whatever its package does."""
+
+    id: str
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        """Returns when they are the tracker's; rows that it has already do no harm."""
+
+    def end(self, state: str, summary: Mapping[str, object]) -> None:
+        """`state`: finished, stopped, failed, or killed for a launch that could not say."""
+
+
+def check(name: str | None) -> None:
+    """Raises ConfigError where the package of this tracker is not installed."""
+    if name is not None and find_spec(name) is None:
+        raise ConfigError(
+            f"--tracker {name} needs a package that is not installed here; "
+            f"type: pip install 'tandem[{name}]', or leave --tracker out"
+        )
+
+
+def begin(name: str, beginning: Beginning) -> Tracker:
+    """Open the run there, or go on with it."""
+    return MLflow(beginning) if name == "mlflow" else Wandb(beginning)
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics.jsonl, named as TensorBoard's are: train/loss, eval/accuracy."""
+    found: dict[str, object] = {}
+    for name, value in record.items():
+        if name == "eval":
+            found |= {f"eval/{score}": number for score, number in value.items()}
+        elif name == "scores":
+            found |= {f"train/{score}": number for score, number in value.items()}
+        elif name == "phases":
+            found |= {f"phases/{phase}": number for phase, number in value.items()}
+        elif name == "epoch":
+            found[name] = value
+        elif name not in ("step", "time"):
+            found[f"train/{name}"] = value
+    return {name: float(value) for name, value in found.items() if isinstance(value, str | int | float)}
+
+
+class MLflow:
+    """A run of an MLflow server. A row sent twice is one there: its time is that of the journal."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        import mlflow
+        from mlflow import entities
+
+        self._entities, self._client = entities, mlflow.MlflowClient()
+        self._settings: Mapping[str, object] | None = beginning.settings
+        if beginning.known is not None:
+            self.id = beginning.known
+            self._client.update_run(self.id, status="RUNNING")
+            return
+        experiment = mlflow.tracking.fluent._get_experiment_id()  # as MLFLOW_EXPERIMENT_NAME says
+        made = self._client.search_runs([experiment], f"tags.`{OURS}` = '{beginning.ours}'")
+        for double in made[1:]:  # by requests that nobody heard the answer of
+            self._client.delete_run(double.info.run_id)
+        tags = {OURS: beginning.ours}
+        run = made[0] if made else self._client.create_run(experiment, None, tags, beginning.title)
+        self.id = run.info.run_id
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        if self._settings is not None:
+            self._say_settings(self._settings)
+            self._settings = None
+        self._log("metrics", [
+            self._entities.Metric(_name(name), value, int(row.time * 1000), row.step)
+            for row in rows for name, value in row.numbers.items()
+        ])  # fmt: skip
+
+    def _say_settings(self, settings: Mapping[str, object]) -> None:
+        """As params; these cannot change there, so what a later launch has changed is a tag beside them."""
+        there = self._client.get_run(self.id).data.params
+        texts = {_name(name): str(value)[:LONGEST] for name, value in settings.items()}
+        new = [self._entities.Param(name, text) for name, text in texts.items() if name not in there]
+        self._log("params", new)
+        changed = {name: text for name, text in texts.items() if there.get(name, text) != text}
+        self._log("tags", [self._entities.RunTag(f"now.{name}", text) for name, text in changed.items()])
+
+    def end(self, state: str, summary: Mapping[str, object]) -> None:
+        self.rows([])
+        facts = {"state": state, **summary}
+        self._log("tags", [
+            self._entities.RunTag(f"tandem.{name}", str(value)[:LONGEST])
+            for name, value in facts.items() if value is not None
+        ])  # fmt: skip
+        status = {"finished": "FINISHED", "failed": "FAILED"}.get(state, "KILLED")
+        self._client.set_terminated(self.id, status, int(time.time() * 1000))
+
+    def _log(self, kind: str, entries: Sequence[object]) -> None:
+        most = MOST_AT_ONCE[kind]
+        for start in range(0, len(entries), most):
+            self._client.log_batch(self.id, **{kind: entries[start : start + most]})
+
+
+def _name(name: str) -> str:
+    """A name that MLflow takes."""
+    return re.sub(r"[^\w./ -]", "_", name)
+
+
+class Wandb:
+    """A run of Weights & Biases, whose package buffers in files of its own.
+
+    Its own count of steps is that of rows, for it refuses one that it has had, and a step that was evaluated
+    has two; curves are drawn over `step`.
+    """
+
+    def __init__(self, beginning: Beginning) -> None:
+        import wandb
+
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)
+        self.id = beginning.ours
+        self._run = wandb.init(
+            id=self.id, name=beginning.title, dir=str(beginning.folder), resume="allow", settings=quiet
+        )
+        self._run.config.update(dict(beginning.settings), allow_val_change=True)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._run.log({"step": row.step, **row.numbers}, step=row.number, commit=True)
+
+    def end(self, state: str, summary: Mapping[str, object]) -> None:
+        self._run.summary.update({"state": state, **summary})
+        self._run.finish(exit_code=0 if state == "finished" else int(str(summary.get("exit_code") or 1)))

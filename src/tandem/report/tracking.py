@@ -1,0 +1,216 @@
+"""A run at a tracker: what its journal has and the tracker has not, sent from a process of its own.
+
+The journal is rewound when a run goes back, so each step stands there once; RUN_DIR/tracker.json says what
+the tracker's run is called and how far it is. A step that was sent is not sent again when it is done again.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+from tandem.errors import ConfigError, TandemError
+from tandem.log import setup
+from tandem.report.about import About
+from tandem.report.trackers import Beginning, Row, Tracker, begin, numbers_of
+from tandem.telemetry.journal import read_json, write_json_atomic
+from tandem.timeouts import TRACKER_LONGEST_PAUSE_SECONDS, TRACKER_SECONDS
+
+log = logging.getLogger("tandem.tracker")
+
+FILE_NAME = "tracker.json"
+KILLED = "killed"
+"""The state of a launch that could not say one."""
+ROWS_AT_ONCE = 100
+LONGEST_REASON = 200
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a tracker's run is: `sent` rows in all, the last of them the first `rows` of `step`.
+
+    `ours` and `run`: what we call it, and what the tracker does.
+    """
+
+    ours: str
+    run: str | None = None
+    step: int = -1
+    rows: int = 0
+    sent: int = 0
+
+
+class Journal:
+    """The rows of a metrics.jsonl that grows, and is replaced by a shorter one when the run goes back."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None  # held open, so that no later file has its number
+        self._offset, self._at = 0, (-1, 0)
+
+    def read(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+        """((step, which row of that step, from 1), the row) of all that is new to this reader."""
+        try:
+            if self._file is None or os.stat(self._path).st_ino != os.fstat(self._file.fileno()).st_ino:
+                self._file, self._offset, self._at = self._path.open("rb"), 0, (-1, 0)
+        except OSError:
+            return
+        self._file.seek(self._offset)
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                return
+            self._offset += len(line)
+            with suppress(
+                ValueError, KeyError, TypeError, RecursionError
+            ):  # torn, when its writer was killed
+                record = json.loads(line)
+                step = int(record["step"])
+                self._at = (step, self._at[1] + 1 if step == self._at[0] else 1)
+                yield self._at, record
+
+
+class Sending:
+    """What is still to be sent of the run in `folder` to the tracker `name`."""
+
+    def __init__(self, folder: Path, name: str, secrets: list[str]) -> None:
+        self._folder, self._name, self._about = folder, name, About(folder, secrets)
+        self._mark = Mark(**read_json(folder / FILE_NAME).get(name, {"ours": uuid4().hex[:12]}))
+        self._journal = Journal(folder / "metrics.jsonl")
+        self._tracker: Tracker | None = None
+        self._waiting: list[tuple[Mark, Row]] = []
+
+    def send(self) -> int:
+        """Send what is new; how many rows. Raises whatever the tracker does, and then nothing is lost."""
+        tracker, before = self._opened(), self._mark.sent
+        while waiting := self._next():
+            tracker.rows([row for _, row in waiting])
+            self._keep(waiting[-1][0])
+            self._waiting = []
+        return self._mark.sent - before
+
+    def end(self, state: str) -> None:
+        """Say there how the run has ended, after `send`."""
+        path = self._folder / "summary.json"
+        summary = self._about.hidden(read_json(path)) if state != KILLED else {}  # one is of a launch before
+        scores = {f"eval.{name}": value for name, value in (summary.pop("eval", None) or {}).items()}
+        self._opened().end(state, {**summary, **scores, "state": state})
+
+    def catch_up(self) -> str:
+        """All of it for a run that has ended, told in a line. Raises TandemError."""
+        try:
+            rows = self.send()
+            self.end(str(read_json(self._folder / "summary.json").get("state", KILLED)))
+        except Exception as error:  # of a package, of which nobody can tell what it raises
+            raise TandemError(f"{self._name} takes no rows: {self.words(error)}; try again later") from error
+        return f"{rows} rows sent to {self._name}; {self._mark.sent} in all"
+
+    def words(self, error: Exception) -> str:
+        """What is wrong, in part of a line; an address may have a password in it."""
+        return self._about.hide(" ".join(str(error).split()))[:LONGEST_REASON] or type(error).__name__
+
+    def _opened(self) -> Tracker:
+        if self._tracker is None:
+            about = self._about.read()
+            settings = {str(row["name"]): row["value"] for row in about["settings"]}
+            title = str(settings.get("run_name") or self._folder.name)
+            self._keep(self._mark)
+            known = Beginning(self._mark.ours, self._mark.run, title, settings, self._folder)
+            self._tracker = begin(self._name, known)
+            self._keep(replace(self._mark, run=self._tracker.id))
+        return self._tracker
+
+    def _next(self) -> list[tuple[Mark, Row]]:
+        """The rows that are sent next: those of an attempt that failed, else new ones."""
+        if not self._waiting:
+            self._waiting = list(islice(self._unsent(), ROWS_AT_ONCE))
+        return self._waiting
+
+    def _unsent(self) -> Iterator[tuple[Mark, Row]]:
+        mark = self._mark
+        for (step, rows), record in self._journal.read():
+            if (step, rows) > (mark.step, mark.rows):
+                row = Row(step, float(record.get("time", 0)), numbers_of(record), mark.sent)
+                mark = replace(mark, step=step, rows=rows, sent=mark.sent + 1)
+                yield mark, row
+
+    def _keep(self, mark: Mark) -> None:
+        self._mark = mark
+        path = self._folder / FILE_NAME
+        write_json_atomic(path, {**read_json(path), self._name: asdict(mark)})
+
+
+def follow(sending: Sending, name: str, until: Callable[[float], str | None]) -> bool:
+    """Send until `until(seconds)` gives the state in which the launch has ended; whether all was sent.
+
+    A tracker that does not answer costs a warning, and is asked again, ever more seldom.
+    """
+    failing, pause = False, 0.0
+    while True:
+        ended = until(pause)
+        try:
+            rows = sending.send()
+            if ended is not None:
+                sending.end(ended)
+                return True
+            if failing:
+                log.info("%s answers again; %d rows sent that had waited", name, rows)
+            failing, pause = False, TRACKER_SECONDS
+        except Exception as error:  # of a package, of which nobody can tell what it raises
+            if not failing:
+                say = "%s takes no rows (%s); training goes on, and what waits is kept"
+                log.warning(say, name, sending.words(error))
+            if ended is not None:
+                return False
+            failing, pause = True, min(max(2 * pause, TRACKER_SECONDS), TRACKER_LONGEST_PAUSE_SECONDS)
+
+
+def follow_launch(sending: Sending, name: str, config: Mapping[str, object], folder: Path) -> bool:
+    """`follow` until the launch closes our standard input, where it says how it has ended.
+
+    What the packages print goes to log/tracker.log.
+    """
+    setup(folder / "log" / "node-0.log", None, 0, True, config.get("log_format") == "json")
+    said: Queue[str] = Queue()
+    Thread(target=lambda: said.put(sys.stdin.read().strip() or KILLED), daemon=True).start()
+
+    def until(seconds: float) -> str | None:
+        with suppress(Empty):
+            return said.get(timeout=seconds) if seconds else said.get_nowait()
+        return None
+
+    with (folder / "log" / "tracker.log").open("a") as own, redirect_stdout(own), redirect_stderr(own):
+        return follow(sending, name, until)
+
+
+@contextmanager
+def alone(folder: Path, wait: bool) -> Iterator[None]:
+    """One sender at a time: that of a launch that was killed may be at its last rows. Raises ConfigError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(f"the launch of {folder} sends its rows itself; wait until it has ended") from error
+    except OSError:
+        pass  # a volume without such locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def chosen(config: Mapping[str, object], asked: str | None) -> str:
+    """The tracker that was asked for, else the one of the run. Raises ConfigError."""
+    name = asked or config.get("tracker")
+    if not isinstance(name, str):
+        raise ConfigError("this run has no tracker; give one: --tracker mlflow or --tracker wandb")
+    return name

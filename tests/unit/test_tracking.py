@@ -1,0 +1,182 @@
+"""What is sent to a tracker and what is not; the trackers themselves are in tests/faults/test_trackers.py."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tandem.checkpoint.claim import Claim
+from tandem.checkpoint.decision import ResumeDecision
+from tandem.cli import run
+from tandem.config import Given, resolve
+from tandem.errors import ConfigError
+from tandem.launch.run_dir import prepare_run_dir
+from tandem.report import tracking
+from tandem.report.trackers import Beginning, Row, numbers_of
+from tandem.telemetry.journal import Journal
+
+
+class Kept:
+    """A tracker in memory, which is away as long as `away`."""
+
+    def __init__(self) -> None:
+        self.rows_there: list[Row] = []
+        self.began: list[Beginning] = []
+        self.states: list[str] = []
+        self.away, self.id = False, "there"
+
+    def begin(self, name: str, beginning: Beginning) -> "Kept":
+        self.rows([])
+        self.began.append(beginning)
+        return self
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        if self.away:
+            raise ConnectionError("nobody is at http://me:hunter22@there")
+        self.rows_there += rows
+
+    def end(self, state: str, summary: Mapping[str, object]) -> None:
+        self.rows([])
+        self.states.append(state)
+
+    def steps(self) -> list[int]:
+        return [row.step for row in self.rows_there]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
+    there = Kept()
+    monkeypatch.setattr(tracking, "begin", there.begin)
+    (tmp_path / "config.json").write_text('{"epochs": 3, "run_name": null}')
+    return there
+
+
+def sending(folder: Path) -> tracking.Sending:
+    return tracking.Sending(folder, "mlflow", [])
+
+
+def test_each_step_is_sent_once_through_rewinds_and_launches(kept: Kept, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    first = sending(tmp_path)
+    for step in (10, 20, 30):
+        journal.metrics(step, loss=1.0)
+    assert first.send() == 3 and first.send() == 0
+    journal.rewind(10)  # a rank was killed, and did 20 and 30 again
+    for step in (20, 30):
+        journal.metrics(step, loss=2.0)
+    assert first.send() == 0
+    journal.metrics(30, eval={"accuracy": 0.5})
+    assert first.send() == 1
+    journal.rewind(20)
+    journal.metrics(30, loss=3.0)
+    second = sending(tmp_path)  # the next launch
+    assert second.send() == 0
+    journal.metrics(30, eval={"accuracy": 0.6})
+    journal.metrics(40, loss=0.5)
+    assert second.send() == 1
+    assert kept.steps() == [10, 20, 30, 30, 40]
+    assert [row.number for row in kept.rows_there] == [0, 1, 2, 3, 4]
+    assert [each.known for each in kept.began] == [None, "there"]
+
+
+def test_what_a_tracker_did_not_take_is_sent_later(kept: Kept, tmp_path: Path) -> None:
+    journal, ours = Journal(tmp_path), sending(tmp_path)
+    journal.metrics(10, loss=1.0)
+    ours.send()
+    kept.away = True
+    journal.metrics(20, loss=1.0)
+    with pytest.raises(ConnectionError):
+        ours.send()
+    journal.metrics(30, loss=1.0)
+    kept.away = False
+    assert ours.send() == 2
+    kept.away = True
+    journal.metrics(40, loss=1.0)
+    with pytest.raises(ConnectionError):
+        ours.send()
+    kept.away = False
+    assert sending(tmp_path).send() == 1
+    assert kept.steps() == [10, 20, 30, 40]
+
+
+def test_a_tracker_that_is_away_is_one_warning(
+    kept: Kept, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("tandem"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    kept.away = True
+    Journal(tmp_path).metrics(10, loss=1.0)
+    pauses: list[float] = []
+
+    def until(seconds: float) -> str | None:
+        pauses.append(seconds)
+        kept.away = len(pauses) < 5
+        return "finished" if len(pauses) == 6 else None
+
+    assert tracking.follow(sending(tmp_path), "mlflow", until)
+    assert pauses == [0.0, 2.0, 4.0, 8.0, 16.0, 2.0]
+    assert kept.steps() == [10] and kept.states == ["finished"]
+    away, back = caplog.messages
+    assert away.startswith("mlflow takes no rows (nobody is at http://[hidden]@there); training goes on")
+    assert back == "mlflow answers again; 1 rows sent that had waited"
+
+
+def test_a_torn_line_is_read_when_it_is_whole(kept: Kept, tmp_path: Path) -> None:
+    path, ours = tmp_path / "metrics.jsonl", sending(tmp_path)
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    assert ours.send() == 1
+    with path.open("ab") as file:
+        file.write(b'ss": 0.5}\n{"torn\n{"step": 3}\n')
+    assert ours.send() == 2
+    assert kept.steps() == [1, 2, 3]
+    mark = json.loads((tmp_path / "tracker.json").read_text())["mlflow"]
+    assert mark == {"ours": kept.began[0].ours, "run": "there", "step": 3, "rows": 1, "sent": 3}
+
+
+def test_a_run_has_one_name_before_its_tracker_has_answered(kept: Kept, tmp_path: Path) -> None:
+    kept.away = True
+    for _ in range(2):  # two launches
+        with pytest.raises(ConnectionError):
+            sending(tmp_path).send()
+    ours = json.loads((tmp_path / "tracker.json").read_text())["mlflow"]["ours"]
+    kept.away = False
+    sending(tmp_path).send()
+    assert [each.ours for each in kept.began] == [ours]
+
+
+def test_numbers_have_the_names_of_tensorboard() -> None:
+    line = {"time": 1.0, "step": 5, "epoch": 0.5, "loss": "NaN", "scores": {"top5": 0.9}}
+    found = numbers_of({**line, "phases": {"data": 0.1}})
+    assert str(found.pop("train/loss")) == "nan"
+    assert found == {"epoch": 0.5, "train/top5": 0.9, "phases/data": 0.1}
+    assert numbers_of({"step": 5, "eval": {"loss": 0.25}}) == {"eval/loss": 0.25}
+
+
+def test_one_sender_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tracker": null}')
+    with pytest.raises(ConfigError, match="this run has no tracker; give one: --tracker mlflow"):
+        run("track", [str(tmp_path)], {})
+    with tracking.alone(tmp_path, wait=True), pytest.raises(ConfigError, match="wait until it has ended"):
+        with tracking.alone(tmp_path, wait=False):
+            pass
+    with tracking.alone(tmp_path, wait=False):
+        pass
+
+
+def test_track_wants_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run: it has no config.json"):
+        run("track", [str(tmp_path)], {})
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_missing_package_is_one_line_before_anything_starts(name: str, tmp_path: Path) -> None:
+    if find_spec(name) is not None:
+        pytest.skip(f"{name} is installed here")
+    settings = resolve({"tracker": Given(name, "flag --tracker", "--tracker")}, {}).settings
+    settings = settings.replace(run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=rf"type: pip install 'tandem\[{name}\]', or leave --tracker out"):
+        prepare_run_dir(settings, Claim(tmp_path / "run"), ResumeDecision("fresh"))
+    assert not (tmp_path / "run").exists()
