@@ -177,6 +177,7 @@ def test_a_missing_package_is_one_line_before_anything_starts(name: str, tmp_pat
         pytest.skip(f"{name} is installed here")
     settings = resolve({"tracker": Given(name, "flag --tracker", "--tracker")}, {}).settings
     settings = settings.replace(run_dir=tmp_path / "run")
-    with pytest.raises(ConfigError, match=rf"type: pip install 'tandem\[{name}\]', or leave --tracker out"):
+    typed = rf"type: pip install 'tandem-train\[{name}\]', or leave --tracker out"
+    with pytest.raises(ConfigError, match=typed):
         prepare_run_dir(settings, Claim(tmp_path / "run"), ResumeDecision("fresh"))
     assert not (tmp_path / "run").exists()

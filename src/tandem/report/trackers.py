@@ -57,7 +57,7 @@ def check(name: str | None) -> None:
     if name is not None and find_spec(name) is None:
         raise ConfigError(
             f"--tracker {name} needs a package that is not installed here; "
-            f"type: pip install 'tandem[{name}]', or leave --tracker out"
+            f"type: pip install 'tandem-train[{name}]', or leave --tracker out"
         )
 
 
