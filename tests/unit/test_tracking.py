@@ -147,6 +147,13 @@ def test_a_run_has_one_name_before_its_tracker_has_answered(kept: Kept, tmp_path
     assert [each.ours for each in kept.began] == [ours]
 
 
+@pytest.mark.parametrize("found", ["[1]", '{"ours": "a", "of a later version": 1}', '"text"', "null"])
+def test_a_mark_that_is_none_is_begun_anew(kept: Kept, tmp_path: Path, found: str) -> None:
+    (tmp_path / tracking.FILE_NAME).write_text(f'{{"mlflow": {found}}}')
+    Journal(tmp_path).metrics(10, loss=1.0)
+    assert sending(tmp_path).send() == 1 and sending(tmp_path).send() == 0
+
+
 def test_numbers_have_the_names_of_tensorboard() -> None:
     line = {"time": 1.0, "step": 5, "epoch": 0.5, "loss": "NaN", "scores": {"top5": 0.9}}
     found = numbers_of({**line, "phases": {"data": 0.1}})

@@ -49,6 +49,13 @@ class Mark:
     sent: int = 0
 
 
+def _kept(found: Any) -> Mark:
+    """The mark of a file; one that has sent nothing where there is none, or not one that we know."""
+    with suppress(TypeError):
+        return Mark(**found)
+    return Mark(uuid4().hex[:12])
+
+
 class Journal:
     """The rows of a metrics.jsonl that grows, and is replaced by a shorter one when the run goes back."""
 
@@ -83,7 +90,7 @@ class Sending:
 
     def __init__(self, folder: Path, name: str, secrets: list[str]) -> None:
         self._folder, self._name, self._about = folder, name, About(folder, secrets)
-        self._mark = Mark(**read_json(folder / FILE_NAME).get(name, {"ours": uuid4().hex[:12]}))
+        self._mark = _kept(read_json(folder / FILE_NAME).get(name))
         self._journal = Journal(folder / "metrics.jsonl")
         self._tracker: Tracker | None = None
         self._waiting: list[tuple[Mark, Row]] = []
