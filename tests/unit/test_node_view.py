@@ -49,3 +49,11 @@ def test_health_is_written_again_once_it_can_be(
             node.close()
     warnings = [record for record in caplog.records if "cannot write health" in record.message]
     assert len(warnings) == 1, "said once, not each second"
+
+
+def test_the_end_of_a_run_shorter_than_a_tick_is_in_its_health(tmp_path: Path) -> None:
+    placement = detect({}, "here", SECOND_OF_TWO)
+    node = view.NodeView(Settings(), placement, tmp_path / "state", tmp_path / "scratch", tmp_path / "run")
+    node.ended(0, "")
+    node.close()
+    assert health.check(tmp_path / "state") == (True, "succeeded at step 0")

@@ -163,6 +163,8 @@ class NodeView:
         self._closing.set()
         self._receiver.close()
         self._thread.join()
+        if self._health_file is not None:  # a run shorter than a tick ends as what it was, too
+            self._health_file.write(self._health())
         if self._server is not None:
             self._server.close()
 
