@@ -56,7 +56,7 @@ class NodeView:
         self._limits = health.Limits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # what the first rank that failed said
         self._state, self._last_progress = "starting", time.time()
-        self._health_file = life.HealthFile(state_dir) if state_dir is not None else None
+        self._health_file = life.HealthFile(state_dir)
         self._stop = stop
         self.linger_seconds = settings.metrics.metrics_linger
         self._ending: dict[str, object] | None = None
@@ -163,8 +163,7 @@ class NodeView:
         self._closing.set()
         self._receiver.close()
         self._thread.join()
-        if self._health_file is not None:  # a run shorter than a tick ends as what it was, too
-            self._health_file.write(self._health())
+        self._health_file.write(self._health())  # how it ended, were it shorter than a tick
         if self._server is not None:
             self._server.close()
 
@@ -274,8 +273,7 @@ class NodeView:
     def _tick(self) -> None:
         while not self._closing.wait(NODE_TICK_SECONDS):
             self._bring_up_to_date()
-            if self._health_file is not None:
-                self._health_file.write(self._health())
+            self._health_file.write(self._health())
 
     def _summary(self, state: str, code: int, reason: str) -> dict[str, object]:
         step = self.rank_zeros_step()

@@ -191,13 +191,16 @@ def count_log_messages(send: Send) -> None:
 
 
 class HealthFile:
-    """health.json in a folder, written again as soon as it can be; that it cannot is said once."""
+    """health.json in a folder (None: nowhere), written again as soon as it can be; that it cannot is said
+    once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._folder, self._has_failed = folder, False
 
     def write(self, record: Mapping[str, object]) -> None:
         """See `health.record`; call it once a second."""
+        if self._folder is None:
+            return
         try:
             health.write_health(self._folder, record)
             self._has_failed = False
