@@ -2,8 +2,10 @@
 
 import json
 import logging
+import queue
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from logging.handlers import QueueHandler
 from pathlib import Path
 
 import pytest
@@ -103,10 +105,11 @@ def test_what_a_tracker_did_not_take_is_sent_later(kept: Kept, tmp_path: Path) -
 
 
 def test_a_tracker_that_is_away_is_one_warning(
-    kept: Kept, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("tandem"), "propagate", True)
-    caplog.set_level(logging.INFO)
+    said = queue.Queue[logging.LogRecord]()
+    monkeypatch.setattr(tracking.log, "handlers", [QueueHandler(said)])
+    tracking.log.setLevel(logging.INFO)
     kept.away = True
     Journal(tmp_path).metrics(10, loss=1.0)
     pauses: list[float] = []
@@ -119,7 +122,7 @@ def test_a_tracker_that_is_away_is_one_warning(
     assert tracking.follow(sending(tmp_path), "mlflow", until)
     assert pauses == [0.0, 2.0, 4.0, 8.0, 16.0, 2.0]
     assert kept.steps() == [10] and kept.states == ["finished"]
-    away, back = caplog.messages
+    away, back = [said.get_nowait().getMessage() for _ in range(said.qsize())]
     assert away.startswith("mlflow takes no rows (nobody is at http://[hidden]@there); training goes on")
     assert back == "mlflow answers again; 1 rows sent that had waited"
 
