@@ -1,6 +1,7 @@
 """What tandem uses of torch that torch does not promise: here and nowhere else, each with a way without it.
 
-Each was looked at in torch 2.11 and 2.15; `_dump_fr_trace_json` takes no `backend` in 2.11.
+Each was looked at in torch 2.6, 2.11 and 2.15; `_dump_fr_trace_json` takes no `backend` in 2.11 and is not
+there in 2.6.
 
 | name | without it |
 |---|---|
@@ -221,7 +222,7 @@ def rendezvous_kinds() -> tuple[Any, Any]:
         return dynamic_rendezvous._RendezvousState, dynamic_rendezvous._NodeDesc
     except AttributeError as error:
         raise ConfigError(
-            f"tandem does not know how nodes meet in torch {torch.__version__}; install torch 2.11 to 2.15"
+            f"tandem does not know how nodes meet in torch {torch.__version__}; install torch 2.6 to 2.15"
         ) from error
 
 

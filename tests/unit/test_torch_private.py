@@ -14,6 +14,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
 from tandem import torch_private
+from tandem.distributed.strategy.fsdp import Strategy as FullyShardedStrategy
 from tandem.errors import ConfigError
 
 
@@ -105,6 +106,8 @@ def test_ddps_counters_or_zero(without: Any, group: Any) -> None:
 
 def test_the_flight_record_is_json_or_empty(without: Any, group: Any) -> None:
     recorder = torch._C._distributed_c10d
+    if not hasattr(recorder, "_dump_fr_trace_json"):
+        pytest.skip(f"torch {torch.__version__} gives no flight record as JSON")
     without(recorder, "_dump_fr_trace_json")
     dist.all_reduce(torch.ones(1))
     record = torch_private.flight_record()
@@ -113,7 +116,7 @@ def test_the_flight_record_is_json_or_empty(without: Any, group: Any) -> None:
 
 def test_a_flight_recorder_that_takes_no_backend(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in torch 2.11, where the question ended the thread that sends the heartbeat."""
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: b"{}")
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: b"{}", raising=False)
     assert torch_private.flight_record() == b"{}"
 
     def broken(**_: object) -> bytes:
@@ -172,3 +175,24 @@ def test_a_torch_whose_nodes_meet_otherwise_is_one_line(without: Any, name: str)
     else:
         with pytest.raises(ConfigError, match=r"how nodes meet in torch .*; install torch"):
             torch_private.rendezvous_kinds()
+
+
+def test_fsdp_is_refused_on_cpus_where_torch_has_it_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.6, which failed in the first step with a missing method of its own."""
+    monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
+    strategy: Any = object.__new__(FullyShardedStrategy)
+    strategy.check(SimpleNamespace(device=torch.device("cuda", 0)))
+    with pytest.raises(ConfigError, match="--strategy fsdp on CPUs is not in torch .*; .*--strategy ddp"):
+        strategy.check(SimpleNamespace(device=torch.device("cpu")))
+
+
+def test_a_store_listens_at_a_descriptor_in_old_and_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_private.listening_at(None) == {}
+    for version, more in (("2.6.0+cpu", {"use_libuv": False}), ("2.15.0", {})):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert torch_private.listening_at(7) == {"master_listen_fd": 7, **more}
+
+
+def test_signs_of_life_are_asked_as_often_as_torch_lets_one() -> None:
+    known = torch_private.keep_alive(1, 5)
+    assert known in ({}, {"keep_alive_interval": 1, "keep_alive_max_attempt": 5})

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy import single
+from tandem.errors import ConfigError
 
 
 class Strategy(single.Strategy):
@@ -27,7 +28,12 @@ class Strategy(single.Strategy):
     has_one_device = True
 
     def check(self, group: ProcessGroup) -> None:
-        """It works with any number of ranks."""
+        """It works with any number of ranks. Raises ConfigError where torch has it on GPUs alone (2.6)."""
+        if group.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise ConfigError(
+                f"--strategy fsdp on CPUs is not in torch {torch.__version__}; install torch 2.11 to 2.15, "
+                "or give --strategy ddp"
+            )
 
     def spread(self, model: nn.Module) -> nn.Module:
         """Rank 0's values count, as with DDP."""
