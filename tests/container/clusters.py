@@ -22,9 +22,9 @@ import job_secret  # noqa: E402
 from engine import Cluster  # noqa: E402
 
 
-def docker(*arguments: str, check: bool = True) -> str:
+def docker(*arguments: str, check: bool = True, seconds: float = 100) -> str:
     """Output of a docker command, which has to work unless told otherwise."""
-    ended = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=seconds)
     assert not check or ended.returncode == 0, ended.stderr
     return ended.stdout
 
