@@ -142,7 +142,12 @@ def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str
         warnings.simplefilter("ignore")  # of torch about itself
         try:
             program = torch.onnx.export(
-                model, call.args, kwargs=call.kwargs, dynamic_shapes=call.shapes(model), verbose=False
+                model,
+                call.args,
+                kwargs=call.kwargs,
+                dynamic_shapes=call.shapes(model),
+                dynamo=True,
+                verbose=False,
             )
         except Exception as error:  # whatever a graph's tracer stumbles over
             reason = one_line(error.__cause__ or error)[:300]
