@@ -91,7 +91,7 @@ for turn in itertools.count():
             else:
                 stranger = socket.create_connection(address, timeout=2)
                 held.append(stranger)
-                if turn % 12 == 11 and place in stores:
+                if secret and turn % 12 == 11 and place in stores:
                     guard.ask(stranger, b"x" * 32, turn % 65536)
                 else:
                     stranger.sendall(SAID[turn % len(SAID)])
