@@ -23,9 +23,13 @@ from small import Small
 
 def die_at(place):
     wanted = Path("die-at")
-    if wanted.exists() and wanted.read_text() == place:
-        wanted.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if wanted.read_text() != place:
+            return
+        wanted.rename(f"died-{os.getpid()}")  # one of the ranks
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Remembers(Small):
