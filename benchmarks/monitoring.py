@@ -34,6 +34,7 @@ from tandem.config import Settings
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import load
 from tandem.report.server import MetricsServer
+from tandem.tasks.base import WholeTask
 from tandem.telemetry import stragglers
 from tandem.telemetry.channel import Receiver, Sender
 from tandem.telemetry.clock import Clock
@@ -74,8 +75,9 @@ def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Ste
     strategy, compute, optimisation = load("ddp", world), settings.compute, settings.optimisation
     model = strategy.spread(task.build_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    whole: Any = WholeTask(task)  # type: ignore[arg-type]
     stepper = Stepper(
-        world, strategy, compute, optimisation, batch * world.size, 0, task, model, optimizer, Clock()
+        world, strategy, compute, optimisation, batch * world.size, 0, whole, model, optimizer, Clock()
     )
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
     stepper.settle(micro_batches, 0, Costs())
