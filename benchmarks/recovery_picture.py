@@ -36,7 +36,7 @@ class Line(NamedTuple):
 def record(folder: Path) -> list[Line]:
     """The lines of the run, and the command that killed a rank, each with its time since the start."""
     tandem = [sys.executable, "-m", "tandem"]
-    started, killed, lines = time.monotonic(), False, [Line(0.0, "$ tandem launch " + " ".join(FLAGS[:4]))]
+    started, killed, lines = time.monotonic(), False, [Line(0.0, "$ tandem launch " + " ".join(FLAGS))]
     command = [*tandem, "launch", *FLAGS, *QUIETLY, "--run-dir", "runs/digits"]
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

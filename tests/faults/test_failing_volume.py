@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,33 +181,38 @@ def test_a_full_and_a_read_only_volume(processes: Any, tmp_path: Path, namespace
     assert code == 0, output
 
 
-def test_a_run_outlives_a_full_volume(runs: Runs, namespace: list[str]) -> None:
-    volume = runs.folder / "volume"
-    volume.mkdir()
+@pytest.fixture
+def full_for_a_while(runs: Runs, namespace: list[str]) -> Callable[..., str]:
+    """The output of a command that ends well on a volume that is full from this checkpoint to this line."""
+
+    def run(checkpoint: str, line: str, command: list[str]) -> str:
+        (runs.folder / "volume").mkdir()
+        full = (str(runs.folder / "volume"), checkpoint, line)
+        environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}
+        whole = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, *full, *command]
+        code, output = runs.processes.run(whole, cwd=runs.folder, env=environment)
+        assert code == 0, output
+        return str(output)
+
+    return run
+
+
+def test_a_run_outlives_a_full_volume(runs: Runs, full_for_a_while: Callable[..., str]) -> None:
     flags = ("--steps", 100, "--checkpoint-every", 5, "--checkpoint-failures-allowed", 100, "--threads", 1)
     train = runs.command("train", "volume/run", *flags, delay=0.03)
-    full = (str(volume), "step-000000010", "failed (2 in a row")
-    command = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, *full, *train]
-    environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}
-    code, output = runs.processes.run(command, cwd=runs.folder, env=environment)
-    assert code == 0, output
+    output = full_for_a_while("step-000000010", "failed (2 in a row", train)
     assert "No space left on device; free space" in output and "Traceback" not in output
     assert output.split()[-3:] == ["step-000000090", "step-000000095", "step-000000100"]
 
 
 def test_the_last_step_is_saved_though_it_was_reached_on_a_full_volume(
-    runs: Runs, namespace: list[str]
+    runs: Runs, full_for_a_while: Callable[..., str]
 ) -> None:
     """The ranks that are started again find the last step in memory, and have none left to take."""
-    volume = runs.folder / "volume"
-    volume.mkdir()
     flags = ("--nproc", 1, "--steps", 30, "--checkpoint-every", 10, "--eval-every", 10, "--threads", 1)
     launch = runs.command("launch", "volume/run", *flags, delay=0.2)
-    full = (str(volume), "step-000000020", "stopped at step 30, but the checkpoint could not be written")
-    command = [*namespace, sys.executable, "-c", FULL_FOR_A_WHILE, *full, *launch]
-    environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}
-    code, output = runs.processes.run(command, cwd=runs.folder, env=environment)
-    assert code == 0, output
+    failed = "stopped at step 30, but the checkpoint could not be written"
+    output = full_for_a_while("step-000000020", failed, launch)
     assert output.split()[-1] == "step-000000030", output
     assert "going on from step 30, kept in the node's memory" in output, output
 

@@ -165,8 +165,8 @@ class Engine:
                 "--batch-shares auto is for a task: in a loop of one's own it cannot be kept in the state; "
                 "give the numbers, such as --batch-shares 3:1"
             )
-        reader = Reader(whole, settings.run.seed, world.rank, world.size, collate, world.device)
-        reader.cores = cores_of(world.position)
+        place = world.device, None, cores_of(world.position)
+        reader = Reader(whole, settings.run.seed, world.rank, world.size, collate, *place)
         share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
         self.parts.share = share * world.size / whole.batch_size
         return reader

@@ -54,10 +54,8 @@ class Learner:
         check_methods(self.task)
         self.memory = Memory(self.task, world)
         self.datasets = datasets_of(self.task)
-        self._reader = Reader(
-            data, run.seed, world.rank, world.size, self.task.collate, world.device, world.gather
-        )
-        self._reader.cores = cores_of(world.position)
+        place = world.device, world.gather, cores_of(world.position)
+        self._reader = Reader(data, run.seed, world.rank, world.size, self.task.collate, *place)
         self.data = training_data(
             self.datasets.train, self._reader, run.steps, order_of(self.task, self.datasets.train)
         )
