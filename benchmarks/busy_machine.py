@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from table import Row, render, write
+from table import Row, finish
 
 LEAST_SHARE = 0.4
 LIMIT_SECONDS = 900
@@ -85,10 +85,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = list(measure(options.rounds))
-    print(render(rows))
-    if options.json:
-        write(rows, options.json)
-    return 0 if all(row.passed for row in rows) else 1
+    return finish(rows, options.json)
 
 
 if __name__ == "__main__":

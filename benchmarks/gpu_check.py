@@ -33,7 +33,7 @@ sys.path.append(str(ROOT / "tests"))
 import played_gpu  # noqa: E402
 from gpu_tasks import TIMES  # noqa: E402
 from live_runs import LiveRun  # noqa: E402
-from table import Row, render, write  # noqa: E402
+from table import Row, finish  # noqa: E402
 
 TASKS = ROOT / "benchmarks" / "gpu_tasks.py"
 QUIET = ("--metrics-port", 0, "--metrics-linger", 0, "--progress", "off", "--eval-every", "never")
@@ -355,10 +355,7 @@ def main() -> int:
     if played:
         print("no GPU here: one is played by the CPU, and nothing is said of speed", file=sys.stderr)
     table = rows_of(asked.only, played, asked.seconds)
-    print(render(table))
-    if asked.json:
-        write(table, asked.json)
-    return int(any(row.passed is False for row in table))
+    return finish(table, asked.json)
 
 
 if __name__ == "__main__":

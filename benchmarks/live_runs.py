@@ -99,13 +99,12 @@ class LiveRun:
         return [int(pid) for pid in children.split()]
 
     def agents(self) -> dict[int, int]:
-        """{node: pid} of the simulated nodes' agents."""
-        found = {}
-        for pid, _ in session_of(self.process.pid):
-            words = _command_line(pid)
-            if "launch" in words and "--node-rank" in words:
-                found[int(words[words.index("--node-rank") + 1])] = pid
-        return found
+        """{node: pid} of the nodes' agents."""
+        return {
+            int(name.removeprefix("tandem-node-")): pid
+            for pid, name in session_of(self.process.pid)
+            if name.startswith("tandem-node-")
+        }
 
     def close(self) -> None:
         workers = self.workers()  # torchrun gives each a session of its own
@@ -143,10 +142,3 @@ def session_of(leader: int) -> list[tuple[int, str]]:
             except (OSError, IndexError):
                 continue
     return found
-
-
-def _command_line(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []

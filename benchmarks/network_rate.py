@@ -16,9 +16,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "compose"))
 
-from cluster import remove_metrics, start, wait  # noqa: E402
+from cluster import remove_metrics, start  # noqa: E402
 from engine import Cluster, ClusterError, check_engine  # noqa: E402
-from network import Shape  # noqa: E402
+from job import Job  # noqa: E402
 
 STEPS, LOG_EVERY = 40, 10
 RATES = ("", "1gbit", "100mbit")
@@ -44,6 +44,7 @@ def measure(image: str, nodes: int, rate: str) -> float:
             "NODES": str(nodes),
             "RUN": f"{nodes}-{rate or 'open'}",
             "METRICS_PORT": "",
+            "RATE": rate,
             "TASKS": str(HERE),
             "TANDEM_TASK": "/tasks/wide_model.py:Wide",
             "COMMAND": f"launch --steps {STEPS} --log-every {LOG_EVERY} --batch-size 24 --threads 1 "
@@ -51,8 +52,10 @@ def measure(image: str, nodes: int, rate: str) -> float:
         },
     )
     start(cluster)
-    codes = wait(cluster, Shape(rate))
+    job = Job.of(cluster)
+    job.wait()
     remove_metrics(cluster)
+    codes = list(job.codes().values())
     if any(codes):
         raise ClusterError(f"the run with {nodes} nodes at {rate or 'no limit'} ended with {codes}")
     lines = (cluster.read(f"{cluster.run_dir}/metrics.jsonl") or "").splitlines()

@@ -21,15 +21,13 @@ HEAD = """# Benchmarks
 in the same invocation and take turns; figures are medians, with the smallest and the largest where they are \
 given. Ratios carry over to other machines, seconds do not. A row that misses its target is printed as it is.
 """
-TAIL = """## No program yet
-Time to 98% beside a tutorial's script; launch to the first step and memory (PSS) beside torchrun; the data \
-path beside torchvision's loader; 8 and more simulated nodes to their first step; the order of 1,000,000,000 \
-samples.
-"""
 
 
 class Question(NamedTuple):
-    """What is asked, the program that answers, the file of its answer, and how its rows are read there."""
+    """What is asked, the program that answers, the file of its answer, and how its rows are read there.
+
+    A `file` with a star is several, each taken by itself on a machine and day of its own.
+    """
 
     title: str
     program: str
@@ -58,12 +56,24 @@ def _compression(found: Any) -> list[Row]:
 
 QUESTIONS = (
     Question("What a framework costs a step", "framework_cost.py", "framework_cost.json", _rows),
+    Question("Loaders alone, without a model", "data_path.py", "data_path.json", _rows),
+    Question("Time to 98%, from the start of the program", "time_to_98.py", "time_to_98.json", _rows),
     Question(
         "Saves and recoveries, short", "reliability.py saves recovery", "saves_and_recovery.json", _rows
     ),
-    Question("What stops, saves and recoveries cost", "reliability.py", "reliability.json", _rows),
+    Question("What stops, saves and recoveries cost", "reliability.py --full", "reliability_*.json", _rows),
+    Question("From the command to the first step", "launch_cost.py", "launch_cost.json", _rows),
+    Question("Clocks, second launches, signals", "trust_trials.py", "trust_*.json", _rows),
+    Question("A long run that is killed again and again", "endurance.py", "endurance.json", _rows),
+    Question("A hog on each core", "busy_machine.py", "busy_machine.json", _rows),
     Question("Scripts as they are", "script_trials.py", "scripts.json", _rows),
     Question("Node 0 and rank 0 at 1,024 ranks", "thousand_ranks.py", "thousand_ranks.json", _rows),
+    Question(
+        "The order of 1,000,000,000 samples",
+        "thousand_ranks.py --only order --samples 1000000000",
+        "order.json",
+        _rows,
+    ),
     Question(
         "Compressed gradients on slow networks",
         "gradient_compression.py",
@@ -96,12 +106,14 @@ def page(results: Path) -> str:
     parts = [HEAD]
     for title, program, file, rows in QUESTIONS:
         parts.append(f"## {title}\n`python benchmarks/{program}`, `benchmarks/results/{file}`.")
-        if not (results / file).exists():
+        answers = sorted(results.glob(file))
+        if not answers:
             parts[-1] += " Not measured.\n"
-            continue
-        found = json.loads((results / file).read_text())
-        parts[-1] += f" {_measured_on(found)}\n\n{render(rows(found))}\n"
-    return "\n".join([*parts, TAIL])
+        for answer in answers:
+            found = json.loads(answer.read_text())
+            parts[-1] = parts[-1].rstrip("\n") + (f"\n\n`{answer.name}`:" if "*" in file else "")
+            parts[-1] += f" {_measured_on(found)}\n\n{render(rows(found))}\n"
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Everything that tandem promises about runs that survive, measured: one table, one JSON file.
 
-    python benchmarks/reliability.py [--full] [--json benchmarks/results/reliability.json] [part ...]
+    python benchmarks/reliability.py [--full] [--json FILE] [part ...]
 
 Parts: store, resume, own-loops, saves, recovery, hangs, chaos. `--full` takes the full counts (about three
 hours, most of it the calm half hour, the 25 minutes of chaos and the resumes); without it each part takes a
-few minutes.
+few minutes. With them, each part is noted in benchmarks/results by itself.
 Every figure stands beside its control, measured in the same run.
 """
 
@@ -22,6 +22,7 @@ import save_trials
 import store_trials
 from table import Row, render, write
 
+RESULTS = Path(__file__).parent / "results"
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "store": store_trials.rows,
     "resume": lambda full: [
@@ -57,7 +58,9 @@ def main() -> int:
     rows: list[Row] = []
     for part in asked.parts:
         print(f"{part} ...", file=sys.stderr, flush=True)
-        rows += PARTS[part](asked.full)
+        rows += (found := PARTS[part](asked.full))
+        if asked.full:
+            write(found, RESULTS / f"reliability_{part}.json")
         if asked.json:
             write(rows, asked.json)
     print(render(rows))

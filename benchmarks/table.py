@@ -72,3 +72,11 @@ def write(rows: Sequence[Row], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"machine": machine(), "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def finish(rows: Sequence[Row], path: Path | None) -> int:
+    """The end of a program: its table on stdout, its rows in `path`; the exit code, 1 for a missed target."""
+    print(render(rows))
+    if path is not None:
+        write(rows, path)
+    return int(any(row.passed is False for row in rows))

@@ -35,7 +35,7 @@ FLAGS = ("--log-every", 20, "--threads", 1, "--steps", STEPS, "--lr", 0.01)
 EVERY = ("--checkpoint-every", 50)
 SHUTDOWN_SECONDS = 25
 LIMIT = 400.0
-RESULTS = Path(__file__).parent / "results" / "trust.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 def undisturbed(folder: Path, *flags: object) -> str:
@@ -162,6 +162,8 @@ def _frozen(run: LiveRun) -> Iterator[None]:
 
 def signals(count: int, folder: Path) -> list[Row]:
     """A signal at a random moment; a row for each kind."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, or in the background, runs would ignore both
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     long = ("--task.delay", 0.02, "--nodes", 2, "--shutdown-timeout", SHUTDOWN_SECONDS)
     began = time.monotonic()
     with LiveRun(("tandem", "launch"), folder / "whole", *FLAGS, *EVERY, *long) as run:
@@ -330,16 +332,14 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=10)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-trust-") as name:
-        place, rows = Path(name), []
+        trials: dict[str, Callable[[Path], list[Row]]] = {
+            "clocks": lambda place: clocks(asked.starts, asked.kills, place),
+            "pairs": lambda place: pairs(asked.pairs, place),
+            "signals": lambda place: signals(asked.signals, place),
+            "secret": lambda place: secret(asked.rounds, place),
+        }
         for which in asked.which:
-            (place / which).mkdir()
-        if "clocks" in asked.which:
-            rows += clocks(asked.starts, asked.kills, place / "clocks")
-        if "pairs" in asked.which:
-            rows += pairs(asked.pairs, place / "pairs")
-        if "signals" in asked.which:
-            rows += signals(asked.signals, place / "signals")
-        if "secret" in asked.which:
-            rows += secret(asked.rounds, place / "secret")
-    print(render(rows))
-    write(rows, RESULTS)
+            (folder := Path(name) / which).mkdir()
+            rows = trials[which](folder)
+            print(render(rows), flush=True)
+            write(rows, RESULTS / f"trust_{which}.json")

@@ -15,12 +15,12 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster import remove_metrics, start, wait
+from cluster import remove_metrics, start
 from engine import HERE, Cluster, ClusterError, check_engine, docker
 from faults import FAULTS, POLL_SECONDS, Scene
+from job import Job
 from network import keep_shape
 from preflight import checked_node
-from tandem.launch.restarts import job_code
 
 READY_SECONDS = 400.0
 OUTCOME_SECONDS = 300.0
@@ -91,7 +91,7 @@ def break_it(cluster: Cluster, name: str, index: int) -> Row:
     fault = FAULTS[name]
     until(cluster, lambda: is_between_checkpoints(cluster), "step after two checkpoints", READY_SECONDS)
     node = cluster.node(0 if fault.on_first else index)
-    scene = Scene(cluster, node, live_step(cluster) or 0, len(cluster.events()), node.starts)
+    scene = Scene(cluster, node, live_step(cluster) or 0, cluster.events()[-1], node.starts)
     began = time.monotonic()
     done = fault.inject(scene)
     lifted_at_step = live_step(cluster) or 0
@@ -119,8 +119,10 @@ def own_cluster(project: str, image: str, run: str) -> Cluster:
 
 def finish(cluster: Cluster) -> str:
     """Wait for the end, which has to be a good one; the weights' SHA-256. Raises OutcomeError."""
-    code = job_code(wait(cluster))
+    job = Job.of(cluster)
+    job.wait()
     remove_metrics(cluster)
+    code, _ = job.ending()
     summary = cluster.summary()
     if code or summary is None:
         raise OutcomeError(f"the run {cluster.variables['RUN']} ended with {code}, and 0 is right")

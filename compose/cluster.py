@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The cluster on this host: `cluster.py up|down|ps|logs|shell|scale` (make compose-up and so on).
+"""The cluster on this host: `cluster.py up|down|ps|logs|shell|scale|get` (make compose-up and so on).
 
 `up` returns the job's code, which `docker compose up` does not: it says 0 though a replica ended with 7.
 """
@@ -17,8 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import job_secret
+from bring import get
+from cores import OURS, limits_given, share_of
 from engine import (
     ROOT,
+    STOP_SECONDS,
     WATCHERS,
     Cluster,
     ClusterError,
@@ -28,8 +31,10 @@ from engine import (
     is_watched,
     variables_in_dotenv,
 )
+from job import Job
 from network import Shape, check_shape, keep_shape
 from preflight import (
+    VOLUMES,
     check_free,
     check_gpus,
     check_room_for_a_build,
@@ -38,12 +43,11 @@ from preflight import (
     checked_nodes,
     checked_port,
 )
-from tandem.launch.restarts import job_code
+from tandem.report.secrets import is_secret
+from volume import DEFAULT_IMAGE, remove_volumes
 from work import work_of
 
-POLL_SECONDS = 0.5
 START_SECONDS = 300.0
-STOP_SECONDS = 120.0
 LAST_LINES_SECONDS = 3.0
 METRICS_PORT = 9469
 
@@ -80,6 +84,10 @@ def parser() -> argparse.ArgumentParser:
             each.add_argument("--image", default="", help="an image that is there; none: make image first")
         if verb == "down":
             each.add_argument("--volumes", default="", help="1 removes the volumes as well")
+        if verb == "get":
+            each.add_argument("--run", default="", help="the run's name in the checkpoint volume")
+            each.add_argument("--to", default="", help="a new folder of this host; runs/RUN without it")
+            each.add_argument("--image", default="")
         if verb == "shell":
             each.add_argument("--node", default="0")
     return top
@@ -116,29 +124,32 @@ def up(options: argparse.Namespace) -> int:
     if options.monitoring == "1":
         watch(cluster)
     start(cluster)
+    job = Job.of(cluster)
     forwarder = metrics_containers(cluster)
-    codes = follow(cluster)
+    follow(job)
     remove_metrics(cluster, forwarder)  # but not that of `compose-scale`, which ends this and starts anew
-    code = job_code(codes)
-    print(ending(cluster, code, codes), flush=True)
+    code, line = job.ending()
+    print(line, flush=True)
     return code
 
 
 def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str, str]:
-    """What compose.yaml reads, from the options and the caller's own TANDEM_* variables."""
-    own = (job_secret.GIVEN, job_secret.GIVEN_FILE)  # goes into a file, and into no label
+    """What compose.yaml reads, from the options and the caller's own TANDEM_* variables; no secrets, as all
+    of it goes into a label. The job's own goes into a file."""
     given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
-    given = {name: value for name, value in given.items() if name not in own}
+    kept_out = job_secret.GIVEN_FILE, *filter(is_secret, given)
+    given = {name: value for name, value in given.items() if name not in kept_out}
     everything = {**variables_in_dotenv(), **given}
     variables = {
         **given,
         "NODES": str(nodes),
-        "IMAGE": options.image or "tandem:cuda",
+        "IMAGE": options.image or DEFAULT_IMAGE,
         "METRICS_PORT": str(port),
         "GPUS": options.gpus,
         "RATE": options.rate,
         "LATENCY": options.latency,
         "LOSS": options.loss,
+        **limits_given(),
         **work_of(options, everything),
     }
     if rules := os.environ.get("RULES"):
@@ -147,7 +158,7 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
             raise ClusterError(f"RULES={rules}: there is no such file; monitoring/rules.yaml is the default")
     # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
     if "TANDEM_THREADS" not in everything:
-        variables["TANDEM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nodes))
+        variables |= share_of(nodes, variables)
     if options.epochs:
         variables["TANDEM_EPOCHS"] = options.epochs
     return variables
@@ -185,20 +196,20 @@ def start(cluster: Cluster) -> None:
     cluster.compose("up", "--detach", "--force-recreate", "--remove-orphans", *job, seconds=START_SECONDS)
 
 
-def follow(cluster: Cluster) -> list[int]:
-    """Show the logs until no node runs or is about to run again; the nodes' codes. Ctrl-C stops the nodes."""
+def follow(job: Job) -> None:
+    """Show the logs until no node runs or is about to run again. Ctrl-C stops the nodes."""
     with subprocess.Popen(
-        ["docker", *cluster.command("logs", "--follow", "node")],
-        env=cluster.environment(),
+        ["docker", *job.cluster.command("logs", "--follow", "node")],
+        env=job.cluster.environment(),
         stdout=subprocess.PIPE,
         start_new_session=True,
     ) as logs:
         threading.Thread(target=show, args=[logs], daemon=True).start()
         try:
-            return wait(cluster)
+            job.wait()
         except KeyboardInterrupt:
             print("\nstopping: every node saves and ends; a second Ctrl-C kills them", flush=True)
-            return stop(cluster)
+            job.stop()
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 logs.wait(LAST_LINES_SECONDS)
@@ -211,26 +222,6 @@ def show(logs: subprocess.Popen[bytes]) -> None:
     for line in logs.stdout:
         sys.stdout.buffer.write(line.replace(b"\x1b[2K", b""))
         sys.stdout.buffer.flush()
-
-
-def wait(cluster: Cluster) -> list[int]:
-    """Wait until the job is over, and keep the network that the user asked for; the nodes' codes."""
-    shaped: dict[str, str] = {}
-    while True:
-        nodes = cluster.nodes()
-        if not any(node.is_unfinished for node in nodes):
-            return [node.exit_code for node in nodes]
-        keep_shape(cluster, shaped)
-        time.sleep(POLL_SECONDS)
-
-
-def stop(cluster: Cluster) -> list[int]:
-    """SIGTERM to every node, SIGKILL after the grace period or a second Ctrl-C; their codes."""
-    try:
-        cluster.compose("stop", "node", seconds=STOP_SECONDS)
-    except KeyboardInterrupt:
-        cluster.compose("kill", "node")
-    return [node.exit_code for node in cluster.nodes()]
 
 
 def metrics_containers(cluster: Cluster) -> list[str]:
@@ -251,35 +242,32 @@ def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
             raise ClusterError(f"container {found[0][:12]} cannot be removed; see docker ps -a")
 
 
-def ending(cluster: Cluster, code: int, codes: Sequence[int]) -> str:
-    """How the job ended, in one line."""
-    nodes = ", ".join(f"node {index} {each}" for index, each in enumerate(codes))
-    summary = cluster.summary()
-    if summary is None:
-        return f"ended with {code} ({nodes}); no summary was written, the logs say why: make compose-logs"
-    scores = summary.get("eval")
-    said = [f"{name} {value:.4f}" for name, value in scores.items()] if isinstance(scores, dict) else []
-    said += [f"{summary['samples_per_second']:,.0f} samples/s"] if summary.get("samples_per_second") else []
-    said += [f"{summary['restarts']} restarts"] if summary.get("restarts") else []
-    said += [f"weights {str(summary['weights_sha256'])[:12]}"] if summary.get("weights_sha256") else []
-    if summary.get("reason"):
-        said.append(str(summary["reason"]))
-    whose = "rank 0 " if code and summary["state"] == "finished" else ""  # another node's has failed
-    where = f"{whose}{summary['state']} at step {summary['global_step']}"
-    if "WORKING_DIR" in cluster.variables:  # a script's
-        said.append(f"its files: docker cp {cluster.project}-node-1:{cluster.run_dir} .")
-    return f"ended with {code} ({nodes}): {'; '.join([where, ', '.join(said)]) if said else where}"
-
-
 def down(options: argparse.Namespace) -> int:
-    """Remove containers and network; the volumes stay unless asked for."""
+    """Stop what runs and say how it ended; then remove containers and network, the volumes if asked for."""
     cluster = Cluster(options.project, {}, watched=True)
+    end(options.project)
     everything = ["--volumes"] if options.volumes == "1" else []
     cluster.compose("down", "--remove-orphans", *everything, seconds=STOP_SECONDS)
+    if everything:
+        remove_volumes([f"{options.project}_{name}" for name in VOLUMES])
     job_secret.remove(options.project)
     kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
     print(f"cluster {options.project} is down; volumes {kept}")
     return 0
+
+
+def end(project: str) -> None:
+    """Stop a job that runs, as `docker stop` does, and say how it ended; its nodes are still there then."""
+    by_hand = {"RUN": os.environ.get("RUN") or "digits", "IMAGE": os.environ.get("IMAGE") or DEFAULT_IMAGE}
+    cluster = Cluster(project, by_hand, watched=True)  # as compose.yaml fills them in
+    with contextlib.suppress(ClusterError):
+        cluster = Cluster.found(project)
+    job = Job.of(cluster)
+    if not job.unfinished:
+        return
+    print("stopping: every node saves and ends; Ctrl-C kills them", flush=True)
+    job.stop()
+    print(job.ending()[1], flush=True)
 
 
 def ps(options: argparse.Namespace) -> int:
@@ -316,18 +304,21 @@ def scale(options: argparse.Namespace) -> int:
     """Stop all nodes after a checkpoint and start as many as asked for, which go on from it."""
     found = Cluster.found(options.project)
     nodes, before = checked_nodes(options.nodes), len(found.nodes())
-    stop(found)
+    Job.of(found).stop()
     remove_metrics(found)
     secret = job_secret.make(found.project, {**variables_in_dotenv(), **os.environ})
-    more = {"NODES": str(nodes), "SECRET_FILE": str(secret)}
-    cluster = replace(found, variables={**found.variables, **more})
+    more = {**limits_given(), "NODES": str(nodes), "SECRET_FILE": str(secret)}
+    variables = {**found.variables, **more}
+    if OURS in variables:
+        variables |= share_of(nodes, variables)
+    cluster = replace(found, variables=variables)
     start(cluster)
     keep_shape(cluster, {})
     print(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")
     return 0
 
 
-VERBS = {"up": up, "down": down, "ps": ps, "logs": logs, "shell": shell, "scale": scale}
+VERBS = {"up": up, "down": down, "ps": ps, "logs": logs, "shell": shell, "scale": scale, "get": get}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

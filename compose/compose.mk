@@ -8,8 +8,12 @@ LOSS ?=
 NODE ?=
 FAULT ?=
 VOLUMES ?=
+TO ?=
 METRICS_PORT ?=
 MONITORING ?=
+CPUS ?=
+MEMORY ?=
+SHM_SIZE ?=
 SCRIPT ?=
 SCRIPT_ARGS ?=
 CLUSTER := $(PYTHON) compose/cluster.py
@@ -17,9 +21,11 @@ CLUSTER := $(PYTHON) compose/cluster.py
 COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(value RUN)))
 # The Makefile's own default would hide a task of .env, and a script is no task.
 COMPOSE_TASK := $(if $(filter file,$(origin TASK)),,$(value TASK))
-GIVEN += PROJECT GPUS RATE LATENCY LOSS NODE FAULT VOLUMES METRICS_PORT MONITORING SCRIPT SCRIPT_ARGS COMPOSE_RUN COMPOSE_TASK
+GIVEN += PROJECT GPUS RATE LATENCY LOSS NODE FAULT VOLUMES TO METRICS_PORT MONITORING SCRIPT SCRIPT_ARGS CPUS MEMORY SHM_SIZE COMPOSE_RUN COMPOSE_TASK
+# Read from the environment by compose/; what a person has not given stays out of it, as .env may have it.
+HANDED_ON += CPUS MEMORY SHM_SIZE PROMETHEUS_PORT GRAFANA_PORT RULES
 
-.PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale chaos
+.PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale compose-get chaos
 
 compose-up: ## train on NODES containers; its code is the job's (SCRIPT=train.py, RATE=100mbit, MONITORING=1)
 	@$(CLUSTER) up --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES" --task "$$GIVEN_COMPOSE_TASK" --epochs "$$GIVEN_EPOCHS" \
@@ -42,6 +48,10 @@ compose-shell: ## a shell in a node (NODE=0)
 
 compose-scale: ## go on with NODES nodes
 	@$(CLUSTER) scale --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES"
+
+compose-get: ## a run out of the volume, also after compose-down (RUN=digits TO=folder)
+	@$(CLUSTER) get --project "$$GIVEN_PROJECT" --run="$$GIVEN_COMPOSE_RUN" --to="$$GIVEN_TO" \
+		$(if $(filter undefined file,$(origin IMAGE)),,--image="$$GIVEN_IMAGE")
 
 chaos: ## break the running cluster: FAULT=kill-rank, ..., all (NODE=1)
 	@$(PYTHON) compose/chaos.py "$$GIVEN_FAULT" --project "$$GIVEN_PROJECT" --node "$$GIVEN_NODE"

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "src"))  # the rules of exit codes are tandem's ow
 OLDEST_COMPOSE = (2, 24)  # an `env_file` that need not be there
 UNFINISHED = ("created", "running", "restarting", "paused")
 CALL_SECONDS = 120.0
+STOP_SECONDS = 120.0
 WATCHERS = {
     "prometheus": ("PROMETHEUS_PORT", 9090, "/alerts"),
     "grafana": ("GRAFANA_PORT", 3000, "/d/tandem"),
@@ -52,6 +53,7 @@ class Node:
     starts: int
     started_at: str
     gateway: str
+    created: str = ""
 
     @property
     def is_unfinished(self) -> bool:
@@ -164,13 +166,17 @@ class Cluster:
         with tempfile.NamedTemporaryFile("w", prefix="tandem-", suffix=".env") as names:
             names.writelines(f"{name}\n" for name in self.settings())  # Compose looks up the values itself
             names.flush()
-            ended = subprocess.run(
-                ["docker", *self.command(*arguments)],
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-                env={**self.environment(), "SETTINGS": names.name},
-            )
+            try:
+                ended = subprocess.run(
+                    ["docker", *self.command(*arguments)],
+                    capture_output=True,
+                    text=True,
+                    timeout=seconds,
+                    env={**self.environment(), "SETTINGS": names.name},
+                )
+            except subprocess.TimeoutExpired:
+                line = f"docker compose {arguments[0]} took longer than {seconds:.0f} s"
+                raise ClusterError(line) from None
         if ended.returncode:
             raise ClusterError(f"docker compose {arguments[0]} failed: {telling(ended)}")
         return ended.stdout
@@ -195,18 +201,30 @@ class Cluster:
 
     def read(self, path: str) -> str | None:
         """A file of the checkpoint volume, through node 0's container, whether it runs or not."""
+        found = self.read_dated(path)
+        return None if found is None else found[0]
+
+    def read_dated(self, path: str) -> tuple[str, float] | None:
+        """The same, and when it was written (Unix seconds)."""
         ended = subprocess.run(
             ["docker", "cp", f"{self.project}-node-1:{path}", "-"], capture_output=True, timeout=CALL_SECONDS
         )
         if ended.returncode:
             return None
         with tarfile.open(fileobj=io.BytesIO(ended.stdout)) as archive:
-            member = archive.extractfile(archive.getmembers()[0])
-            return None if member is None else member.read().decode()
+            member = archive.getmembers()[0]
+            file = archive.extractfile(member)
+            return None if file is None else (file.read().decode(), float(member.mtime))
 
     def events(self) -> list[dict[str, object]]:
-        """The run's events so far."""
-        lines = (self.read(f"{self.run_dir}/events.jsonl") or "").splitlines()
+        """The run's events so far; one that begins with a count goes on where the older one ends."""
+        found = self._events("events.jsonl")
+        if not found or found[0]["kind"] == "counted":
+            found = self._events("events.jsonl.1") + found[1:]
+        return found
+
+    def _events(self, name: str) -> list[dict[str, object]]:
+        lines = (self.read(f"{self.run_dir}/{name}") or "").splitlines()
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def summary(self) -> dict[str, object] | None:
@@ -226,14 +244,24 @@ class Cluster:
         return docker("exec", "-i", node.identity, "python3", "-", *arguments, text=program, check=check)
 
 
-def variables_in_dotenv() -> dict[str, str]:
-    """The TANDEM_ variables in .env of the repository's root, and about what they say."""
+def dotenv() -> dict[str, str]:
+    """The variables in .env of the repository's root, and about what they say."""
     try:
         text = (ROOT / ".env").read_text(encoding="utf-8")
     except OSError:
         return {}
-    found = re.findall(r"^[ \t]*(?:export[ \t]+)?(TANDEM_\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE)
+    found = re.findall(r"^[ \t]*(?:export[ \t]+)?(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE)
     return {name: value.strip("\"'") for name, value in found if value}
+
+
+def project_word(project: str) -> str:
+    """What a command to type needs behind it for this project."""
+    return "" if project == "tandem" else f" PROJECT={project}"
+
+
+def variables_in_dotenv() -> dict[str, str]:
+    """Those of them that are settings."""
+    return {name: value for name, value in dotenv().items() if name.startswith("TANDEM_")}
 
 
 def is_watched(project: str) -> bool:
@@ -256,6 +284,7 @@ def _node(described: Mapping[str, object]) -> Node:
         starts=int(str(described["RestartCount"])) + 1,
         started_at=str(state["StartedAt"]),
         gateway=next((str(each["Gateway"]) for each in network["Networks"].values()), ""),
+        created=str(described["Created"]),
     )
 
 

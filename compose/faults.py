@@ -5,6 +5,7 @@ process that it has killed or stopped is tandem's to bring back. `check` then lo
 and answers with a short text once the outcome is there, or None while it is still to come.
 """
 
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from engine import Cluster, ClusterError, Node, docker
 from network import cut, mend
 
 PAUSE_SECONDS = 6.0
+FREEZE_ATTEMPTS = 5
 PARTITION_SECONDS = 15.0
 SLOW_SECONDS = 8.0
 SLOW_CPUS = 0.1
@@ -22,24 +24,27 @@ FILL_SECONDS = 120.0
 
 Event = Mapping[str, object]
 
-KILL_RANK = """
-import os, sys
-for pid in filter(str.isdigit, os.listdir("/proc")):
-    try:
-        name = open(f"/proc/{pid}/comm").read().strip()
-    except OSError:
-        continue
-    if name.startswith("tandem-rank-"):
-        os.kill(int(pid), 9)
-        sys.exit(print(name.removeprefix("tandem-")))
+RANKS = """
+import os, pathlib, sys
+def ranks():
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            name = pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:  # it has just ended
+            continue
+        if name.startswith("tandem-rank-"):
+            yield int(pid), name.removeprefix("tandem-")
+"""
+SIGNAL_RANK = RANKS + """
+for pid, name in ranks():
+    os.kill(pid, int(sys.argv[1]))
+    sys.exit(print(name))
 sys.exit("no rank runs here")
 """
 # Rank 0 is stopped first, so that no newer checkpoint comes between the flip and the end of its node.
-FLIP_NEWEST = """
-import os, pathlib, sys
-for pid in filter(str.isdigit, os.listdir("/proc")):
-    if "tandem-rank-" in pathlib.Path(f"/proc/{pid}/comm").read_text():
-        os.kill(int(pid), 19)
+FLIP_NEWEST = RANKS + """
+for pid, _ in ranks():
+    os.kill(pid, 19)
 folder = max(path.parent for path in pathlib.Path(sys.argv[1]).glob("checkpoints/step-*/manifest.json"))
 file = folder / "state.pt"
 with file.open("r+b") as opened:
@@ -49,13 +54,11 @@ with file.open("r+b") as opened:
     opened.write(bytes([byte ^ 1]))
 print(int(folder.name.removeprefix("step-")))
 """
-FILL_MEMORY = """
-import os, pathlib, sys
-ranks = [p for p in filter(str.isdigit, os.listdir("/proc"))
-         if pathlib.Path(f"/proc/{p}/comm").exists() and "tandem-rank-" in open(f"/proc/{p}/comm").read()]
-if not ranks:
+FILL_MEMORY = RANKS + """
+found = [pid for pid, _ in ranks()]
+if not found:
     sys.exit("no rank runs here")
-rank = pathlib.Path(f"/proc/{ranks[0]}")
+rank = pathlib.Path(f"/proc/{found[0]}")
 (rank / "oom_score_adj").write_text("1000")
 for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
     if os.path.exists(limit):
@@ -81,13 +84,16 @@ class Scene:
     cluster: Cluster
     node: Node
     step: int
-    events_before: int
+    newest: dict[str, object] | None  # the newest event
     starts_before: int
-    note: int = 0  # a step that the fault itself remembers
+    note: int = 0  # a step, or a rank, that the fault itself remembers
 
     def since(self, kind: str) -> list[Event]:
-        """The events of a kind after the fault."""
-        return [event for event in self.cluster.events()[self.events_before :] if event["kind"] == kind]
+        """The events of a kind after the fault; all, where those before it have been put aside."""
+        events = self.cluster.events()
+        if self.newest is not None and self.newest in events:
+            events = events[events.index(self.newest) + 1 :]
+        return [event for event in events if event["kind"] == kind]
 
     def resumed(self) -> int | None:
         """The step that the newest world went on from; None when no world was opened since."""
@@ -110,7 +116,19 @@ class Fault:
 
 
 def _kill_rank(scene: Scene) -> str:
-    return f"killed {scene.cluster.inside(scene.node, KILL_RANK).strip()} on node {scene.node.index}"
+    return f"killed {_signal_rank(scene, signal.SIGKILL)} on node {scene.node.index}"
+
+
+def _hang(scene: Scene) -> str:
+    """It stays stopped: that the agents find it, and end it, is the outcome."""
+    name = _signal_rank(scene, signal.SIGSTOP)
+    scene.note = int(name.removeprefix("rank-"))
+    return f"stopped {name} on node {scene.node.index} in its tracks"
+
+
+def _signal_rank(scene: Scene, number: signal.Signals) -> str:
+    """The rank of the node that got the signal, as in `rank-1`."""
+    return scene.cluster.inside(scene.node, SIGNAL_RANK, str(int(number))).strip()
 
 
 def _kill_node(scene: Scene) -> str:
@@ -120,12 +138,25 @@ def _kill_node(scene: Scene) -> str:
 
 
 def _pause(scene: Scene) -> str:
-    docker("pause", scene.node.identity)
+    _freeze(scene.node.identity)
     try:
         time.sleep(PAUSE_SECONDS)
     finally:
         docker("unpause", scene.node.identity)
     return f"froze node {scene.node.index} for {PAUSE_SECONDS:.0f} s"
+
+
+def _freeze(container: str) -> None:
+    """The container runtime gives up after a few tries where the host is busy."""
+    for _ in range(FREEZE_ATTEMPTS - 1):
+        try:
+            docker("pause", container)
+            return
+        except ClusterError as error:
+            if "unable to freeze" not in str(error):
+                raise
+            time.sleep(1)
+    docker("pause", container)
 
 
 def _partition(scene: Scene) -> str:
@@ -193,6 +224,19 @@ def _next_world(scene: Scene) -> str | None:
     return None if step is None else f"the next generation went on from step {step}"
 
 
+def _was_named(scene: Scene) -> str | None:
+    named, outcome = scene.since("hang"), _next_world(scene)
+    for event in named:
+        if (event["rank"], event["node"]) != (scene.note, scene.node.index):
+            raise ClusterError(
+                f"rank {event['rank']} on node {event['node']} was named, and rank {scene.note} on node "
+                f"{scene.node.index} was stopped: make compose-logs"
+            )
+    if outcome is None or not named:
+        return None
+    return f"it was named after {float(str(named[0]['seconds'])):.1f} s, {outcome}"
+
+
 def _node_came_back(scene: Scene) -> str | None:
     node, outcome = scene.cluster.node(scene.node.index), _next_world(scene)
     if outcome is None or node.starts <= scene.starts_before:
@@ -223,6 +267,7 @@ def _fell_back(scene: Scene) -> str | None:
 FAULTS: Mapping[str, Fault] = {
     "kill-rank": Fault(_kill_rank, _next_world),
     "kill-rank0": Fault(_kill_rank, _next_world, on_first=True),
+    "hang": Fault(_hang, _was_named),
     "kill-node": Fault(_kill_node, _node_came_back),
     "pause": Fault(_pause, _same_world, reopens=False),
     "partition": Fault(_partition, _same_world, reopens=False),

@@ -89,8 +89,8 @@ def keep_shape(cluster: Cluster, shaped: dict[str, str]) -> None:
             shape_node(cluster, node, shape)
             shaped[node.name] = node.started_at
         except ClusterError:
-            now = cluster.node(node.index)
-            if now.status == "running" and now.started_at == node.started_at:
+            now = {each.identity: each for each in cluster.nodes()}.get(node.identity)
+            if now and now.status == "running" and now.started_at == node.started_at:
                 raise
 
 

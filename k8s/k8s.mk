@@ -16,10 +16,10 @@ K8S_TARGET = --overlay "$$GIVEN_OVERLAY" --namespace "$$GIVEN_NAMESPACE" $(K8S_I
 k8s-render: ## print the manifest of OVERLAY (no cluster needed)
 	@$(K8S_TOOL) render $(K8S_TARGET)
 
-k8s-validate: setup ## check all manifests: schemas, rules, pod security
+k8s-validate: setup-dev ## check all manifests: schemas, rules, pod security
 	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s validate
 
-k8s-generate: setup ## remake the PrometheusRule and the tests' golden renderings
+k8s-generate: setup-dev ## remake the PrometheusRule and the tests' golden renderings
 	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s generate
 
 k8s-apply: ## start the job of OVERLAY in the current cluster

@@ -27,5 +27,5 @@ rules-check: ## promtool on the rules and their tests
 	promtool check rules --lint=all --lint-fatal monitoring/rules.yaml
 	cd monitoring && promtool test rules rules.test.yaml
 
-screenshots: setup ## make docs/pictures anew (needs Chromium)
+screenshots: setup-dev ## make docs/pictures anew (needs Chromium)
 	TANDEM_SCREENSHOTS=1 $(BIN)/python -m pytest -q tests/monitoring/test_page.py

@@ -222,13 +222,13 @@ def _play_group(notes: Notes, patch: Callable[[Any, str, Any], None]) -> None:
     patch(DistributedDataParallel, "__init__", without_devices)
 
 
-def run_rank(settings: dict[str, object], position: Any, send: Any = None) -> int:
+def run_rank(job: Any, position: Any, send: Any = None, **more: Any) -> int:
     """training/run.py's, on a played GPU of as many as PLAYED_GPUS says."""
     import tandem.training.run as real
 
     mode, notes = play(int(os.environ.get("PLAYED_GPUS", "1")))
     with mode:
-        code = real.run_rank(settings, position, send)
+        code = real.run_rank(job, position, send, **more)
     folder = os.environ.get("PLAYED_GPU_NOTES")
     if folder:
         path = Path(folder) / f"rank-{position.rank}.json"
@@ -237,10 +237,10 @@ def run_rank(settings: dict[str, object], position: Any, send: Any = None) -> in
     return code
 
 
-def warm_up(settings: dict[str, object], position: Any = None) -> None:
+def warm_up(job: Any, position: Any = None) -> None:
     import tandem.training.run as real
 
-    real.warm_up(settings, position)
+    real.warm_up(job, position)
 
 
 def command(*words: object) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_k8s import seen
-from tandem_k8s.render import UsageError, kinds
+from tandem_k8s.render import GET_KUBECTL, UsageError, kinds
 
 QUICK_SECONDS = 20
 DELETE_SECONDS = 240  # longer than the grace period of the pods
@@ -78,7 +78,7 @@ def ask(command: Sequence[str], seconds: float = QUICK_SECONDS) -> subprocess.Co
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except FileNotFoundError:
-        raise UsageError(f"{command[0]} is not installed") from None
+        raise UsageError(f"{command[0]} is not installed; {GET_KUBECTL}") from None
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"no answer within {seconds:g} s")
 

@@ -13,6 +13,7 @@ WITHOUT_OPERATOR = ("indexed-job", "jobset", "trainjob")
 BASE = "pytorchjob"
 DEFAULT_IMAGE = "tandem"
 RENDER_SECONDS = 60
+GET_KUBECTL = "on Debian: sudo apt-get install kubernetes-client; elsewhere: kubernetes.io/docs/tasks/tools"
 
 
 class UsageError(Exception):
@@ -77,7 +78,7 @@ def kustomize(folder: Path) -> str:
             ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=RENDER_SECONDS
         )
     except FileNotFoundError:
-        raise UsageError("kubectl is not installed; it renders overlays and talks to the cluster") from None
+        raise UsageError(f"kubectl is not installed; {GET_KUBECTL}") from None
     if done.returncode != 0:
         raise UsageError(f"kubectl kustomize {folder}: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout

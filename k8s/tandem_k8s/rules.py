@@ -317,7 +317,10 @@ def job_pods(documents: list[Document]) -> Problems:
 
 
 def failure_policy(documents: list[Document]) -> Problems:
-    """Codes that a new pod would repeat fail the job; the others make the pod anew; drains do not count."""
+    """Codes that a new pod would repeat fail the job; the others make the pod anew, within a limit.
+
+    Drains do not count towards it; crashes and lost peers do.
+    """
     for document in documents:
         for where, spec in job_specs(document):
             for code in (*NOT_RETRIED, *RETRIED):
@@ -326,12 +329,31 @@ def failure_policy(documents: list[Document]) -> Problems:
                     yield f"{where}: podFailurePolicy answers exit code {code} with {action}"
             if action_for(spec, 143) != "Ignore" or action_for(spec, 137, disrupted=True) != "Ignore":
                 yield f"{where}: podFailurePolicy counts a drained pod as a failure"
+            for code in (137, 200):
+                if action_for(spec, code) == "Ignore":
+                    yield f"{where}: podFailurePolicy ignores exit code {code}: such a job would never end"
             pod = (spec.get("template") or {}).get("spec") or {}
             names = [container.get("name") for container in pod.get("containers", [])]
             for rule in (spec.get("podFailurePolicy") or {}).get("rules", []):
                 name = (rule.get("onExitCodes") or {}).get("containerName")
                 if name is not None and name not in names:
                     yield f"{where}: podFailurePolicy looks at container {name!r}; there are {names}"
+
+
+def waits_of_its_own(documents: list[Document]) -> Problems:
+    """A Job's wait before a new pod grows with every failure, ignored ones too: each pod's own should count.
+
+    A Job of a JobSet with backoffLimit 0 is made anew as a whole, with all counts.
+    """
+    for document in documents:
+        if document.get("kind") == "Job":
+            spec, where = document["spec"], title(document)
+            if not spec.get("backoffLimitPerIndex"):
+                yield f"{where}: without backoffLimitPerIndex each pod waits for the failures of all pods"
+            elif spec.get("maxFailedIndexes") != 0:
+                yield f"{where}: maxFailedIndexes must be 0: the others would wait for a pod given up"
+            if "backoffLimit" in spec:
+                yield f"{where}: backoffLimit counts all pods; drop it for backoffLimitPerIndex"
 
 
 def action_for(spec: Mapping[str, Any], code: int, *, disrupted: bool = False) -> str:
@@ -397,6 +419,6 @@ def scripts_are_there(documents: list[Document]) -> Problems:
 OWN: tuple[Rule, ...] = (
     bounded, rendezvous_port, shutdown_fits, probes, known_variables, run_dir_is_shared, claims_exist,
     shared_memory, resources, gpus_fit_ranks, selectors_match, pods_reach_each_other, node_counts_agree,
-    job_pods, failure_policy, headless_service, labelled, trainjob_has_its_runtime,
+    job_pods, failure_policy, waits_of_its_own, headless_service, labelled, trainjob_has_its_runtime,
     scripts_are_there,
 )  # fmt: skip

@@ -5,20 +5,24 @@ import subprocess
 
 from tandem_k8s.cluster import OPERATOR, Target, apply, ask
 from tandem_k8s.following import logs
-from tandem_k8s.render import DEFAULT_IMAGE, ROOT, UsageError, render
+from tandem_k8s.render import DEFAULT_IMAGE, GET_KUBECTL, ROOT, UsageError, render
 
 OPERATOR_SECONDS = 300
 KIND_CLUSTER = "tandem"
+GET = {
+    "kind": "kind or minikube (kind.sigs.k8s.io/docs/user/quick-start)",
+    "docker": "docker (on Debian: sudo make docker-host)",
+    "kubectl": f"kubectl ({GET_KUBECTL})",
+}
 
 
 def try_it(image: str) -> int:
     """On this machine: a cluster, the image in it, the operator, the cpu overlay; then its logs."""
-    tool = next((name for name in ("kind", "minikube") if shutil.which(name)), None)
-    if tool is None:
-        raise UsageError("neither kind nor minikube is installed; either makes a cluster on this machine")
-    for program in ("docker", "kubectl"):
-        if shutil.which(program) is None:
-            raise UsageError(f"{program} is not installed; make k8s-try needs it")
+    tool = next((name for name in ("kind", "minikube") if shutil.which(name)), "")
+    needed = {"kind": tool, "docker": shutil.which("docker"), "kubectl": shutil.which("kubectl")}
+    missing = [GET[name] for name, found in needed.items() if not found]
+    if missing:
+        raise UsageError(f"make k8s-try makes a cluster here, and lacks {'; '.join(missing)}")
     image = image or f"{DEFAULT_IMAGE}:cpu"
     steps = [["make", "image", "TORCH=cpu", f"IMAGE={image}"], *_cluster_steps(tool, image)]
     steps.append(["kubectl", "apply", "--server-side", "--kustomize", OPERATOR])

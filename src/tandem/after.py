@@ -34,7 +34,7 @@ def checkpoints(options: "Namespace", environ: Environment) -> int:
     best = Best.parse(options.keep_best) if options.keep_best else None
     rule = rule_of(store, options.keep, best, options.keep_every)
     if options.action == "prune":
-        sizes = {step: store.size_bytes(step) for step in store.prune(rule, dry_run=True)}
+        sizes = store.sizes()
         done = "would remove" if options.dry_run else "removed"
         for step in store.prune(rule, options.dry_run):
             print(f"{done} step {step}, {sizes.get(step, 0):,} bytes")
@@ -190,7 +190,7 @@ def kill_options(parser: "Parser") -> None:
 
 def evaluate(options: "Namespace", environ: Environment) -> int:
     """The scores of a checkpoint, by as many ranks as there are."""
-    from tandem.launch.workers import wait_passively
+    from tandem.launch.variables import wait_passively
 
     wait_passively()
     from tandem.launch.scoring import evaluate as score

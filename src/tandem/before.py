@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 Environment = Mapping[str, str]
 
+CHECK = (
+    "check: {task}, 2 ranks on CPUs: two short runs, what each rank makes, and a run that is killed; "
+    "about half a minute, more where a start or a step is slow"
+)
+
 
 def verify_resume(options: "Namespace", environ: Environment) -> int:
     """The proof, on this machine, that a killed run of this task or script resumes to the same bits."""
@@ -63,6 +68,7 @@ def check(options: "Namespace", environ: Environment) -> int:
     given = {**options.given, **({"task": Given(options.file, "argument", "TASK")} if options.file else {})}
     settings = resolve(given, environ).settings
     _check_alone("check", environ)
+    print(CHECK.format(task=settings.run.task), flush=True)  # before torch is imported, which takes seconds
     from tandem.verify.check import check as look
 
     stop = StopFlag().install()
@@ -88,7 +94,7 @@ def bench(options: "Namespace", environ: Environment) -> int:
 def bench_options(parser: "Parser") -> None:
     from tandem.config import Count
 
-    parser.add_argument("--compare", metavar="A,B", help="strategies; default single,dp,ddp,fsdp")
+    parser.add_argument("--compare", metavar="A,B", help="strategies; default all")
     parser.option("--rounds", Count, "runs of each, in turn; default 3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
 

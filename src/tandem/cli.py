@@ -44,11 +44,19 @@ class Verb(NamedTuple):
 def main() -> None:
     """Entry of the console script; leaves with the exit code of the verb."""
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    environ = dict(os.environ)  # with the job's secret, which a launch takes out
     try:
         code = run(verb, sys.argv[2:], os.environ)
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         code = error.exit_code
+        if verb == "launch" and isinstance(error, ConfigError):
+            from tandem.signals import left_at_stop_signals
+
+            with left_at_stop_signals(code):
+                from tandem.launch.early import tell_others
+
+                tell_others(sys.argv[2:], environ, error)
     except KeyboardInterrupt:
         code = 130
     with suppress(OSError):  # of a terminal that was closed
@@ -137,6 +145,8 @@ def config(options: "Namespace", environ: Environment) -> int:
         print(markdown(), end="")
         return FINISHED
     loaded = resolve(options.given, environ)
+    for note in loaded.notes:
+        print(f"tandem: {note}", file=sys.stderr)
     print(explain(loaded) if options.explain else as_toml(loaded.settings).rstrip())
     return FINISHED
 

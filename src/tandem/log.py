@@ -8,12 +8,15 @@ import json
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+from tandem import rotation
 from tandem.errors import ConfigError
 
 LOGGER_NAME = "tandem"
@@ -49,21 +52,55 @@ def setup(
 
 
 def redirect_output(path: Path) -> None:
-    """Append this process's stdout and stderr to `path`, native code's too. Raises OSError."""
+    """Append this process's stdout and stderr to `path`, native code's too. Raises OSError.
+
+    From now on `renew_outputs` keeps the file bounded.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
+    keep_bounded(path, *(stream.fileno() for stream in (sys.stdout, sys.stderr)))
+
+
+_outputs: list[rotation.Output] = []
+_one_at_a_time = threading.Lock()
+
+
+def keep_bounded(path: Path, *descriptors: int) -> None:
+    """These are open to append to `path`: a full file is put aside now, and in each `renew_outputs`."""
+    _outputs[:] = [rotation.Output(path, *descriptors)]
+    renew_outputs()
+
+
+def renew_outputs() -> None:
+    """Called now and then by the thread that speaks for a process: its output goes on in a new file where
+    the one that it has is full."""
+    with _one_at_a_time:
+        for output in _outputs:
+            output.renew()
 
 
 def _file_handler(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return logging.FileHandler(path, mode="a", encoding="utf-8")
+        return FileHandler(path, mode="a", encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write the log {path}: {reason}; give a --run-dir you can write") from error
+
+
+class FileHandler(logging.FileHandler):
+    """One that begins a new file when its own is full, or was put aside by another process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        path = Path(self.baseFilename)
+        if self.stream is not None and rotation.has_gone(path, self.stream.fileno(), rotation.LOG_BYTES):
+            with suppress(OSError):  # it goes on in the older one, and is tried again
+                before, self.stream = self.stream, self._open()
+                before.close()
+        super().emit(record)
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
@@ -75,6 +112,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
     def __init__(self, keeps_to_file: bool = False) -> None:
         super().__init__(sys.stderr)
         self._keeps_to_file = keeps_to_file
+        self.spoke_at = time.monotonic()
         self.way: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -82,6 +120,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
             record = logging.makeLogRecord({**vars(record), "detail": ""})
         with self.way():
             super().emit(record)
+        self.spoke_at = time.monotonic()
 
     def format(self, record: logging.LogRecord) -> str:
         """On a terminal each line first clears its own: the bar of another process may stand there."""
@@ -90,6 +129,17 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
             return text
         colour = "" if os.environ.get("NO_COLOR") else COLOURS.get(record.levelno, "")
         return f"{CLEAR}{colour}{text}{colour and PLAIN}"
+
+
+def last_line_at() -> float | None:
+    """When this process last had a line on the terminal, or could have its first (monotonic seconds).
+
+    None: it never has any. A progress bar is news at all times.
+    """
+    handlers = [each for each in logging.getLogger(LOGGER_NAME).handlers if isinstance(each, TerminalHandler)]
+    if any(each.way is not nullcontext for each in handlers):
+        return time.monotonic()
+    return max((each.spoke_at for each in handlers), default=None)
 
 
 def is_dumb() -> bool:

@@ -1,7 +1,8 @@
-"""How a process of ours is started: its name, whom it ends with (prctl(2)), where it finds modules."""
+"""How a process of ours is started (prctl(2)), where it finds modules, and what the kernel says of one."""
 
 import ctypes
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
@@ -14,6 +15,14 @@ def name_process(name: str) -> None:
 def end_with_parent(number: int) -> None:
     """Get this signal when the parent dies, however it dies; exec keeps that."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def stat_of(pid: int) -> list[str]:
+    """What proc(5) says of a process after its name: its state, its parent, ...; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 SAFE_PATH, OURS = "PYTHONSAFEPATH", "tandem"

@@ -1,9 +1,11 @@
 """Signals become a flag, and nothing else: whoever reads the flag decides what it means."""
 
+import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -30,7 +32,12 @@ class StopFlag:
         self.interrupts = 0
         self.received: dict[str, int] = {}  # by name, repeats within the window left out
         self._last = float("-inf")
+        self.is_heeded = False
+        """Whether training has come to where each step reads this; until then nothing is to be saved."""
+        self.is_torchruns = False
+        """Whether torchrun hands signals on: its ranks hear the first Ctrl-C, and SIGTERM at the second."""
         self._before: dict[int, Any] = {}
+        self._wake: int | None = None  # where the interpreter writes the numbers that a listener reads
 
     def __bool__(self) -> bool:
         return self.signal_number is not None
@@ -44,20 +51,59 @@ class StopFlag:
 
         A hangup (the terminal is closed) is one of them, unless it is ignored already, as under nohup.
         """
-        hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-        for number in (*STOP_SIGNALS, *hangup):
+        for number in (*STOP_SIGNALS, *_hangup()):
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         hear_stop_signals()
         return self
+
+    def listen(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Have a thread call `first` at the first signal, and `second` at the second Ctrl-C.
+
+        It hears them also while the main thread, which is to call this, waits in C, where no handler of
+        Python's runs.
+        """
+        ours, wake = os.pipe()
+        os.set_blocking(wake, False)
+        self._wake = wake
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_be_woken_no_more)  # a signal to a child is none to this process
+        work = threading.Thread(target=self._listen, args=(ours, first, second), daemon=True)
+        work.name = "tandem-signals"
+        work.start()
+
+    def _listen(self, ours: int, first: Callable[[], None], second: Callable[[], None]) -> None:
+        has_said = False
+        while number := os.read(ours, 1)[0]:
+            if number not in self._before:
+                continue
+            self._count(number)
+            if not has_said:
+                has_said = True
+                first()
+            if self.interrupts > 1:
+                second()
+        os.close(ours)
 
     def uninstall(self) -> None:
         """Give the stop signals back to who had them before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._wake is not None:
+            signal.set_wakeup_fd(-1)
+            os.write(self._wake, b"\0")
+            os.close(self._wake)
+            self._wake = None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._wake is None:
+            self._count(number)
+        elif self.signal_number is None:  # the listener counts: this may come late, and seem another one
+            self.signal_number = number
+
+    def _count(self, number: int) -> None:
         now = time.monotonic()
-        if now - self._last > REPEAT_WINDOW_SECONDS and number == signal.SIGINT:
+        is_interrupt = number == signal.SIGINT or (self.is_torchruns and self.interrupts > 0)
+        if now - self._last > REPEAT_WINDOW_SECONDS and is_interrupt:
             self.interrupts += 1
         if now - self._last > REPEAT_WINDOW_SECONDS:
             name = signal.Signals(number).name
@@ -65,6 +111,30 @@ class StopFlag:
         self._last = now
         if self.signal_number is None:
             self.signal_number = number
+
+
+def _be_woken_no_more() -> None:
+    with suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+def _hangup() -> tuple[signal.Signals, ...]:
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+
+
+@contextmanager
+def left_at_stop_signals(code: int) -> Iterator[None]:
+    """A block in which a stop signal ends this process at once, with `code`: nothing is there to be saved."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os._exit(code)
+
+    before = {number: signal.signal(number, leave) for number in (*STOP_SIGNALS, *_hangup())}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 @contextmanager
@@ -81,6 +151,20 @@ def ended_by_stop_signals() -> Iterator[None]:
 def hear_stop_signals() -> None:
     """Let through what was sent since this process was forked; to be called when its handlers stand."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def default_signals() -> None:
+    """Python's own handlers instead of a fork server's deafness; what was sent meanwhile is heard."""
+    default_handlers()
+    hear_stop_signals()
+
+
+def default_handlers(hears_hangups: bool = True) -> None:
+    """The same, and what was sent meanwhile still waits for somebody to hear it (`hear_stop_signals`)."""
+    for number in IGNORED_BY_FORK_SERVER:
+        if hears_hangups or number != signal.SIGHUP:
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ignore_stop_signals() -> None:

@@ -4,6 +4,13 @@ A reader who wonders why something takes as long as it does, or who tunes one of
 is measured against. What a user may change (--hang-timeout, --master-timeout, ...) is a setting instead.
 """
 
+# What a start says of itself (silence.py)
+
+SILENCE_SECONDS = 3.0
+"""Nothing was said: a person begins to wonder. A quick start is over by then, or has said something."""
+SOON_SECONDS = 0.5
+"""What takes no longer is not said, however long it was silent before."""
+
 # Signs of life: rank -> agent -> node 0 (telemetry/heartbeat.py, telemetry/recorder.py, launch/watchdog.py)
 
 BEAT_SECONDS = 0.25
@@ -27,6 +34,13 @@ SLOW_RANKS_SECONDS = 5.0
 STACKS_SECONDS = 0.5
 """Between asking hung ranks for their stacks and killing them: faulthandler needs milliseconds."""
 
+NAME_SECONDS = 10.0
+"""About how long a rank has to be marked until it is named (telemetry/stragglers.py).
+
+Of two alike ranks on a host with many more runnable processes than cores one was marked in 32% of intervals
+of 20 steps and in 15% of those of 50, each time for some seconds.
+"""
+
 # The agent and its worker processes (launch/generations.py, workers.py, simulated.py; signals.py)
 
 MONITOR_SECONDS = 0.02
@@ -49,8 +63,14 @@ OTHERS_SECONDS = 1.0
 """A script's rank has failed, or was asked to stop: until another node, or a signal, says why."""
 SUPERVISE_SECONDS = 0.1
 """The launcher of simulated nodes looks at them."""
+DEAF_NODE_SECONDS = 4.0
+"""Beyond --shutdown-timeout, until a simulated node that was asked to stop, and has not ended, is killed."""
 REPEAT_WINDOW_SECONDS = 2.0
 """Stop signals within it count as one: a scheduler signals the whole tree, and the agent forwards."""
+START_STOP_SECONDS = 1.0
+"""A stop before the first step: until ranks that have not come to it are ended; a step is saved."""
+AT_ONCE_SECONDS = 3.0
+"""A rank that is ended at once closes what it has opened, and leaves after this if a volume holds it up."""
 
 # Starts that save nothing new (launch/starts.py)
 
@@ -66,10 +86,15 @@ STEADY_SECONDS = 600.0
 STORE_READ_SECONDS = 60
 """A read of the agents' store; TCP alone would hold a read from an unreachable node for 15 minutes."""
 RENDEZVOUS_POLL_SECONDS = 0.05
-"""Between two looks at who is there, instead of torch's 1 s: one small read per node."""
+"""Between two looks at who is there, instead of torch's 1 s: one small read per node. More among many nodes
+(`rendezvous_state.paces`)."""
 KEEP_ALIVE_SECONDS = 1
-"""A node in the rendezvous says that it lives; after KEEP_ALIVE_ATTEMPTS misses it is out."""
+"""A node in the rendezvous says that it lives; after KEEP_ALIVE_ATTEMPTS misses it is out. As above."""
 KEEP_ALIVE_ATTEMPTS = 5
+TORCH_POLL_SECONDS, TORCH_KEEP_ALIVE_SECONDS = 1.0, 5
+"""torch's own times of both, and the longest here."""
+BACKOFF_SECONDS_A_NODE = 0.02
+"""Among many nodes, times their number: the longest wait of one whose write to the shared state came late."""
 LAST_CALL_SECONDS = 1
 """An elastic rendezvous waits for more nodes, once MIN are there; the first one waits --elastic-settle."""
 MASTER_ANSWER_SECONDS = 2.0
@@ -92,6 +117,9 @@ ANNOUNCE_SECONDS = 30.0
 """The same before anything has begun: others may still import torch, and would wait for it in vain."""
 LEFT_POLL_SECONDS = 0.02
 """Node 0 looks meanwhile whether all have left."""
+
+MEETING_FILE_SECONDS = 600.0
+"""Ranks of one start write the file in which they meet within so many seconds (distributed/meeting.py)."""
 
 # Who a run directory belongs to (checkpoint/claim.py)
 
@@ -124,6 +152,11 @@ GIT_SECONDS = 10.0
 """What git may take to name a commit, on a network volume; nobody waits for it but a thread of its own."""
 REQUEST_SECONDS = 5.0
 """A client's time to send its request and to take the answer: slow ones must not hold the 32 connections."""
+
+SETTLED_SECONDS = 3600.0
+"""A run without a summary that has written nothing for so long is not taken for one that trains."""
+LEFT_OVER_SECONDS = 86_400.0
+"""What a save to an object store has left, and no manifest names, is removed when it is so old."""
 
 # A run at a tracker (report/tracking.py, launch/tracker.py)
 

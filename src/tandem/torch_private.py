@@ -28,6 +28,7 @@ tests/unit/test_torch_private.py takes them away one by one; pyproject.toml boun
 import contextlib
 import inspect
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -196,21 +197,25 @@ def listening_at(descriptor: int | None) -> dict[str, Any]:
     return {"master_listen_fd": descriptor, **({"use_libuv": False} if old else {})}
 
 
-def keep_alive(seconds: int, attempts: int) -> dict[str, int]:
-    """A rendezvous handler's arguments: a node that is silent for so long is lost. torch 2.6 takes none, and
-    waits for 15 s.
+def handler_pace(alive_seconds: int, attempts: int, most_backoff_seconds: float) -> dict[str, Any]:
+    """A rendezvous handler's arguments: a node that is silent for so many times so long is lost, and who was
+    too late to write into the shared state waits up to so long. torch 2.6 takes none: 15 s, and no wait.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    wanted = {"keep_alive_interval": seconds, "keep_alive_max_attempt": attempts}
+    wanted = {
+        "keep_alive_interval": alive_seconds,
+        "keep_alive_max_attempt": attempts,
+        "cas_backoff_max_seconds": most_backoff_seconds,
+    }
     known = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
     return {name: value for name, value in wanted.items() if name in known}
 
 
-def nodes_here(handler: Any) -> int | None:
-    """How many nodes have come to the rendezvous; None where the handler does not say."""
+def nodes_here(handler: Any) -> list[str] | None:
+    """The addresses of the nodes that have come to the rendezvous; None where the handler does not say."""
     with contextlib.suppress(AttributeError, TypeError):
-        return len(handler._state_holder.state.participants)
+        return [str(node.addr) for node in handler._state_holder.state.participants]
     return None
 
 
@@ -227,10 +232,18 @@ def rendezvous_kinds() -> tuple[Any, Any]:
 
 
 def stop_keep_alive(handler: Any) -> None:
-    """The handler says no more that this node lives. Raises RendezvousError."""
-    stop = getattr(handler, "_stop_heartbeats", None)
-    if stop is not None:
-        stop()
+    """The handler says no more that this node lives.
+
+    The engine waits for its thread, which may stand in a read of a store that does not answer.
+    """
+
+    def stop() -> None:
+        with contextlib.suppress(Exception):
+            handler._stop_heartbeats()
+
+    stopping = threading.Thread(target=stop, name="tandem-stopping", daemon=True)
+    stopping.start()
+    stopping.join(LEAVE_SECONDS)
 
 
 def leave_rendezvous(handler: Any) -> None:

@@ -1,4 +1,6 @@
-"""Numbers as people write them, in lines of the log and summaries; JSON has plain ones."""
+"""Numbers and places as people write them, in lines of the log and summaries; JSON has plain ones."""
+
+from pathlib import Path, PurePath
 
 
 def lasting(seconds: float) -> str:
@@ -13,3 +15,11 @@ def lasting(seconds: float) -> str:
             rest = whole % length // part
             return f"{whole // length:,} {unit}" + (f" {rest} {smaller}" if rest else "")
     raise AssertionError(seconds)
+
+
+def shown(path: PurePath) -> PurePath:
+    """A place as a person types it here: from the current folder on, where it is below that."""
+    try:
+        return path.relative_to(Path.cwd())
+    except (ValueError, OSError):  # it is not; or the current folder is gone
+        return path

@@ -1,5 +1,6 @@
 """`make compose-up` and the verbs around it, on a real engine with real containers."""
 
+import json
 import os
 import shutil
 import signal
@@ -141,7 +142,7 @@ def test_a_plain_ddp_script_goes_on_from_its_own_file_after_a_node_is_killed(
     code, output = cluster.processes.wait(process, 250)
     assert code == 0, output
     assert "ended with 0 (node 0 0, node 1 0): finished at step " in output
-    assert f"its files: docker cp {cluster.project}-node-1:/checkpoints/train ." in output
+    assert f"its files: make compose-get RUN=train PROJECT={cluster.project}" in output
     log = engine.read("/checkpoints/train/log/rank-0.log") or ""
     assert "resuming from epoch" in log and log.count("final loss") == 1
     assert engine.node(1).starts == 2
@@ -209,7 +210,9 @@ def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task
 
 
 @pytest.mark.slow
-def test_down_leaves_nothing_but_the_volumes(cluster: TestedCluster, task: str) -> None:
+def test_down_leaves_nothing_but_the_volumes_and_a_run_comes_out_of_them(
+    cluster: TestedCluster, task: str, tmp_path: Path
+) -> None:
     code, output = cluster.up("--nodes", "2", "--task", task, "--epochs", "1")
     assert code == 0, output
     assert cluster.call("ps")[1].count("exited with 0") == 2
@@ -217,6 +220,13 @@ def test_down_leaves_nothing_but_the_volumes(cluster: TestedCluster, task: str) 
     left = cluster.left()
     assert code == 0 and not left["containers"] and not left["networks"] and len(left["volumes"]) == 2
     assert f"VOLUMES=1 removes {cluster.project}_checkpoints" in output
+    code, output = cluster.call("get", "--run", "Small", "--to", str(tmp_path / "out"), "--image", IMAGE)
+    said = f"run Small of {cluster.project}_checkpoints is in {tmp_path}/out: "
+    assert code == 0 and output.startswith(said)
+    assert json.loads((tmp_path / "out/summary.json").read_text())["state"] == "finished"
+    assert list((tmp_path / "out/checkpoints").glob("step-*/state.pt")) and (tmp_path / "out/log").is_dir()
+    code, output = cluster.call("get", "--run", "other", "--image", IMAGE)
+    assert code == 2 and f"is not in {cluster.project}_checkpoints; there are: Small; type: make " in output
     assert cluster.call("down", "--volumes", "1")[0] == 0
     assert not cluster.left()["volumes"]
 
@@ -312,8 +322,15 @@ def test_a_cluster_that_runs_is_not_started_twice(cluster: TestedCluster, task: 
     cluster.until(lambda: cluster.step() > 0, process, "first step")
     code, output = cluster.up(*flags)
     assert code == 2 and output.startswith(f"tandem: cluster {cluster.project} is running (1 nodes); stop it")
-    assert cluster.call("down")[0] == 0
-    cluster.processes.wait(process, 60)
+    code, output = cluster.call("down")
+    assert code == 0, output
+    _, ended, down = output.splitlines()
+    assert ended.startswith("ended with 143 (node 0 143): stopped at step ")
+    assert "checkpoint of step " in ended
+    assert down.startswith(f"cluster {cluster.project} is down; volumes kept")
+    code, output = cluster.processes.wait(process, 60)
+    assert (code, output.splitlines()[-1]) == (143, ended), "who followed it hears the same"
+    assert not cluster.left()["containers"]
 
 
 def make(*arguments: str, **environ: str) -> tuple[int, str]:

@@ -134,6 +134,6 @@ def test_sbom_names_every_locked_package(image: str, tmp_path: Path) -> None:
 
 def test_hadolint_is_content(require: Callable[..., None]) -> None:
     program = shutil.which("hadolint") or str(Path(sys.executable).parent / "hadolint")
-    require("hadolint", Path(program).exists(), "type: make setup")
+    require("hadolint", Path(program).exists(), "type: make setup-dev")
     ended = subprocess.run([program, str(ROOT / "docker" / "Dockerfile")], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "")

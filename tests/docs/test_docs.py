@@ -48,12 +48,22 @@ def test_metrics_are_generated() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_exist(page: Path) -> None:
-    targets = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
-    missing = [link for link in targets if not (page.parent / (link.partition("#")[0] or page.name)).exists()]
-    assert not missing
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / (file or page.name)
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", ["README.md", "examples/tutorials/README.md"])
+def anchors(page: Path) -> list[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "examples/tutorials/README.md"])
 def test_readme_names_known_flags_only(page: str) -> None:
     found = commands((ROOT / page).read_text(encoding="utf-8").replace("\\\n", ""))
     assert len(found) >= 6, found
@@ -68,6 +78,19 @@ def test_readme_names_known_flags_only(page: str) -> None:
 def test_readme_verbs_exist() -> None:
     for words in commands((ROOT / "README.md").read_text(encoding="utf-8")):
         assert words[0] in VERBS or words[0].startswith("--")
+
+
+def test_what_is_said_of_others_links_to_where_it_is_from() -> None:
+    """Each cell of compared.md about another project, but one that says `as torch`; each link is defined."""
+    text = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
+    rows = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
+    cells = [(row[0], cell) for row in rows[2:] for cell in row[2:]]
+    assert len(cells) >= 32
+    assert [each for each in cells if each[1] != "as torch" and not re.search(r"\]\[[\w-]+\]", each[1])] == []
+    sources = dict(re.findall(r"^\[([\w-]+)\]: (https://\S+)$", text, re.M))
+    assert set(re.findall(r"\]\[([\w-]+)\]", text)) == set(sources)
+    better = [line for line in text.partition("## Where they are better")[2].splitlines() if line[:2] == "- "]
+    assert [line for line in better[:-1] if "][" not in line] == []
 
 
 def test_extras_are_this_projects_own() -> None:

@@ -32,6 +32,7 @@ def test_it_runs_what_can_run_here_and_says_what_cannot(runs: Runs) -> None:
     assert [line.split()[0] for line in output.splitlines()[-4:]] == ["strategy", "dp", "single", "ddp"]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_a_row_with_its_last_words(runs: Runs) -> None:
     code, output = bench(runs, "--compare", "single", "--batch-shares", "3:1")
     assert code == 1 and "failed: --batch-shares 3:1 is for 2 ranks, and there are 1" in output, output

@@ -11,7 +11,7 @@ from small_runs import TASK, Runs
 from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.errors import ConfigError
-from tandem.verify.check import compared, facts_of_ranks
+from tandem.verify.check import Parts, compared, facts_of_ranks
 from tandem.verify.probe import facts_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -143,7 +143,7 @@ def test_a_sound_task_passes(runs: Runs) -> None:
     code, output = check(runs)
     lines = output.splitlines()
     assert code == 0 and lines[-1] == "verdict: sound", output
-    assert [each.split()[0] for each in lines[1:-1]] == ["ok"] * 4, output
+    assert [each.split()[0] for each in lines[1:-1]] == ["1", "ok", "2", "ok", "3", "ok", "4", "ok"], output
     assert not (runs.folder / "unused").exists(), "everything happens elsewhere"
 
 
@@ -163,6 +163,19 @@ def test_a_task_that_cannot_train_is_one_line_with_its_code(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(TASK.replace("return Datasets(rows,", "return (rows,"))
     code, output = check(runs)
     assert code == 2 and "build_datasets gives a tuple of 2" in output and "Traceback" not in output, output
+    begin = output.splitlines()[:2]
+    assert begin[0].startswith("check: small.py:Small, 2 ranks on CPUs: ") and "half a minute" in begin[0]
+    assert begin[1] == "  1 of 4 a run of 20 steps on 2 ranks"
+
+
+def test_each_part_is_said_when_it_begins_with_the_time_that_is_left() -> None:
+    parts = Parts(iter([100.0, 106.0]).__next__)
+    assert [str(parts.next(what)) for what in "abcd"] == [
+        "  1 of 4 a",
+        "  2 of 4 b; about 30 s to go",
+        "  3 of 4 c; about 20 s to go",
+        "  4 of 4 d; about 10 s to go",
+    ]
 
 
 def test_a_file_that_is_not_there_is_named(runs: Runs) -> None:

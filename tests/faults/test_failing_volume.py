@@ -205,6 +205,7 @@ def test_a_run_outlives_a_full_volume(runs: Runs, full_for_a_while: Callable[...
     assert output.split()[-3:] == ["step-000000090", "step-000000095", "step-000000100"]
 
 
+@pytest.mark.slow
 def test_the_last_step_is_saved_though_it_was_reached_on_a_full_volume(
     runs: Runs, full_for_a_while: Callable[..., str]
 ) -> None:

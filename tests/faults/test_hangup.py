@@ -1,5 +1,6 @@
 """A terminal that is closed stops a run as SIGTERM does; a second Ctrl-C ends whatever does not listen."""
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from small_runs import Runs, rank_processes
 
+from tandem.launch.kill import processes_of
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
@@ -88,13 +90,50 @@ def test_a_run_under_nohup_outlives_its_terminal(runs: Runs) -> None:
 def test_a_second_interrupt_ends_a_run_with_a_frozen_agent(runs: Runs) -> None:
     process = runs.start("launch", "frozen", "--nodes", 2, *LONG, delay=0.01)
     wait_for_a_save(runs, "frozen")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    agents = [int(pid) for pid in children if b"--node-rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(agents) == 2
-    os.kill(agents[1], signal.SIGSTOP)
+    os.kill(processes_of(runs.folder / "frozen")["node", 1], signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     time.sleep(REPEAT_WINDOW_SECONDS + 0.5)
     process.send_signal(signal.SIGINT)
     code, output = runs.processes.wait(process)
     assert code == 130, output
     runs.until(lambda: not rank_processes(process.pid), "end of all ranks")
+
+
+@pytest.mark.slow
+def test_a_stop_ends_a_run_with_a_frozen_agent_and_saves(runs: Runs) -> None:
+    """The agent hears nothing, its rank stops with the others; the launcher does not wait for ever."""
+    process = runs.start("launch", "stuck", "--nodes", 2, *LONG, "--shutdown-timeout", 20, delay=0.01)
+    wait_for_a_save(runs, "stuck")
+    os.kill(processes_of(runs.folder / "stuck")["node", 1], signal.SIGSTOP)
+    process.send_signal(signal.SIGHUP)
+    code, output = runs.processes.wait(process)
+    assert code == 137 and "asked to stop, and still here: killing node 1" in output, output
+    summary = runs.summary("stuck")
+    assert summary["state"] == "stopped" and summary["last_checkpoint_step"] == summary["global_step"]
+    runs.until(lambda: not rank_processes(process.pid), "end of all ranks")
+
+
+def test_nodes_cut_off_from_their_launcher_save_and_are_waited_for(runs: Runs) -> None:
+    """The kernel took the process that they were forked from: they were orphans that still wrote, unsaid."""
+    process = runs.start("launch", "cut-off", "--nodes", 2, *LONG, delay=0.01)
+    wait_for_a_save(runs, "cut-off")
+    (fork_server,) = children(process.pid, "tandem-forks")
+    ranks = rank_processes(process.pid).values()
+    standard_input = {os.readlink(f"/proc/{pid}/fd/0") for pid in ranks}
+    assert standard_input == {"/dev/null"}, "what a rank starts would read the terminal"
+    os.kill(fork_server, signal.SIGKILL)
+    code, output = runs.processes.wait(process)
+    assert code == 200 and "the process that nodes are forked from is gone" in output, output
+    assert not rank_processes(process.pid), "they have ended before the launcher did"
+    summary = runs.summary("cut-off")
+    assert summary["state"] == "stopped" and summary["last_checkpoint_step"] == summary["global_step"]
+
+
+def children(parent: int, name: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ppid = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(ppid) == parent and (entry / "comm").read_text().strip() == name:
+                found.append(int(entry.name))
+    return found

@@ -102,6 +102,7 @@ def test_ranks_of_a_script_listen_on_loopback_alone(runs: Runs) -> None:
     runs.processes.wait(launch, LIMIT)
 
 
+@pytest.mark.slow
 def test_ranks_by_hand_on_one_machine_listen_on_loopback_alone(runs: Runs, free_port: int) -> None:
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
     command = runs.command("train", "run", "--steps", 100_000, "--checkpoint-every", 20, delay=0.02)

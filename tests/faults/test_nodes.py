@@ -50,6 +50,7 @@ class Cluster:
         master = ("--master", f"127.0.0.101:{port}")
         self.flags = ("--nodes", 2, *master, "--checkpoint-every", 10, "--max-restarts", 0, *flags)
         self.nodes = [self.start(node) for node in range(nodes)]
+        self.said: dict[int, str] = {}  # what each has written, at the end
 
     def start(self, node: int, *more: object, **given: Any) -> Any:
         command = self.runs.command("launch", self.run, "--node-rank", node, *self.flags, *more, delay=SLOW)
@@ -64,20 +65,28 @@ class Cluster:
 
     def finish(self) -> dict[str, Any]:
         for node, process in enumerate(self.nodes):
-            code, output = self.runs.processes.wait(process)
-            assert code == 0, f"node {node} ended with {code}:\n{output}"
+            code, self.said[node] = self.runs.processes.wait(process)
+            assert code == 0, f"node {node} ended with {code}:\n{self.said[node]}"
         return self.runs.summary(self.run)
 
 
 @pytest.mark.parametrize("node", [1, 0], ids=["another node", "the store's node"])
 def test_a_node_comes_back_and_the_survivor_spends_no_budget(runs: Runs, free_port: int, node: int) -> None:
+    """Nor does it flood its log, as the keep-alive of a rendezvous did whose store had gone."""
     undisturbed = runs.undisturbed("--steps", 150)
     cluster = Cluster(runs, free_port, "lost", "--steps", 150)
     runs.wait_for_step("lost", 30)
     cluster.kill(node)
-    time.sleep(1)
+    time.sleep(5)  # five signs of life would go into the void
     cluster.nodes[node] = cluster.start(node)
     assert cluster.finish()["weights_sha256"] == undisturbed
+    if node == 0:
+        before, gone, until_back = cluster.said[1].partition("the store on node 0 is gone")
+        assert gone and len(before.splitlines()) < 150, before  # torch's own words at the loss, once
+        traces = [
+            line for line in until_back.splitlines() if "Traceback" in line or "failed on Socket" in line
+        ]
+        assert len(traces) < 3 and len(until_back.splitlines()) < 60, until_back
 
 
 def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, free_port: int) -> None:
@@ -177,3 +186,18 @@ def test_a_job_that_is_resized_trains_on_and_comes_back_with_the_new_number(
     cluster.nodes[1:] = [cluster.start(1, "--nodes", 3), newcomer]
     assert cluster.finish()["nodes"] == 3
     assert [event["world_size"] for event in runs.events("resized", "world")] == [2, 3]
+
+
+def test_node_0_of_a_complete_run_says_what_it_waits_for_and_hears_ctrl_c(runs: Runs, free_port: int) -> None:
+    """It stood there in silence for half a minute, deaf to signals."""
+    runs.finish("launch", "done", "--nproc", 1, "--steps", 4)
+    words = ("--nodes", 2, "--node-rank", 0, "--master", f"127.0.0.101:{free_port}", "--steps", 4)
+    process = runs.start("launch", "done", *words)
+    said = ""
+    while "still telling the other nodes" not in said:
+        assert (line := process.stdout.readline()), said
+        said += line
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    code, _ = runs.processes.wait(process, 30)
+    assert code == 0 and time.monotonic() - began < patient(10)

@@ -1,5 +1,8 @@
 """Options of a run that show in its end or in its files; exact resume has a file of its own."""
 
+import json
+import sys
+
 import pytest
 from small_runs import Runs
 
@@ -20,3 +23,37 @@ def test_tensorboard_and_profile_are_written(runs: Runs) -> None:
     )
     assert list((runs.folder / "seen" / "tensorboard").glob("events*"))
     assert (runs.folder / "seen" / "profile" / "rank-0.json").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_run_again_from_its_config_json_has_the_same_bits(runs: Runs) -> None:
+    first = runs.finish("launch", "first", "--nodes", 2, "--steps", 12, "--lr", 0.05, "--seed", 3)
+    launch = [sys.executable, "-m", "tandem", "launch", "--config", "first/config.json"]
+    code, output = runs.processes.wait(runs.processes.start(launch, cwd=runs.folder, env=runs.environment))
+    assert code == 0, output
+    left_out = "first/config.json: where that run was is left out: run_dir, node_rank, master"
+    assert output.count(left_out) == output.count("left out") == 1, output
+    (again,) = (runs.folder / "runs").iterdir()
+    summary = json.loads((again / "summary.json").read_text())
+    assert summary["weights_sha256"] == first["weights_sha256"] and summary["nodes"] == 2
+
+
+OWN_OPTIMIZER = """
+import torch
+from small import Small
+
+
+class Own(Small):
+    def build_optimizer(self, model):
+        return torch.optim.Adam(model.parameters(), lr=0.003)
+"""
+
+
+def test_a_typed_default_is_warned_of_and_the_summary_has_what_was_used(runs: Runs) -> None:
+    (runs.folder / "own.py").write_text(OWN_OPTIMIZER)
+    flags = ("--task", "own.py:Own", "--steps", 3, "--eval-every", "never", "--lr", "0.1")
+    code, output = runs.processes.wait(runs.start("launch", "own", *flags))
+    assert code == 0, output
+    assert output.count("without effect beside the task's own optimizer: --lr 0.1\n") == 1, output
+    summary = runs.summary("own")
+    assert (summary["optimizer"], summary["lr"], summary["schedule"]) == ("Adam", 0.003, None)

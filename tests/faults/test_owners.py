@@ -40,7 +40,11 @@ def steps_saved(runs: Runs, run: str) -> list[int]:
 
 @pytest.mark.parametrize(
     "second",
-    [("launch", "--nodes", 2), pytest.param(("launch",), marks=pytest.mark.slow), ("train",)],
+    [
+        ("launch", "--nodes", 2),
+        pytest.param(("launch",), marks=pytest.mark.slow),
+        pytest.param(("train",), marks=pytest.mark.slow),
+    ],
     ids=["nodes", "node", "rank"],
 )
 def test_a_second_launch_gets_2_and_one_line_and_changes_nothing(runs: Runs, second: tuple[Any, ...]) -> None:

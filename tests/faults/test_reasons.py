@@ -10,6 +10,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 pytestmark = pytest.mark.timeout(600)
 LIMIT = 250.0  # two nodes import torch in half a minute, on a busy machine in two
 
+LATE = """
+import threading, time
+import torch.distributed as dist
+from small import Small
+
+class Late(Small):
+    def after_step(self, model, step):
+        if step == 5 and dist.get_rank() == 1:
+            threading.Thread(target=time.sleep, args=(20,)).start()  # the interpreter waits for it
+"""
 BUG = """
 import torch.distributed as dist
 from small import Small
@@ -34,6 +44,50 @@ def test_a_bug_on_one_node_is_the_last_line_of_all(runs: Runs) -> None:
     assert not any("recvValue" in line for line in there), "no stack trace of torch's store"
     assert runs.summary("bug")["reason"].endswith(SAID)
     assert runs.summary("bug")["exit_code"] == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_long_to_leave_is_waited_for(runs: Runs) -> None:
+    """Its node lost the store of node 0, which left after 10 s, and waited for a new one in vain."""
+    (runs.folder / "late.py").write_text(LATE)
+    flags = ("--task", "late.py:Late", "--nodes", 2, "--steps", 5)
+    code, output = runs.processes.wait(runs.start("launch", "late", *flags), LIMIT)
+    assert code == 0, output
+    log = (runs.folder / "late" / "log" / "node-1.log").read_text()
+    assert "going round again" not in log, log
+
+
+@pytest.mark.parametrize(
+    ("mistake", "line"),
+    [
+        ("--epochs x", "--epochs got 'x', valid is "),
+        ("--epoks 3", "unknown flag --epoks; did you mean --epochs?"),
+    ],
+)
+def test_a_mistake_in_one_nodes_settings_ends_the_other_and_is_named_there(
+    runs: Runs, free_port: int, mistake: str, line: str
+) -> None:
+    """It is found before the node knows its place, and node 0 waited for --master-timeout."""
+    own = ("--nodes", 2, "--master", f"127.0.0.1:{free_port}", "--steps", 5, "--node-rank")
+    flags = ((0,), (1, *mistake.split()))
+    nodes = [runs.start("launch", "mistaken", *own, *more) for more in flags]
+    ended = [runs.processes.wait(node, LIMIT) for node in nodes]
+    assert [code for code, _ in ended] == [2, 2], ended
+    assert f"tandem: {line}" in ended[1][1].splitlines()[0], ended
+    said = ended[0][1].splitlines()[-1]
+    assert f"ended with code 2: another node ended the job with code 2: node 1: {line}" in said, ended
+
+
+@pytest.mark.slow
+def test_a_mistake_in_node_zeros_settings_ends_the_other(runs: Runs, free_port: int) -> None:
+    own = ("--nodes", 2, "--master", f"127.0.0.1:{free_port}", "--steps", 5)
+    nodes = [
+        runs.start("launch", "mistaken", *own, "--node-rank", index, *(() if index else ("--epochs", "x")))
+        for index in (0, 1)
+    ]
+    ended = [runs.processes.wait(node, LIMIT) for node in nodes]
+    assert [code for code, _ in ended] == [2, 2], ended
+    assert "another node ended the job with code 2: --epochs got 'x'" in ended[1][1], ended
 
 
 @pytest.mark.slow

@@ -55,6 +55,8 @@ def test_a_stop_signal_saves_once_and_the_next_start_goes_on(runs: Runs, target:
         os.killpg(process.pid, signal.SIGTERM)
     code, output = runs.processes.wait(process)
     assert code == 143, output
+    asked = "SIGTERM: asking all ranks to save and stop (up to 25 s); Ctrl-C again ends them at once"
+    assert output.count(asked) == 1, output
     stopped = runs.summary("stopped")
     assert stopped["state"] == "stopped" and stopped["exit_code"] == 143
     assert stopped["last_checkpoint_step"] == stopped["global_step"] < 200
@@ -73,6 +75,54 @@ def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs, free_por
     process.terminate()
     code, output = runs.processes.wait(process)
     assert code == 137, output
+    assert output.count("SIGTERM came before training started; nothing to save") == 1, output
+
+
+SLOW_START = """
+import time
+from pathlib import Path
+from small import Small
+
+class SlowStart(Small):
+    def build_datasets(self):
+        if Path("slow").exists():
+            print("making data", flush=True)
+            time.sleep(600)
+        return super().build_datasets()
+"""
+
+
+@pytest.mark.parametrize("there", ["nothing", pytest.param("a checkpoint", marks=pytest.mark.slow)])
+def test_a_stop_before_the_first_step_ends_the_ranks(runs: Runs, there: str) -> None:
+    """They hear a stop at a step: they were killed after --shutdown-timeout, which is no matter here."""
+    (runs.folder / "slow_start.py").write_text(SLOW_START)
+    flags = ("--nodes", 2, "--task", "slow_start.py:SlowStart", "--shutdown-timeout", 500)
+    if there == "a checkpoint":
+        runs.finish("launch", "early", *flags, "--steps", 20)
+    (runs.folder / "slow").touch()
+    process = runs.start("launch", "early", *flags, "--steps", 40)
+    logs = [runs.folder / "early" / "log" / f"rank-{rank}.log" for rank in range(2)]
+    said: list[str] = []
+    while not any("making data" in line for line in said):
+        said.append(process.stdout.readline())
+        assert said[-1], said
+    runs.until(lambda: "making data" in logs[1].read_text(), "rank 1 that makes data")
+    process.terminate()
+    code, output = runs.processes.wait(process)
+    assert "Traceback" not in output and "lost the other ranks" not in output, output
+    stopped = runs.summary("early")
+    if there == "nothing":
+        assert code == 137, output
+        assert output.count("SIGTERM came before training started; nothing to save") == 1, output
+        assert stopped["exit_code"] == 137
+    else:
+        assert code == 143, output
+        line = "SIGTERM came before the first step; nothing to save, and the same command goes on from step 2"
+        assert output.count(line) == 1, output
+        assert stopped["global_step"] == stopped["last_checkpoint_step"] == 20
+        (runs.folder / "slow").unlink()
+        assert runs.finish("launch", "early", *flags, "--steps", 40)["resumed_from_step"] == 20
+    assert not rank_processes(process.pid)
 
 
 STUCK = """

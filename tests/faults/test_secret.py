@@ -139,6 +139,7 @@ def test_nodes_with_the_secret_recover_and_an_enemy_changes_nothing(
     assert SECRET not in output
 
 
+@pytest.mark.slow
 def test_who_has_another_secret_or_none_is_told_so_and_the_others_train_on(
     runs: Runs, network: Sequence[Machine]
 ) -> None:
@@ -177,6 +178,15 @@ def test_a_job_without_a_secret_says_once_what_is_open(runs: Runs, network: Sequ
     assert codes == [0, 0], output
     assert output.count("no secret") == 1
     assert f"(TANDEM_JOB_SECRET): whoever reaches port {PORT} can end it" in output
+
+
+def test_a_mistake_of_one_node_is_told_through_the_gate(runs: Runs, network: Sequence[Machine]) -> None:
+    job = Job(runs, network, "--steps", 20)
+    job.kill(1)
+    job.nodes[1] = job.start(1, None, None, "--epoks", 3)
+    codes, output = job.ended()
+    assert codes == [2, 2], output
+    assert "ended with code 2: another node ended the job with code 2: node 1: unknown flag --epoks" in output
 
 
 def test_ranks_of_a_script_meet_through_the_gate(runs: Runs, network: Sequence[Machine]) -> None:

@@ -52,6 +52,7 @@ def test_a_generator_of_ones_own_is_found(runs: Runs) -> None:
     assert "loss of step" in output and "weights differ at the end, first" in output
 
 
+@pytest.mark.slow
 def test_a_task_that_cannot_run_is_said_with_its_code(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(TASK.replace("out = model(x)", "out = model(undefined)"))
     code, output = verify(runs, 1)

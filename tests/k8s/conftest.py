@@ -1,11 +1,42 @@
 """What the Kubernetes tests share."""
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from simulated_cluster import REPOSITORY, Cluster, available
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # small_runs: the task that all of them train
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, require: Callable[..., None]) -> Iterator[Callable[[], Cluster]]:
+    """Makes clusters whose volumes are below `tmp_path`."""
+    from small_runs import TASK
+
+    here, why = available()
+    require("namespaces", here, why)
+    own: list[Cluster] = []
+
+    def make() -> Cluster:
+        folder = tmp_path / f"cluster-{len(own)}"
+        volumes = {folder / "checkpoints": "/checkpoints", folder / "task": "/task"}
+        for path in volumes:
+            path.mkdir(parents=True)
+            path.chmod(0o777)
+        (folder / "task/small.py").write_text(TASK)
+        image = {
+            "PATH": f"{REPOSITORY}/.venv/bin:/usr/bin:/bin",
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "LANG": "C.UTF-8",
+        }
+        own.append(Cluster(folder, image, {str(path): target for path, target in volumes.items()}))
+        return own[-1]
+
+    yield make
+    for each in own:
+        each.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x20000000 | 0x40000000  # mount, host name, process, network
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 def mount(*arguments: str) -> None:
@@ -43,14 +44,14 @@ def run_container() -> None:
     layers = f"lowerdir=/,upperdir={scratch}/upper,workdir={scratch}/work"
     mount("-t", "overlay", "overlay", "-o", layers, str(root))
     (root / "root").chmod(0o755)  # an interpreter below /root has to be readable for the pod's user
-    mount("--rbind", "/dev", str(root / "dev"))
-    mount("-t", "tmpfs", "tmpfs", str(root / "dev/shm"))
-    (root / "dev/shm").chmod(0o777)
+    make_devices(root / "dev")
     mount("-t", "proc", "proc", str(root / "proc"))
     for source, target in wanted["volumes"].items():
         inside = root / target.lstrip("/")
         if Path(source).is_dir():
             inside.mkdir(parents=True, exist_ok=True)
+        else:
+            inside.touch()
         mount("--bind", source, str(inside))
     if wanted["read_only"]:
         mount("-o", "remount,ro", str(root))
@@ -60,6 +61,19 @@ def run_container() -> None:
     user = ["setpriv", f"--reuid={wanted['user']}", f"--regid={wanted['user']}", "--clear-groups"]
     fence = ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
     os.execvpe("setpriv", [*user, *fence, *wanted["command"]], wanted["environment"])
+
+
+def make_devices(folder: Path) -> None:
+    """A /dev of the pod's own, as a container's: this machine's has no files of pods."""
+    mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", str(folder))
+    for name in DEVICES:
+        (folder / name).touch()
+        mount("--bind", f"/dev/{name}", str(folder / name))
+    for link, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        (folder / link).symlink_to(f"/proc/self/{target}")
+    (folder / "shm").mkdir()
+    mount("-t", "tmpfs", "tmpfs", str(folder / "shm"))
+    (folder / "shm").chmod(0o777)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A cluster in network namespaces: every pod a machine of its own, restarted as its controller would.
+"""A cluster in network namespaces: every pod a machine of its own (`controllers` restarts them).
 
 Each pod has its own network, process, mount and host name namespaces, the manifest's user, no capabilities, a
 read-only root, and a new address whenever it is made anew. Names come from one hosts file, which stands for
@@ -15,19 +15,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from patience import patient
 from tandem_k8s.contract import PodPlan
-from tandem_k8s.documents import Document
-from tandem_k8s.rules import action_for
 
 REPOSITORY = Path(__file__).parents[2]
 NETWORK = ipaddress.ip_network("10.244.0.0/24")
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount", "tini")
+METRICS_PORT = 9469
+ASK = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=5).read().decode())"
+TERMINATION_LOG = "/dev/termination-log"
+TERMINATION_BYTES = 4096  # what a kubelet keeps of it
 
 
 def available() -> tuple[bool, str]:
@@ -48,6 +49,7 @@ class Pod:
     plan: PodPlan
     address: str
     log: Path
+    last_word: Path
     process: subprocess.Popen[str]
 
     @property
@@ -69,6 +71,17 @@ class Pod:
     def output(self) -> str:
         return self.log.read_text()
 
+    def message(self) -> str:
+        """Why its container ended, as `kubectl describe pod` shows it."""
+        return self.last_word.read_bytes()[:TERMINATION_BYTES].decode()
+
+    def metrics(self) -> str:
+        """Its page of /metrics, asked for from within; '' when nobody answers."""
+        url = f"http://127.0.0.1:{METRICS_PORT}/metrics"
+        inside = ["nsenter", "-t", str(self.process.pid), "-n"]
+        asked = [*inside, sys.executable, "-c", ASK, url]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=patient(30)).stdout
+
 
 @dataclass
 class Cluster:
@@ -81,8 +94,9 @@ class Cluster:
     _names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._hosts = self.folder / "hosts"
+        self._hosts, self._resolver = self.folder / "hosts", self.folder / "nsswitch.conf"
         self._write_hosts()
+        self._resolver.write_text("hosts: files\n")  # what is not published is not there; no server is asked
         self._numbers = itertools.count(10)
         self._fabric = subprocess.Popen(["unshare", "--net", "sleep", "600"], stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + patient(10)
@@ -96,7 +110,9 @@ class Cluster:
         number = next(self._numbers)
         address, scratch = str(NETWORK[number]), self.folder / f"pod-{number}"
         scratch.mkdir()
-        log = self.folder / f"{plan.name}.{number}.log"
+        log, last_word = (self.folder / f"{plan.name}.{number}.{what}" for what in ("log", "termination-log"))
+        last_word.touch()
+        last_word.chmod(0o666)  # as the kubelet's: whatever user the container has
         with log.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).parent / "pod_root.py")],
@@ -106,12 +122,12 @@ class Cluster:
                 text=True,
                 start_new_session=True,
             )
-        pod = Pod(plan, address, log, process)
+        pod = Pod(plan, address, log, last_word, process)
         self.pods.append(pod)
         self._connect(process, number, address)
         self.publish(plan, address)
         assert process.stdin is not None
-        process.stdin.write(json.dumps(self._wanted(plan, scratch)) + "\n")
+        process.stdin.write(json.dumps(self._wanted(plan, scratch, last_word)) + "\n")
         process.stdin.close()
         return pod
 
@@ -134,10 +150,11 @@ class Cluster:
         self._fabric.kill()
         self._fabric.wait(timeout=10)
 
-    def _wanted(self, plan: PodPlan, scratch: Path) -> dict[str, Any]:
+    def _wanted(self, plan: PodPlan, scratch: Path, last_word: Path) -> dict[str, Any]:
         container = plan.template.container()
         mounts = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
-        volumes = dict(self.volumes) | {str(self._hosts): "/etc/hosts"}
+        files = {self._hosts: "/etc/hosts", self._resolver: "/etc/nsswitch.conf", last_word: TERMINATION_LOG}
+        volumes = dict(self.volumes) | {str(path): target for path, target in files.items()}
         for path in mounts - set(volumes.values()) - {"/dev/shm"}:
             own = self.folder / f"volume-{scratch.name}{path.replace('/', '-')}"
             own.mkdir()
@@ -177,103 +194,3 @@ class Cluster:
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._names.items())]
         with self._hosts.open("w") as file:
             file.write("\n".join(lines) + "\n")
-
-
-@dataclass
-class Controller:
-    """Keeps a job's pods as its controller does, by the exit codes alone; `states` is what it reported."""
-
-    cluster: Cluster
-    documents: list[Document]
-    plans: list[PodPlan]
-    states: list[str] = field(default_factory=list)
-    codes: list[tuple[str, int]] = field(default_factory=list)
-    current: dict[str, Pod] = field(default_factory=dict)
-    succeeded: set[str] = field(default_factory=set)
-
-    def start(self) -> None:
-        for plan in self.plans:
-            self.current[plan.name] = self.cluster.start(plan)
-
-    def run(self, limit_seconds: float, each_round: Callable[[], None] = lambda: None) -> str:
-        """Until the job has ended: Succeeded or Failed. Fails the test after `limit_seconds`."""
-        deadline = time.monotonic() + patient(limit_seconds)
-        while True:
-            each_round()
-            state = self.look()
-            if state in ("Succeeded", "Failed"):
-                return state
-            assert time.monotonic() < deadline, f"the job did not end; {self.codes}\n{self.logs()}"
-            time.sleep(0.05)
-
-    def look(self) -> str:
-        """One reconciliation: pods that ended are judged, and made anew where the controller would."""
-        decision = decide(self.documents)
-        for name, pod in list(self.current.items()):
-            code = pod.code
-            if code is None or name in self.succeeded:
-                continue
-            self.codes.append((name, code))
-            action = decision(pod.plan, code)
-            if action == "done":
-                self.succeeded.add(name)
-            elif action == "Failed":
-                return self._report("Failed")
-            elif action == "gang":
-                return self._gang()
-            else:
-                self._report("Restarting")
-                self.cluster.forget(pod.plan)
-                self.current[name] = self.cluster.start(pod.plan)
-        if not self._complete():
-            return self._report("Running")
-        for pod in self.current.values():  # cleanPodPolicy Running, and what a Job does with the rest
-            with contextlib.suppress(ProcessLookupError):
-                pod.send(signal.SIGTERM)
-        return self._report("Succeeded")
-
-    def _gang(self) -> str:
-        for pod in self.current.values():
-            if pod.code is None:
-                pod.send(signal.SIGKILL)
-                pod.process.wait(timeout=10)
-        self.succeeded.clear()
-        self.start()
-        return self._report("Restarting")
-
-    def _complete(self) -> bool:
-        """Master: its success is the job's. elasticPolicy: any worker's (kubeflow/trainer pull request 1752).
-        Job: its successPolicy. Otherwise: every pod."""
-        by_kind = {document["kind"]: document for document in self.documents}
-        needed = {plan.name for plan in self.plans}
-        if any(plan.role == "Master" for plan in self.plans):
-            needed = {plan.name for plan in self.plans if plan.role == "Master"}
-        elif "elasticPolicy" in by_kind.get("PyTorchJob", {}).get("spec", {}):
-            return bool(self.succeeded)
-        elif "Job" in by_kind and "successPolicy" in by_kind["Job"]["spec"]:
-            (rule,) = by_kind["Job"]["spec"]["successPolicy"]["rules"]
-            indexes = {int(index) for index in rule["succeededIndexes"].split(",")}
-            needed = {plan.name for plan in self.plans if plan.index in indexes}
-        return needed <= self.succeeded
-
-    def _report(self, state: str) -> str:
-        if not self.states or self.states[-1] != state:
-            self.states.append(state)
-        return state
-
-    def logs(self) -> str:
-        return "\n".join(f"== {pod.log.name}: {pod.code}\n{pod.output()}" for pod in self.cluster.pods)
-
-
-def decide(documents: Iterable[Document]) -> Callable[[PodPlan, int], str]:
-    """(pod, exit code) -> done, anew, gang or Failed, by the rules of the manifest's controller."""
-    by_kind = {document["kind"]: document for document in documents}
-    if "PyTorchJob" in by_kind:
-        return lambda plan, code: "done" if code == 0 else "anew" if code >= 128 else "Failed"
-    if "Job" in by_kind:
-        spec, counted = by_kind["Job"]["spec"], "anew"  # within backoffLimit
-    else:
-        runtime = by_kind.get("JobSet") or by_kind["TrainingRuntime"]["spec"]["template"]
-        spec, counted = runtime["spec"]["replicatedJobs"][0]["template"]["spec"], "gang"
-    actions = {"Ignore": "anew", "Count": counted, "FailJob": "Failed"}
-    return lambda plan, code: "done" if code == 0 else actions[action_for(spec, code)]

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from simulated_cluster import Cluster, Controller
+from controllers import Controller
+from simulated_cluster import Cluster
 
 from patience import patient
 from tandem_k8s.contract import plan
@@ -59,8 +60,7 @@ class Run:
         """Run to the end, which has to be a good one; the summary."""
         state = self.controller.run(RUN_SECONDS)
         assert state == "Succeeded", self.controller.logs()
-        for pod in self.controller.current.values():
-            pod.process.wait(timeout=patient(100))
+        self.controller.wait_for_all()
         summary = self.summary()
         assert summary["state"] == "finished" and summary["exit_code"] == 0
         return summary

@@ -79,7 +79,9 @@ def test_with_a_wrong_overlay(make: Make) -> None:
 def test_without_kubectl(make: Make, tmp_path: Path) -> None:
     for program in ("bash", "python3"):
         (tmp_path / program).symlink_to(os.path.realpath(f"/usr/bin/{program}"))
-    one_line(make("k8s-render", PATH=str(tmp_path)), "kubectl is not installed")
+    said = ("kubectl is not installed", "sudo apt-get install kubernetes-client")
+    for target in ("k8s-render", "k8s-apply"):
+        one_line(make(target, PATH=str(tmp_path)), *said)
 
 
 def test_pods_that_are_still_ending_stop_an_apply(make: Make, api: Callable[..., ApiServer]) -> None:
@@ -281,7 +283,14 @@ def test_try_without_kind_and_minikube(make: Make, tmp_path: Path) -> None:
         part for part in os.environ["PATH"].split(":")
         if not any((Path(part) / name).exists() for name in ("kind", "minikube"))
     )  # fmt: skip
-    one_line(make("k8s-try", PATH=path), "neither kind nor minikube")
+    one_line(make("k8s-try", PATH=path), "lacks kind or minikube", "kind.sigs.k8s.io")
+
+
+def test_try_on_a_bare_machine_names_all_that_is_missing(make: Make, tmp_path: Path) -> None:
+    for program in ("bash", "python3"):
+        (tmp_path / program).symlink_to(os.path.realpath(f"/usr/bin/{program}"))
+    said = ("kind or minikube (", "docker (on Debian: sudo make docker-host)", "kubectl (on Debian: ")
+    one_line(make("k8s-try", PATH=str(tmp_path)), *said)
 
 
 JOB_THAT_ENDED = '{"status": {"conditions": [{"type": "Succeeded", "status": "True"}]}}'

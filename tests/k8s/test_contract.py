@@ -4,44 +4,16 @@ Every run is of the manifest as it stands but for variables that choose a small 
 user would set them. Pods are namespaces with addresses of their own (`simulated_cluster`).
 """
 
+import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from simulated_cluster import REPOSITORY, Cluster, available
+from simulated_cluster import REPOSITORY, Cluster, Pod
 from small_jobs import RUN_SECONDS, Run
-from small_runs import TASK
 
 from tandem_k8s.documents import find
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, require: Callable[..., None]) -> Iterator[Callable[[], Cluster]]:
-    """Makes clusters whose volumes are below `tmp_path`."""
-    here, why = available()
-    require("namespaces", here, why)
-    own: list[Cluster] = []
-
-    def make() -> Cluster:
-        folder = tmp_path / f"cluster-{len(own)}"
-        volumes = {folder / "checkpoints": "/checkpoints", folder / "task": "/task"}
-        for path in volumes:
-            path.mkdir(parents=True)
-            path.chmod(0o777)
-        (folder / "task/small.py").write_text(TASK)
-        image = {
-            "PATH": f"{REPOSITORY}/.venv/bin:/usr/bin:/bin",
-            "PYTHONPATH": str(REPOSITORY / "src"),
-            "LANG": "C.UTF-8",
-        }
-        own.append(Cluster(folder, image, {str(path): target for path, target in volumes.items()}))
-        return own[-1]
-
-    yield make
-    for each in own:
-        each.close()
 
 
 @dataclass(frozen=True)
@@ -65,16 +37,24 @@ SHAPES = [
 ]
 
 
+def warnings(pod: Pod) -> list[str]:
+    """Lines of its log that are no plain news of tandem's: warnings, and whatever a library has printed."""
+    news = [line for line in pod.output().splitlines() if line.startswith("{")]
+    others = [line for line in pod.output().splitlines() if not line.startswith("{")]
+    return others + [line for line in news if json.loads(line)["level"] != "info"]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "shape",
     [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])],
     ids=lambda shape: f"{shape.manifest}-{shape.nproc}",
 )
-def test_trains_to_completion_and_again_when_a_pod_is_killed(
+def test_trains_to_completion_without_a_warning_and_again_when_a_pod_is_killed(
     cluster: Callable[[], Cluster], shape: Shape
 ) -> None:
-    steps = {"TANDEM_STEPS": "40", "TANDEM_TASK__DELAY": "0.05"}
+    secret = {"TANDEM_JOB_SECRET": "what only these pods know"}  # as from the Secret tandem-job
+    steps = {"TANDEM_STEPS": "40", "TANDEM_TASK__DELAY": "0.05", **secret}
     calm = Run(cluster(), shape.manifest, shape.nproc, **steps)
     calm.controller.start()
     undisturbed = calm.finish()
@@ -84,9 +64,9 @@ def test_trains_to_completion_and_again_when_a_pod_is_killed(
     with_rank_0 = [pod.plan.name for pod in calm.cluster.pods if "rank 0 of" in pod.output()]
     assert set(with_rank_0) == {shape.first}
     assert [code for _, code in calm.controller.codes] == [0] * len(calm.controller.codes)
+    assert [line for pod in calm.cluster.pods for line in warnings(pod)] == []
 
-    secret = {"TANDEM_JOB_SECRET": "what only these pods know"}  # as from the Secret tandem-job
-    run = Run(cluster(), shape.manifest, shape.nproc, TANDEM_CHECKPOINT_EVERY="5", **steps, **secret)
+    run = Run(cluster(), shape.manifest, shape.nproc, TANDEM_CHECKPOINT_EVERY="5", **steps)
     run.controller.start()
     run.until(lambda: bool(run.steps_saved()), "a checkpoint")
     victim = run.controller.current[shape.victim]

@@ -181,6 +181,9 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     browser.open((tmp_path / "one.html").as_uri(), DESKTOP)
     browser.wait_for("document.querySelectorAll('canvas').length >= 3")
     keep("report.png")
+    browser.open((tmp_path / "one.html").as_uri(), DESKTOP, dark=True)
+    browser.wait_for("document.querySelectorAll('canvas').length >= 3")
+    keep("report-dark.png")
     browser.open((tmp_path / "one.html").as_uri(), PHONE, dark=True)
     browser.wait_for("document.querySelectorAll('canvas').length >= 3")
     keep("report-phone.png")
@@ -205,6 +208,17 @@ def test_a_run_that_fails_is_shown_with_its_reason_and_its_log(
     keep("failed-phone.png")
     code, _ = processes.wait(run)
     assert code == 1
+    write_report([tmp_path / "run"], tmp_path / "failed.html")
+    browser.forget()
+    browser.open((tmp_path / "failed.html").as_uri(), DESKTOP)
+    browser.wait_for("document.querySelectorAll('canvas').length >= 3")
+    assert "failed" in browser.run("document.querySelector('.state').textContent")
+    assert "finite" in browser.run("document.querySelector('pre').textContent")
+    heads = "[...document.querySelectorAll('details[open] > summary')].map(each => each.textContent)"
+    assert "The end of the log" in browser.run(heads), "a fold without a head is called Details by browsers"
+    assert not browser.is_too_wide()
+    assert browser.complaints == []
+    keep("report-failed.png")
 
 
 def start(processes: Any, folder: Path, fields: dict[str, object], **more: object) -> tuple[Any, str]:

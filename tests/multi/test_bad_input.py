@@ -189,6 +189,7 @@ def test_a_master_that_does_not_resolve_is_named_while_waiting_and_ends_200(run_
     assert "no-such-host.invalid:29500" in the_error(output)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_exits_2_and_is_left_alone(run_tandem: Tandem, tmp_path: Path) -> None:
     arguments = (
         "launch", "--task", "wide.py:Wide", "--batch-size", "20", "--device", "cpu", "--metrics-port", "0",

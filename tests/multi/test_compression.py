@@ -74,7 +74,9 @@ def test_what_ranks_agree_on_arrives_uncompressed(ranks: list[dict[str, Any]], k
     for rank in ranks:
         mine = rank[kind]
         assert mine["stops"] == plain["stops"] == [1] and mine["decisions"] == plain["decisions"]
-        assert mine["losses"][0] == plain["losses"][0]  # of equal weights: bit for bit
+        # Of equal weights: bit for bit with two ranks; a ring of three adds up by where a number stands.
+        ulps = {"rel": 0, "abs": 0} if len(ranks) == 2 else {"rel": 1e-6}
+        assert mine["losses"][0] == pytest.approx(plain["losses"][0], **ulps)
         assert mine["losses"] == ranks[0][kind]["losses"]
         counts = [[number for _, number in sums.values()] for sums in mine["sums"]]
         assert counts == [[number for _, number in sums.values()] for sums in plain["sums"]]
@@ -151,6 +153,7 @@ def rank_1(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_has_the_rank_of_the_factors_arrives_whole(tmp_path: Path, free_port: int) -> None:
     for found in in_processes("ddp", 2, free_port, rank_1, tmp_path):
         (said, matrix), (plain_said, plain) = found["powersgd"], found["none"]

@@ -104,6 +104,7 @@ def test_ranks_that_cannot_reach_each_other_all_end(port: int, tmp_path: Path) -
         assert "NCCL_SOCKET_IFNAME is not set" in text and "NCCL_DEBUG=INFO" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_ranks_that_have_connected_outlive_the_limit(kind: str, port: int, tmp_path: Path) -> None:
     context = torch.multiprocessing.get_context("fork")

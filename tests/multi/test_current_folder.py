@@ -93,7 +93,9 @@ def test_nor_by_python_m(folder: Path, processes: Any) -> None:
     assert ran(folder) == ""
 
 
-@pytest.mark.parametrize("how", [(), ("--cold",)], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    "how", [(), pytest.param(("--cold",), marks=pytest.mark.slow)], ids=["warm", "cold"]
+)
 def test_a_script_finds_its_own_folder_first_and_nothing_of_the_current_one(
     folder: Path, processes: Any, how: tuple[str, ...]
 ) -> None:

@@ -141,6 +141,7 @@ def test_the_score_is_that_of_the_run_with_any_number_of_ranks(tandem: Run, rank
     assert files(run) == before
 
 
+@pytest.mark.slow
 def test_an_error_of_any_rank_is_shown(tandem: Run) -> None:
     broken = ["--task", "small.py:Broken", "--task.width", "16"]
     code, output = tandem("eval", "run", "--nproc", "2", *broken)

@@ -130,6 +130,7 @@ def test_a_gpu_that_fails_is_given_a_new_process(ranks: Ranks) -> None:
     assert "starting generation 2" in output and "restarts: 1" in output
 
 
+@pytest.mark.slow
 def test_the_rank_whose_kernel_is_stuck_is_named(ranks: Ranks) -> None:
     """Its host waits for it a step later, where hosts wait for others too; named was who had gone further."""
     (ranks.folder / "sticks").touch()

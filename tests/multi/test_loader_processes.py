@@ -54,6 +54,7 @@ def train(processes: Any, folder: Path, *flags: str) -> tuple[str, str]:
     return str(summary["weights_sha256"]), output
 
 
+@pytest.mark.slow
 def test_workers_by_themselves_change_no_bit(processes: Any, tmp_path: Path) -> None:
     alone, said = train(processes, tmp_path)
     assert "--workers auto" not in said

@@ -31,6 +31,7 @@ def launched(processes: Any, folder: Path, *words: object) -> tuple[int, str]:
     return code, str(output)
 
 
+@pytest.mark.slow
 def test_two_stages_on_two_devices_of_each_of_two_ranks(processes: Any, tmp_path: Path) -> None:
     task = ("--task", f"{EXAMPLES / 'two_stages.py'}:TwoStages", "--steps", 60, "--nproc", 2, *QUIET)
     code, output = launched(processes, tmp_path, *task, "--run-dir", "two", "--devices-per-rank", 2)

@@ -38,7 +38,7 @@ def test_a_killed_rank_goes_on_from_memory_to_the_same_bits_and_lines(scripts: S
     code, output = scripts.processes.wait(killed, LIMIT_SECONDS)
     assert code == 0, output
     said = logs(scripts, "killed")
-    assert "rank 1 on node 1 (127.0.0.102) was killed by signal 9" in said
+    assert "rank 1 on node 1 (127.0.0.102) was killed (SIGKILL)" in said
     assert re.search(r"going on from step 2[23], kept in the node's memory", said), said
     assert scripts.summary("killed")["restarts"] == 1
     assert scripts.summary("killed")["weights_sha256"] == scripts.summary("calm")["weights_sha256"]

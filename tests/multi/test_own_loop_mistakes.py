@@ -89,6 +89,7 @@ def test_settings_of_tasks_alone_are_refused(settings: dict[str, Any], line: str
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_changes_nothing_and_ends_the_run_or_is_left_out(scripts: Scripts) -> None:
     infinite = "    run.backward(loss * float('inf' if run.step == 12 else 1))"
     broken = SMALL.replace("    run.backward(loss)", infinite)
@@ -101,6 +102,7 @@ def test_what_is_not_finite_changes_nothing_and_ends_the_run_or_is_left_out(scri
     assert "the loss of step 13 is not finite: no update in it" in output
 
 
+@pytest.mark.slow
 def test_an_own_error_has_its_traceback_and_a_loop_that_is_left_is_one_line(scripts: Scripts) -> None:
     scripts.write("fails.py", SMALL.replace("    run.backward(loss)", "    raise ValueError('my own')"))
     code, output = scripts.alone("fails.py", "fails")
@@ -128,6 +130,7 @@ def test_a_volume_that_fails_is_one_line(scripts: Scripts) -> None:
     assert output.count("saves in a row failed") == 1 and "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_complete_run_started_again_gives_no_batch_and_ends_well(scripts: Scripts) -> None:
     example = Path(__file__).parents[2] / "examples" / "gan.py"
     first, again = (scripts.alone(example, "run") for _ in range(2))

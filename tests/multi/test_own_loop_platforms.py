@@ -20,6 +20,7 @@ def scripts(tmp_path: Path, processes: Any) -> Scripts:
     return scripts
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it_with_all_but_warm_restarts(scripts: Scripts) -> None:
     variables = scripts.environment | {"TANDEM_RUN_DIR": "run", "SIGNAL": "15", "TO_RANK": "1"}
     variables["SIGNAL_AT"] = "31"

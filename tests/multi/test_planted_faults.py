@@ -134,6 +134,7 @@ def waiting_node_0(processes: Any, port: int, run_dir: Path) -> Iterator[None]:
     processes.kill(node)
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_ahead(tmp_path: Path, free_port: int, processes: Any) -> None:
     shifted = [sys.executable, "-m", "shifted_clock", "doctor", "--json", *by_hand(1, free_port)]
     variables = {"CLOCK_SECONDS": "30", "PYTHONPATH": str(ROOT / "benchmarks")}
@@ -174,6 +175,7 @@ def test_an_agent_that_waits_in_vain_says_what_is_wrong(
     assert code == 200 and "warning: what keeps this node from the others:\n  MASTER_ADDR  node0" in said
 
 
+@pytest.mark.slow
 def test_node_0_names_who_did_not_come(tmp_path: Path, free_port: int, processes: Any) -> None:
     words = ["launch", *by_hand(0, free_port), "--master-timeout", "2", "--run-dir", str(tmp_path / "run")]
     code, said = processes.run([sys.executable, "-m", "tandem", *words], env=environment())

@@ -58,6 +58,45 @@ def test_batches_by_length_resume_exactly(processes: Any, tmp_path: Path) -> Non
     assert again["eval"] == calm["eval"]
 
 
+def test_a_rare_class_is_drawn_as_often_as_the_other(processes: Any, tmp_path: Path) -> None:
+    """Training draws it in half of all places; the evaluation set has it as rarely as it is."""
+    flags = ("--batch-size", 120, "--steps", 100, "--log-every", 100, "--lr", 0.1, "--schedule", "constant")
+    seen = trained(processes, tmp_path, "run", "rare_class.py:RareClass", *flags, "--nproc", 1)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    [drawn] = [line["scores"]["rare"] for line in lines if line.get("scores")]
+    assert drawn == pytest.approx(0.5, abs=0.02)
+    assert seen["eval"]["rare"] < 0.04 and seen["eval"]["recall"] > 0.8
+
+
+DEPTH = ("--batch-size", 120, "--schedule", "constant", "--lr", 0.05, "--strategy", "ddp")
+
+
+def test_blocks_that_are_left_out_need_find_unused(processes: Any, tmp_path: Path) -> None:
+    task = "stochastic_depth.py:StochasticDepth"
+    seen = trained(processes, tmp_path, "run", task, *DEPTH, "--steps", 40, "--find-unused", "--nproc", 1)
+    assert seen["global_step"] == 40 and seen["eval"]["accuracy"] > 0.4
+
+
+@pytest.mark.slow
+def test_two_ranks_leave_out_blocks_of_their_own_and_resume_exactly(processes: Any, tmp_path: Path) -> None:
+    flags, task = (*DEPTH, "--nproc", 2), "stochastic_depth.py:StochasticDepth"
+    calm = trained(processes, tmp_path, "calm", task, *flags, "--steps", 30, "--find-unused")
+    trained(processes, tmp_path, "run", task, *flags, "--steps", 12, "--find-unused")
+    again = trained(processes, tmp_path, "run", task, *flags, "--steps", 30, "--find-unused")
+    assert again["resumed_from_step"] == 12 and again["weights_sha256"] == calm["weights_sha256"]
+    words = ["launch", "--task", f"{EXAMPLES}/{task}", "--run-dir", "without", *map(str, flags)]
+    quiet = ["--metrics-port", "0", "--metrics-linger", "0", "--threads", "1", "--steps", "30"]
+    code, output = processes.run([sys.executable, "-m", "tandem", *words, *quiet], cwd=tmp_path)
+    assert code in (1, 2) and "--find-unused" in output, output
+
+
+@pytest.mark.slow
+def test_a_rare_class_on_two_ranks(processes: Any, tmp_path: Path) -> None:
+    flags = ("--batch-size", 120, "--steps", 100, "--lr", 0.1, "--schedule", "constant", "--nproc", 2)
+    seen = trained(processes, tmp_path, "run", "rare_class.py:RareClass", *flags)
+    assert seen["eval"]["recall"] > 0.8
+
+
 def code_lines(name: str) -> int:
     """Lines with code on them."""
     lines = (EXAMPLES / name).read_text().partition('"""\n')[2].splitlines()
@@ -69,7 +108,10 @@ def test_a_whole_script_as_a_task_loses_nothing_and_is_shorter(processes: Any, t
     assert code_lines("whole_script.py") < 50 < code_lines("whole_script_plain.py")
     plain = str(EXAMPLES / "whole_script_plain.py")
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", plain]
-    code, output = processes.run([sys.executable, *words], limit=150, cwd=tmp_path)
+    for _ in range(3):  # gloo's threads abort an interpreter at its end now and then
+        code, output = processes.run([sys.executable, *words], limit=150, cwd=tmp_path)
+        if "(SIGABRT)" not in output:
+            break
     assert code == 0, output
     top1, top5 = map(float, re.findall(r"top1 ([\d.]+), top5 ([\d.]+)", output)[-1])
     flags = ("--epochs", 6, "--batch-size", 120, "--micro-batch-size", 30, "--nproc", 2)

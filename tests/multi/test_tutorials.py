@@ -100,6 +100,7 @@ def test_buffers_are_each_ranks_own_without_ddps_broadcast_and_alone_count_the_s
     assert {everywhere for *_, everywhere in counted(tutorials.launch("two", ours))} == {alone}
 
 
+@pytest.mark.slow
 def test_mnist_by_hand_set_variables_is_mnist_under_tandem_launch(
     tutorials: Tutorials, free_port: int
 ) -> None:
@@ -160,6 +161,7 @@ def test_resnet34_goes_on_with_a_bar_and_tensorboard(tutorials: Tutorials) -> No
     assert list((tutorials.folder / "resnet34" / "tensorboard").glob("events*"))
 
 
+@pytest.mark.slow
 def test_data_parallel_in_one_process_and_the_same_as_a_task(tutorials: Tutorials) -> None:
     assert "outside: 20 rows" in tutorials.run(TUTORIALS / "data_parallel_plain.py")
     settings = ["--task", f"{TUTORIALS / 'data_parallel_task.py'}:Rows", "--batch-size", 20, "--epochs", 1]
@@ -169,6 +171,7 @@ def test_data_parallel_in_one_process_and_the_same_as_a_task(tutorials: Tutorial
     assert tutorials.summary("dp")["global_step"] == 5
 
 
+@pytest.mark.slow
 def test_a_model_on_two_devices_under_ddp(tutorials: Tutorials, free_port: int) -> None:
     said = tutorials.by_hand(free_port, TUTORIALS / "two_devices_plain.py")
     assert len(re.findall(r"^loss [\d.]+$", said, re.M)) == 1, said

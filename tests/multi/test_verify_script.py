@@ -53,8 +53,18 @@ def test_a_run_that_ends_itself_is_compared_where_it_ended(scripts: Scripts) -> 
     "script, code, said",
     [
         ("print('no loop')", 2, "plain.py has ended well, but without a step in a loop over run.batches"),
-        (SMALL.replace("model(inputs)", "model(undefined)"), 1, "NameError: name 'undefined' is not defined"),
-        (SMALL.replace("batch_size=16", "batch_size=0"), 2, "batch_size got 0, valid is a whole number"),
+        pytest.param(
+            SMALL.replace("model(inputs)", "model(undefined)"),
+            1,
+            "NameError: name 'undefined' is not defined",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            SMALL.replace("batch_size=16", "batch_size=0"),
+            2,
+            "batch_size got 0, valid is a whole number",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["no loop", "a bug", "a mistake"],
 )

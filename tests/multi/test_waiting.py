@@ -32,10 +32,20 @@ def spins(processes: Any, folder: Path, words: list[object], own: dict[str, str]
 
 def test_ranks_under_an_agent_wait_passively_unless_told_otherwise(processes: Any, tmp_path: Path) -> None:
     words = ["launch", "--nproc", 2, "--task", f"{TASK}:MyTask", *SHORT, "--run-dir"]
-    assert spins(processes, tmp_path, [*words, "calm"], {}) == [0, 0]  # agent, and what ranks are forked from
+    assert spins(processes, tmp_path, [*words, "calm"], {}) == [0]
     assert min(spins(processes, tmp_path, [*words, "busy"], OWN_POLICY)) > 1_000_000
 
 
+def test_all_nodes_of_a_laptop_are_forked_from_one_process_that_has_torch(
+    processes: Any, tmp_path: Path
+) -> None:
+    words = ["launch", "--nodes", 3, "--task", f"{TASK}:MyTask", *SHORT, "--batch-size", 240]
+    words += ["--run-dir", "run"]
+    assert spins(processes, tmp_path, list(words), {}) == [0]
+    assert "3 ranks on 3 nodes" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+
+
+@pytest.mark.slow
 def test_a_lone_rank_and_an_evaluation_wait_passively(processes: Any, tmp_path: Path) -> None:
     words = ["train", "--task", f"{TASK}:MyTask", *SHORT, "--run-dir", "run"]
     assert spins(processes, tmp_path, list(words), {}) == [0]

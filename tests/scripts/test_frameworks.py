@@ -35,7 +35,7 @@ def test_the_loss_is_torchruns(program: str, package: str, scripts: Any, require
     code, said = scripts.run(scripts.tandem("--nodes", 2, path))
     assert code == 0, said
     (scripts.folder / "checkpoint.pth.tar").unlink(missing_ok=True)
-    code, theirs = scripts.run(scripts.torchrun("--nproc-per-node", 2, path))
+    code, theirs = scripts.by_torchrun("--nproc-per-node", 2, path)
     # torchrun says 1 for scripts that gloo's threads abort at the interpreter's end.
     assert code == 0 or "terminate called" in theirs or "SIGABRT" in theirs, theirs
     assert final_loss(said) == pytest.approx(final_loss(theirs), rel=1e-6)

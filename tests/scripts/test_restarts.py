@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 import urllib.request
 from typing import Any
 
@@ -14,14 +15,29 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 TUTORIAL = str(PROGRAMS / "ddp_tutorial.py")
 
+SLOW = """
+import os, time, torch, torch.distributed as dist
+print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}", flush=True)
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    open("computing", "w").close()
+    time.sleep(60 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 1)
+"""
+"""Its first generation computes for a minute after its first step."""
+
 
 def final_loss(text: str) -> float:
     (found,) = re.findall(r"^final loss (\S+)$", text, re.M)
     return float(found)
 
 
+@pytest.mark.slow
 def test_a_script_has_the_same_loss_as_under_torchrun(scripts: Any) -> None:
-    code, said = scripts.run(scripts.torchrun("--nproc-per-node", 2, TUTORIAL, "--snapshot", "theirs.pt"))
+    code, said = scripts.by_torchrun("--nproc-per-node", 2, TUTORIAL, "--snapshot", "theirs.pt")
     assert code == 0, said
     code, ours = scripts.run(scripts.tandem("--nodes", 2, TUTORIAL, "--snapshot", "ours.pt"))
     assert code == 0, ours
@@ -42,10 +58,23 @@ def test_a_killed_rank_is_started_again_and_the_script_goes_on_from_its_own_snap
     assert re.findall(r"^resuming from epoch (\d+)$", log, re.M), log
     assert len(scripts.lives(1)) == 3
     node_1 = (scripts.folder / "run/log/node-1.log").read_text()
-    assert "rank 1 on node 1 (127.0.0.102) was killed by signal 9" in node_1
+    assert "rank 1 on node 1 (127.0.0.102) was killed (SIGKILL)" in node_1
     final_loss(log)
     summary = json.loads((scripts.folder / "run" / "summary.json").read_text())
     assert (summary["state"], summary["exit_code"], summary["restarts"]) == ("finished", 0, 2)
+
+
+def test_a_rank_killed_while_the_other_computes_is_named_on_the_terminal(scripts: Any) -> None:
+    """Node 0 hears of it by the node that comes back, and said no more than that a node wanted to join."""
+    (scripts.folder / "slow.py").write_text(SLOW)
+    process = scripts.start(scripts.tandem("--nodes", 2, "slow.py"))
+    scripts.until(lambda: (scripts.folder / "computing").exists(), process)
+    time.sleep(0.5)  # until rank 1 has its gradients, too
+    os.kill(scripts.lives(1)[-1], signal.SIGKILL)
+    code, said = scripts.wait(process)
+    assert code == 0, said
+    assert "rank 1 on node 1 was killed (SIGKILL): starting generation 2" in said, said
+    assert re.search(r"rank 1 on node 1 was killed .+; training again after [\d.]+ s$", said, re.M), said
 
 
 @pytest.mark.parametrize(
@@ -105,6 +134,32 @@ if dist.get_rank() == 0:
 """)
     code, said = scripts.run(scripts.tandem("--nproc", 2, "early.py"))
     assert code == 1, said
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "reason"),
+    [
+        ("sleep $((5 - RANK * 5)); exit $((RANK * 3))", 3, "rank 1 on node 1 (127.0.0.102) ended with 3"),
+        pytest.param("sleep $((RANK * 2)); exit $((RANK * 3))", 3, "(127.0.0.102) ended with 3",
+                     marks=pytest.mark.slow),
+        pytest.param("sleep $((RANK * 15)); exit $((RANK * 3))", 3, "ended with 3", marks=pytest.mark.slow),
+        pytest.param("sleep $((RANK * 15))", 0, "", marks=pytest.mark.slow),
+        pytest.param("sleep $((RANK * 2)); [ $RANK = 0 ] || kill -9 $$", 1, "was killed (SIGKILL)",
+                     marks=pytest.mark.slow),
+    ],
+    ids=["earlier", "later", "much later", "well, much later", "killed later"],
+)  # fmt: skip
+def test_a_program_ends_as_the_ranks_of_all_nodes_do(
+    scripts: Any, command: str, code: int, reason: str
+) -> None:
+    """Node 0, whose rank ends well, said of the run that it had finished, and ended others after 10 s."""
+    ended, said = scripts.run(scripts.tandem("--nodes", 2, "--", "bash", "-c", command))
+    summary = json.loads((scripts.folder / "run" / "summary.json").read_text())
+    state = "failed" if code else "finished"
+    assert (ended, summary["exit_code"], summary["state"]) == (code, code, state), said
+    assert reason in str(summary["reason"])
+    if code:
+        assert reason in said.splitlines()[-1], said
 
 
 def test_any_command_gets_the_ranks_and_its_codes_are_passed_on(scripts: Any) -> None:

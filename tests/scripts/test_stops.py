@@ -35,9 +35,7 @@ def fork_servers(session: int) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getsid(int(entry.name)) == session and b"multiprocessing.forkserver" in (
-                entry / "cmdline"
-            ).read_bytes():
+            if os.getsid(int(entry.name)) == session and (entry / "comm").read_text() == "tandem-forks\n":
                 found.append(int(entry.name))
         except OSError:
             continue

@@ -62,7 +62,7 @@ def test_a_life_on_an_object_store(store_address: str) -> None:
     assert store.steps() == [] and store.newest_valid(no_corruption) is None
     for step in (1, 2, 3, 4):
         size = store.save(step, STATE, {"eval": {"accuracy": step / 10}})
-        assert size == store.size_bytes(step)
+        assert size == store.sizes()[step]
     assert store.steps() == [4, 3, 2, 1]
     found = store.newest_valid(no_corruption)
     assert found is not None and found[:2] == (4, STATE)

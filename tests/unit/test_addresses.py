@@ -94,6 +94,24 @@ def test_a_row_of_the_table_is_all_that_a_new_storage_needs(drawer: str, tmp_pat
     assert names == {"checkpoints", "config.json", "events.jsonl"}
 
 
+def test_events_that_were_put_aside_since_the_last_copy_are_not_overwritten(drawer: str) -> None:
+    folder = local_folder(drawer)
+    make_folder(folder)
+    copies, events = Copies(drawer), folder / "events.jsonl"
+    events.write_text("1\n")
+    copies.push()
+    events.write_text("1\n2\n")
+    events.replace(folder / "events.jsonl.1")
+    events.write_text("counted\n")
+    copies.begin(b"{}")  # it was killed before the next copy
+    assert events.read_text() == "counted\n" and (folder / "events.jsonl.1").read_text() == "1\n2\n"
+    copies.push()
+    for each in (events, folder / "events.jsonl.1"):
+        each.unlink()
+    copies.begin(b"{}")  # with an empty disk
+    assert events.read_text() == "counted\n" and (folder / "events.jsonl.1").read_text() == "1\n2\n"
+
+
 def test_a_report_of_a_run_that_was_never_on_this_machine(
     drawer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

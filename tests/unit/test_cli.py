@@ -1,6 +1,7 @@
 """The verbs: what they import, and what they say to a user who mistypes."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import tandem
 from tandem import cli
 from tandem.checkpoint.store import CheckpointStore
-from tandem.config import SETTINGS, SLICES
+from tandem.config import SETTINGS, SLICES, resolve
 from tandem.errors import ConfigError
+from tandem.launch.program import split
 
 SOURCE = str(Path(tandem.__file__).parents[1])
 WATCHED = """
@@ -54,12 +56,34 @@ def test_every_verb_lists_what_it_takes(verb: str, tmp_path: Path) -> None:
     done = watched(tmp_path, verb, "--help")
     assert (done.returncode, done.stderr) == (0, "IMPORTED []\n")
     assert done.stdout.startswith(f"usage: tandem {verb}")
+    assert "\nexamples:\n" in done.stdout
     if cli.VERBS[verb].takes_settings:
         said = "".join(done.stdout.split())  # lines break at hyphens as well
         for setting in SETTINGS.values():
             for part in (setting.flag, f"; {setting.variable}]", setting.description, setting.valid):
                 assert part.replace(" ", "") in said
         assert all(f"\n{model.__doc__}:\n" in done.stdout for model in SLICES.values())
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_examples_in_the_help_are_command_lines_that_hold(verb: str) -> None:
+    examples = cli.parser_of(verb).format_help().rpartition("\nexamples:\n")[2].splitlines()
+    assert 2 <= len(examples) <= 3
+    for line in examples:
+        assert len(line) <= 120 and "  # " in line, line
+        words = shlex.split(line, comments=True)
+        words = words[words.index("tandem") + 1 :]
+        named, words = words[0], [word for word in words[1:] if word != ">"]
+        if ">" in line:  # where the shell writes what it prints
+            words.pop()
+        assert named == verb or (verb == "health" and named == "launch"), line
+        program = None
+        if verb == "launch":
+            words, program = split(words)
+        options = cli.parser_of(named).read(words)
+        assert (program is not None) == ("train.py" in line and verb == "launch")
+        if cli.VERBS[named].takes_settings:
+            resolve(options.given, {}, None)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +143,26 @@ def test_a_verb_like_none_points_to_the_help(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert lines[0].startswith("tandem: unknown verb 'xyzzy'") and "tandem --help" in lines[0]
     assert lines[1:] == ["IMPORTED []"]
+
+
+def test_a_batch_that_cannot_be_shared_out_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    done = watched(tmp_path, "launch", "--nodes", "7", "--device", "cpu", "--run-dir", "run")
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    said, heavy = done.stderr.splitlines()
+    assert said == "tandem: --batch-size 240 does not divide over 7 ranks; use 238 or 245"
+    assert "torch" not in heavy
+
+
+def test_a_launch_says_what_it_leaves_out_of_a_config_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"nodes": 7, "device": "cpu", "run_dir": "/runs/a", "newer": 1}')
+    done = watched(tmp_path, "launch", "--config", "config.json", "--run-dir", "run")
+    assert done.returncode == 2
+    newer, problem, _ = done.stderr.splitlines()
+    assert newer.endswith("config.json: unknown to this version, and left out: newer")
+    assert problem == "tandem: --batch-size 240 does not divide over 7 ranks; use 238 or 245"
+    alone = watched(tmp_path, "config", "--config", "config.json")
+    assert alone.stdout.startswith("# The run and its task") and "run_dir = \"none\"" in alone.stdout
+    assert "tandem: config.json: where that run was is left out: run_dir" in alone.stderr
 
 
 def test_checkpoints_of_a_missing_directory_exit_2(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,9 +22,11 @@ from cpu_lock import cpu_lock  # noqa: E402
 
 import cluster  # noqa: E402
 import engine  # noqa: E402
+import faults  # noqa: E402
 import job_secret  # noqa: E402
 import preflight  # noqa: E402
 from network import Shape  # noqa: E402
+from patience import patient  # noqa: E402
 
 # The cluster decides these itself: places, ports, folders, and the grace period that Compose has to exceed.
 DECIDED = {
@@ -105,6 +108,74 @@ def test_the_job_secret_is_a_file_and_in_no_variable_or_label(
     assert not path.exists()
 
 
+@pytest.mark.parametrize(("cpus", "gpus", "nodes", "threads"), [
+    ("", "", 2, "4"), ("", "", 16, "1"), ("", "2", 2, "2"), ("", "all", 2, "4"),
+    ("1", "", 2, "auto"), ("4", "", 2, "auto"), ("0.5", "2", 2, "auto"),  # the rank reads its quota
+    ("8", "", 2, "4"), ("0", "", 2, "4"),  # four cores for each, whatever a node may take of eight
+])  # fmt: skip
+def test_threads_of_a_rank_are_a_share_of_the_host_or_its_nodes_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpus: str, gpus: str, nodes: int, threads: str
+) -> None:
+    monkeypatch.setattr(engine, "ROOT", tmp_path)
+    monkeypatch.setattr(cluster.os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("TANDEM_THREADS", raising=False)
+    for by_dotenv in (False, True):
+        monkeypatch.setenv("CPUS", "" if by_dotenv else cpus)
+        (tmp_path / ".env").write_text(f"CPUS={cpus}\n" if by_dotenv else "")
+        options = cluster.parser().parse_args(["up", "--gpus", gpus])
+        assert cluster.variables_of(options, nodes, 9469)["TANDEM_THREADS"] == threads
+    monkeypatch.setenv("TANDEM_THREADS", "3")
+    assert cluster.variables_of(options, nodes, 9469)["TANDEM_THREADS"] == "3"
+
+
+def test_cpus_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "CPUS=two is not a number of cores for each node; valid is 0.5, 1, 2...: make compose-up CPUS=2"
+    monkeypatch.delenv("TANDEM_THREADS", raising=False)
+    monkeypatch.setenv("CPUS", "two")
+    with pytest.raises(engine.ClusterError) as error:
+        variables()
+    assert str(error.value) == line
+
+
+def test_scale_counts_threads_anew_and_keeps_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.os, "cpu_count", lambda: 8)
+    for name in ("TANDEM_THREADS", "CPUS", "MEMORY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHM_SIZE", "2gb")
+    started: list[engine.Cluster] = []
+    for where, name in ((cluster.Job, "stop"), (cluster, "remove_metrics"), (cluster, "keep_shape")):
+        monkeypatch.setattr(where, name, lambda *_: None)
+    monkeypatch.setattr(cluster, "start", started.append)
+    monkeypatch.setattr(cluster.job_secret, "make", lambda *_: Path("/secret"))
+    monkeypatch.setattr(engine.Cluster, "nodes", lambda self: [])
+
+    def scaled(nodes: str) -> dict[str, str]:
+        there = engine.Cluster("own", cluster.variables_of(cluster.parser().parse_args(["up"]), 1, 9469))
+        monkeypatch.setattr(engine.Cluster, "found", lambda project: there)
+        cluster.scale(cluster.parser().parse_args(["scale", "--nodes", nodes]))
+        return dict(started[-1].variables)
+
+    found = scaled("4")
+    assert (found["TANDEM_THREADS"], found["NODES"], found["SHM_SIZE"]) == ("2", "4", "2gb")
+    monkeypatch.setenv("CPUS", "1")
+    assert scaled("4")["TANDEM_THREADS"] == "auto"
+    monkeypatch.setenv("TANDEM_THREADS", "3")
+    assert scaled("4")["TANDEM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("name", ["TOKEN", "API_KEY", "DB_PASSWORD", "CLIENT_SECRET"])
+def test_what_is_called_a_secret_is_in_no_label(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"TANDEM_TASK__{name}", "correct-horse")
+    monkeypatch.setenv("TANDEM_TASK__WIDTH", "64")
+    label = engine.Cluster("own", variables()).environment()["VARIABLES"]
+    assert json.loads(label)["TANDEM_TASK__WIDTH"] == "64" and "correct-horse" not in label
+
+
+def test_what_is_called_a_secret_reaches_the_nodes(given_to_a_node: Any) -> None:
+    given = {"TANDEM_TASK__TOKEN": "correct-horse"}
+    assert given_to_a_node("", given).items() >= given.items()
+
+
 def variables(*words: str) -> dict[str, str]:
     """What compose.yaml reads for `cluster.py up` with these options."""
     options = cluster.parser().parse_args(["up", *words])
@@ -128,6 +199,28 @@ def test_a_script_is_mounted_with_its_folder_and_works_in_the_runs(script: str, 
     assert (found["RUN"], found["WORKING_DIR"]) == ("train-it", "/checkpoints/train-it")
     assert "TANDEM_TASK" not in found
     assert variables(*words, "--run", "mine")["WORKING_DIR"] == "/checkpoints/mine"
+
+
+@pytest.mark.parametrize(("said", "words", "mode"), [
+    (None, "", 0o700), ("group", "", 0o750), ("group", "--run-mode world", 0o755),
+    (None, "--run-mode=2770", 0o2770), ("777777", "", 0o700), (None, "--run-mode", 0o700),
+])  # fmt: skip
+def test_a_scripts_folder_has_the_mode_of_its_run(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, words: str, mode: int
+) -> None:
+    """It is made before the run begins, as the folder that its containers start in."""
+    if said is not None:
+        monkeypatch.setenv("TANDEM_RUN_MODE", said)
+    found = variables("--script", script, f"--args={words}")
+    volume = tmp_path / "checkpoints"
+    volume.mkdir()
+    look = preflight.LOOK_AT_VOLUMES.replace('"/checkpoints"', repr(str(volume))).replace('"/data"', "'/tmp'")
+    folder = volume / Path(found["WORKING_DIR"]).name
+    for _ in range(2):
+        command = [sys.executable, "-", str(folder), found["WORKING_DIR_MODE"]]
+        subprocess.run(command, input=look, text=True, check=True, capture_output=True, timeout=patient(60))
+        assert folder.stat().st_mode & 0o7777 == mode
+        folder.chmod(mode := 0o711)  # what is there is left as it is
 
 
 def test_a_node_of_a_script(given_to_a_node: Any, script: str) -> None:
@@ -262,7 +355,8 @@ def test_help_lists_every_target_that_has_a_text() -> None:
     said = subprocess.run(
         ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30
     ).stdout
-    for target in "setup image image-size sbom docker-host compose-up compose-scale chaos".split():
+    targets = "setup image image-size sbom docker-host compose-up compose-scale compose-get chaos"
+    for target in targets.split():
         assert f"  make {target} " in said
 
 
@@ -294,3 +388,76 @@ def test_gpus_of_a_node_are_a_number_or_all(text: str) -> None:
     preflight.check_gpus("2")
     with pytest.raises(engine.ClusterError, match=f"GPUS={text} is not a number of GPUs for each node"):
         preflight.check_gpus(text)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "tries"), [("OCI runtime pause failed: unable to freeze", 3), ("No such container", 1)]
+)
+def test_a_freeze_that_a_busy_host_refuses_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str, tries: int
+) -> None:
+    program = tmp_path / "docker"
+    tried = tmp_path / "tries"
+    text = f'echo >>{tried}; [ "$(wc -l <{tried})" = 3 ] || {{ echo "{refusal}" >&2; exit 1; }}'
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(faults.time, "sleep", lambda seconds: None)
+    if tries == 3:
+        faults._freeze("node")
+    else:
+        with pytest.raises(engine.ClusterError, match=refusal):
+            faults._freeze("node")
+    assert len(tried.read_text()) == tries
+
+
+class Told(engine.Cluster):
+    """A cluster whose events the test says; `inside` answers what the program would have printed."""
+
+    told: list[dict[str, object]] = []
+
+    def events(self) -> list[dict[str, object]]:
+        return self.told
+
+    def inside(self, node: engine.Node, program: str, *arguments: str, check: bool = True) -> str:
+        assert (node.index, arguments) == (1, (str(int(signal.SIGSTOP)),))
+        return "rank-3\n"
+
+
+def test_chaos_reads_events_on_when_their_file_is_put_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: dict[str, list[dict[str, object]]] = {"events.jsonl": [{"kind": "world", "number": 1}]}
+
+    def read(self: engine.Cluster, path: str) -> str | None:
+        lines = files.get(Path(path).name)
+        return None if lines is None else "".join(f"{json.dumps(each)}\n" for each in lines)
+
+    monkeypatch.setattr(engine.Cluster, "read", read)
+    there = engine.Cluster("n", {"RUN": "train"})
+    before = there.events()[-1]
+    scene = faults.Scene(there, engine.Node(1, "n-node-2", "id", "running", 0, 1, 1, "", ""), 40, before, 1)
+    assert scene.went_on()
+    files["events.jsonl"].append({"kind": "world", "number": 2})
+    files["events.jsonl.1"], files["events.jsonl"] = files["events.jsonl"], [{"kind": "counted"}]
+    files["events.jsonl"].append({"kind": "resumed", "step": 41})
+    assert scene.since("world") == [{"kind": "world", "number": 2}] and scene.resumed() == 41
+    files["events.jsonl.1"], files["events.jsonl"] = files["events.jsonl"], [{"kind": "counted"}]
+    assert scene.resumed() == 41, "what the scene knows is gone: all that is left is newer"
+
+
+def test_a_rank_that_hangs_has_to_be_named_before_the_next_generation_counts() -> None:
+    there = Told("n", {})
+    there.told = [{"kind": "hang", "rank": 0, "node": 0, "seconds": 9.0}]
+    scene = faults.Scene(
+        there, engine.Node(1, "n-node-2", "id", "running", 0, 1, 1, "", ""), 40, there.told[0], 1
+    )
+    fault = faults.FAULTS["hang"]
+    assert fault.inject(scene) == "stopped rank-3 on node 1 in its tracks" and fault.reopens
+    assert fault.check(scene) is None, "a hang before the fault is none of it"
+    resumed = {"kind": "resumed", "step": 41}
+    there.told.append(resumed)
+    assert fault.check(scene) is None, "nobody was named"
+    there.told.insert(1, {"kind": "hang", "rank": 3, "node": 1, "seconds": 10.24})
+    assert fault.check(scene) == "it was named after 10.2 s, the next generation went on from step 41"
+    there.told[1] = {"kind": "hang", "rank": 2, "node": 0, "seconds": 10.24}
+    with pytest.raises(engine.ClusterError, match="rank 2 on node 0 was named, and rank 3 on node 1 was"):
+        fault.check(scene)

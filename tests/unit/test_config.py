@@ -1,6 +1,7 @@
 """Where values come from, and what is said about those that cannot be."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config import SETTINGS, Parser, Settings, as_toml, explain, markdown, resolve
+from tandem.config.brought_along import BROUGHT_ALONG
 from tandem.config.sources import FIELDS, Loaded
 from tandem.errors import ConfigError
 
@@ -155,6 +157,13 @@ def test_variables_read_elsewhere_are_known(name: str) -> None:
         (["--nproc_per_node=2"], "unknown flag --nproc_per_node; did you mean --nproc?"),
         (["--master_addr", "a"], "unknown flag --master_addr; did you mean --master HOST:PORT?"),
         (["--local-rank=0"], "unknown flag --local-rank; did you mean LOCAL_RANK=0 in the environment?"),
+        (["--learning-rate", "0.1"], "unknown flag --learning-rate; did you mean --lr? See"),
+        (["--max_grad_norm=1"], "unknown flag --max_grad_norm; did you mean --clip-norm? See"),
+        (["--fp16"], "unknown flag --fp16; did you mean --precision fp16? See"),
+        (
+            ["--gradient-accumulation-steps", "4"],
+            "unknown flag --gradient-accumulation-steps; did you mean --micro-batch-size, samples per rank",
+        ),
         (["--lr"], "--lr needs a value: a number of at least 0"),
         (["--lr", "--seed", "1"], "--lr needs a value"),
         (["--no-compile=1"], "--no-compile got '1', but takes no value"),
@@ -163,6 +172,18 @@ def test_variables_read_elsewhere_are_known(name: str) -> None:
 )
 def test_flags_that_cannot_be(argv: list[str], expected: str) -> None:
     assert message_of(*argv).startswith(expected)
+
+
+@pytest.mark.parametrize("brought", BROUGHT_ALONG)
+def test_a_flag_of_another_trainer_is_answered_with_ours(brought: str) -> None:
+    meant = BROUGHT_ALONG[brought]
+    assert message_of(f"--{brought}", "1") == (
+        f"unknown flag --{brought}; did you mean {meant}? See `tandem config --explain`"
+    )
+    named = re.findall(r"--[a-z-]+", meant)
+    assert set(named) <= set(FLAGS) and (named or meant.endswith(" in the environment"))
+    if example := re.fullmatch(r"(--[a-z-]+) ([a-z0-9%]+)", meant):  # with a value that it takes
+        settings_of(*example.groups())
 
 
 @pytest.mark.parametrize(
@@ -232,12 +253,57 @@ def test_unknown_variables(tmp_path: Path) -> None:
         ("lr = inf", "lr in {file} got 'inf', valid is a number"),
         ("task_fields = 3", "task_fields in {file} got 3, valid is a table"),
         ("[task_fields]\ndepth = []", "task.depth in {file} got [], valid is text"),
-        ("epochs =", "--config got '{file}', valid is a TOML file: "),
+        ("epochs =", "--config got '{file}', valid is a TOML file, or a run's config.json: "),
     ],
 )
 def test_config_files_that_cannot_be(tmp_path: Path, toml: str, expected: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(toml)
+    assert message_of("--config", str(file)).startswith(expected.format(file=file))
+
+
+def write_config_json(path: Path, *argv: str, **more: object) -> None:
+    path.write_text(json.dumps({**settings_of(*argv).to_dict(), **more}))
+
+
+def test_a_run_begins_again_from_its_config_json(tmp_path: Path) -> None:
+    file, dotenv = tmp_path / "config.json", tmp_path / ".env"
+    chosen = ["--lr", "1e-5", "--steps", "7", "--compile", "--keep-best", "loss:min", "--task.depth", "4"]
+    places = ["--run-dir", "/runs/a", "--node-rank", "0", "--master", "127.0.0.1:7"]
+    write_config_json(file, *chosen, *places)
+    dotenv.write_text("TANDEM_EPOCHS=9\n")
+    loaded = load(["--config", str(file), "--seed", "3"], {}, dotenv)
+    assert loaded.settings == settings_of(*chosen, "--seed", "3")  # a file that is asked for beats .env
+    assert loaded.chosen == {"lr", "steps", "compile", "keep_best", "task.depth", "seed", "epochs"}
+    assert loaded.sources["lr"] == loaded.sources["epochs"] == f"config {file}"
+    assert loaded.notes == (f"{file}: where that run was is left out: run_dir, node_rank, master",)
+    again = load(["--config", str(file), *places], {}, None)
+    assert again.settings == settings_of(*chosen, *places) and again.notes == ()
+
+
+def test_a_config_json_of_another_version_is_read_with_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    write_config_json(file, "--lr", "0.3", not_yet_invented=[1], gone={})
+    loaded = load(["--config", str(file)], {}, None)
+    assert loaded.settings == settings_of("--lr", "0.3")
+    assert loaded.notes == (f"{file}: unknown to this version, and left out: gone, not_yet_invented",)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[1]", "--config got '{file}', valid is a TOML file, or a run's config.json: it holds [1]"),
+        ("{", "--config got '{file}', valid is a TOML file, or a run's config.json: Expecting"),
+        ('{"epochs": null}', "epochs in {file} got 'none', valid is a whole number"),
+        ('{"epochs": [3]}', "epochs in {file} got [3], valid is a whole number"),
+        ('{"lr": NaN}', "lr in {file} got 'nan', valid is a number"),
+        ('{"task_fields": [3]}', "task_fields in {file} got [3], valid is a table"),
+        ("[" * 100_000, "--config got '{file}', valid is "),
+    ],
+)
+def test_config_json_that_cannot_be(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
     assert message_of("--config", str(file)).startswith(expected.format(file=file))
 
 

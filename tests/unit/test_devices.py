@@ -129,7 +129,7 @@ def test_channels_last_changes_how_pictures_lie_and_nothing_else() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 2))
     turned = copy.deepcopy(plain)
-    lay_out(turned, Settings().replace(channels_last=True).compute)
+    lay_out(turned, channels_last=True)
     pictures = torch.randn(5, 3, 8, 8)
     seen: list[torch.Tensor] = []
     turned[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -138,10 +138,10 @@ def test_channels_last_changes_how_pictures_lie_and_nothing_else() -> None:
     assert turned[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert weights_sha256(turned[0].state_dict()) == weights_sha256(plain[0].state_dict())
     untouched = copy.deepcopy(plain)
-    lay_out(untouched, Settings().compute)
+    lay_out(untouched, channels_last=False)
     assert untouched[0].weight.is_contiguous() and not untouched._forward_pre_hooks
     with pytest.raises(ConfigError, match="--channels-last is not for --strategy fsdp"):
-        lay_out(turned, Settings().replace(channels_last=True, strategy="fsdp").compute)
+        lay_out(turned, channels_last=True, shares="--strategy fsdp")
 
 
 def test_an_optimizers_state_lies_as_its_parameters_do() -> None:
@@ -151,7 +151,7 @@ def test_an_optimizers_state_lies_as_its_parameters_do() -> None:
     model(torch.randn(1, 3, 8, 8)).sum().backward()
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
-    lay_out(model, Settings().replace(channels_last=True).compute)
+    lay_out(model, channels_last=True)
     optimizer.load_state_dict(saved)
     on_their_devices(optimizer, [dict(group) for group in optimizer.param_groups])
     momentum = optimizer.state[model.weight]["momentum_buffer"]

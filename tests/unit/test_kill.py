@@ -88,10 +88,12 @@ def test_a_node_is_stopped_and_goes_on(start: Start, tmp_path: Path) -> None:
         (["{run}"], "give --rank N or --node N"),
         (["{run}", "--rank", "1", "--node", "1"], "give --rank N or --node N"),
         (["{run}/log", "--rank", "1"], "is no run"),
+        (["{run}/early", "--rank", "1"], "early has not begun: it has no log folder"),
         (["{run}", "--rank", "1", "--signal", "SEGV"], "invalid choice: 'SEGV'"),
     ],
 )
 def test_what_cannot_be_is_one_line(start: Start, tmp_path: Path, words: list[str], said: str) -> None:
     start(tmp_path / "log" / "rank-1.log")
+    (tmp_path / "early" / "owner").mkdir(parents=True)
     with pytest.raises(ConfigError, match=said):
         run("kill", [word.format(run=tmp_path) for word in words], {})

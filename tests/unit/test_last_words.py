@@ -49,6 +49,14 @@ def test_a_verdict_carries_its_reason_and_the_first_one_counts() -> None:
         raise_verdict(store)
 
 
+def test_a_failure_counts_more_than_a_good_end_that_came_first() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for code in (0, 3, 0, 4):
+        leave_verdict(store, code, f"reason {code}")
+    with pytest.raises(VerdictError, match="^another node ended the job with code 3: reason 3$"):
+        raise_verdict(store)
+
+
 @pytest.mark.timeout(60)
 def test_other_nodes_outstay_the_first(free_port: int) -> None:
     server = TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)

@@ -15,6 +15,7 @@ from tandem.signals import StopFlag
 from tandem.telemetry import life, metrics
 from tandem.telemetry.meter import ACTIVITIES
 from tandem.telemetry.registry import Registry
+from tandem.telemetry.restarts import Restarts
 
 
 @given(
@@ -103,8 +104,8 @@ WORLD, HANG, STOPPED, FINISHED = ({"kind": kind} for kind in ("world", "hang", "
     ],
 )
 def test_restarts_are_counted_over_launches(events: list[dict[str, Any]], counted: dict[str, int]) -> None:
-    assert life.Restarts(events).by_reason == counted
-    restarts = life.Restarts(events[:2])
+    assert Restarts(events).by_reason == counted
+    restarts = Restarts(events[:2])
     for event in events[2:]:
         restarts.take(event["kind"], event)
     assert restarts.total == sum(counted.values())

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,14 @@ from tandem.errors import ConfigError
 from tandem.report.runs import SETTLED_SECONDS, clean, find_runs, table
 
 AGO = SETTLED_SECONDS + 60
+OWNER = """
+import sys, time
+from pathlib import Path
+from tandem.checkpoint.claim import claim
+claim(Path(sys.argv[1]))
+print("mine", flush=True)
+time.sleep(300)
+"""
 
 
 def make(folder: Path, state: str | None, saved: bool, age: float = 0.0, **more: str) -> Path:
@@ -49,7 +59,20 @@ def test_runs_are_listed_newest_first(folder: Path, capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in lines[1:5]] == ["training", "broken", "killed", "good"]
     assert lines[4].split() == "good finished 12 10 accuracy 0.5, loss 0.25 2 h ago 0.0".split()
     assert lines[1].split()[:4] == ["training", "open", "10", "10"]
-    assert lines[5].startswith("open: it trains, or was killed")
+    assert lines[3].split()[:3] == ["killed", "not", "begun"]
+    assert lines[5].startswith("open: killed, or on another machine")
+
+
+def test_a_run_whose_launch_is_seen_is_running(tmp_path: Path) -> None:
+    run_dir = make(tmp_path / "here", None, saved=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(run_dir)], stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None and owner.stdout.readline() == b"mine\n"
+        assert find_runs(tmp_path)[0].state == "running"
+    finally:
+        owner.kill()
+        owner.communicate()
+    assert find_runs(tmp_path)[0].state == "open"
 
 
 def test_one_run_is_listed_alone(folder: Path) -> None:

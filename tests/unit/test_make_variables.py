@@ -10,9 +10,10 @@ ROOT = Path(__file__).parents[2]
 TARGETS = {
     "train": "NODES TASK RUN EPOCHS ARGS",
     "compose-up": "PROJECT NODES TASK EPOCHS RUN SCRIPT SCRIPT_ARGS ARGS GPUS RATE LATENCY LOSS METRICS_PORT "
-    "MONITORING IMAGE",
+    "MONITORING IMAGE CPUS MEMORY SHM_SIZE",
     "compose-down": "VOLUMES",
     "compose-shell": "NODE",
+    "compose-get": "PROJECT RUN TO IMAGE",
     "chaos": "FAULT",
     "image": "TORCH IMAGE BASE_IMAGE PIP_CONF CA_BUNDLE BUILD_ARGS CONTEXT",
     "image-size": "IMAGE",
@@ -37,7 +38,8 @@ def stubs(tmp_path: Path) -> dict[str, str]:
 
 
 def make(target: str, stubs: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    settings = ["--silent", "--old-file=.venv/.installed", f"BIN={stubs['BIN']}", "PYTHON=true"]
+    done = ["--old-file=.venv/.installed", "--old-file=.venv/.tools"]
+    settings = ["--silent", *done, f"BIN={stubs['BIN']}", "PYTHON=true"]
     return subprocess.run(
         ["make", *settings, target, *words], cwd=ROOT, env=stubs, capture_output=True, text=True, timeout=30
     )
@@ -52,6 +54,21 @@ def test_nothing_of_what_is_given_is_run(target: str, stubs: dict[str, str], tmp
             make(target, stubs, f"{name}={value}")
             make(target, {**stubs, name: value})
             assert not trace.exists(), f"make {target} {name}={value!r}"
+
+
+def test_what_compose_reads_from_its_environment_is_there_when_it_was_given(stubs: dict[str, str]) -> None:
+    names = ("CPUS", "MEMORY", "SHM_SIZE", "PROMETHEUS_PORT", "GRAFANA_PORT", "RULES")
+    clean = {name: value for name, value in stubs.items() if name not in names}
+
+    def seen(*words: str, **environ: str) -> dict[str, str]:
+        said = make("compose-up", {**clean, **environ}, *words, "PYTHON=env; true").stdout
+        pairs = (line.split("=", 1) for line in said.splitlines() if "=" in line)
+        return {name: value for name, value in pairs if name in names}
+
+    assert seen() == {}, "an empty one would hide that of .env"
+    given = {"CPUS": "2", "RULES": "a b.yaml", "MEMORY": "4gb"}
+    assert seen("CPUS=2", "RULES=a b.yaml", MEMORY="4gb") == given
+    assert seen("PROMETHEUS_PORT=9191", "CPUS=$$(x)") == {"PROMETHEUS_PORT": "9191", "CPUS": "$$(x)"}
 
 
 def test_words_are_split_as_a_shell_reads_quotes_and_nothing_else(

@@ -116,6 +116,9 @@ class Nvml:
         ctypes.cast(count, ctypes.POINTER(ctypes.c_uint))[0] = 2
         return 0
 
+    def nvmlShutdown(self) -> int:
+        return 0
+
 
 def test_gpus_are_counted_where_they_have_no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml())

@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from tandem.config.slices import ComputeConfig
 from tandem.data.kinds import evaluation_batches
 from tandem.data.seeds import seed_model
 from tandem.errors import ConfigError
@@ -73,7 +72,7 @@ def test_bytes_are_laid_out_with_the_channels_last(pictures: torch.Tensor) -> No
     model = normalised(Seeing(), MEAN, STD)
     with pytest.raises(AssertionError):
         model(pictures)
-    lay_out(model, ComputeConfig(channels_last=True))
+    lay_out(model, channels_last=True)
     model(pictures)
 
 

@@ -1,10 +1,12 @@
 """Orders by weights and by lengths: functions of (seed, step), the same for any number of ranks."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tandem.data import sampler
 from tandem.data.orders import POOL_BATCHES, BucketedOrder, WeightedOrder
 from tandem.data.sampler import GlobalOrder, TrainBatches
 
@@ -37,7 +39,7 @@ def test_a_step_is_the_same_whenever_and_by_whomever_it_is_read(
         epoch, batch = order.batch(step)
         assert again.batch(step)[0] == epoch and torch.equal(again.batch(step)[1], batch)
         shares = [TrainBatches(again, rank, ranks, micro, step, step + 1) for rank in range(ranks)]
-        parts = [index for share in shares for _, indices in share for index in indices]
+        parts = [index for share in shares for _, indices, _ in share for index in indices]
         assert sorted(parts) == sorted(batch.tolist()) and len(batch) == batch_size
 
 
@@ -77,3 +79,25 @@ def test_batches_of_all_lengths_are_mixed() -> None:
     order = BucketedOrder(n, 10, 0, torch.arange(n).double())
     longest = [float(order.batch(step)[1].max()) for step in range(order.steps_per_epoch)]
     assert longest != sorted(longest) and longest[0] != longest[1]
+
+
+def test_a_large_order_is_the_same_in_half_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batches(large: int) -> list[Tensor]:
+        monkeypatch.setattr(sampler, "LARGE", large)
+        every = [GlobalOrder(999, 10, 3), *orders(999, 10, 3)]
+        return [order.batch(step)[1] for order in every for step in (0, 98, 99, 250)]
+
+    for halved, whole in zip(batches(large=999), batches(large=1000), strict=True):
+        assert halved.dtype == whole.dtype == torch.int64 and torch.equal(halved, whole)
+    monkeypatch.setattr(sampler, "LARGE", 999)
+    assert GlobalOrder(999, 10, 3)._permutation(0).dtype == torch.int32
+
+
+def test_an_epochs_order_is_gone_before_the_next_is_drawn() -> None:
+    class Watched(GlobalOrder):
+        def _drawn(self, epoch: int) -> Tensor:
+            assert self._cached is None
+            return super()._drawn(epoch)
+
+    order = Watched(30, 10, 0)
+    assert [order.batch(step)[0] for step in (0, 3, 6)] == [0, 1, 2]

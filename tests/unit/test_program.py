@@ -139,7 +139,7 @@ def test_a_cause_names_rank_node_and_last_words(tmp_path: Path) -> None:
     cause = Cause(1, 1, "node-1", 1, last_words(error, log))
     assert cause.told() == "rank 1 on node 1 (node-1) ended with 1:\n  a\n  ValueError: my bug"
     assert Cause.from_json(cause.to_json()) == cause
-    assert str(Cause(1, 1, "node-1", 137)) == "rank 1 on node 1 (node-1) was killed by signal 9"
+    assert str(Cause(1, 1, "node-1", 137)) == "rank 1 on node 1 (node-1) was killed (SIGKILL)"
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,27 @@ def test_what_the_loss_returns_beside_it_is_a_mean_over_the_interval(wire: Wire,
     assert wire.value("tandem_train_score", score="right") == 1.0
 
 
+def test_a_sum_named_tokens_is_a_rate_whatever_its_count(wire: Wire) -> None:
+    """Also where the interval was open when a checkpoint was saved: its seconds begin with this process."""
+    made = recorder(wire)
+    train(made, 2)
+    made.log_interval(102, READINGS, lambda row: Here([row]))
+    assert wire.value("tandem_tokens_per_second") is None, "nobody has said how many there are"
+    made.load({"loss_sum": 1.0, "loss_count": 2, "sums": {"tokens": [8_000.0, 2.0]}})
+    for step, count in ((102, 24.0), (103, 1.0)):
+        made.end_step(0.1)
+        made.agreed(Consensus(step, 0.5, False, False, 0, {"tokens": (600.0, count)}))
+    made.log_interval(104, READINGS, lambda row: Here([row]))
+    assert wire.value("tandem_tokens_per_second") == pytest.approx(600 / STEP.total)
+    made.end_step(0.1)
+    made.logged({"tokens": (60.0, 1.0)})  # a loop of one's own
+    made.log_interval(105, READINGS, lambda row: Here([row]))
+    assert wire.value("tandem_tokens_per_second") == pytest.approx(60 / STEP.total)
+    made.end_step(0.1)
+    made.log_interval(106, READINGS, lambda row: Here([row]))
+    assert wire.value("tandem_tokens_per_second") == 0
+
+
 def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:
     made = recorder(wire, begin=0)
     train(made, 20_000, 0)

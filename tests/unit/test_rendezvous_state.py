@@ -6,6 +6,7 @@ import os
 import pickle
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from tandem.launch.elastic import LastCall
 from tandem.launch.rendezvous import StoreLostError, agreed
-from tandem.launch.rendezvous_state import NO_STATE, STATE_KEY, WatchfulBackend, from_text, to_text
+from tandem.launch.rendezvous_state import (
+    NO_STATE,
+    STATE_KEY,
+    WatchfulBackend,
+    from_text,
+    paces,
+    to_text,
+    who_is_here,
+)
+from tandem.platforms.placement import Placement
 
 NODES = [engine._NodeDesc(f"{index:06d}.node{index}", 7 + index, index) for index in range(3)]
 NOW = datetime(2026, 11, 22, 20, 42, 1, 5, UTC)
@@ -64,8 +74,8 @@ def joined(state_holder: Any, index: int) -> None:
 
 @pytest.mark.parametrize("state", [engine._RendezvousState(), whole()], ids=["empty", "whole"])
 def test_a_state_travels_as_data_and_comes_back_the_same(state: Any) -> None:
-    text = to_text(pickle.dumps(state))
-    assert vars(pickle.loads(from_text(text))) == vars(state)
+    text = to_text(state)
+    assert vars(from_text(text)) == vars(state)
     assert to_text(from_text(text)) == text and json.loads(text)["round"] == state.round
 
 
@@ -121,7 +131,7 @@ def test_a_state_that_is_poisoned_again_and_again_is_one_line(
     assert len(caplog.records) == 1 and "no state of a rendezvous" in caplog.text
 
 
-GOOD = json.loads(to_text(pickle.dumps(whole())))
+GOOD = json.loads(to_text(whole()))
 NODE = ["000000.node0", 7, 0]
 
 
@@ -155,4 +165,36 @@ def test_any_bytes_are_a_state_or_a_value_error(text: bytes) -> None:
 def test_what_the_first_node_has_not_written_is_a_store_that_is_lost(store: TCPStore, text: bytes) -> None:
     store.set("tandem/generation", text)
     with pytest.raises(StoreLostError, match="as tandem/generation"):
-        agreed(store, "tandem/generation", r"\d{1,9}\.[0-9a-f]{32}")
+        agreed(store, "tandem/generation", r"\d{1,9}\.[0-9a-f]{32}\.(nothing|saved)")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (1, (0.05, 1, 0)),
+        (16, (0.05, 1, 0)),
+        (32, (0.2, 4, 0.64)),
+        (64, (0.8, 5, 1.28)),
+        (1024, (1.0, 5, 5)),
+    ],
+)
+def test_many_nodes_look_less_often_and_stay_out_of_each_others_way(
+    nodes: int, expected: tuple[float, int, float]
+) -> None:
+    assert paces(nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "elastic", "said"),
+    [
+        (2, None, "2 of 2 nodes are here"),
+        (4, None, "2 of 4 nodes are here, not node 2, 3"),
+        (12, None, "2 of 12 nodes are here, not node 2, 3, 4, 5, 6, 7, 8, 9, 2 more"),
+        (4, (1, 4), "2 of 4 nodes are here"),
+    ],
+)
+def test_who_has_not_come_is_named(nodes: int, elastic: tuple[int, int] | None, said: str) -> None:
+    handler = SimpleNamespace(_state_holder=SimpleNamespace(state=whole()))
+    placement = Placement("by-hand", nodes, 0, 1, "node0", 29500, elastic)
+    assert who_is_here(handler, placement) == said  # type: ignore[arg-type]
+    assert who_is_here(SimpleNamespace(), placement) == f"some of {nodes} nodes are here"  # type: ignore[arg-type]

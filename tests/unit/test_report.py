@@ -25,6 +25,7 @@ def run_dir(tmp_path: Path) -> Path:
     journal.event("world", number=1)
     journal.event("world", number=2)
     summary = {"state": "finished", "global_step": 100, "loss": 0.5, "eval": {"accuracy": 0.9, "loss": 0.4}}
+    summary |= {"optimizer": "Adam", "lr": 0.003, "schedule": None}
     (folder / "summary.json").write_text(json.dumps({**summary, "world_size": 2, "nodes": 1}))
     (folder / "metrics.prom").write_text('tandem_activity_seconds_total{activity="train"} 8.5\n')
     return folder
@@ -38,6 +39,7 @@ def test_a_run_is_read(run_dir: Path) -> None:
     assert report["activities"] == [["train", 8.5]]
     assert report["settings"] == {"task": "digits", "lr": 0.1}
     assert report["about"]["settings"][1] == {"name": "lr", "value": 0.1, "default": 0.1, "differs": False}
+    assert report["about"]["optimizer"] == "Adam, lr 0.003"
     assert report["reason"] == "" and report["log"] is None
 
 

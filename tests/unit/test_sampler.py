@@ -22,7 +22,7 @@ def orders(draw: st.DrawFn) -> GlobalOrder:
 def steps_of(order, rank, world_size, micro_batch_size, start, stop):
     """Per step, the list of this rank's micro-batches, each a list of (epoch, index)."""
     sampler = TrainBatches(order, rank, world_size, micro_batch_size, start, stop)
-    flat = iter([[(epoch, index) for index in indices] for epoch, indices in sampler])
+    flat = iter([[(epoch, index) for index in indices] for epoch, indices, _ in sampler])
     steps = [[next(flat) for _ in range(sampler.micro_steps(step))] for step in range(start, stop)]
     assert next(flat, None) is None
     return steps
@@ -58,7 +58,7 @@ def test_micro_batches_match_over_ranks_and_are_never_empty(order: GlobalOrder, 
     samplers = [TrainBatches(order, rank, world_size, micro, 0, 2) for rank in range(world_size)]
     assert len({sampler.micro_steps(0) for sampler in samplers}) == 1
     for sampler in samplers:
-        sizes = [len(indices) for _, indices in sampler]
+        sizes = [len(indices) for _, indices, _ in sampler]
         assert sizes == sampler.micro_sizes(0) + sampler.micro_sizes(1) and len(sizes) == len(sampler)
         assert min(sizes) >= 1 and sum(sampler.micro_sizes(0)) == sampler.share_size
         if micro is not None:

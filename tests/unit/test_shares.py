@@ -1,6 +1,8 @@
 """Shares of a batch: every sample somebody's, in whole samples, by weights, and micro-batches that match."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,12 +12,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.data.kinds import training_data
 from tandem.data.sampler import GlobalOrder, TrainBatches
-from tandem.data.shares import apportion, equal_shares, fits, given_shares, measured_shares, places
+from tandem.data.shares import (
+    apportion,
+    check_even,
+    equal_shares,
+    fits,
+    given_shares,
+    measured_shares,
+    places,
+)
 from tandem.data.source import Reader
 from tandem.errors import ConfigError
+from tandem.launch.shares import refuse_uneven
+from tandem.platforms.placement import Placement
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import StepTimes
 from tandem.training.shares import BatchShares, pace
@@ -118,6 +131,68 @@ def test_only_an_unequal_batch_without_shares_is_refused_at_a_fresh_start() -> N
     chosen = reader(batch_shares="2:1:1")
     chosen.check_shares()
     assert chosen.sizes == (5, 3, 2)
+
+
+ONE_HOST = Placement("none", 3, 0, None, "127.0.0.101", 0, nodes_share_host=True)
+BY_HAND = Placement("by-hand", 3, 0, 1, "node0", 29500)
+NO_GPU, GPU = {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def launched(placement: Placement, environ: Mapping[str, str], folder: Path, **values: object) -> None:
+    settings = Settings().replace(**{"batch_size": 10, "run_dir": folder / "run", **values})
+    refuse_uneven(settings, placement, environ)
+
+
+@pytest.mark.parametrize(
+    ("placement", "environ", "values"),
+    [
+        (ONE_HOST, NO_GPU, {}),
+        (ONE_HOST, GPU, {"device": "cpu"}),
+        (replace(ONE_HOST, nodes=1, nproc=3), GPU, {}),
+        (BY_HAND, GPU, {}),
+        (BY_HAND, GPU, {"resume": "never"}),
+        (replace(BY_HAND, nproc=None), GPU, {"device": "cpu"}),
+        (replace(BY_HAND, nproc=4), GPU, {"batch_size": 15}),
+    ],
+)
+def test_an_unequal_batch_is_refused_at_the_launch_where_the_ranks_are_known(
+    placement: Placement, environ: dict[str, str], values: dict[str, object], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="^--batch-size 1[05] does not divide over (3|12) ranks; use "):
+        launched(placement, environ, tmp_path, **values)
+
+
+@pytest.mark.parametrize(
+    ("placement", "environ", "values"),
+    [
+        (ONE_HOST, NO_GPU, {"batch_size": 9}),
+        (ONE_HOST, GPU, {}),  # a rank for each GPU of each node
+        (replace(BY_HAND, nproc=None), NO_GPU, {}),  # other nodes may have some
+        (replace(BY_HAND, elastic=(2, 3)), NO_GPU, {}),
+        (replace(BY_HAND, node_rank=1), NO_GPU, {}),  # it may not see the run's checkpoints
+        (BY_HAND, NO_GPU, {"batch_shares": "auto"}),
+        (BY_HAND, NO_GPU, {"batch_shares": "2:1:1"}),
+        (BY_HAND, NO_GPU, {"strategy": "single"}),
+        (BY_HAND, NO_GPU, {"resume": "runs/other"}),
+        (BY_HAND, NO_GPU, {"run_dir": "s3://bucket/run"}),
+    ],
+)
+def test_what_may_be_valid_is_left_to_the_ranks(
+    placement: Placement, environ: dict[str, str], values: dict[str, object], tmp_path: Path
+) -> None:
+    launched(placement, environ, tmp_path, **values)
+
+
+def test_a_run_that_goes_on_may_have_unequal_shares_unless_it_begins_anew(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path / "run" / "checkpoints").save(4, b"state", {})
+    launched(BY_HAND, NO_GPU, tmp_path)
+    with pytest.raises(ConfigError, match="does not divide"):
+        launched(BY_HAND, NO_GPU, tmp_path, resume="never")
+
+
+def test_the_next_batch_that_divides_is_named_once() -> None:
+    with pytest.raises(ConfigError, match="--batch-size 1 does not divide over 2 ranks; use 2$"):
+        check_even(1, 2)
 
 
 def test_the_pace_is_of_the_work_that_grows_with_the_share_in_quick_steps() -> None:

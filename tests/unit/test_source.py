@@ -197,10 +197,12 @@ def test_reading_a_stream_moves_no_generator_and_collate_draws_the_same_after_a_
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_of_a_stream_sees_each_sample_once(world_size: int) -> None:
+@pytest.mark.parametrize("kind", [Telling, Shuffling])  # each rank shuffled in another order
+def test_evaluation_of_a_stream_sees_each_sample_once(kind: Callable[[], Any], world_size: int) -> None:
     seen = []
     for rank in range(world_size):
-        for batch in evaluation_batches(Telling(), rank, world_size, 8, device=CPU):
+        random.seed(rank)
+        for batch in evaluation_batches(kind(), rank, world_size, 8, device=CPU):
             assert len(batch) <= 8
             seen += [int(row[0]) for row in batch]
     assert sorted(seen) == list(range(LENGTH))

@@ -44,7 +44,7 @@ def test_what_was_saved_is_read_back(store: CheckpointStore) -> None:
     assert store.steps() == [] and store.newest_valid(no_corruption) is None
     size = store.save(500, STATE, INFO)
     store.save(1000, lambda sink: (sink.write(b"in "), sink.write(b"parts")), INFO)
-    assert size == store.size_bytes(500)
+    assert size == store.sizes()[500]
     assert store.steps() == [1000, 500]
     assert store.newest_valid(no_corruption) == (1000, b"in parts", INFO)
     assert store.read(500) == (STATE, INFO) and store.info(500) == INFO
@@ -382,7 +382,7 @@ def test_list_checkpoints(store: CheckpointStore) -> None:
     written = store.manifest(2)["written_at"]
     rows = list_checkpoints(store.directory, now=written + 60)
     assert [(row.step, row.verified) for row in rows] == [(2, None), (1, None)]
-    assert rows[0].age_seconds == pytest.approx(60) and rows[0].bytes == store.size_bytes(2)
+    assert rows[0].age_seconds == pytest.approx(60) and rows[0].bytes == store.sizes()[2]
     rows = list_checkpoints(store.directory, verify=True)
     assert [row.verified for row in rows] == [True, False] and "bytes" in rows[1].problem
     assert list_checkpoints(store.directory / "missing") == [] and store.steps() == [2, 1]
@@ -466,4 +466,5 @@ def test_a_step_whose_manifest_is_gone_is_named(store: CheckpointStore) -> None:
         rows = list_checkpoints(store.directory, verify)
         assert [(row.step, row.verified) for row in rows] == [(2, False), (1, True if verify else None)]
         assert "step 2: its manifest is gone" in table(rows, store.directory)
+        assert rows[0].bytes == (store.path(2) / "state.pt").stat().st_size, "it takes room, too"
     assert store.newest_valid(no_corruption) == (1, STATE, INFO)

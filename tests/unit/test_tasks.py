@@ -1,5 +1,7 @@
 """Tasks found by name, their fields, and the built-in ones."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.errors import ConfigError
-from tandem.tasks.base import BUILT_IN, WholeTask, load_task, task_class
+from tandem.tasks.base import WholeTask, load_task, task_class
+from tandem.tasks.names import BUILT_IN
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BINARY = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
@@ -307,3 +310,17 @@ def test_helpers_of_ones_own_are_no_near_misses(task_file: Path, methods: str) -
 def test_the_tasks_at_hand_have_no_near_misses() -> None:
     for name in (*BUILT_IN, *(f"{path}" for path in EXAMPLES.glob("*task*.py"))):
         task_class(name)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"), [("digit", "did you mean 'digits'"), ("absent.py:Task", "absent.py does not exist")]
+)
+def test_a_slip_in_a_tasks_name_is_told_before_torch_is_imported(
+    tmp_path: Path, task: str, said: str
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    words = [sys.executable, "-m", "tandem", "launch", "--nodes", "2", "--task", task, "--run-dir", "run"]
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2] / 'src'}"}
+    ended = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2 and said in ended.stderr, ended.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,6 +1,7 @@
 """What torch does not promise: each does its work, and so does its way without torch's private name."""
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,15 +150,24 @@ def test_the_rendezvous_is_hastened_once(without: Any, monkeypatch: pytest.Monke
 
 def test_a_handler_says_what_it_knows() -> None:
     stopped: list[bool] = []
-    holder = SimpleNamespace(_cache_duration=1, state=SimpleNamespace(participants={"a": 0, "b": 1}))
+    came = [SimpleNamespace(addr="a"), SimpleNamespace(addr="b")]
+    holder = SimpleNamespace(_cache_duration=1, state=SimpleNamespace(participants=came))
     handler = SimpleNamespace(_state_holder=holder, _stop_heartbeats=lambda: stopped.append(True))
     torch_private.hasten_handler(handler, 0.05)
     torch_private.stop_keep_alive(handler)
-    assert (holder._cache_duration, torch_private.nodes_here(handler), stopped) == (0.05, 2, [True])
+    assert (holder._cache_duration, torch_private.nodes_here(handler), stopped) == (0.05, ["a", "b"], [True])
     for less in (SimpleNamespace(), SimpleNamespace(_state_holder=SimpleNamespace())):
         torch_private.hasten_handler(less, 0.05)
         torch_private.stop_keep_alive(less)
         assert torch_private.nodes_here(less) is None and not hasattr(less, "_cache_duration")
+
+
+def test_a_store_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine joins its thread, which stood in a read from a node 0 that was gone."""
+    monkeypatch.setattr(torch_private, "LEAVE_SECONDS", 0.1)
+    never = threading.Event()
+    torch_private.stop_keep_alive(SimpleNamespace(_stop_heartbeats=never.wait))
+    assert not never.is_set()
 
 
 def test_the_real_handler_has_all_of_it() -> None:
@@ -194,5 +204,6 @@ def test_a_store_listens_at_a_descriptor_in_old_and_new_torch(monkeypatch: pytes
 
 
 def test_signs_of_life_are_asked_as_often_as_torch_lets_one() -> None:
-    known = torch_private.keep_alive(1, 5)
-    assert known in ({}, {"keep_alive_interval": 1, "keep_alive_max_attempt": 5})
+    known = torch_private.handler_pace(1, 5, 0.5)
+    wanted = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "cas_backoff_max_seconds": 0.5}
+    assert known.items() <= wanted.items()

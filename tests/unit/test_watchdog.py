@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.launch import watchdog
 from tandem.launch.watchdog import Watchdog
 from tandem.telemetry import metrics
 from tandem.telemetry.hangs import Beat, judge
@@ -146,3 +147,18 @@ def test_an_alarm_that_is_none_is_no_silence_of_node_0(words: bytes) -> None:
         assert dog.alarm is None
     finally:
         dog.close(None)
+
+
+def test_the_silence_of_a_store_that_is_gone_is_none_of_the_next_generations(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    """The node of the store was back, all had met, and 10 s after its end the new connections were cut."""
+    cut = list[int]()
+    monkeypatch.setattr(watchdog, "cut_connections", cut.append)
+    dog = Watchdog(1, "there", free_port, lambda: pytest.fail("not started"), Registry())
+    dog._last_exchange = time.monotonic() - 60
+    dog.begin_generation("generation/2", {}, range(2))
+    dog._look(time.monotonic() + 5)
+    assert cut == []
+    dog._look(time.monotonic() + 15)
+    assert cut == [free_port], "its own silence counts"

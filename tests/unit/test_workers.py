@@ -9,7 +9,7 @@ import pytest
 
 STARTED_TOO_LATE = """
 import signal, time
-from tandem.script.execute import default_signals
+from tandem.signals import default_signals
 
 def rank(job, position):
     open("forked", "w").close()
@@ -24,7 +24,8 @@ import os, signal, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from tandem.errors import TandemError
-from tandem.launch.workers import Workers, start_fork_server
+from tandem.launch.fork_server import start_fork_server
+from tandem.launch.workers import Workers
 
 @dataclass
 class Place:
@@ -72,14 +73,99 @@ if __name__ == "__main__":
     print(workers.kill(), pids[1])
     ptrace(PTRACE_DETACH, pids[1])
 """
+DELAYED = """
+import os, time
+from tandem.launch import workers
+
+original = workers.end_with_parent
+
+def end_with_parent(number):
+    parent = os.getppid()
+    open("asked", "w").close()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    original(number)
+
+def warm_up(job, expected):
+    open("warmed", "w").close()
+
+workers.end_with_parent = end_with_parent
+"""
+"""A busy machine: what is forked gets on only when the fork server, and its agent, are gone."""
+ENDING = """
+import os, sys, time
+from pathlib import Path
+from agent import Workers, start_fork_server
+
+if __name__ == "__main__":
+    start_fork_server([sys.argv[2]], Path(sys.argv[1]))
+    Workers("late:rank", None, [], "delayed:warm_up").stand_by(1)
+    while not os.path.exists("asked"):
+        time.sleep(0.01)
+    os._exit(7)
+"""
+"""A rank whose program has a fork server of its own: what comes from that is the program's."""
+OWN_POOL = """
+import multiprocessing, signal, sys, time
+from tandem.signals import StopFlag
+
+def sleeps(said):
+    ours = [name for name in ("tandem.launch.deaf", "tandem.launch.warm", "torch") if name in sys.modules]
+    said.put((ours, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL))
+    time.sleep(300)
+
+def rank(job, position):
+    StopFlag().install()
+    own = multiprocessing.get_context("forkserver")
+    said = own.SimpleQueue()
+    child = own.Process(target=sleeps, args=(said,))
+    child.start()
+    print(*said.get(), flush=True)
+    child.terminate()
+    child.join(30)
+    print(child.exitcode, flush=True)
+    return 0
+"""
+OWN = """
+import sys
+from pathlib import Path
+from agent import Place, Workers, start_fork_server
+
+if __name__ == "__main__":
+    start_fork_server(["tandem.launch.warm"], Path(sys.argv[1]))
+    workers = Workers("pool:rank", None, [])
+    workers.start({0: Place()})
+    workers.wait(80)
+    workers.kill()
+"""
+"""The fork server is killed, as where memory is short, and its folder has a file of a library's name."""
+AGAIN = """
+import multiprocessing.forkserver, os, signal, sys
+from pathlib import Path
+from agent import Place, Workers, start_fork_server
+
+if __name__ == "__main__":
+    start_fork_server([], Path(sys.argv[1]))
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    os.mkdir("here")
+    os.chdir("here")
+    Path("random.py").write_text("open('was-run', 'w')")
+    workers = Workers("posixpath:join", "", [])
+    workers.start({0: Place()})
+    workers.wait(80)
+    print(workers.kill())
+"""
 TEXTS = {"late": STARTED_TOO_LATE, "dying": DYING, "agent": AGENT, "stuck": STUCK}
+TEXTS |= {"delayed": DELAYED, "ending": ENDING, "pool": OWN_POOL, "own": OWN, "again": AGAIN}
 pytestmark = pytest.mark.timeout(110)
 
 
 def agent(folder: Path, preload: str, program: str = "agent") -> subprocess.CompletedProcess[str]:
     for name, text in TEXTS.items():
         (folder / f"{name}.py").write_text(text)
-    search = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    search = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": search}
     command = [sys.executable, f"{program}.py", "/tmp", preload]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
@@ -106,3 +192,22 @@ def test_a_rank_that_does_not_end_when_it_is_killed_is_said(tmp_path: Path) -> N
     assert codes == "{0: 137, 1: 137}"
     said = [line for line in done.stderr.splitlines() if "after SIGKILL" in line]
     assert len(said) == 1 and said[0].startswith(f"rank 1 (process {pid}) has not ended 1 s after SIGKILL")
+
+
+def test_a_standby_whose_agent_has_just_ended_does_not_warm_up(tmp_path: Path) -> None:
+    """It holds the agent's output, and who reads that waits for all that a program has imported."""
+    done = agent(tmp_path, "delayed", "ending")
+    assert done.returncode == 7, done.stderr
+    assert (tmp_path / "asked").exists() and not (tmp_path / "warmed").exists()
+
+
+def test_a_ranks_own_fork_server_is_not_deaf_and_has_nothing_of_ours(tmp_path: Path) -> None:
+    """What it forked ignored SIGTERM, so a pool's end never came, and each server imported torch anew."""
+    done = agent(tmp_path, "", "own")
+    assert done.stdout == "[] True\n-15\n", (done.stdout, done.stderr)
+
+
+def test_a_fork_server_that_is_started_anew_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
+    done = agent(tmp_path, "", "again")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "here" / "was-run").exists(), done.stderr

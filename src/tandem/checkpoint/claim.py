@@ -121,11 +121,19 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
 
 def refuse_if_owned(run_dir: PurePath) -> None:
     """Raises ConfigError where the run certainly belongs to another launch on this machine."""
+    found = owner_here(run_dir)
+    if found is not None:
+        raise _refusal(run_dir, found)
+
+
+def owner_here(run_dir: PurePath) -> Note | None:
+    """The launch on this machine, none that this process comes from, to which the run certainly belongs."""
     notes, here = notes_at(run_dir / FOLDER), Note.mine("")
     with suppress(OSError):
         if (last := max(notes.numbers(), default=0)) and (found := Note.parse(notes.read(last))):
             if not found.is_over and not found.is_above(here) and _lives(found, here):
-                raise _refusal(run_dir, found)
+                return found
+    return None
 
 
 def _lives(found: Note, here: Note) -> bool:

@@ -178,7 +178,7 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
 
 def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
     old, new = _saved(info), _plain(settings.to_dict())
-    same = {*settings.fingerprint_fields(), "resume"}
+    same = {*settings.fingerprint_fields(), "resume", "master", "node_rank"}  # where a node is, is no matter
     return [
         f"{key} was {old.get(key)!r} and is {new[key]!r} now"
         + (" (the weights may differ in their last bits)" if key in BITS_MAY_DIFFER else "")

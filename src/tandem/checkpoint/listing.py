@@ -32,17 +32,21 @@ def list_checkpoints(
     """
     store = CheckpointStore(directory)
     now = time.time() if now is None else now
-    why = store.why_kept(rule or rule_of(store))
-    rows = [_row(store, step, verify, now, tuple(why.get(step, ()))) for step in store.steps()]
-    gone = [
-        CheckpointRow(step, store.path(step), 0, 0.0, False, "its manifest is gone", kept=("not counted",))
-        for step in store.without_manifest()
-    ]
-    return sorted([row for row in [*rows, *gone] if row is not None], key=lambda row: -row.step)
+    why, sizes = store.why_kept(rule or rule_of(store)), store.sizes()
+
+    def row(step: int) -> CheckpointRow | None:
+        return _row(store, step, sizes.get(step, 0), verify, now, tuple(why.get(step, ())))
+
+    def damaged(step: int) -> CheckpointRow:
+        size, lost = sizes.get(step, 0), "its manifest is gone"
+        return CheckpointRow(step, store.path(step), size, 0.0, False, lost, kept=("not counted",))
+
+    rows = [*map(row, store.steps()), *map(damaged, store.without_manifest())]
+    return sorted([row for row in rows if row is not None], key=lambda row: -row.step)
 
 
 def _row(
-    store: CheckpointStore, step: int, verify: bool, now: float, kept: tuple[str, ...]
+    store: CheckpointStore, step: int, size: int, verify: bool, now: float, kept: tuple[str, ...]
 ) -> CheckpointRow | None:
     verified, problem, written = None, "", now
     try:
@@ -54,7 +58,7 @@ def _row(
         if step not in store.steps():  # pruned meanwhile
             return None
         verified, problem = False, str(error)
-    size, age = store.size_bytes(step), max(0.0, now - written)
+    age = max(0.0, now - written)
     return CheckpointRow(step, store.path(step), size, age, verified, problem, store.scores(step), kept)
 
 

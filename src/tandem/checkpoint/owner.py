@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import RunTakenError
+from tandem.process import stat_of
 
 FOLDER = "owner"
 NOTE_BYTES = 1024
@@ -118,16 +119,8 @@ def _first_line(path: str) -> str:
 
 def _born(pid: int) -> int | None:
     """When a process began, in the kernel's ticks: tells it from a later one of this number. None: gone."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
 
 
 def _is_above(pid: int) -> bool:
@@ -136,7 +129,7 @@ def _is_above(pid: int) -> bool:
     while above > 1:
         if above == pid:
             return True
-        fields = _stat(above)
+        fields = stat_of(above)
         above = int(fields[1]) if fields else 0
     return above == pid
 

@@ -45,7 +45,7 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in `directory` (made by the first save): a Path or an ObjectPath.
+    """The checkpoints of one run, in `directory` (made by the first save): a Path or a RemotePath.
 
     `fence` raises RunTakenError once the run belongs to another launch (see `owner.fence`).
     """
@@ -205,9 +205,9 @@ class CheckpointStore:
     def info(self, step: int) -> dict[str, Any]:
         return dict(self.manifest(step)["info"])
 
-    def size_bytes(self, step: int) -> int:
-        """Of all its files; 0 where there are none."""
-        return sum(self._list().get(step, {}).values())
+    def sizes(self) -> dict[int, int]:
+        """{step: bytes of all its files}, newest first, with those of `without_manifest`."""
+        return {step: sum(files.values()) for step, files in self._list().items()}
 
     def verify(self, step: int) -> None:
         """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""

@@ -7,22 +7,12 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from tandem.config.brought_along import meant_by
+from tandem.config.examples import examples_of
 from tandem.config.fields import Setting, convert, plain, words_of
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
-from tandem.config.sources import PREFIX, TASK_VALID, Given, task_key
+from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
-
-TORCHRUNS: Mapping[str, str] = {
-    "nproc-per-node": "--nproc",
-    "nnodes": "--nodes",
-    "master-addr": "--master HOST:PORT",
-    "master-port": "--master HOST:PORT",
-    "rdzv-endpoint": "--master HOST:PORT",
-    "world-size": "--nodes and --nproc",
-    "local-rank": "LOCAL_RANK=0 in the environment",
-    "rank": "RANK=0 in the environment",
-}
-"""What tutorials give to torchrun and to their own scripts, and what it is here."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,6 +23,7 @@ class Parser(argparse.ArgumentParser):
             prog=f"tandem {verb}",
             usage=f"tandem {verb} {usage}" if takes_settings else None,
             description=summary,
+            epilog=examples_of(verb),
             formatter_class=_Lines,
             allow_abbrev=False,
             add_help=False,
@@ -67,7 +58,7 @@ class Parser(argparse.ArgumentParser):
             raise self._mistake(str(error.argument_name), error.message) from None
         if rest and rest[0].startswith("-"):
             flag = rest[0].partition("=")[0]
-            meant = TORCHRUNS.get(flag.lstrip("-").replace("_", "-")) if self._takes_settings else None
+            meant = meant_by(flag) if self._takes_settings else None
             raise unknown("flag", flag, self._option_string_actions, see=self._see, meant=meant)
         if rest:
             hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""
@@ -87,8 +78,8 @@ class Parser(argparse.ArgumentParser):
             for setting in SETTINGS.values():
                 if setting.slice == slice_name:
                     self._add_setting(setting, group)
-        file_help = f"`name = value` lines, [task_fields]\n[a TOML file; {PREFIX}CONFIG]"
-        self._keep("--config", "config", "a TOML file", self.add_argument_group("File"), help=file_help)
+        file_help = f"{CONFIG_HELP}\n[{CONFIG_VALID}; {PREFIX}CONFIG]"
+        self._keep("--config", "config", CONFIG_VALID, self.add_argument_group("File"), help=file_help)
 
     def _add_setting(self, setting: Setting, group: Any) -> None:
         default = plain(setting.default)
@@ -131,6 +122,10 @@ class _Lines(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return [part for line in text.splitlines() for part in super(_Lines, self)._split_lines(line, width)]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Examples stay as they are: a command that is broken into lines cannot be copied."""
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 def _escaped(text: str) -> str:

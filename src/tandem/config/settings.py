@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tandem.config import slices
 from tandem.config.fields import Setting, convert, settings_of, words_of
@@ -75,6 +75,13 @@ class Settings:
     def common_fields(self) -> dict[str, object]:
         """What must be the same on all nodes of a run."""
         return {name: value for name, value in self.to_dict().items() if not SETTINGS[name].per_node}
+
+
+class TaskJob(NamedTuple):
+    """What a rank of a task is told: the settings as `to_dict` gives them, and which somebody has chosen."""
+
+    settings: dict[str, object]
+    chosen: frozenset[str] = frozenset()
 
 
 SLICES: dict[str, type] = {each.name: each.type for each in dataclasses.fields(Settings)}  # type: ignore[misc]

@@ -5,7 +5,7 @@ import re
 
 from tandem.config.fields import plain
 from tandem.config.settings import SETTINGS, SLICES, Settings
-from tandem.config.sources import FIELDS, Loaded
+from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, FIELDS, Loaded
 
 TABLE_HEAD = ("| flag | variable | default | valid | meaning |", "|---|---|---|---|---|")
 
@@ -53,5 +53,5 @@ def markdown() -> str:
                 lines.append(f"| {' | '.join([*shown, setting.valid, setting.description])} |")
         lines.append("")
     lines += ["## A file of settings", *TABLE_HEAD]
-    lines.append("| `--config` | `TANDEM_CONFIG` |  | a TOML file | `name = value` lines, `[task_fields]` |")
+    lines.append(f"| `--config` | `TANDEM_CONFIG` |  | {CONFIG_VALID} | {CONFIG_HELP} |")
     return "\n".join(lines) + "\n"

@@ -35,6 +35,8 @@ from tandem.config.fields import (
 from tandem.schedule import WARMUP_FACTOR, LrScaling, LrSchedule, WarmupMode
 
 RUN_MODES = {"private": "700", "group": "750", "world": "755"}
+ONE_PROCESS = ("single", "dp")
+"""Strategies that take one rank, whatever GPUs there are."""
 
 
 @dataclass(frozen=True, kw_only=True)

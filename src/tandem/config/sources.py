@@ -1,4 +1,4 @@
-"""Where values come from: flags > environment TANDEM_* > --config FILE (TOML) > .env > defaults.
+"""Where values come from: flags > environment TANDEM_* > --config FILE > .env > defaults.
 
 A file that .env itself names (TANDEM_CONFIG) comes after .env: what is typed beats what lies around.
 
@@ -6,12 +6,14 @@ All sources hand in text (`Given`), the strongest wins, and only the winners are
 knows is an error with the nearest match, so that a typo cannot silently train with a default.
 """
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tandem.config.fields import plain
 from tandem.config.settings import SEE, SETTINGS, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
@@ -28,6 +30,10 @@ _SERVICE_LINK = re.compile(
 )
 TASK_VALID = SETTINGS["task_fields"].valid
 FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
+PLACES = ("run_dir", "node_rank", "master", "init_method")
+"""Settings that say where a run is: another one with its config.json is elsewhere."""
+CONFIG_HELP = "`name = value` lines, `[task_fields]`; of a run's config.json all but places"
+CONFIG_VALID = "a TOML file, or a run's config.json"
 VARIABLES = {SETTINGS[name].variable: name for name in FIELDS}
 
 
@@ -41,10 +47,14 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings, and where each is from: "flag --lr", "default"; a task's own are under `task.NAME`."""
+    """Settings, and where each is from: "flag --lr", "default"; a task's own are under `task.NAME`.
+
+    `notes`: lines on what a file says that was left out.
+    """
 
     settings: Settings
     sources: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> frozenset[str]:
@@ -61,8 +71,9 @@ def resolve(
     """
     implied, named = _from_dotenv(dotenv), {**_from_environment(environ), **flags}
     given = {**implied, **named}
+    notes: tuple[str, ...] = ()
     if "config" in given:
-        file = _from_toml(given["config"])
+        file, notes = _from_file(given["config"], given)
         given = {**implied, **file, **named} if "config" in named else {**file, **given}
         del given["config"]
     values = {key: _typed(key, value) for key, value in given.items() if not key.startswith("task.")}
@@ -71,7 +82,7 @@ def resolve(
     }
     settings = Settings().replace(**values, task_fields=fields)
     sources = dict.fromkeys(FIELDS, "default") | {key: value.source for key, value in given.items()}
-    return Loaded(settings, sources)
+    return Loaded(settings, sources, notes)
 
 
 def _typed(key: str, given: Given) -> object:
@@ -121,16 +132,15 @@ def _from_variables(
     return given
 
 
-def _from_toml(config: Given) -> dict[str, Given]:
-    import tomllib
-
-    try:
-        table = tomllib.loads(Path(config.text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{config.name} got {config.text!r}, valid is a TOML file: {error}") from error
+def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given], tuple[str, ...]]:
+    """What the file says, and lines on what it says that was left out; `beside`: what else is given."""
+    table = _table_in(config)
     task_fields = table.pop("task_fields", {})
     if not isinstance(task_fields, dict):
         raise ConfigError(f"task_fields in {config.text} got {task_fields!r}, valid is a table. {SEE}")
+    notes: tuple[str, ...] = ()
+    if _is_of_a_run(config):
+        table, notes = _of_a_run(table, config.text, beside)
     for key in table:
         if key not in FIELDS:
             raise unknown("key", key, [*FIELDS, "task_fields"], f"{key} in {config.text}")
@@ -139,6 +149,46 @@ def _from_toml(config: Given) -> dict[str, Given]:
         label = f"{key} in {config.text}"
         if not isinstance(value, str | bool | int | float):
             bad_value(label, value, SETTINGS[key].valid if key in SETTINGS else TASK_VALID)
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        given[key] = Given(text, f"config {config.text}", label)
-    return given
+        given[key] = Given(plain(value), f"config {config.text}", label)
+    return given, notes
+
+
+def _is_of_a_run(config: Given) -> bool:
+    return config.text.endswith(".json")
+
+
+def _table_in(config: Given) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        text = Path(config.text).read_text(encoding="utf-8")
+        table = json.loads(text) if _is_of_a_run(config) else tomllib.loads(text)
+        if not isinstance(table, dict):
+            raise ValueError(f"it holds {table!r:.40}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{config.name} got {config.text!r}, valid is {CONFIG_VALID}: {error}") from error
+    return table
+
+
+def _of_a_run(
+    table: Mapping[str, Any], file: str, beside: Collection[str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What counts of a run's config.json for another run, as text where it is null; and what to say of it.
+
+    It names every setting: one that has its default has been chosen by nobody, and counts only against what
+    is `beside` it.
+    """
+    default = Settings().to_dict()
+    kept = {
+        key: "none" if value is None else value
+        for key, value in table.items()
+        if key in FIELDS and key not in PLACES and (value != default[key] or key in beside)
+    }
+    places = [key for key in PLACES if table.get(key) is not None and key not in beside]
+    other = sorted(table.keys() - set(FIELDS))
+    notes = []
+    if places:
+        notes.append(f"{file}: where that run was is left out: {', '.join(places)}")
+    if other:
+        notes.append(f"{file}: unknown to this version, and left out: {', '.join(other)}")
+    return kept, tuple(notes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
+from tandem.data.asked import Asking
 from tandem.data.sampler import BatchKey
 from tandem.data.seeds import NUMPY, PYTHON, TORCH, derive_seed, kept_generators, seed_host_generators
 
@@ -80,7 +81,7 @@ class Samples(Dataset[Batch]):
         self._seeded = set() if hasattr(dataset, "__getitems__") else {TORCH}
 
     def __getitem__(self, key: BatchKey) -> Batch:
-        epoch, indices = key
+        epoch, indices, step = key
         of_epoch = derive_seed(self.seed, epoch)
         of_batch = derive_seed(indices[0], BATCH, start=of_epoch)
         with kept_generators():
@@ -89,7 +90,7 @@ class Samples(Dataset[Batch]):
                 samples = self._samples(indices, of_epoch, of_batch)
             if self.collate is not default_collate:
                 seed_host_generators(of_batch)
-            return self.collate(samples)
+            return collated(self.collate, samples, step, epoch)
 
     def _samples(self, indices: list[int], of_epoch: int, of_batch: int) -> list[Any] | None:
         """The samples; None if a generator was drawn from that was not seeded for each."""
@@ -109,6 +110,13 @@ class Samples(Dataset[Batch]):
             return samples
         self._seeded |= {TORCH, *drawn}
         return None
+
+
+def collated(collate: Collate | None, samples: list[Any], step: int | None, epoch: int) -> Batch:
+    """A batch of the training step `step`; None: of none."""
+    if step is not None and isinstance(collate, Asking):
+        return collate.at(step, epoch, samples)
+    return (collate or default_collate)(samples)
 
 
 def _stacked(dataset: StackDataset[Any], augment: bool) -> Fetch | None:

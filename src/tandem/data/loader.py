@@ -59,7 +59,7 @@ def share_batches(
     batches = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     fetch = whole_fetch(dataset, collate)
     if fetch is None:
-        keys = [(0, list(indices)) for indices in batches]
+        keys = [(0, list(indices), None) for indices in batches]
         yield from _loaded(Samples(dataset, seed, collate), keys, workers, device)
         return
     for indices in batches:
@@ -76,7 +76,11 @@ def loader_processes(wanted: Literal["auto"] | int, cores: int) -> int:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Every tensor of nested containers on `device`; asynchronous from pinned memory."""
-    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+    return _mapped(batch, move)
 
 
 def batch_size_of(batch: Batch) -> int:

@@ -13,8 +13,10 @@ from tandem.data.seeds import derive_seed
 from tandem.data.shares import equal_shares, places
 from tandem.errors import ConfigError
 
-BatchKey = tuple[int, list[int]]
-"""(epoch, indices): with the run's seed, all that decides what a batch holds."""
+BatchKey = tuple[int, list[int], int | None]
+"""(epoch, indices, step): with the run's seed, all that decides a batch; no step: an evaluation."""
+LARGE = 10_000_000
+"""Samples from which on the memory of an epoch's order counts for more than a conversion in each step."""
 
 
 class GlobalOrder:
@@ -50,17 +52,19 @@ class GlobalOrder:
         """The epoch (0-based) and the int64 indices [B] of the global batch of 0-based global step `step`."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.batch_size
-        return epoch, self._permutation(epoch)[start : start + self.batch_size]
+        return epoch, self._permutation(epoch)[start : start + self.batch_size].long()
 
     def _permutation(self, epoch: int) -> Tensor:
         if self._cached is None or self._cached[0] != epoch:
+            self._cached = None  # at 1,000,000,000 samples a second order would be 4 GB more
             self._cached = epoch, self._drawn(epoch)
         return self._cached[1]
 
     def _drawn(self, epoch: int) -> Tensor:
-        """The indices of an epoch in their order, of which those of full batches count."""
+        """The indices of an epoch in their order, int32 or int64, of which those of full batches count."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-        return torch.randperm(self.n, generator=generator)
+        large = LARGE <= self.n <= torch.iinfo(torch.int32).max  # the same order in half the memory
+        return torch.randperm(self.n, generator=generator, dtype=torch.int32 if large else torch.int64)
 
 
 class TrainBatches:
@@ -108,13 +112,17 @@ class TrainBatches:
 
     def micro_batches(self) -> Iterator[tuple[int, Tensor]]:
         """(epoch, int64 indices) of each micro-batch."""
+        return ((epoch, indices) for epoch, indices, _ in self._parts())
+
+    def _parts(self) -> Iterator[tuple[int, Tensor, int]]:
         for step in range(self.start_step, self.stop_step):
             epoch, batch = self.order.batch(step)
-            for part in batch[self.places].tensor_split(self._micro_steps):
-                yield epoch, part
+            share = batch[self.places]
+            for part in share.tensor_split(self._micro_steps) if self._micro_steps > 1 else (share,):
+                yield epoch, part, step
 
     def __iter__(self) -> Iterator[BatchKey]:
-        return ((epoch, indices.tolist()) for epoch, indices in self.micro_batches())
+        return ((epoch, indices.tolist(), step) for epoch, indices, step in self._parts())
 
     def __len__(self) -> int:
         return max(0, self.stop_step - self.start_step) * self._micro_steps

@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import default_collate
-
-from tandem.data.fetch import BATCH, Batch
+from tandem.data.fetch import BATCH, Batch, collated
 from tandem.data.loader import moved
 from tandem.data.sampler import GlobalOrder
 from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
@@ -75,7 +73,7 @@ class ShardedData:
                     self._open(epoch, position * order.share)
                 count = order.of_rank(step, reader.rank)
                 sizes = [count // parts + (part < count % parts) for part in range(parts)]
-                batches = [self._batch(epoch, position, part, size) for part, size in enumerate(sizes)]
+                batches = [self._batch(step, part, size) for part, size in enumerate(sizes)]
             yield [None if batch is None else moved(batch, reader.device) for batch in batches]
 
     def state(self) -> Mapping[str, Any]:
@@ -102,15 +100,15 @@ class ShardedData:
         for _ in islice(self._samples, place):
             pass
 
-    def _batch(self, epoch: int, position: int, part: int, size: int) -> Batch | None:
+    def _batch(self, step: int, part: int, size: int) -> Batch | None:
         if size == 0:
             return None
-        reader = self._reader
+        reader, (epoch, position) = self._reader, divmod(step, self.sharded.steps_per_epoch)
         seed_host_generators(derive_seed(reader.seed, epoch, position, part, reader.rank, BATCH))
         samples = list(islice(self._samples, size))
         if len(samples) < size:
             raise EOFError(f"of_rank({reader.rank}, {reader.world_size}) ended before its own length")
-        return (reader.collate or default_collate)(samples)
+        return collated(reader.collate, samples, step, epoch)
 
 
 def _listed(sizes: Sequence[int]) -> str:

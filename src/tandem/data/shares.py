@@ -42,6 +42,14 @@ def equal_shares(batch_size: int, ranks: int) -> tuple[int, ...]:
     return apportion(batch_size, [1] * ranks)
 
 
+def check_even(batch_size: int, ranks: int) -> None:
+    """Raise ConfigError where equal shares differ by one: only a run that goes on may have such."""
+    if batch_size % ranks:
+        below = batch_size - batch_size % ranks
+        use = f"{below} or {below + ranks}" if below else ranks
+        raise ConfigError(f"--batch-size {batch_size} does not divide over {ranks} ranks; use {use}")
+
+
 def fits(sizes: Sequence[int], micro_batch_size: int | None) -> bool:
     """Whether all ranks can make the same number of micro-batches, none of them empty or too large."""
     return micro_batch_size is None or -(-max(sizes) // micro_batch_size) <= min(sizes)

@@ -15,8 +15,7 @@ from tandem.config.slices import DataConfig
 from tandem.data.fetch import Collate
 from tandem.data.loader import loader_processes
 from tandem.data.sampler import GlobalOrder, TrainBatches
-from tandem.data.shares import given_shares
-from tandem.errors import ConfigError
+from tandem.data.shares import check_even, given_shares
 
 
 @dataclass
@@ -58,13 +57,8 @@ class Reader:
 
     def check_shares(self) -> None:
         """A fresh run gives ranks an equal share of a batch, unless told otherwise. Raises ConfigError."""
-        batch_size = self.config.batch_size
-        if batch_size % self.world_size and self.config.batch_shares is None:
-            below = batch_size - batch_size % self.world_size
-            raise ConfigError(
-                f"--batch-size {batch_size} does not divide over {self.world_size} ranks; "
-                f"use {below or self.world_size} or {below + self.world_size}"
-            )
+        if self.config.batch_shares is None:
+            check_even(self.config.batch_size, self.world_size)
 
 
 class TrainingData(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from tandem.data.fetch import BATCH, Batch, Collate
+from tandem.data.fetch import BATCH, Batch, Collate, collated
 from tandem.data.loader import moved
 from tandem.data.sampler import GlobalOrder
 from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
@@ -40,7 +40,7 @@ class StreamedData:
                 if step == start or position == 0:
                     self._open(epoch, places.start)
                 samples = [self._next(epoch, place) for place in places]
-                batches = self._share(epoch, places, samples, cut.places, cut.micro_sizes(step))
+                batches = self._share(step, places, samples, cut.places, cut.micro_sizes(step))
             yield [moved(batch, self._reader.device) for batch in batches]
 
     def state(self) -> Mapping[str, Any]:
@@ -73,15 +73,16 @@ class StreamedData:
             raise EOFError(f"{epochs} ended after {place} samples, before its last step") from None
 
     def _share(
-        self, epoch: int, places: range, samples: list[Any], ours: slice, sizes: list[int]
+        self, step: int, places: range, samples: list[Any], ours: slice, sizes: list[int]
     ) -> list[Batch]:
         """This rank's micro-batches of a global batch, each collated under generators seeded for it."""
         reader, batches, begin = self._reader, [], 0
+        epoch = step // self.order.steps_per_epoch
         for size in sizes:
             part = slice(begin, begin + size)
             first = places[ours][part][0]
             seed_host_generators(derive_seed(reader.seed, epoch, first, BATCH))
-            batches.append((reader.collate or default_collate)(samples[ours][part]))
+            batches.append(collated(reader.collate, samples[ours][part], step, epoch))
             begin += size
         return batches
 
@@ -89,13 +90,27 @@ class StreamedData:
 def stream_batches(
     dataset: Any, share: slice, batch_size: int, seed: int, collate: Collate | None, device: torch.device
 ) -> Iterator[Batch]:
-    """An iterable dataset to its end, in batches of the samples in `share`."""
-    samples = islice(dataset, share.start, share.stop, share.step)
+    """An iterable dataset to its end, in batches of the samples in `share`.
+
+    Each sample is read under generators seeded for its place, as in training: a stream that shuffles comes in
+    one order on all ranks, so that each of its samples is in one share.
+    """
+    samples = islice(_seeded(dataset, seed), share.start, share.stop, share.step)
     for number in count():
         with kept_generators():
-            seed_host_generators(derive_seed(seed, number, BATCH))
             batch = list(islice(samples, batch_size))
             if not batch:
                 return
+            seed_host_generators(derive_seed(seed, number, BATCH))
             collated = (collate or default_collate)(batch)
         yield moved(collated, device)
+
+
+def _seeded(dataset: Any, seed: int) -> Iterator[Any]:
+    seed_host_generators(derive_seed(seed))
+    samples, end = iter(dataset), object()
+    for place in count():
+        seed_host_generators(derive_seed(seed, place))
+        if (sample := next(samples, end)) is end:
+            return
+        yield sample

@@ -16,11 +16,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
-from tandem.timeouts import LEAVE_SECONDS
+from tandem.timeouts import LEAVE_SECONDS, MEETING_FILE_SECONDS
 from tandem.torch_private import listening_at
 
-STALE_SECONDS = 600.0
-"""Ranks of one start write the file in which they meet within so many seconds."""
 KINDS = {"cuda": "has a GPU", "cpu": "has none"}
 DUMP_SIGNAL = "exception_dump"
 """A key that NCCL's watchdog sets at an error, below all prefixes (torch 2.11: ProcessGroupNCCL.cpp)."""
@@ -72,7 +70,7 @@ def check_fresh(path: Path, now: float) -> None:
     """Raise ConfigError for a file in which an earlier run met: its ranks' addresses are in it."""
     with contextlib.suppress(OSError):
         age = now - path.stat().st_mtime
-        if age > STALE_SECONDS and path.stat().st_size:
+        if age > MEETING_FILE_SECONDS and path.stat().st_size:
             raise ConfigError(
                 f"--init-method file://{path}: the file is of an earlier run, {age:.0f} s old; remove it, or "
                 "name a new one for each start"

@@ -18,11 +18,12 @@ from tandem.launch.rendezvous import (
     is_let_in,
     outstay_node_0,
 )
+from tandem.launch.rendezvous_state import paces
 from tandem.launch.restarts import RestartBudget, is_retried
 from tandem.launch.secret import SECRET
 from tandem.launch.slow_ranks import SlowRanks
 from tandem.launch.watchdog import Watchdog
-from tandem.timeouts import LEAVE_SECONDS, RENDEZVOUS_POLL_SECONDS
+from tandem.timeouts import LEAVE_SECONDS
 from tandem.torch_private import hasten_rendezvous
 
 log = logging.getLogger("tandem.agent")
@@ -45,8 +46,8 @@ class AgentReport:
 def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     """Run this node's ranks until the job is over, going round again as an agent of this `kind` decides."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    hasten_rendezvous(RENDEZVOUS_POLL_SECONDS)
     placement = node.placement
+    hasten_rendezvous(paces(placement.nodes).poll_seconds)
     server = node.place.host() if placement.node_rank == 0 else None
     if server is not None and node.place.is_open:
         text = "this job has no secret (%s): whoever reaches port %d can end it; see docs/security.md"

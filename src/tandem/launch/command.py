@@ -1,5 +1,6 @@
 """What `tandem launch` and `tandem train` do, from what was given to the code that the process ends with."""
 
+import logging
 import os
 import socket
 import sys
@@ -15,20 +16,26 @@ from tandem.launch.gpus import gpus_of, share_of_replica
 from tandem.launch.node import run_this_node, script_work, task_work, with_port
 from tandem.launch.program import check
 from tandem.launch.run_dir import of_this_job, resolve_run_dir
+from tandem.launch.shares import refuse_uneven
 from tandem.launch.simulated import simulate
 from tandem.launch.termination import leave_word
+from tandem.launch.variables import wait_passively
 from tandem.launch.workers import resolve as import_rank_function
-from tandem.launch.workers import wait_passively
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect
 from tandem.platforms.replica import note_end, stay_down_code, with_index
 from tandem.script.job import Program
 from tandem.signals import StopFlag
+from tandem.silence import still
+from tandem.tasks.names import parsed
+from tandem.words import shown
+
+log = logging.getLogger("tandem.launch")
 
 Flags = Mapping[str, Given]
 Environment = Mapping[str, str]
 
-# Named, not imported: the agent's fork server has to start before anything imports torch.
+# Named, not imported: with it comes torch, which reads variables that the agent sets first.
 RANK_FUNCTION = "tandem.training.run:run_rank"
 
 
@@ -72,38 +79,45 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
             "again; start one task per node, or the program without tandem"
         )
     if placement.rank is not None:
-        return _train(settings, placement)
+        return _train(settings, placement, chosen)
+    if program is None:
+        refuse_uneven(settings, placement, environ)
     if placement.platform == "none":
         refuse_if_owned(settings.run.place)  # at once; node 0 makes it its own when it has started
         if settings.telemetry.log_format != "json":
             print(where(settings.run.place, program is not None), file=sys.stderr)
         placement = with_port(placement)
-        if placement.nodes > 1:
-            return simulate(settings, placement, as_flags(flags), environ, stop, program)
+    if program:
+        work = script_work(program, settings, chosen)
+    else:
+        work = task_work(RANK_FUNCTION, settings, chosen)
+    if placement.platform == "none" and placement.nodes > 1:
+        return simulate(settings, placement, as_flags(flags), environ, stop, work.preload, program)
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
         os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
     state = environ.get("TANDEM_STATE_DIR")
-    work = script_work(program, settings, chosen) if program else task_work(RANK_FUNCTION, settings)
     return run_this_node(settings, placement, work, Path(state) if state else None, stop)
 
 
 def train(flags: Flags, environ: Environment) -> int:
     """Rank level: what the environment says, or alone. Raises TandemError."""
-    settings, placement, _ = _begin(flags, environ)
+    settings, placement, chosen = _begin(flags, environ)
     placement = placement.as_rank()
     if placement.rank is None and placement.nodes > 1:
         raise ConfigError(
             f"`tandem train` is one rank, and no environment says which of {placement.nodes} nodes' it is; "
             f"start them with `tandem launch --nodes {placement.nodes}` or torchrun"
         )
-    return _train(settings, placement)
+    return _train(settings, placement, chosen)
 
 
-def _train(settings: Settings, placement: Placement) -> int:
+def _train(settings: Settings, placement: Placement, chosen: frozenset[str]) -> int:
     wait_passively()
-    from tandem.launch.lone_rank import run_lone_rank
+    with still("importing torch"):
+        from tandem.launch.lone_rank import run_lone_rank
 
-    return run_lone_rank(settings, placement, import_rank_function(RANK_FUNCTION))
+        rank_function = import_rank_function(RANK_FUNCTION)
+    return run_lone_rank(settings, placement, rank_function, chosen)
 
 
 def _begin(
@@ -114,16 +128,21 @@ def _begin(
     settings = loaded.settings
     if program is not None:
         settings = settings.replace(task=program.name, task_fields={})
+    else:
+        parsed(settings.run.task)  # a slip is told before torch is imported
     placement = detect(with_index(environ), socket.gethostname(), settings.launch)
     setup(None, None, placement.node_rank, True, settings.telemetry.log_format == "json")
+    is_simulated = placement.nodes_share_host and placement.platform != "none"
+    if not (placement.node_rank or placement.rank or is_simulated):  # whose parent has said it
+        for note in loaded.notes:
+            log.info("%s", note)
     settings = of_this_job(resolve_run_dir(settings, placement, time.time()), placement)
     return settings, placement, loaded.chosen
 
 
 def where(run_dir: PurePath, is_script: bool = False) -> str:
     """Where a person finds what the run makes (a script's checkpoints are its own affair)."""
-    folder = local_folder(run_dir)
-    shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    logs = shown if folder == run_dir else folder
-    checkpoints = "" if is_script else f"checkpoints  {shown}/checkpoints\n"
-    return f"run          {shown}\n{checkpoints}logs         {logs}/log"
+    folder, run = local_folder(run_dir), shown(run_dir)
+    logs = run if folder == run_dir else folder
+    checkpoints = "" if is_script else f"checkpoints  {run}/checkpoints\n"
+    return f"run          {run}\n{checkpoints}logs         {logs}/log"

@@ -1,12 +1,13 @@
-"""The fork server imports this first of all: deaf to stop signals from then on, it ends with its agent.
+"""A fork server is deaf to stop signals from its first moment on, and ends with its agent.
 
 A scheduler signals the whole process tree. Were the fork server to die of it, the agent would lose its
-ranks' exit codes while they still save. It was started with these signals blocked
-(`workers.start_fork_server`), so none can have reached it before. Those that stop a rank stay blocked: Linux
+ranks' exit codes while they still save. It was forked with these signals
+blocked (`fork_server.py`), so none can have reached it before. Those that stop a rank stay blocked: Linux
 keeps a signal that is blocked, also where it is ignored, so a rank hears what was sent to it between its
 fork and its own handlers, which let the signals through (`signals.hear_stop_signals`). No torch.
 
-Nothing of the current folder is imported here, and what ranks start themselves hears nothing of that.
+Should multiprocessing start it anew, as an interpreter, importing this is enough. Nothing of the current
+folder is imported there, and what ranks start themselves hears nothing of that.
 """
 
 import os
@@ -15,8 +16,13 @@ import signal
 from tandem.process import end_with_parent, take_back_safe_path
 from tandem.signals import IGNORED_BY_FORK_SERVER, STOP_SIGNALS, ignore_stop_signals
 
-take_back_safe_path(os.environ)
-ignore_stop_signals()
-signal.pthread_sigmask(signal.SIG_UNBLOCK, set(IGNORED_BY_FORK_SERVER) - set(STOP_SIGNALS))
-# Its pipe tells it too that the agent is gone, but not while it is stopped, or its interpreter stuck in C.
-end_with_parent(signal.SIGKILL)
+
+def be_deaf() -> None:
+    take_back_safe_path(os.environ)
+    ignore_stop_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(IGNORED_BY_FORK_SERVER) - set(STOP_SIGNALS))
+    # Its pipe tells it too that the agent is gone, but not while it is stopped, or stuck in C.
+    end_with_parent(signal.SIGKILL)
+
+
+be_deaf()

@@ -5,12 +5,14 @@ an error of a lost peer and ends with 200; the rest is told by who ended first a
 """
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.errors import FINISHED, PEER_LOST, STOPPED
 from tandem.log import printable
+from tandem.rotation import tail
 from tandem.telemetry.messages import checked
 
 LINES_SHOWN, LINE_CHARACTERS = 12, 1000
@@ -24,6 +26,14 @@ def failures(codes: Mapping[int, int | None]) -> dict[int, int]:
 def was_killed(code: int) -> bool:
     """By a signal: 128+n, as a shell says it."""
     return 128 < code < PEER_LOST and code != STOPPED
+
+
+def signal_name(code: int) -> str:
+    """SIGKILL for 137."""
+    try:
+        return signal.Signals(code - 128).name
+    except ValueError:
+        return f"signal {code - 128}"
 
 
 def is_own(code: int) -> bool:
@@ -57,7 +67,7 @@ class Cause:
     def __str__(self) -> str:
         who = f"rank {self.rank} on node {self.node} ({self.node_name})"
         if was_killed(self.code):
-            return f"{who} was killed by signal {self.code - 128}"
+            return f"{who} was killed ({signal_name(self.code)})"
         if self.code == PEER_LOST:
             return f"{who} lost its peers"
         return f"{who} ended with {self.code}"
@@ -91,7 +101,7 @@ def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
         text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
     except (OSError, ValueError, KeyError, TypeError):
         try:
-            text = log.read_bytes()[-4000:].decode(errors="replace")
+            text = tail(log, 4000)[0].decode(errors="replace")
         except OSError:
             return ()
     return tuple(line for line in text.splitlines() if line.strip())[-LINES_SHOWN:]

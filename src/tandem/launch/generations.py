@@ -21,11 +21,11 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position, first_line
-from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED
+from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED
 from tandem.launch.elastic import Departures
 from tandem.launch.part import Node
 from tandem.launch.recovery import Recovery
@@ -40,8 +40,9 @@ from tandem.launch.rendezvous import (
     leave_verdict,
     stay_until_all_left,
 )
-from tandem.launch.rendezvous_state import handler_of
+from tandem.launch.rendezvous_state import handler_of, others_live, who_is_here
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
+from tandem.launch.stops import THERE, Stopping, what_there_is
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
 from tandem.telemetry.hangs import Alarm
@@ -54,7 +55,7 @@ from tandem.timeouts import (
     STANDBY_SECONDS,
     WAITING_WORD_SECONDS,
 )
-from tandem.torch_private import nodes_here, stop_keep_alive
+from tandem.torch_private import stop_keep_alive
 
 log = logging.getLogger("tandem.agent")
 
@@ -70,8 +71,7 @@ class NodeAgent(SimpleElasticAgent):
         self._has_saved = False
         self._recovery, self._departures = Recovery(node, store), Departures(node.placement, store)
         self._waiting_since, self._next_word = time.monotonic(), 0.0
-        placement = node.placement
-        self._handler = handler = handler_of(placement, store, node.config, self._before_poll)
+        self._handler = handler = handler_of(node.placement, store, node.config, self._before_poll)
         spec = WorkerSpec(
             role="default",
             local_world_size=node.nproc,
@@ -93,18 +93,22 @@ class NodeAgent(SimpleElasticAgent):
                     raise
                 return STOPPED, f"stopped by {self._stop.name} where all had saved for a node that left"
             self._joining, self._hung_node, self._has_saved = False, None, False
-            code = self._watch()
+            try:
+                code = self._watch()
+            except StopRequestedError:  # before a step: nobody has to hear of it
+                self._positions = {}
+                raise
             self._watchdog.end_generation(self._root)
             if code == STOPPED and not self._stop and self._departures.others_go_on(self._positions[0]):
                 log.info("a node was asked to stop, and leaves: the others go on from where all have stopped")
                 self._workers.kill()
                 self._has_saved = True
                 continue
+            self._recovery.failed(self._positions, self._workers.codes())
             if code is None:
                 self._workers.kill()
-                log.info("a node wants to join: starting the next generation")
+                self._recovery.interrupted(self._budget.generations + 1)
                 continue
-            self._recovery.failed(self._positions, self._workers.codes())
             if not self._is_retried(code):
                 self._workers.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
             codes = self._workers.kill() or {0: code}
@@ -124,8 +128,7 @@ class NodeAgent(SimpleElasticAgent):
     def _said(self, codes: Mapping[int, int]) -> str:
         """How a generation ended on this node, in words."""
         said = "ranks ended with " + ", ".join(str(each) for each in sorted(set(codes.values())))
-        words = self._node.view.last_words
-        return f"{said}: {words}" if words else said
+        return f"{said}: {words}" if (words := self._node.view.last_words) else said
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
         """The node's code, once a rank has failed or all have ended: {local rank: code, if any}."""
@@ -142,8 +145,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _watch(self) -> int | None:
         """Watch one generation: its exit code on this node, or None when nodes wait to be let in."""
-        self._forwarded_at: float | None = None
-        shutdown_timeout = self._node.config.shutdown_timeout
+        self._stopping: Stopping | None = None
         next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
         while True:
             self._workers.pause(MONITOR_SECONDS)
@@ -155,17 +157,14 @@ class NodeAgent(SimpleElasticAgent):
                 return self._explained(codes)
             if (alarm := self._watchdog.alarm) is not None:
                 return self._end_hang(alarm)
-            if self._stop and self._forwarded_at is None:
-                self._forwarded_at = now
-                asked = f"asking all ranks to save and stop (up to {shutdown_timeout:.0f} s)"
-                log.info("%s: %s; Ctrl-C again ends them at once", self._stop.name, asked)
+            if self._stop and self._stopping is None:
+                self._stopping = Stopping(self._node, self._there)
                 self._workers.signal(handed_on(self._stop.signal_number or 15))
                 self._departures.leaves(self._positions[0])
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
-            if self._forwarded_at is not None and now - self._forwarded_at > shutdown_timeout:
-                log.warning("ranks did not stop within %.0f s: killing them", shutdown_timeout)
-                return KILLED
+            if self._stopping and (code := self._stopping.code(self._watchdog.has_trained)) is not None:
+                return code
             if self._watchdog.has_trained:
                 self._recovery.trains()
                 if now > next_fork:
@@ -173,7 +172,7 @@ class NodeAgent(SimpleElasticAgent):
                     self._workers.stand_by(self._node.nproc)
             if now > next_look:
                 next_look = now + MEMBERSHIP_SECONDS
-                if self._nodes_waiting() and not ended and self._forwarded_at is None:
+                if self._nodes_waiting() and not ended and self._stopping is None:
                     return None
 
     def _end_hang(self, alarm: Alarm) -> int:
@@ -204,9 +203,8 @@ class NodeAgent(SimpleElasticAgent):
         waited = time.monotonic() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
-            here, nodes = nodes_here(self._handler), self._node.placement.nodes
-            here_of = f"{'some' if here is None else here} of {nodes} nodes are here"
-            log.info("waiting: %s (%.0f of %.0f s)", here_of, waited, self._node.config.master_timeout)
+            here = who_is_here(self._handler, self._node.placement)
+            log.info("waiting: %s (%.0f of %.0f s)", here, waited, self._node.config.master_timeout)
 
     def _is_done(self) -> bool:
         """Whether a verdict of 0 can be: the last step is saved, which only node 0 surely sees."""
@@ -214,24 +212,32 @@ class NodeAgent(SimpleElasticAgent):
             return is_confirmed(self._root)
         return is_finished(self._node.view.checkpoints)
 
+    def _has_no_time(self) -> bool:
+        """Stopped before any of its ranks began, or by a person who will not wait."""
+        return bool(self._stop) and (not self._positions or self._stop.interrupts > 1)
+
     def abandon(self) -> None:
         """This connection is given up: nothing of it goes on saying that the node lives, into the void."""
-        with contextlib.suppress(RendezvousError):
-            stop_keep_alive(self._handler)
+        stop_keep_alive(self._handler)
 
     def leave(self, code: int, reason: str) -> bool:
         """Tell the others how the job ended; node 0 stays until they have heard it. Whether they go on."""
+        self._joining = False  # what ends it is known: no look at the rendezvous finds another end
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
             if code == STOPPED and self._positions and self._departures.can_leave(self._positions[0]):
                 self._departures.go(self._handler)
                 return True
             if not self._is_retried(code) or self._budget.is_spent:
                 leave_verdict(self._root, code, reason)
-            with contextlib.suppress(RendezvousClosedError):
-                stop_keep_alive(self._handler)
-            left = self._root.add(LEFT_KEY, 1)
-            if self._node.placement.node_rank == 0:
-                stay_until_all_left(self._root, self._node.placement.nodes, left)
+        stop_keep_alive(self._handler)
+        with contextlib.suppress(RuntimeError, RendezvousError, OSError):
+            left, placement = self._root.add(LEFT_KEY, 1), self._node.placement
+            stays = time.monotonic() + self._node.config.master_timeout * (code == FINISHED)
+            while placement.node_rank == 0 and left < placement.nodes:
+                left = stay_until_all_left(self._root, placement.nodes, left, should_stop=self._has_no_time)
+                if self._stop or time.monotonic() > stays or not others_live(self._handler, placement):
+                    break
+                self._node.view.last_progress = time.time()
         return False
 
     # What torch's engine asks of an agent.
@@ -248,9 +254,11 @@ class NodeAgent(SimpleElasticAgent):
         store, placement = group.store, self._node.placement
         check_all_are_in(placement, group.group_world_size)
         if group.group_rank == 0:
-            store.set("tandem/generation", f"{self._budget.generations}.{uuid.uuid4().hex}")
-        generation = agreed(store, "tandem/generation", r"\d{1,9}\.[0-9a-f]{32}")
-        prefix, self._restart = f"generation/{generation}", int(generation.partition(".")[0])
+            said = f"{self._budget.generations}.{uuid.uuid4().hex}.{self._what_there_is()}"
+            store.set("tandem/generation", said)
+        generation = agreed(store, "tandem/generation", rf"\d{{1,9}}\.[0-9a-f]{{32}}\.({'|'.join(THERE)})")
+        number, name, self._there = generation.split(".")
+        prefix, self._restart = f"generation/{number}.{name}", int(number)
         self._budget.generations += 1
         self._positions = positions = {
             worker.local_rank: self._position(worker, group, prefix) for worker in group.workers
@@ -265,24 +273,11 @@ class NodeAgent(SimpleElasticAgent):
             log.info("%s is process %d", positions[local_rank], pid)
         return dict(pids)
 
+    def _what_there_is(self) -> str:
+        return what_there_is(self._node)
+
     def _position(self, worker: Any, group: Any, prefix: str) -> Position:
-        placement, nproc = self._node.placement, self._node.nproc
-        return Position(
-            rank=worker.global_rank,
-            local_rank=worker.local_rank,
-            world_size=worker.world_size,
-            node_rank=group.group_rank,
-            nodes=group.group_world_size,
-            ranks_on_host=nproc * (placement.nodes if placement.nodes_share_host else 1),
-            platform=placement.platform,
-            node_name=placement.local_name or "localhost",
-            store=(*self._node.place.address, prefix),
-            init="store",
-            restart=self._restart,
-            sample_socket=str(self._node.view.socket_path),
-            resume=self._node.resume,
-            owner=self._node.claim.token,
-        )
+        return self._node.position(worker, group, prefix, self._restart)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._workers.kill()

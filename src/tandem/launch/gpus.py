@@ -1,6 +1,6 @@
 """The GPUs of a machine that plays several nodes: how many there are, and which node has which.
 
-No torch in here: simulated nodes are started before anything imports it.
+No torch in here: what nodes see is decided before anything imports it.
 """
 
 import ctypes
@@ -38,8 +38,11 @@ def _count() -> int:
     """By NVIDIA's library, which is there under WSL2 as well; else by the device files."""
     try:
         nvml, count = ctypes.CDLL(NVML), ctypes.c_uint(0)
-        if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
-            return count.value
+        if nvml.nvmlInit_v2() == 0:
+            has_counted = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+            nvml.nvmlShutdown()  # nodes are forked from this process, and may ask it themselves
+            if has_counted:
+                return count.value
     except (OSError, AttributeError):  # no driver here, or one of a kind that answers otherwise
         pass
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

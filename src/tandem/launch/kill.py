@@ -10,7 +10,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+from tandem.checkpoint.owner import FOLDER
 from tandem.errors import ConfigError
+from tandem.process import stat_of
 
 LOG = re.compile(r"(rank|node)-(\d+)\.log")
 WRITES = os.O_WRONLY | os.O_RDWR
@@ -19,7 +21,8 @@ WRITES = os.O_WRONLY | os.O_RDWR
 def kill(run_dir: Path, kind: str, number: int, name: str) -> str:
     """Send SIG`name` to rank or node (`kind`) `number` of a run; a line about it. Raises ConfigError."""
     if not (run_dir / "log").is_dir():
-        raise ConfigError(f"{run_dir} is no run: it has no log folder; give the run's directory")
+        what = "has not begun" if (run_dir / FOLDER).is_dir() else "is no run"
+        raise ConfigError(f"{run_dir} {what}: it has no log folder; give the directory of a run that trains")
     found = processes_of(run_dir)
     pid = found.get((kind, number))
     if pid is None:
@@ -65,7 +68,5 @@ def _topmost(pids: set[int]) -> int:
 
 
 def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+    fields = stat_of(pid)
+    return int(fields[1]) if fields else 0

@@ -6,7 +6,6 @@ is as old as it is long ago, on this node's monotonic clock, that it was first s
 nodes have written is put back unchanged when this one writes.
 """
 
-import pickle
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -27,9 +26,8 @@ class OwnClock:
         self._seen: dict[Any, tuple[datetime, float]] = {}  # what was written, and when that was first read
         self._given: dict[Any, datetime] = {}  # what this node's rendezvous was told instead
 
-    def received(self, bits: bytes) -> bytes:
-        """The state as it was read, each time in it as if this node's clock had written it."""
-        state = pickle.loads(bits)
+    def received(self, state: Any) -> Any:
+        """The state as it was read, with each time in it as if this node's clock had written it."""
         if state.round or state.complete:
             self._last_call.has_begun()
         beats = state.last_heartbeats
@@ -38,16 +36,15 @@ class OwnClock:
             state.deadline = self._translate(DEADLINE, state.deadline, self._last_call.last_call)
         for gone in self._seen.keys() - beats.keys() - {DEADLINE}:
             del self._seen[gone], self._given[gone]
-        return pickle.dumps(state)
+        return state
 
-    def sent(self, bits: bytes) -> bytes:
-        """The state as it is to be written: what this node did not change is as the others wrote it."""
-        state = pickle.loads(bits)
+    def sent(self, state: Any) -> Any:
+        """The state as it is to be written: with what this node did not change as the others wrote it."""
         beats = state.last_heartbeats
         state.last_heartbeats = {node: self._restore(node, told) for node, told in beats.items()}
         if state.deadline is not None:
             state.deadline = self._restore(DEADLINE, state.deadline)
-        return pickle.dumps(state)
+        return state
 
     def _translate(self, key: Any, written: datetime, ahead: timedelta = timedelta()) -> datetime:
         before = self._seen.get(key)

@@ -1,27 +1,40 @@
 """One rank without an agent: under torchrun, srun or mpirun, started by hand, or all alone."""
 
 import contextlib
+import multiprocessing
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.storage.copies import local_folder
-from tandem.config import Settings
+from tandem.config import Settings, TaskJob
 from tandem.distributed.group import Position
+from tandem.launch.lone_stop import LoneStop
 from tandem.launch.rendezvous import wait_for_master
 from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.tracker import TrackerProcess
+from tandem.launch.variables import use_loopback
 from tandem.launch.view import NodeView
-from tandem.launch.workers import RankFunction, use_loopback
 from tandem.platforms.placement import Placement
 from tandem.report.access import load_access
+from tandem.signals import StopFlag
+from tandem.timeouts import AT_ONCE_SECONDS
+
+Hear = Callable[[StopFlag], None]
 
 
-def run_lone_rank(settings: Settings, placement: Placement, rank_function: RankFunction) -> int:
-    """Train as the rank that the environment says; its exit code. Rank 0 also hosts page and metrics."""
+def run_lone_rank(
+    settings: Settings, placement: Placement, rank_function: Callable[..., int], chosen: frozenset[str]
+) -> int:
+    """Train as the rank that the environment says; its exit code. Rank 0 also hosts page and metrics.
+
+    `chosen`: the names of the settings that somebody has given a value.
+    """
     with contextlib.closing(LoneRank(settings, placement, lambda: decide(settings))) as rank:
-        code = rank_function(settings.to_dict(), rank.position)
+        code = rank_function(TaskJob(settings.to_dict(), chosen), rank.position, hear=rank.hear)
         rank.ended(code, f"the rank ended with code {code}")
         return code
 
@@ -40,6 +53,7 @@ class LoneRank:
     ) -> None:
         self._settings = settings
         self._view: NodeView | None = None
+        self._stop, self._stopping = StopFlag(), list[LoneStop]()
         if placement.is_one_host:
             use_loopback()
         open_run_folder(settings)
@@ -71,12 +85,34 @@ class LoneRank:
 
     def ended(self, code: int, reason: str) -> None:
         """The training is over: rank 0 shows it, and waits for the last scrape, if there was any."""
+        for stopping in self._stopping:
+            stopping.is_over = True
         if self._view is not None:
             if self._claim.look():
                 self._view.ended(code, reason)
-                self._tracker.ended(code, lambda: False)
+                self._tracker.ended(code, lambda: self._stop.interrupts > 1)
                 self._copies.push()
-            self._view.linger(self._settings.metrics.metrics_linger, lambda: False)
+            self._view.linger(self._settings.metrics.metrics_linger, lambda: bool(self._stop))
+
+    def hear(self, stop: StopFlag) -> None:
+        """From here on a stop is said, and a second Ctrl-C ends this process (main thread only)."""
+        self._stop = stop
+        self._stopping.append(LoneStop(stop, self._settings, self.position, self._leave_at_once))
+
+    def _leave_at_once(self, code: int, reason: str) -> None:
+        """End this process, whatever its main thread is at; nothing that it has opened is left behind."""
+        last = threading.Timer(AT_ONCE_SECONDS, os._exit, (code,))
+        last.daemon = True
+        last.start()
+        with contextlib.suppress(Exception):  # of what the main thread is closing as well
+            for child in multiprocessing.active_children():  # loader processes
+                child.kill()
+            if self._view is not None and self._claim.look():
+                self._view.ended(code, reason)
+                self._tracker.ended(code, lambda: True)
+        with contextlib.suppress(Exception):
+            self._opened.close()
+        os._exit(code)
 
     def close(self) -> None:
         self._opened.close()

@@ -22,11 +22,18 @@ from tandem.launch.rendezvous import (
     stay_until_all_left,
     wait_for_master,
 )
+from tandem.launch.rendezvous_state import STATE_KEY, is_complete
 from tandem.launch.secret import SECRET
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
-from tandem.timeouts import ANNOUNCE_SECONDS, REFUSED_RETRY_SECONDS, STORE_READ_SECONDS
+from tandem.silence import still
+from tandem.timeouts import (
+    ANNOUNCE_SECONDS,
+    MASTER_RETRY_SECONDS,
+    REFUSED_RETRY_SECONDS,
+    STORE_READ_SECONDS,
+)
 
 log = logging.getLogger("tandem.agent")
 
@@ -145,19 +152,35 @@ class MeetingPlace:
 def announce(place: MeetingPlace, code: int, reason: str = "", stop: StopFlag | None = None) -> None:
     """This node ends the job before it began: tell the nodes that come within half a minute, and why.
 
-    A node other than 0 tells node 0 of a mistake. It ends nobody's job but its own, and no elastic one, which
-    can do without it.
+    A node other than 0 tells node 0 of a mistake. It ends nobody's job but its own, none whose nodes are all
+    there, and no elastic one, which can do without it.
     """
     placement = place.placement
     if placement.nodes == 1:
         return
-    with contextlib.suppress(TandemError, StoreLostError, StopRequestedError, RuntimeError, ValueError):
+    told = still(f"telling the other nodes, for up to {ANNOUNCE_SECONDS:.0f} s; Ctrl-C ends it")
+    meant = TandemError, StoreLostError, StopRequestedError, RuntimeError, ValueError
+    with told, contextlib.suppress(*meant):
         if placement.node_rank == 0:
             store = place.host()
             leave_verdict(store, code, reason)
-            stay_until_all_left(store, placement.nodes, store.add(LEFT_KEY, 1), ANNOUNCE_SECONDS)
+            left = store.add(LEFT_KEY, 1)
+            stay_until_all_left(store, placement.nodes, left, ANNOUNCE_SECONDS, lambda: bool(stop))
         elif placement.elastic is None and stop is not None:
+            deadline = time.monotonic() + ANNOUNCE_SECONDS
             store = place.join(ANNOUNCE_SECONDS, stop)
-            if store.get(NODES_KEY) == str(placement.nodes).encode():
+            if store.get(NODES_KEY) == str(placement.nodes).encode() and _is_missed(store, stop, deadline):
                 leave_verdict(store, code, f"node {placement.node_rank}: {reason}")
                 store.add(LEFT_KEY, 1)
+
+
+def _is_missed(store: TCPStore, stop: StopFlag, deadline: float) -> bool:
+    """Whether nodes wait for this one: those that train do not, unless they have just lost it.
+
+    Raises ValueError.
+    """
+    while store.check([STATE_KEY]) and is_complete(store.get(STATE_KEY)):
+        if stop or time.monotonic() > deadline:
+            return False
+        time.sleep(MASTER_RETRY_SECONDS)
+    return True

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,8 +14,10 @@ from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.storage.copies import Copies, local_folder
-from tandem.config import Settings
+from tandem.config import Settings, TaskJob
+from tandem.config.slices import ONE_PROCESS
 from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, TandemError
+from tandem.launch.fork_server import start_fork_server
 from tandem.launch.program import job_of
 from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
 from tandem.launch.scratch import scratch
@@ -22,19 +25,15 @@ from tandem.launch.secret import take_key
 from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
 from tandem.launch.tracker import TrackerProcess
-from tandem.launch.workers import (
-    Workers,
-    keep_nccl_errors_here,
-    record_collectives,
-    start_fork_server,
-    use_loopback,
-    wait_passively,
-)
+from tandem.launch.variables import set_for_ranks
+from tandem.launch.workers import Workers
 from tandem.log import setup
 from tandem.platforms.placement import Placement
+from tandem.process import name_process
 from tandem.report.access import Access, load_access
 from tandem.script.job import Program
 from tandem.signals import StopFlag
+from tandem.silence import still
 from tandem.telemetry.health import Limits, Starting
 
 if TYPE_CHECKING:
@@ -56,16 +55,17 @@ class Work(NamedTuple):
     is_script: bool = False
 
 
-def task_work(rank_function: str, settings: Settings) -> Work:
-    """Train a task."""
+def task_work(rank_function: str, settings: Settings, chosen: Collection[str]) -> Work:
+    """Train a task. `chosen`: the names of the settings that somebody has given a value."""
     module = rank_function.partition(":")[0]
-    return Work(rank_function, f"{module}:warm_up", settings.to_dict(), ["tandem.launch.warm", module])
+    job = TaskJob(settings.to_dict(), frozenset(chosen))
+    return Work(rank_function, f"{module}:warm_up", job, ["tandem.launch.warm", module])
 
 
 def script_work(program: Program, settings: Settings, chosen: Collection[str]) -> Work:
-    """Run a program of a person's own; a new interpreter needs no fork server that is warm.
+    """Run a program of a person's own; for a new interpreter the fork server imports only what starts it.
 
-    `chosen`: the names of the settings that somebody has given a value.
+    `chosen` as for `task_work`.
     """
     job, module = job_of(program, settings, chosen), "tandem.script.rank"
     cold = job.cold or program.kind == "command"
@@ -77,14 +77,10 @@ def run_this_node(
     settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
 ) -> int:
     """Everything one node does in a run; the exit code (see `errors`)."""
+    name_process(f"tandem-node-{placement.node_rank}")
     key = take_key(os.environ)  # ranks need none
-    if placement.is_one_host:
-        use_loopback()
-    record_collectives()
-    wait_passively()
+    set_for_ranks(placement.is_one_host, work.is_script)
     open_run_folder(settings)  # and its umask is that of the ranks
-    if not work.is_script:  # its ranks meet in a store of their own, and its dumps are its own affair
-        keep_nccl_errors_here()
     with scratch() as folder:
         return _run_in(folder, settings, placement, work, state_dir, stop, key)
 
@@ -100,30 +96,36 @@ def _run_in(
 ) -> int:
     """The same, with a folder for sockets."""
     with contextlib.ExitStack() as opened:
-        if state_dir is not None:
-            starting = Starting(state_dir, Limits.asked(settings.launch, settings.reliability))
-            opened.callback(starting.close)
-        start_fork_server(work.preload, folder)  # it imports torch while this process does
-        from tandem.launch.meeting_place import MeetingPlace, announce  # and torch with it
+        with _saying_that_it_starts(settings, state_dir), still("importing torch"):
+            import torch  # noqa: F401
+        start_fork_server(work.preload, folder)  # while there is one thread
+        with _saying_that_it_starts(settings, state_dir):
+            with still("importing torch.distributed"):
+                from tandem.launch.meeting_place import MeetingPlace, announce
 
-        place = MeetingPlace(placement, key)
-        try:
-            mine = Claim(settings.run.place)
-            if placement.node_rank == 0:
-                mine = opened.enter_context(owned(settings, placement, lambda: bool(stop)))
-            prepare = _prepare_script if work.is_script else _prepare
-            prepared = prepare(settings, placement, mine)
-        except TandemError as error:
-            log.error("%s", error)
-            leave_word(str(error))
-            announce(place, error.exit_code, str(error), stop)
-            return error.exit_code
-        if prepared.decision.kind == "complete":
-            announce(place, FINISHED)
-            return FINISHED
-        if state_dir is not None:
-            starting.close()
+            place = MeetingPlace(placement, key)
+            try:
+                mine = Claim(settings.run.place)
+                if placement.node_rank == 0:
+                    mine = opened.enter_context(owned(settings, placement, lambda: bool(stop)))
+                prepare = _prepare_script if work.is_script else _prepare
+                prepared = prepare(settings, placement, mine)
+            except TandemError as error:
+                log.error("%s", error)
+                leave_word(str(error))
+                announce(place, error.exit_code, str(error), stop)
+                return error.exit_code
+            if prepared.decision.kind == "complete":
+                announce(place, FINISHED, stop=stop)
+                return FINISHED
         return _run_agent(folder, settings, place, work, state_dir, stop, prepared)
+
+
+def _saying_that_it_starts(settings: Settings, state_dir: Path | None) -> AbstractContextManager[object]:
+    """For the probes, while what takes seconds is done."""
+    if state_dir is None:
+        return contextlib.nullcontext()
+    return contextlib.closing(Starting(state_dir, Limits.asked(settings.launch, settings.reliability)))
 
 
 class _Prepared(NamedTuple):
@@ -147,11 +149,15 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
             "give --batch-shares auto"
         )
     if placement.node_rank == 0:
-        access, decision = load_access(settings.metrics), decide(settings)
+        access = load_access(settings.metrics)
+        with still("looking at the checkpoints"):
+            decision = decide(settings)
         if decision.kind == "complete":
             return _Prepared(mine, decision)
         prepared = _Prepared(mine, decision, access, prepare_run_dir(settings, mine, decision))
-    load_task(settings.run.task, settings.run.task_fields, settings.data.data_dir, settings.data.download)
+    run, data = settings.run, settings.data
+    with still(f"importing the task {run.task}"):
+        load_task(run.task, run.task_fields, data.data_dir, data.download)
     _log_of_first_node(settings, placement)
     return prepared
 
@@ -183,11 +189,12 @@ def _run_agent(
     prepared: _Prepared,
 ) -> int:
     """The agent, and beside it what shows the run to the outside."""
-    from tandem.launch.agent import run_agent
-    from tandem.launch.generations import NodeAgent
-    from tandem.launch.part import Node
-    from tandem.launch.script_agent import ScriptAgent
-    from tandem.launch.view import NodeView
+    with still("importing what the agent needs"):
+        from tandem.launch.agent import run_agent
+        from tandem.launch.generations import NodeAgent
+        from tandem.launch.part import Node
+        from tandem.launch.script_agent import ScriptAgent
+        from tandem.launch.view import NodeView
 
     placement, run_dir = place.placement, local_folder(settings.run.place)
     nproc = placement.nproc or _ranks_for_gpus(settings)
@@ -235,7 +242,7 @@ def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "Age
         starts.begin(node.config.max_starts, lambda: bool(node.stop))
         report = run_agent(node, agent)
     except CrashLoopError as error:
-        announce(node.place, error.exit_code, str(error))
+        announce(node.place, error.exit_code, str(error), node.stop)
         report = AgentReport(error.exit_code, str(error), 0)
     starts.end(report.code, report.reason, report.generations)
     return report
@@ -243,7 +250,7 @@ def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "Age
 
 def _ranks_for_gpus(settings: Settings) -> int:
     """`--nproc auto`: one rank for its GPU or GPUs, else one; one as well for what is a single process."""
-    if settings.compute.device == "cpu" or settings.compute.strategy in ("single", "dp"):
+    if settings.compute.device == "cpu" or settings.compute.strategy in ONE_PROCESS:
         return 1
     import torch
 

@@ -1,10 +1,12 @@
 """What an agent works with: this node's part of a job."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config.slices import LaunchConfig
+from tandem.distributed.group import Position
 from tandem.launch.meeting_place import MeetingPlace
 from tandem.launch.view import NodeView
 from tandem.launch.workers import Workers
@@ -28,3 +30,23 @@ class Node:
     resume: ResumeDecision
     claim: Claim
     place: MeetingPlace
+
+    def position(self, worker: Any, group: Any, prefix: str, restart: int) -> Position:
+        """That of one of its ranks, a `worker` of torch's `group`, whose ranks meet below `prefix`."""
+        placement = self.placement
+        return Position(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            world_size=worker.world_size,
+            node_rank=group.group_rank,
+            nodes=group.group_world_size,
+            ranks_on_host=self.nproc * (placement.nodes if placement.nodes_share_host else 1),
+            platform=placement.platform,
+            node_name=placement.local_name or "localhost",
+            store=(*self.place.address, prefix),
+            init="store",
+            restart=restart,
+            sample_socket=str(self.view.socket_path),
+            resume=self.resume,
+            owner=self.claim.token,
+        )

@@ -4,7 +4,6 @@
 """
 
 import os
-import pickle
 import re
 import socket
 import time
@@ -226,7 +225,7 @@ def _told(placement: Placement, connect: Connect) -> tuple[set[int], dict[str, f
     with suppress(RuntimeError, ValueError):
         store = connect()
         while time.monotonic() < deadline and store.check([STATE_KEY]):
-            state = pickle.loads(from_text(store.get(STATE_KEY)))
+            state = from_text(store.get(STATE_KEY))
             for node, beat in state.last_heartbeats.items():
                 if not (number := re.match(r"[0-9]{6}(?=\.)", node.addr)):
                     continue

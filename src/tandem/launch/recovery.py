@@ -7,14 +7,13 @@ agents' store before it goes into the next rendezvous; node 0 reads that when al
 import contextlib
 import json
 import logging
-import signal
 import time
 from collections.abc import Mapping
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.position import Position
-from tandem.launch.endings import was_killed
+from tandem.launch.endings import signal_name, was_killed
 from tandem.launch.part import Node
 from tandem.log import counted
 from tandem.words import lasting
@@ -31,7 +30,7 @@ class Recovery:
         self._step, self._keys = 0, list[str]()
 
     def failed(self, positions: Mapping[int, Position], codes: Mapping[int, int | None]) -> None:
-        """A generation of ranks {local rank: position} has ended by itself, with these codes so far."""
+        """A generation of ranks {local rank: position} has ended, with these codes so far."""
         first = positions[0]
         prefix = f"{first.store[2] if first.store else ''}/killed/"
         self._since, self._step = time.monotonic(), self._node.view.rank_zeros_step()
@@ -41,21 +40,30 @@ class Recovery:
             with contextlib.suppress(RuntimeError):  # the store is gone: there is nobody to read it
                 self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
 
+    def interrupted(self, number: int) -> None:
+        """It has ended for a node that waits to be let in: say whether one is new, or has lost a rank.
+
+        A rank between two collectives, or one that computes for long, has not heard of it.
+        """
+        killed = ", ".join(_told(*each) for each in self._killed())
+        level, why = (logging.WARNING, killed) if killed else (logging.INFO, "a node wants to join")
+        log.log(level, "%s: starting generation %d", why, number)
+
     def trains(self) -> None:
-        """The next generation has finished a step: node 0 says who was killed, and what it cost."""
+        """The next generation has finished a step: node 0 says who was killed, and what it cost.
+
+        A script's steps are its own affair: nobody knows which of them it takes again.
+        """
         since, self._since = self._since, None
         if since is None or self._node.placement.node_rank != 0:
             return
         seconds, plan = time.monotonic() - since, self._node.view.plan
-        lost = max(0, self._step - plan.step) if plan is not None else 0
+        lost = max(0, self._step - plan.step) if plan is not None else None
+        cost = "" if lost is None else f", {counted(lost, 'step')} lost"
         for rank, node, code in self._killed():
-            name = _signal_name(code)
-            log.warning(
-                "rank %d on node %d was killed (%s); training again after %s, %s lost",
-                *(rank, node, name, lasting(seconds), counted(lost, "step")),
-            )
-            told = {"rank": rank, "node": node, "signal": name, "seconds": round(seconds, 1)}
-            self._node.view.event("rank_killed", **told, steps_lost=lost)
+            log.warning("%s; training again after %s%s", _told(rank, node, code), lasting(seconds), cost)
+            told = {"rank": rank, "node": node, "signal": signal_name(code), "seconds": round(seconds, 1)}
+            self._node.view.event("rank_killed", **told, **({} if lost is None else {"steps_lost": lost}))
 
     def _killed(self) -> list[tuple[int, int, int]]:
         """(rank, node, code) of all that were killed, as far as anybody has left word."""
@@ -67,8 +75,5 @@ class Recovery:
         return found
 
 
-def _signal_name(code: int) -> str:
-    try:
-        return signal.Signals(code - 128).name
-    except ValueError:
-        return f"signal {code - 128}"
+def _told(rank: int, node: int, code: int) -> str:
+    return f"rank {rank} on node {node} was killed ({signal_name(code)})"

@@ -64,27 +64,36 @@ class StoreLostError(Exception):
 
 
 def raise_verdict(store: TCPStore) -> None:
-    """Raises VerdictError once another node has ended the job, StoreLostError.
+    """Raises VerdictError once another node has ended the job, StoreLostError."""
+    verdict = verdict_in(store)
+    if verdict is not None:
+        raise verdict
+
+
+def verdict_in(store: TCPStore) -> VerdictError | None:
+    """How the job was ended, if it was. Raises StoreLostError.
 
     Anyone who reaches the store can write there: what is no exit code is a failure that nothing mends.
     """
     try:
         if not store.check([VERDICT_KEY]):
-            return
+            return None
         text = store.get(VERDICT_KEY).decode(errors="replace")
     except RuntimeError as error:
         raise StoreLostError from error
     code, _, why = text.partition(" ")
     if code.isdecimal() and len(code) <= 3 and int(code) <= 255:
-        raise VerdictError(
-            int(code), f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
-        )
-    raise VerdictError(FAILED, f"the job's verdict in the store is {text[:40]!r}, which is no exit code")
+        said = f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
+        return VerdictError(int(code), said)
+    return VerdictError(FAILED, f"the job's verdict in the store is {text[:40]!r}, which is no exit code")
 
 
 def leave_verdict(store: TCPStore, code: int, reason: str) -> None:
-    """End the job for the other nodes, with why; the first one counts."""
-    store.compare_set(VERDICT_KEY, "", f"{code} {one_line(reason)}".strip())
+    """End the job for the other nodes, with why; the first one counts, but a failure more than a good end."""
+    said = f"{code} {one_line(reason)}".strip()
+    before = store.compare_set(VERDICT_KEY, "", said)
+    if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():
+        store.compare_set(VERDICT_KEY, before.decode(errors="replace"), said)
 
 
 def one_line(reason: str) -> str:
@@ -268,9 +277,16 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
         time.sleep(MASTER_RETRY_SECONDS)
 
 
-def stay_until_all_left(store: TCPStore, nodes: int, left: int, seconds: float = LEAVE_SECONDS) -> None:
-    """Until so many nodes have left, but no longer than `seconds`."""
+def stay_until_all_left(
+    store: TCPStore,
+    nodes: int,
+    left: int,
+    seconds: float = LEAVE_SECONDS,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Until so many nodes have left, but no longer than `seconds`; how many have."""
     deadline = time.monotonic() + seconds
-    while left < nodes and time.monotonic() < deadline:
+    while left < nodes and time.monotonic() < deadline and not should_stop():
         time.sleep(LEFT_POLL_SECONDS)
         left = store.add(LEFT_KEY, 0)
+    return left

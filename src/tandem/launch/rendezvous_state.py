@@ -9,7 +9,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -24,17 +24,22 @@ from tandem.launch.liveness import OwnClock
 from tandem.launch.rendezvous import RUN_ID, one_line
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
+    BACKOFF_SECONDS_A_NODE,
     KEEP_ALIVE_ATTEMPTS,
     KEEP_ALIVE_SECONDS,
     RENDEZVOUS_POLL_SECONDS,
+    TORCH_KEEP_ALIVE_SECONDS,
+    TORCH_POLL_SECONDS,
 )
-from tandem.torch_private import hasten_handler, keep_alive, rendezvous_kinds
+from tandem.torch_private import handler_pace, hasten_handler, nodes_here, rendezvous_kinds
 
 log = logging.getLogger("tandem.agent")
 
 STATE_KEY, NO_STATE = "tandem/rendezvous", b"none"
+FEW_NODES = 16  # that look at the shared state as often as the table of times says
 MOST_BYTES = 16 * 2**20
 """Far more than ten thousand nodes need."""
+NODES_NAMED = 8
 FLAGS, WAITING = ("complete", "closed"), ("wait_list", "redundancy_list")
 
 
@@ -60,7 +65,7 @@ class WatchfulBackend(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
         """(state, token, whether it is this one), or None."""
-        text, expected = to_text(self._clock.sent(state)), token or NO_STATE
+        text, expected = to_text(self._clock.sent(pickle.loads(state))), token or NO_STATE  # the engine's own
         found = self._replace(expected, text)
         if found == expected and found != text:  # the store says so of a key that is gone
             found = self._replace(b"", text)
@@ -89,7 +94,7 @@ class WatchfulBackend(RendezvousBackend):
                 found = self._replace(found, self._last)
                 continue
             self._last = found
-            return self._clock.received(state), found
+            return pickle.dumps(self._clock.received(state)), found
         raise RendezvousConnectionError("the store holds what is no state of a rendezvous, again and again")
 
 
@@ -99,6 +104,7 @@ def handler_of(
     """torch's handler for the nodes of this job, who wait for each other as it was `asked`."""
     low, high = placement.elastic or (placement.nodes, placement.nodes)
     timeout = LastCall(asked.master_timeout, asked.elastic_settle)
+    pace = paces(high)
     # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         RUN_ID,
@@ -108,15 +114,57 @@ def handler_of(
         high,
         local_addr=f"{placement.node_rank:06d}.{placement.local_name}",
         timeout=timeout,
-        **keep_alive(KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS),
+        **handler_pace(pace.alive_seconds, KEEP_ALIVE_ATTEMPTS, pace.backoff_seconds),
     )
-    hasten_handler(handler, RENDEZVOUS_POLL_SECONDS)
+    hasten_handler(handler, pace.poll_seconds)
     return handler
 
 
-def to_text(bits: bytes) -> bytes:
-    """What this process's own engine has pickled, for the store."""
-    state = pickle.loads(bits)
+class Pace(NamedTuple):
+    """Between two looks at who is there; between two signs of life; at most, after a write that came late."""
+
+    poll_seconds: float
+    alive_seconds: int
+    backoff_seconds: float
+
+
+def paces(nodes: int) -> Pace:
+    """How often so many nodes look at, and write into, the state that they share.
+
+    Each sign of life is written into it, and read by all: what that costs them together grows with the square
+    of their number, and is kept from growing so up to where torch's own times begin. A write counts only
+    where nobody else wrote meanwhile; many that began at once would keep each other from it, so each waits
+    for a time of its own.
+    """
+    if nodes <= FEW_NODES:
+        return Pace(RENDEZVOUS_POLL_SECONDS, KEEP_ALIVE_SECONDS, 0.0)
+    rarer = (nodes / FEW_NODES) ** 2
+    poll, alive = RENDEZVOUS_POLL_SECONDS * rarer, round(KEEP_ALIVE_SECONDS * rarer)
+    backoff = min(BACKOFF_SECONDS_A_NODE * nodes, TORCH_KEEP_ALIVE_SECONDS)
+    return Pace(min(poll, TORCH_POLL_SECONDS), min(alive, TORCH_KEEP_ALIVE_SECONDS), backoff)
+
+
+def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
+    """How many nodes have come, and of a fixed number who has not."""
+    here = nodes_here(handler)
+    said = f"{'some' if here is None else len(here)} of {placement.nodes} nodes are here"
+    if here is None or placement.elastic is not None:
+        return said
+    came = {address.partition(".")[0] for address in here}
+    missing = [str(node) for node in range(placement.nodes) if f"{node:06d}" not in came]
+    more = [f"{len(missing) - NODES_NAMED} more"] * (len(missing) > NODES_NAMED)
+    return f"{said}, not node {', '.join([*missing[:NODES_NAMED], *more])}" if missing else said
+
+
+def others_live(handler: DynamicRendezvousHandler, placement: Placement) -> bool:
+    """Whether other nodes live, who would begin anew without the store. Raises RendezvousError."""
+    handler.num_nodes_waiting()  # reads the state
+    mine = f"{placement.node_rank:06d}."
+    return any(not address.startswith(mine) for address in nodes_here(handler) or ())
+
+
+def to_text(state: Any) -> bytes:
+    """A state of the engine, for the store."""
     words: dict[str, Any] = {name: getattr(state, name) for name in ("round", *FLAGS)}
     words["deadline"] = state.deadline and state.deadline.isoformat()
     words["participants"] = [[*_words_of(node), rank] for node, rank in state.participants.items()]
@@ -126,8 +174,8 @@ def to_text(bits: bytes) -> bytes:
     return json.dumps(words, separators=(",", ":")).encode()
 
 
-def from_text(text: bytes) -> bytes:
-    """A pickle for the engine of what `to_text` has given. Raises ValueError for anything else."""
+def from_text(text: bytes) -> Any:
+    """The state of which `to_text` has given `text`. Raises ValueError for anything else."""
     state_kind, _ = rendezvous_kinds()
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text)} bytes")
@@ -144,7 +192,12 @@ def from_text(text: bytes) -> bytes:
         state.last_heartbeats = {_node(each): _moment(beat) for *each, beat in words["last_heartbeats"]}
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return pickle.dumps(state)
+    return state
+
+
+def is_complete(text: bytes) -> bool:
+    """Whether all nodes have come, and begun. Raises ValueError for what `to_text` has not given."""
+    return bool(from_text(text).complete)
 
 
 def _words_of(node: Any) -> tuple[str, int, int]:

@@ -81,7 +81,7 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
             if (other := _noted(folder / f"array-{array}", task)) != task:
                 raise ConfigError(
                     f"{folder} is the run of task {other} of array {array}, and this is task {task}; give "
-                    "each task its own: --run-dir runs/$SLURM_ARRAY_TASK_ID"
+                    "each task its own, by its number (Slurm: --run-dir runs/$SLURM_ARRAY_TASK_ID)"
                 )
         if never_yet:
             before = _noted(folder / f"begun-{placement.job}", str(placement.restarts))

@@ -24,7 +24,7 @@ from tandem.launch.lone_rank import position_of
 from tandem.launch.restarts import job_code, shell_code
 from tandem.launch.scratch import scratch
 from tandem.launch.simulated import stop_with_parent
-from tandem.launch.workers import use_loopback
+from tandem.launch.variables import use_loopback
 from tandem.log import setup
 from tandem.platforms.placement import detect
 from tandem.timeouts import SUPERVISE_SECONDS

@@ -27,6 +27,7 @@ from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.log import setup
 from tandem.platforms.placement import detect
 from tandem.platforms.replica import with_index
+from tandem.signals import StopFlag
 
 log = logging.getLogger("tandem.run")
 
@@ -65,6 +66,11 @@ class ScriptRank:
         elif self._ending is not None:
             self._ending.close = close
 
+    def hear(self, stop: StopFlag) -> None:
+        """`stop` is installed: where no agent does, this process says what a stop does, and hears a 2nd."""
+        if self._ending is not None:
+            self._ending.hear(stop)
+
     @property
     def is_launched(self) -> bool:
         """Whether an agent runs the script, which has then set up its log."""
@@ -81,6 +87,7 @@ class Ending:
     def __init__(self, lone: LoneRank, world_size: int) -> None:
         self.close: Callable[[int], int] = lambda code: code
         self._lone, self._world_size = lone, world_size
+        self.hear = lone.hear
         self._code, self._reason = FINISHED, "the script has ended"
         self._show = sys.excepthook
         sys.excepthook = self._uncaught

@@ -5,6 +5,7 @@ would keep the addresses of the dead away.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,10 +18,20 @@ from tandem.distributed.position import Position
 from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED
 from tandem.launch.endings import Cause, choose, failures, is_own, last_words, was_killed
 from tandem.launch.generations import NodeAgent
-from tandem.launch.rendezvous import VerdictError, agreed
+from tandem.launch.rendezvous import VERDICT_KEY, VerdictError, agreed, leave_verdict, verdict_in
+from tandem.launch.rendezvous_state import others_live
 from tandem.launch.restarts import is_retried, job_code
+from tandem.launch.stops import TRAINED, Stopping
 from tandem.script.environment import error_file
-from tandem.timeouts import BLAME_SECONDS, MONITOR_SECONDS, OTHERS_SECONDS
+from tandem.timeouts import (
+    BLAME_SECONDS,
+    LEAVE_SECONDS,
+    MONITOR_SECONDS,
+    OTHERS_SECONDS,
+    WAITING_WORD_SECONDS,
+)
+
+log = logging.getLogger("tandem.agent")
 
 CAUSE_KEY = "tandem/cause"
 
@@ -34,6 +45,8 @@ class ScriptAgent(NodeAgent):
     def run_generations(self) -> tuple[int, str]:
         try:
             code, reason = super().run_generations()
+            if code == FINISHED and self._node.placement.nodes > 1:
+                self._await_other_nodes()
         except VerdictError as verdict:
             if verdict.code == FINISHED and self._cause is not None:
                 return FAILED, f"the ranks of other nodes have ended well without it: {self._cause.told()}"
@@ -43,6 +56,41 @@ class ScriptAgent(NodeAgent):
                 self._root.set(CAUSE_KEY, self._cause.to_json())
             reason = self._told(self._cause)
         return code, reason
+
+    def _what_there_is(self) -> str:
+        return TRAINED  # a program hears a stop wherever it is, and knows itself what is to be saved
+
+    def _await_other_nodes(self) -> None:
+        """The ranks here have ended well, and the program when those of all nodes have: node 0 waits for it.
+
+        As long as for their coming. Raises VerdictError where others end in another way.
+        """
+        position, config, heard = self._positions[0], self._node.config, time.monotonic()
+        key = f"{position.store[2] if position.store else ''}/well"
+        with contextlib.suppress(RuntimeError):
+            self._root.add(key, 1)
+        if self._node.placement.node_rank != 0:
+            return
+        leave_verdict(self._root, FINISHED, "")  # who comes back finds it
+        deadline, next_word = heard + config.master_timeout, heard + WAITING_WORD_SECONDS
+        while (well := self._root.add(key, 0)) < position.nodes:
+            if (verdict := verdict_in(self._root)) is not None and verdict.code != FINISHED:
+                raise verdict
+            now = time.monotonic()
+            if others_live(self._handler, self._node.placement):
+                heard, self._node.view.last_progress = now, time.time()
+            if self._stop and self._stopping is None:
+                self._stopping = Stopping(self._node, self._there)
+                deadline = min(deadline, now + config.shutdown_timeout)
+            if now > min(deadline, heard + LEAVE_SECONDS) or self._stop.interrupts > 1:
+                self._root.delete_key(VERDICT_KEY)
+                said = f"the ranks of {well} of {position.nodes} nodes ended well, those of others not yet"
+                why = "are they gone, or is --master-timeout too short for them?"
+                raise VerdictError(STOPPED if self._stop else PEER_LOST, f"{said}; {why}")
+            if now > next_word:
+                next_word = deadline
+                log.info("the ranks here have ended well: waiting for those of the other nodes")
+            time.sleep(MONITOR_SECONDS)
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
         first = failures(codes)
@@ -69,7 +117,7 @@ class ScriptAgent(NodeAgent):
         Some programs, such as Lightning's, end well when they are asked to stop. 0 would tell the platform
         that the job is done.
         """
-        if code == FINISHED and self._forwarded_at is not None:
+        if code == FINISHED and self._stopping is not None:
             return STOPPED
         deadline = time.monotonic() + OTHERS_SECONDS
         while code == STOPPED and not self._stop:

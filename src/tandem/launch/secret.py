@@ -1,6 +1,8 @@
 """The secret of a job, as somebody gives it: a variable or a file, the same on all nodes."""
 
+import ctypes
 import hmac
+import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -12,6 +14,8 @@ SHORTEST_SECRET, LONGEST_SECRET = 16, 4096
 
 def take_key(environ: MutableMapping[str, str]) -> bytes | None:
     """The key that the job's secret gives, None without one; the secret itself goes. Raises ConfigError."""
+    if environ is os.environ:
+        _wipe(SECRET)
     text, file = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
     if text and file:
         raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set; give one of them")
@@ -34,3 +38,14 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
             "such as those of: openssl rand -hex 32"
         )
     return hmac.digest(text.encode(), b"tandem: nodes of one job", "sha256")
+
+
+def _wipe(name: str) -> None:
+    """Zeros over a variable in the memory that this process began with.
+
+    /proc/PID/environ goes on showing that, of this process and of all that are forked from it.
+    """
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    if (place := getenv(name.encode())) is not None:
+        ctypes.memset(place, 0, len(ctypes.string_at(place)))

@@ -1,30 +1,44 @@
 """Simulated nodes: `tandem launch --nodes N` on a laptop starts N processes that are told they are nodes.
 
-Each is placed by hand at a loopback address of its own, as a cluster would place it.
+Each is placed by hand at a loopback address of its own, as a cluster would place it. All are forked from one
+process that has torch: it is imported once, and in memory once.
 """
 
-import contextlib
 import logging
+import multiprocessing
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
-from tandem.errors import INTERRUPTED_TWICE, KILLED
+from tandem.config.slices import LaunchConfig
+from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
+from tandem.launch.fork_server import start, start_fork_server
 from tandem.launch.gpus import gpus_of, shared_out
-from tandem.launch.restarts import job_code
+from tandem.launch.restarts import job_code, shell_code
 from tandem.launch.run_dir import open_run_folder
+from tandem.launch.scratch import scratch
+from tandem.launch.variables import set_for_ranks
+from tandem.launch.workers import resolve
+from tandem.log import redirect_output
 from tandem.platforms.placement import Placement
-from tandem.process import end_with_parent, safe_path
+from tandem.process import end_with_parent, stat_of
 from tandem.script.job import Program
-from tandem.signals import StopFlag, handed_on
-from tandem.timeouts import SUPERVISE_SECONDS
+from tandem.signals import StopFlag, default_handlers, handed_on
+from tandem.silence import still
+from tandem.timeouts import DEAF_NODE_SECONDS, LEAVE_SECONDS, SUPERVISE_SECONDS, TRACKER_END_SECONDS
 
 log = logging.getLogger("tandem.launch")
+
+AGENT, PROGRAM = "tandem.launch.agent", "tandem.cli:main"  # named, not imported: torch, and what is above
+ENDING_SECONDS = LEAVE_SECONDS + TRACKER_END_SECONDS  # beyond its ranks' end, until a node has left
+FORKS_ARE_GONE = 255  # multiprocessing's exit code of a process whose fork server cannot say it any more
 
 
 def simulate(
@@ -33,9 +47,10 @@ def simulate(
     argv: Sequence[str],
     environ: Mapping[str, str],
     stop: StopFlag,
+    preload: Sequence[str],
     program: Program | None = None,
 ) -> int:
-    """Run `placement.nodes` nodes on this machine; the job's exit code.
+    """Run `placement.nodes` nodes on this machine; the job's exit code. `preload`: what ranks import.
 
     Node 0 keeps the terminal, the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
     started again, as a cluster's platform would, up to --max-restarts times.
@@ -43,37 +58,53 @@ def simulate(
     run_dir = local_folder(settings.run.place)
     open_run_folder(settings)
     shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
+    set_for_ranks(placement.is_one_host, program is not None)
     nodes = [
         SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
             + ["--master", f"{placement.master_host}:{placement.master_port}"]
             + ["--run-dir", str(settings.run.place)],
             None if index == 0 else run_dir / "log" / f"node-{index}.log",
-            {**environ, **shares[index]},
+            shares[index],
             program.words() if program is not None else (),
         )
         for index in range(placement.nodes)
     ]
-    for node in nodes:
-        node.start()
-    _supervise(nodes, settings.launch.max_restarts, stop)
+    with scratch() as folder:
+        start_fork_server([AGENT, *preload], folder)
+        with still("importing what nodes and ranks need"):
+            for node in nodes:
+                node.start()
+        _supervise(nodes, settings.launch, stop)
     if stop.interrupts > 1:
         return INTERRUPTED_TWICE
     return job_code([code for node in nodes if (code := node.code()) is not None])
 
 
-def _supervise(nodes: Sequence["SimulatedNode"], restarts_left: int, stop: StopFlag) -> None:
+def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: StopFlag) -> None:
     """Until all have ended: hand a stop signal on, start again what was killed.
 
-    A second Ctrl-C kills the nodes, which may hear nothing; what they have started ends with them.
+    A second Ctrl-C kills the nodes, and so does the time that they have to stop, sooner where one is frozen
+    and hears nothing. What they have started ends with them.
     """
-    forwarded = False
+    restarts_left, stops_at = config.max_restarts, float("inf")
     while any(node.code() is None for node in nodes):
         time.sleep(SUPERVISE_SECONDS)
-        if stop and not forwarded:
-            forwarded = True
+        if stop and stops_at == float("inf"):
+            stops_at = time.monotonic() + config.shutdown_timeout + DEAF_NODE_SECONDS
             for node in nodes:
                 node.signal(handed_on(stop.signal_number or signal.SIGTERM))
+        if stops_at == float("inf") and any(node.is_cut_off() for node in nodes):
+            lost = "the process that nodes are forked from is gone, as where memory is short"
+            log.error("%s; the nodes save and stop: start again with the same command", lost)
+            stops_at = time.monotonic() + config.shutdown_timeout + DEAF_NODE_SECONDS
+        if (late := time.monotonic() - stops_at) > 0:
+            here = [index for index, node in enumerate(nodes) if node.code() is None]
+            deaf = [index for index in here if late > ENDING_SECONDS or nodes[index].is_frozen()]
+            if deaf:
+                log.warning("asked to stop, and still here: killing node %s", ", ".join(map(str, deaf)))
+            for index in deaf:
+                nodes[index].signal(signal.SIGKILL)
         if stop.interrupts > 1:
             log.warning("second Ctrl-C: ending all nodes at once")
             for node in nodes:
@@ -92,51 +123,77 @@ def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
 
 
 class SimulatedNode:
-    """One `tandem launch` process that stands for a node."""
+    """A process that stands for a node: `tandem launch` with these arguments, `variables`, and its output."""
 
     def __init__(
         self,
         arguments: Sequence[str],
         output: Path | None,
-        environment: Mapping[str, str],
+        variables: Mapping[str, str],
         program: Sequence[str] = (),
     ) -> None:
-        self._command = [sys.executable, "-m", "tandem", "launch", *arguments]
-        self._program = program
-        self._output, self._environment = output, environment
-        self._process: subprocess.Popen[bytes] | None = None
+        self._arguments, self._program = arguments, program
+        self._output, self._variables = output, variables
+        self._context = multiprocessing.get_context("forkserver")
+        self._process: ForkServerProcess | None = None
 
     def start(self, *more: str) -> None:
-        with contextlib.ExitStack() as stack:
-            target = None
-            if self._output is not None:
-                self._output.parent.mkdir(parents=True, exist_ok=True)
-                target = stack.enter_context(self._output.open("ab"))
-            self._process = subprocess.Popen(
-                [*self._command, *more, *self._program],
-                stdin=subprocess.DEVNULL,
-                stdout=target,
-                stderr=target,
-                env=safe_path(self._environment),
-                preexec_fn=stop_with_parent,
-            )
+        words = [*self._arguments, *more, *self._program]
+        hears_hangups = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        self._process = self._context.Process(
+            target=_be_a_node, args=(words, self._output, self._variables, hears_hangups)
+        )
+        start(self._process)
 
     def code(self) -> int | None:
-        if self._process is None or self._process.poll() is None:
-            return None
-        code = self._process.returncode
+        code = None if self._process is None else self._process.exitcode
+        if code == FORKS_ARE_GONE:
+            return None if self._state() else PEER_LOST
         if code == -signal.SIGTERM:  # before it could hear of it; 143 is a stop with all that belongs to it
             return KILLED
-        return 128 - code if code < 0 else code
+        return code if code is None else shell_code(code)
 
     def was_killed(self) -> bool:
-        return self._process is not None and (self._process.poll() or 0) < 0
+        return self._process is not None and (self._process.exitcode or 0) < 0
+
+    def is_cut_off(self) -> bool:
+        """Whether nobody can say any more how it ends; it has got SIGTERM for that."""
+        return self._process is not None and self._process.exitcode == FORKS_ARE_GONE
+
+    def is_frozen(self) -> bool:
+        return self._state() in ("T", "t")
 
     def signal(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        if self._process is not None and self.code() is None and self._process.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def _state(self) -> str:
+        """Of its process, as proc(5) has it; nothing where it has ended."""
+        fields = stat_of(self._process.pid) if self._process is not None and self._process.pid else []
+        return fields[0] if fields and fields[0] not in "ZX" else ""
+
+
+def _be_a_node(
+    words: Sequence[str], output: Path | None, variables: Mapping[str, str], hears_hangups: bool
+) -> None:
+    """In a new process, forked by the launcher's fork server."""
+    stop_with_parent()
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():  # they ended before
+        os._exit(PEER_LOST)
+    default_handlers(hears_hangups)  # the first signal is heard by `tandem launch`, which can say so
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        redirect_output(output)
+    os.environ.update(variables)
+    sys.argv = [sys.argv[0], "launch", *words]
+    resolve(PROGRAM)()
 
 
 def stop_with_parent() -> None:
-    """In the child: get SIGTERM when the launcher dies."""
+    """In the child: get SIGTERM when the launcher, or the fork server that ends with it, dies."""
     end_with_parent(signal.SIGTERM)

@@ -12,6 +12,7 @@ from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.errors import FINISHED, STOPPED
 from tandem.launch.gpus import chosen_gpus
+from tandem.log import renew_outputs
 from tandem.platforms.placement import Placement
 from tandem.report.about import About
 from tandem.report.access import Access
@@ -23,10 +24,11 @@ from tandem.telemetry import health, life, metrics
 from tandem.telemetry.channel import Receiver
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.hangs import Alarm
-from tandem.telemetry.journal import Journal, read_lines, write_json_atomic
+from tandem.telemetry.journal import Journal, read_events, write_json_atomic
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
 from tandem.telemetry.metrics import FINAL_STATES
 from tandem.telemetry.registry import Registry
+from tandem.telemetry.restarts import Restarts
 from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, VOLUME_SECONDS
 
 log = logging.getLogger("tandem.node")
@@ -55,12 +57,12 @@ class NodeView:
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         self._limits = health.Limits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # what the first rank that failed said
-        self._state, self._last_progress = "starting", time.time()
+        self._state, self.last_progress = "starting", time.time()
         self._health_file = life.HealthFile(state_dir)
         self._stop = stop
         self.linger_seconds = settings.metrics.metrics_linger
         self._ending: dict[str, object] | None = None
-        self._restarts, self._nodes = life.Restarts(), placement.nodes
+        self._restarts, self._nodes = Restarts(), placement.nodes
         self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
         self._activities = life.Activities(self._began - life.process_age_seconds())
@@ -86,11 +88,10 @@ class NodeView:
         """Node 0: journal, history and server."""
         self._journal, self._history = Journal(run_dir), History(run_dir, self.checkpoints)
         self._replays = life.Replays(self._history.last_step)
-        self._restarts = life.Restarts(read_lines(self._journal.events_path))
+        self._restarts = Restarts(read_events(run_dir))
         host, port = settings.metrics.metrics_host, settings.metrics.metrics_port
         shown = self.status, self._history.curves, access, self._about.read, self._log
-        server = MetricsServer(self.metrics, host, port, *shown)
-        self._server = server
+        server = self._server = MetricsServer(self.metrics, host, port, *shown)
         log.info("live page at %s/, metrics at %s/metrics", server.url, server.url)
         started = time.time() - life.process_age_seconds()
         self.metrics.apply(
@@ -100,7 +101,7 @@ class NodeView:
 
     def generation_started(self, number: int, position: Position) -> None:
         """The agent is about to start its ranks."""
-        self._last_progress, self.last_words = time.time(), ""
+        self.last_progress, self.last_words = time.time(), ""
         if self._journal is None:
             return
         self._nodes, self._world_size = position.nodes, position.world_size
@@ -169,8 +170,7 @@ class NodeView:
 
     def status(self) -> dict[str, object]:
         """The run as `/api/run` and the live page show it. Times are Unix seconds, durations seconds."""
-        record = self._health()
-        healthy, says = health.judge(record, time.time())
+        healthy, says = health.judge(self._health(), time.time())
         step, rate = self.rank_zeros_step(), self._done.samples_per_second
         planned = self.plan.steps_planned if self.plan is not None else None
         left = (planned - step) * self._settings.data.batch_size / rate if planned and rate > 0 else None
@@ -188,7 +188,7 @@ class NodeView:
             "loss": self._done.loss,
             "samples_per_second": rate,
             "seconds_left": left,
-            "seconds_since_progress": round(time.time() - self._last_progress, 1),
+            "seconds_since_progress": round(time.time() - self.last_progress, 1),
             "restarts": self._restarts.total,
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "time": time.time(),
@@ -223,7 +223,7 @@ class NodeView:
         self.on_heartbeat(beat)
         moved = before is None or beat.activity != before.activity
         if before is None or moved or beat.step != before.step:
-            self._last_progress = time.time()
+            self.last_progress = time.time()
         if not moved or self._state in FINAL_STATES:
             return
         if beat.rank == 0:
@@ -240,10 +240,9 @@ class NodeView:
     def _bring_up_to_date(self) -> None:
         """Counters that grow by themselves (wall time and signals), and what the ranks weigh."""
         if self._journal is not None:
-            samples = self._activities.take(time.monotonic())
-            if self._stop is not None:
-                samples += life.signal_increments(self._stop.received, self._signals_counted)
-            self.metrics.apply(samples)
+            received = {} if self._stop is None else self._stop.received
+            signals = life.signal_increments(received, self._signals_counted)
+            self.metrics.apply([*self._activities.take(time.monotonic()), *signals])
         sizes = {rank: life.resident_bytes(pid) for rank, pid in self._pids.items()}
         self.metrics.apply([
             metrics.RANK_MEMORY_BYTES.set(size, rank=rank) for rank, size in sizes.items() if size
@@ -264,7 +263,7 @@ class NodeView:
     def _health(self) -> dict[str, object]:
         """This node's state, as `health.judge` reads it."""
         step = max((beat.step for beat in self._beats.values()), default=0)
-        return health.record(self._state, step, self._last_progress, self._limits.of(self._state))
+        return health.record(self._state, step, self.last_progress, self._limits.of(self._state))
 
     def rank_zeros_step(self) -> int:
         """How many steps it had done when it was last heard."""
@@ -273,10 +272,11 @@ class NodeView:
     def _tick(self) -> None:
         while not self._closing.wait(NODE_TICK_SECONDS):
             self._bring_up_to_date()
+            renew_outputs()
             self._health_file.write(self._health())
 
     def _summary(self, state: str, code: int, reason: str) -> dict[str, object]:
-        step = self.rank_zeros_step()
+        step = (code == STOPPED and newest_step(self.checkpoints)) or self.rank_zeros_step()
         return {
             "state": state,
             "exit_code": code,

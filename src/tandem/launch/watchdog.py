@@ -24,6 +24,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.launch.rendezvous import read_all
+from tandem.process import stat_of
 from tandem.telemetry.hangs import Alarm, Beat, judge
 from tandem.telemetry.messages import Heartbeat, checked, pack_samples, unpack_samples
 from tandem.telemetry.registry import Registry
@@ -113,6 +114,7 @@ class Watchdog:
         with self._lock:
             self._generation, self._pids, self._alarm = generation, dict(pids), None
             self._heartbeats, self._nodes, self.has_trained = {}, {}, False
+            self._last_exchange = time.monotonic()  # the store has just answered the agent
             self._other_nodes = [node for node in nodes if node != self._node]
 
     def end_generation(self, store: TCPStore) -> None:
@@ -171,8 +173,7 @@ class Watchdog:
             lost = self._node != 0 and since is not None and now - since > limit
             if lost:
                 self._last_exchange = None
-            whole = self._node == 0 and bool(self._generation)
-        if whole:
+        if self._node == 0 and self._generation:
             self.on_beats(beats)
         if lost and since is not None:
             log.error("node 0 does not answer node %d since %.1f s", self._node, now - since)
@@ -281,11 +282,7 @@ class Watchdog:
 
 def _process_state(pid: int) -> str:
     """The state letter of proc(5), which follows the name; "X" for a process that is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
+    return (stat_of(pid) or ["X"])[0]
 
 
 def cut_connections(port: int) -> None:

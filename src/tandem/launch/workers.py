@@ -1,7 +1,4 @@
-"""The worker processes of one node: forked from a warm server, each on a pipe that tells when its agent dies.
-
-No torch in here: the fork server has to be started before the agent imports torch, and imports it meanwhile.
-"""
+"""The worker processes of one node: forked from a warm server, each on a pipe that ends with its agent."""
 
 import contextlib
 import importlib
@@ -13,19 +10,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tandem.checkpoint.memory import NodeMemory
-from tandem.errors import KILLED, PEER_LOST, PeerLostError
+from tandem.errors import KILLED, PEER_LOST
+from tandem.launch.fork_server import start
 from tandem.launch.restarts import shell_code
-from tandem.process import SAFE_PATH, end_with_parent, name_process, safe_path
-from tandem.signals import IGNORED_BY_FORK_SERVER
+from tandem.process import end_with_parent, name_process
+from tandem.silence import still
 from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
 
 log = logging.getLogger("tandem.agent")
@@ -33,76 +30,11 @@ log = logging.getLogger("tandem.agent")
 RankFunction = Callable[[Any, Any], int]
 
 
-def use_loopback() -> None:
-    """Make gloo and NCCL talk over the loopback device: all ranks are on this host, and nobody else is heard.
-
-    Nor need the host's own name resolve.
-
-    To be called before the fork server starts, which hands its environment on to the ranks.
-    """
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
-
-
-def record_collectives() -> None:
-    """Let torch remember the last collectives of each rank, for the report of a hang. As `use_loopback`."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
-
-
-def keep_nccl_errors_here() -> None:
-    """A NCCL error ends its own generation: no signal in the agents' store, which later ones use, too.
-
-    Signal and dump are what torch does by itself; a rank that is stuck writes its record anyway.
-    As `use_loopback`.
-    """
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-
-
-def wait_passively() -> None:
-    """Let threads of OpenMP sleep while they wait: spinning, they take the cores that others compute on.
-
-    On a busy machine that is the difference between a share of the pace and a sixtieth of it. It is read
-    when torch is imported, so it comes before; a value of one's own (GOMP_SPINCOUNT as well) counts.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
 def resolve(name: str) -> Callable[..., Any]:
     """ "package.module:function" -> the function."""
     module, _, attribute = name.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return function
-
-
-def start_fork_server(preload: Sequence[str], folder: Path) -> None:
-    """Start the process that ranks are forked from; it imports `preload` while the caller goes on.
-
-    Importing torch there is what makes a restart fast: 0.1 to 0.3 s instead of 4 (see docs/architecture.md).
-    Its socket lies in `folder`: multiprocessing's own would be left behind by an agent that is killed.
-    """
-    cast(Any, multiprocessing.current_process())._config["tempdir"] = str(folder)
-    multiprocessing.set_forkserver_preload(["tandem.launch.deaf", *preload])
-    with _no_current_folder():
-        resource_tracker.ensure_running()  # before: it unblocks signals when it has started its process
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_FORK_SERVER)
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _no_current_folder() -> Iterator[None]:
-    """Interpreters that are started meanwhile import nothing from the current folder."""
-    environ = dict(os.environ)
-    os.environ.update(safe_path(environ))
-    try:
-        yield
-    finally:
-        if SAFE_PATH in environ:
-            os.environ[SAFE_PATH] = environ[SAFE_PATH]
-        else:
-            del os.environ[SAFE_PATH]
 
 
 def _worker_main(
@@ -124,6 +56,9 @@ def _worker_main(
         os._exit(PEER_LOST)
 
     end_with_parent(signal.SIGKILL)  # the fork server, which ends with the agent: the pipe needs a free GIL
+    agent = multiprocessing.parent_process()
+    if agent is not None and not agent.is_alive():  # they ended before, on a busy machine
+        os._exit(PEER_LOST)
     name_process("tandem-warming")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
@@ -179,9 +114,10 @@ class Workers:
     def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
         """Start one process per local rank; {local rank: pid}."""
         self._ranks, self._positions = {}, positions
-        for local_rank, position in positions.items():
-            self._ranks[local_rank] = rank = self._take_standby(position) or self._fork(position)
-            rank.lifeline.send(position)
+        with still("importing what the ranks need"):  # the process that they are forked from is at it
+            for local_rank, position in positions.items():
+                self._ranks[local_rank] = rank = self._take_standby(position) or self._fork(position)
+                rank.lifeline.send(position)
         return {local_rank: int(rank.process.pid or 0) for local_rank, rank in self._ranks.items()}
 
     def stand_by(self, count: int) -> None:
@@ -204,13 +140,7 @@ class Workers:
     def _fork(self, expected: Any = None) -> "_Worker":
         theirs, ours = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_worker_main, args=(*self._arguments, theirs, expected))
-        try:
-            process.start()
-        except (EOFError, OSError) as error:
-            raise PeerLostError(
-                f"the process that ranks are forked from is gone ({type(error).__name__}): it was killed, as "
-                "the kernel does where memory is short; start this node again"
-            ) from error
+        start(process)
         theirs.close()
         return _Worker(process, ours, expected)
 

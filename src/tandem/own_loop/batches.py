@@ -63,5 +63,6 @@ class Batches(Iterator[Any]):
 
     def _end(self, finished: bool) -> None:
         self.is_over = True
-        self.stop.uninstall()
         self.finish(finished)
+        if finished:  # else the process ends, and a second Ctrl-C may still have to end it
+            self.stop.uninstall()

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from tandem.own_loop.batches import Batches
 from tandem.own_loop.kept import KeptState, unwrapped
 from tandem.own_loop.limits import check_batch_size, check_settings
 from tandem.own_loop.parts import Parts
-from tandem.signals import StopFlag
+from tandem.signals import StopFlag, ended_by_stop_signals
 from tandem.telemetry.channel import sender
 from tandem.telemetry.heartbeat import dump_stacks_on_request
 from tandem.telemetry.life import count_log_messages
@@ -56,7 +57,7 @@ class Engine:
         self._began = time.monotonic()
         self.settings, self._chosen, position = here.settings, here.chosen, here.position
         check_settings(self.settings)
-        self._run_dir = local_folder(self.settings.run.place)
+        self._run_dir, self._hear = local_folder(self.settings.run.place), here.hear
         if not here.is_launched:
             set_up_log(self.settings.telemetry.log_format, position, self._run_dir)
             dump_stacks_on_request(self._run_dir / "log", position.rank)
@@ -64,9 +65,12 @@ class Engine:
         if position.store is not None:
             count_log_messages(self._send)
         compute, reliability = self.settings.compute, self.settings.reliability
-        self.clock, self.world, self._threads = open_world(
-            compute, reliability, self.settings.common_fields(), position, self._send, self._run_dir / "log"
-        )
+        common = self.settings.common_fields()
+        # Nothing is there yet to be saved, and without an agent nobody else could end the wait.
+        with nullcontext() if position.store is not None else ended_by_stop_signals():
+            self.clock, self.world, self._threads = open_world(
+                compute, reliability, common, position, self._send, self._run_dir / "log"
+            )
         self._strategy = strategies.load(compute.strategy, self.world, self.settings.exchange)
         policy = self.settings.optimisation.on_nonfinite
         self.backward = Backward(self.world, self._strategy, self.clock, policy)
@@ -123,11 +127,14 @@ class Engine:
         data = training_data(dataset, reader, settings.run.steps)
         planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
         course = self._course(settings, state, data, planned)
+        stop = StopFlag().install()
+        stop.is_heeded = True
+        self._hear(stop)
         self._batches = Batches(
             course=course,
             backward=self.backward,
             data=data.steps(course.step, course.timetable.steps_planned),
-            stop=StopFlag().install(),
+            stop=stop,
             seed=settings.run.seed,
             optimizers=state.optimizers,
             finish=partial(self._finish, state, course),

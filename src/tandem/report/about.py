@@ -18,14 +18,14 @@ from typing import Any
 
 from tandem import __version__
 from tandem.config.settings import SETTINGS
+from tandem.config.sources import PLACES
 from tandem.report.secrets import HIDDEN, hide, is_secret
+from tandem.rotation import tail
 from tandem.telemetry.journal import read_json, write_json_atomic
 from tandem.timeouts import GIT_SECONDS
 
 FILE_NAME = "about.json"
 PACKAGES = ("torch", "torchvision", "numpy")
-PLACES = ("run_dir", "node_rank", "master")
-"""Settings that say where a run is, which its default never is."""
 LOG_LINES, LOG_BYTES, LINE_CHARACTERS = 200, 64 * 1024, 500
 
 
@@ -62,11 +62,9 @@ class About:
         named = re.search(r"\brank (\d{1,6})\b", reason)
         ranks = [named[1], "0"] if named else ["0"]
         for name in [*(f"rank-{rank}.log" for rank in ranks), "node-0.log"]:
-            with suppress(OSError), (self._run_dir / "log" / name).open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - LOG_BYTES))
-                text = file.read(LOG_BYTES).decode(errors="replace")
-                lines = self.hide(text).splitlines()[1 if size > LOG_BYTES else 0 :]
+            with suppress(OSError):
+                content, is_cut = tail(self._run_dir / "log" / name, LOG_BYTES)
+                lines = self.hide(content.decode(errors="replace")).splitlines()[1 if is_cut else 0 :]
                 return {"file": f"log/{name}", "lines": [_cut(line) for line in lines[-LOG_LINES:]]}
         return {"file": None, "lines": []}
 

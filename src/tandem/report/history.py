@@ -13,8 +13,9 @@ from typing import Any
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
-from tandem.telemetry.journal import read_lines
+from tandem.telemetry.journal import read_events, read_lines
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
+from tandem.telemetry.restarts import COUNTED
 from tandem.timeouts import LIST_SECONDS
 
 MAX_POINTS = 1000
@@ -37,8 +38,9 @@ class History:
         self.version = 0
         for record in read_lines(run_dir / "metrics.jsonl"):
             self._add_point(record)
-        for record in read_lines(run_dir / "events.jsonl"):
-            self._add_event(record)
+        for record in read_events(run_dir):
+            if record.get("kind") != COUNTED:
+                self._add_event(record)
         if not isinstance(self._checkpoints_dir, Path):
             self._look()
 

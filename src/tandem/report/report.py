@@ -14,10 +14,10 @@ from tandem.log import counted
 from tandem.report.about import About
 from tandem.report.history import History
 from tandem.report.pages import report_page
-from tandem.telemetry.journal import read_json, read_lines, write_bytes_atomic
-from tandem.telemetry.life import Restarts
+from tandem.telemetry.journal import read_events, read_json, write_bytes_atomic
 from tandem.telemetry.meter import ACTIVITIES, PHASES
 from tandem.telemetry.metrics import ACTIVITY_SECONDS
+from tandem.telemetry.restarts import Restarts
 
 NOT_COMPARED = ("run_dir", "run_name", "resume", "metrics_port", "node_rank", "master")
 
@@ -62,12 +62,15 @@ def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[s
     name = str(settings.get("run_name") or Path(run_dir).resolve().name)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
     size = f"{counted(int(ranks), 'rank')} on {counted(int(nodes or 1), 'node')}" if ranks else ""
-    restarts = summary.get("restarts", Restarts(read_lines(folder / "events.jsonl")).total)
+    restarts = summary.get("restarts", Restarts(read_events(folder)).total)
     events = now["events"]
     assert isinstance(events, list)
     state, reason = str(summary.get("state", "not finished")), str(summary.get("reason") or "")
     noted = About(folder, secrets)
     about = noted.read()
+    if summary.get("optimizer"):  # what took the steps, whatever the settings said
+        parts = [summary["optimizer"], f"lr {summary.get('lr')}", summary.get("schedule")]
+        about["optimizer"] = ", ".join(str(part) for part in parts if part)
     values = {str(row["name"]): row["value"] for row in about["settings"]}
     return {
         "name": name,

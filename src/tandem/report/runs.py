@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.checkpoint.claim import owner_here
 from tandem.checkpoint.listing import age_in_words, newest_step
 from tandem.checkpoint.storage.copies import RUN_FILES
 from tandem.errors import ConfigError
 from tandem.telemetry.journal import read_json
+from tandem.timeouts import SETTLED_SECONDS
 
-SETTLED_SECONDS = 3600.0
-"""A run without a summary that has written nothing for so long is not taken for one that trains."""
-OPEN = "open"
+OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
+"""States of a run without a summary; the rest are those that a summary has."""
 NOTES = frozenset((*RUN_FILES, "log", "tensorboard", "profile", "report.html", "wandb"))
 """What tandem writes about a run, by its name in the run's folder."""
 HEADS = ("run", "state", "step", "saved", "scores", "last word", "MB")
@@ -22,7 +23,7 @@ HEADS = ("run", "state", "step", "saved", "scores", "last word", "MB")
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run; `state` is that of its summary, OPEN where there is none: it trains, or was killed."""
+    """One run; `state` is that of its summary, or one of those above."""
 
     path: Path
     state: str
@@ -36,7 +37,7 @@ class RunRow:
     @property
     def is_empty(self) -> bool:
         """Whether it has ended and left nothing to go on from, or to use."""
-        settled = self.state == OPEN and self.age_seconds > SETTLED_SECONDS
+        settled = self.state in (OPEN, NOT_BEGUN) and self.age_seconds > SETTLED_SECONDS
         return self.is_all_notes and (settled or self.state in ("failed", "stopped"))
 
 
@@ -68,7 +69,7 @@ def table(rows: Sequence[RunRow], folder: Path) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     if any(row.state == OPEN for row in rows):
-        lines.append("open: it trains, or was killed; the same command goes on from what is saved")
+        lines.append("open: killed, or on another machine; the same command goes on from what is saved")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -83,7 +84,7 @@ def _row(folder: Path, now: float) -> RunRow:
     scores = summary.get("eval")
     return RunRow(
         path=folder,
-        state=str(summary.get("state", OPEN)),
+        state=str(summary.get("state") or _state_of_unended(folder, saved)),
         step=summary.get("global_step", saved),
         saved_step=saved,
         scores=scores if isinstance(scores, dict) else {},
@@ -91,6 +92,14 @@ def _row(folder: Path, now: float) -> RunRow:
         bytes=sum(size for _, size, _ in files),
         is_all_notes=_is_all_notes(folder),
     )
+
+
+def _state_of_unended(folder: Path, saved: int | None) -> str:
+    """RUNNING: its launch is seen on this machine. NOT_BEGUN: it has saved nothing and logged no step."""
+    if owner_here(folder) is not None:
+        return RUNNING
+    begun = saved is not None or (folder / "metrics.jsonl").exists()
+    return OPEN if begun else NOT_BEGUN
 
 
 def _is_all_notes(folder: Path) -> bool:

@@ -23,6 +23,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.log import setup
 from tandem.report.about import About
 from tandem.report.trackers import Beginning, Row, Tracker, begin, numbers_of
+from tandem.rotation import LOG_BYTES, put_aside
 from tandem.telemetry.journal import read_json, write_json_atomic
 from tandem.timeouts import TRACKER_LONGEST_PAUSE_SECONDS, TRACKER_SECONDS
 
@@ -194,6 +195,7 @@ def follow_launch(sending: Sending, name: str, config: Mapping[str, object], fol
             return said.get(timeout=seconds) if seconds else said.get_nowait()
         return None
 
+    put_aside(folder / "log" / "tracker.log", LOG_BYTES)
     with (folder / "log" / "tracker.log").open("a") as own, redirect_stdout(own), redirect_stderr(own):
         return follow(sending, name, until)
 

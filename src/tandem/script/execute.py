@@ -10,7 +10,6 @@ import multiprocessing.process
 import os
 import random
 import runpy
-import signal
 import sys
 import threading
 import types
@@ -22,7 +21,6 @@ from typing import Any, NoReturn, cast
 from tandem.errors import FINISHED
 from tandem.process import is_safe_path_ours
 from tandem.script.job import Program
-from tandem.signals import IGNORED_BY_FORK_SERVER, hear_stop_signals
 from tandem.timeouts import LEAVING_SECONDS
 
 _MAIN_PROCESS = multiprocessing.current_process()  # imported by the fork server, before it forks
@@ -43,14 +41,6 @@ def forget_the_fork(folder: Path) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
-
-
-def default_signals() -> None:
-    """Python's own handlers instead of the fork server's deafness."""
-    for number in IGNORED_BY_FORK_SERVER:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    hear_stop_signals()
 
 
 def execute(program: Program) -> None:

@@ -21,12 +21,12 @@ from typing import Any, NoReturn, cast
 from tandem.distributed import position as positions
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError
-from tandem.log import redirect_output, setup
-from tandem.process import end_with_parent, is_safe_path_ours, safe_path
+from tandem.log import keep_bounded, redirect_output, setup
+from tandem.process import end_with_parent, safe_path
+from tandem.rotation import LOG_BYTES, put_aside
 from tandem.script.environment import error_file, set_variables
 from tandem.script.execute import (
     code_of,
-    default_signals,
     execute,
     forget_the_fork,
     leave,
@@ -34,6 +34,7 @@ from tandem.script.execute import (
 )
 from tandem.script.job import Job
 from tandem.script.watch import Watch, imports_file
+from tandem.signals import default_signals
 from tandem.telemetry.channel import sender
 
 log = logging.getLogger("tandem.run")
@@ -92,7 +93,9 @@ def run_program(job: Job, position: Position) -> NoReturn:
     record = _write_to_log(job, position)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
     with suppress(OSError):
-        stacks = Path(job.run_dir, "log", f"stacks-rank-{position.rank}.txt").open("a")
+        path = Path(job.run_dir, "log", f"stacks-rank-{position.rank}.txt")
+        put_aside(path, LOG_BYTES)
+        stacks = path.open("a")
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True)
     watch = Watch(job, position, sender(position.sample_socket))
     launched = positions.launched = positions.Launched(position, watch.hand_over)
@@ -211,6 +214,7 @@ def _write_to_log(job: Job, position: Position) -> Any:
             redirect_output(path)
             return sys.stderr
         copy = path.open("ab", buffering=0)
+        keep_bounded(path, copy.fileno())
     except OSError:  # a worker needs no volume: without one its words go to the terminal
         return sys.stderr
     if job.program.kind != "command":
@@ -228,8 +232,7 @@ def _exec_cold(job: Job, position: Position) -> NoReturn:
     path.write_bytes(pickle.dumps((job, replace(position, memories=()))))
     _end_with_fork_server()
     flags = cast(Any, subprocess)._args_from_interpreter_flags()
-    environ = safe_path(os.environ) if is_safe_path_ours() else os.environ
-    os.execve(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)], environ)
+    os.execve(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)], safe_path(os.environ))
 
 
 def _end_with_fork_server() -> None:

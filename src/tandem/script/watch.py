@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tandem.distributed.position import Position
+from tandem.log import renew_outputs
 from tandem.script.job import Job
 from tandem.script.pace import Pace
 from tandem.telemetry import metrics
@@ -119,6 +120,7 @@ class Watch:
         self._count_steps()
         self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
         self._send(self._heartbeat())
+        renew_outputs()
         if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
             self._tell_steps()
 

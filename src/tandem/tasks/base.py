@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,22 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tandem.data.datasets import Datasets, one_line
+from tandem.data.asked import Moment, asking
+from tandem.data.datasets import Datasets
 from tandem.data.fetch import Collate
 from tandem.data.loader import batch_size_of
 from tandem.errors import ConfigError, TandemError
 from tandem.tasks.fields import convert_fields
-from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of
+from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of, where
 from tandem.tasks.mistakes import Sums as Sums
+from tandem.tasks.names import VALID, parsed
 
-BUILT_IN: Mapping[str, str] = {
-    "digits": "tandem.tasks.digits:Digits",
-    "mnist": "tandem.tasks.mnist:Mnist",
-    "fashion-mnist": "tandem.tasks.mnist:FashionMnist",
-    "cifar10": "tandem.tasks.cifar10:Cifar10",
-    "image-folder": "tandem.tasks.image_folder:ImageFolder",
-}
-_VALID = f"valid are {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS and PACKAGE.MODULE:CLASS"
 NEAR = 0.9
 """How alike a method's name and an optional one are when it is a slip, as "build_schedule" is."""
 MEANT = {
@@ -66,13 +59,17 @@ class Task(Protocol):
 class WholeTask:
     """A task with all methods there are: its own, and those that stand here where it has none.
 
-    `own`: the names of the methods here that are the task's own.
+    `own`: the names of the methods here that are the task's own. `moment`: what a `loss` and a `collate` are
+    told that ask for `step` or `epoch`; whoever takes the steps keeps it.
     """
 
     def __init__(self, task: Task) -> None:
         self.own = frozenset(name for name in vars(WholeTask) if name[0] != "_" and hasattr(task, name))
         for name in self.own.union(REQUIRED_METHODS):
             setattr(self, name, getattr(task, name, None))
+        self.moment = Moment()
+        self.loss = asking(self.loss, 2, self.moment)
+        self.collate = asking(self.collate, 1, self.moment)
 
     build_model: Callable[[], nn.Module]
     build_datasets: Callable[[], Datasets]
@@ -172,22 +169,14 @@ def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bo
     except TandemError:
         raise
     except Exception as error:
-        raise ConfigError(f"task {name} cannot be made with the fields given ({_where(error)})") from error
+        raise ConfigError(f"task {name} cannot be made with the fields given ({where(error)})") from error
     return cast(Task, task)
 
 
 def task_class(name: str) -> type[Any]:
     """The class that `name` stands for, imported; ConfigError as `load_task`."""
-    name = BUILT_IN.get(name, name)
-    location, _, class_name = name.rpartition(":") if ":" in name else (name, "", "")
-    if location.endswith(".py"):
-        module = _module_of_file(Path(location))
-    elif class_name or "." in location:
-        module = _module_of_name(location, name)
-    else:
-        near = get_close_matches(name, BUILT_IN, n=1)
-        meant = f", did you mean {near[0]!r}" if near else ""
-        raise ConfigError(f"unknown task {name!r}{meant}: {_VALID}")
+    name, location, class_name = asked = parsed(name)
+    module = _module_of_file(Path(location)) if asked.is_file else _module_of_name(location, name)
     if not class_name:
         return _without_near_misses(_only_task(module, name))
     found = getattr(module, class_name, None)
@@ -203,8 +192,6 @@ def task_class(name: str) -> type[Any]:
 
 def _module_of_file(path: Path) -> ModuleType:
     """Import a file under a name of its own; its folder joins the search path's end, for its neighbours."""
-    if not path.is_file():
-        raise ConfigError(f"task file {path} does not exist (from {Path.cwd()}): give PATH/FILE.py:CLASS")
     path = path.resolve()
     name = f"tandem_task_{path.stem}"
     loaded = sys.modules.get(name)
@@ -219,7 +206,7 @@ def _module_of_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"task file {path} cannot be imported ({_where(error)})") from error
+        raise ConfigError(f"task file {path} cannot be imported ({where(error)})") from error
     return module
 
 
@@ -230,8 +217,8 @@ def _module_of_name(location: str, name: str) -> ModuleType:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{location}.".startswith(f"{missing}."):
-            raise ConfigError(f"task {name!r}: there is no module {missing!r}; {_VALID}") from error
-        raise ConfigError(f"task module {location} cannot be imported ({_where(error)})") from error
+            raise ConfigError(f"task {name!r}: there is no module {missing!r}; {VALID}") from error
+        raise ConfigError(f"task module {location} cannot be imported ({where(error)})") from error
 
 
 def _search_also(folder: Path) -> None:
@@ -276,14 +263,6 @@ def _without_near_misses(found: type[Any]) -> type[Any]:
                 f"A helper of your own can be called _{name}"
             )
     return found
-
-
-def _where(error: Exception) -> str:
-    """The error on one line, and the last line of code that led to it."""
-    if isinstance(error, SyntaxError):
-        return one_line(error)  # says the file and the line itself
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
-    return f"{one_line(error)}, {frames[-1].filename} line {frames[-1].lineno}" if frames else one_line(error)
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:

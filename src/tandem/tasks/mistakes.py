@@ -4,6 +4,7 @@ A method is checked with its first answer, before the first step. Imports nothin
 """
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Number
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tandem.data.datasets import one_line
 from tandem.data.loader import tensor_of
 from tandem.errors import ConfigError
 
@@ -46,6 +48,14 @@ def line_of(method: Callable[..., Any]) -> str:
     path, here = Path(code.co_filename), Path.cwd()
     shown = path.relative_to(here) if path.is_relative_to(here) else path
     return f"{shown} line {code.co_firstlineno}: "
+
+
+def where(error: Exception) -> str:
+    """The error on one line, and the last line of code that led to it."""
+    if isinstance(error, SyntaxError):
+        return one_line(error)  # says the file and the line itself
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
+    return f"{one_line(error)}, {frames[-1].filename} line {frames[-1].lineno}" if frames else one_line(error)
 
 
 def kind(value: Any) -> str:

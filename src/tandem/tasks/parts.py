@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from tandem.data.datasets import Datasets
@@ -132,6 +132,9 @@ def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps:
     if getattr(own, "optimizer", optimizer) is not optimizer:
         advice = "make it from the optimizer that it is given"
         raise mistake(task.build_scheduler, f"{kind(own)} of another optimizer", advice)
+    if isinstance(own, OneCycleLR) and own.total_steps < total_steps:  # it raises when it is past its end
+        got = f"{kind(own)} of {own.total_steps:,} steps to a run of {total_steps:,}"
+        raise mistake(task.build_scheduler, got, "make it by the argument total_steps")
     found: LRScheduler = own
     return found
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from tandem.config.slices import ReliabilityConfig
+from tandem.log import renew_outputs
+from tandem.rotation import LOG_BYTES, put_aside
 from tandem.telemetry.clock import STEP_PHASES, Clock
 from tandem.telemetry.messages import Heartbeat, Send
 from tandem.timeouts import BEAT_SECONDS, SHORTEST_HANG_SECONDS, STARTING_HANG_SECONDS
@@ -86,6 +88,7 @@ class Heartbeats:
             try:
                 self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
                 self.send()
+                renew_outputs()
                 self._record_if_stuck()
             except Exception:  # a rank that nobody speaks for is taken for one that hangs
                 if not self._complained:
@@ -123,8 +126,10 @@ def _in_distributed(frame: FrameType | None) -> bool:
 
 def dump_stacks_on_request(directory: Path, rank: int) -> None:
     """Make SIGUSR1 write the stacks of all threads to DIRECTORY/stacks-rank-N.txt, whatever they stand in."""
+    path = directory / f"stacks-rank-{rank}.txt"
+    put_aside(path, LOG_BYTES)
     try:
-        file = (directory / f"stacks-rank-{rank}.txt").open("a")
+        file = path.open("a")
     except OSError as error:  # a worker needs no volume
         log.debug("no stacks will be written: %s", error)
         return

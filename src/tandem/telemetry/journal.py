@@ -7,12 +7,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tandem.rotation import EVENTS_BYTES, appending, exclusively, older, replace_full
+from tandem.telemetry.restarts import COUNTED, Restarts
+
 logger = logging.getLogger("tandem")
 
+EVENTS = "events.jsonl"
 BLOCK_BYTES = 64 * 1024
 TAIL_BYTES = 4 * 2**20
 
@@ -92,18 +97,41 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's events.jsonl, after those of the older file where there is one."""
+    path = run_dir / EVENTS
+    is_one = False
+    with suppress(OSError):  # one of them is not there
+        is_one = path.samefile(older(path))  # as a kill leaves them
+    if not is_one:
+        yield from read_lines(older(path))
+    yield from read_lines(path)
+
+
 class Journal:
     """Appends to RUN_DIR/events.jsonl and metrics.jsonl. A full disk is logged once, never raised."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.events_path = run_dir / "events.jsonl"
+        self._run_dir, self.events_path = run_dir, run_dir / EVENTS
         self.metrics_path = run_dir / "metrics.jsonl"
         self.failures = 0
         self._lock = threading.Lock()
 
     def event(self, kind: str, **fields: object) -> None:
         """Append {"time": Unix seconds, "kind": kind, ...} to events.jsonl."""
-        self._append(self.events_path, {"time": time.time(), "kind": kind, **fields})
+        if self._append(self.events_path, {"time": time.time(), "kind": kind, **fields}) >= EVENTS_BYTES:
+            self._go_on_in_new_file()
+
+    def _go_on_in_new_file(self) -> None:
+        """Put a full events.jsonl aside. The new one begins with what was counted in all before it: rank 0
+        and node 0's agent append to it, and whoever comes later loses nothing. Until that line is on the
+        disk, the older file says the same."""
+        fresh = self.events_path.with_name(f".{EVENTS}.new")
+        with self._lock, suppress(OSError), exclusively(self.events_path, EVENTS_BYTES):
+            counted = Restarts(read_events(self._run_dir)).counted()
+            line = to_json({"time": time.time(), "kind": COUNTED, **counted})
+            fresh.write_bytes(f"{line}\n".encode())
+            replace_full(self.events_path, fresh)
 
     def metrics(self, step: int, **fields: object) -> None:
         """Append {"time": Unix seconds, "step": step, ...} to metrics.jsonl."""
@@ -139,18 +167,21 @@ class Journal:
                 return 0
             return dropped
 
-    def _append(self, path: Path, record: dict[str, object]) -> None:
+    def _append(self, path: Path, record: dict[str, object]) -> int:
+        """How long the file is then; 0 where it cannot be written."""
         line = (to_json(record) + "\n").encode()
         with self._lock:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("a+b", buffering=0) as file:
+                with appending(path) as file:
                     if _is_torn(file.fileno()):
                         line = b"\n" + line
                     file.write(line)
-                self.failures = 0
+                    self.failures = 0
+                    return os.fstat(file.fileno()).st_size
             except OSError as error:
                 self._failed(path, error)
+        return 0
 
     def _failed(self, path: Path, error: OSError) -> None:
         self.failures += 1

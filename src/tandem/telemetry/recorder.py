@@ -46,6 +46,8 @@ log = logging.getLogger("tandem.run")
 
 MAX_TIMES = 1000
 """Steps whose times are sent at once: with 64 ranks' rows they fit a message of 64 KiB."""
+TOKENS = "tokens"
+"""The sum that is a rate as well: what a task's loss, or a loop's log, calls so is counted."""
 
 
 class Recorder:
@@ -58,6 +60,7 @@ class Recorder:
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
         self._means = Means()
+        self._tokens: float | None = None  # since the last line, by this process; None: nobody says them
         self.loss, self.rate = math.nan, 0.0
         self.scores: dict[str, float] = {}
         self._scores_step = -1
@@ -117,10 +120,17 @@ class Recorder:
     def agreed(self, consensus: Consensus) -> None:
         """Loss and sums of a step, whenever they arrive."""
         self._means.add(consensus)
+        self._count_tokens(consensus.sums)
 
     def logged(self, sums: Mapping[str, tuple[float, float]]) -> None:
         """{name: (sum, count)} of all ranks, from a loop of the user's own."""
         self._means.add_sums(sums)
+        self._count_tokens(sums)
+
+    def _count_tokens(self, sums: Mapping[str, tuple[float, float]]) -> None:
+        """Whatever their count is. No checkpoint has them, as it has no seconds of the open interval."""
+        if TOKENS in sums:
+            self._tokens = (self._tokens or 0.0) + sums[TOKENS][0]
 
     def state(self) -> dict[str, Any]:
         """The open log interval and the costs, for a checkpoint.
@@ -159,11 +169,18 @@ class Recorder:
         samples: list[Sample] = []
         if self.rank == 0:
             self._show(line)
-            samples = line_samples(line) + self._news_of_steps()
+            samples = line_samples(line) + self._pace_of_tokens(line) + self._news_of_steps()
         samples += memory_samples(readings.memory, self._memory)  # of each rank's GPU
         self._memory = readings.memory
         if samples:
             self._send(Samples(samples))
+
+    def _pace_of_tokens(self, line: LogLine) -> list[Sample]:
+        """Nothing before the first token; then they are counted anew for the next line."""
+        if self._tokens is None or line.interval.seconds <= 0:
+            return []
+        tokens, self._tokens = self._tokens, 0.0
+        return [metrics.TOKENS_PER_SECOND.set(tokens / line.interval.seconds)]
 
     def _show(self, line: LogLine) -> None:
         point = Point(line.step, time.time(), line.record())

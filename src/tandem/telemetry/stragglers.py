@@ -14,17 +14,12 @@ from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
 from tandem.telemetry.messages import Ranks
 from tandem.telemetry.meter import PHASES, StepTimes
+from tandem.timeouts import NAME_SECONDS
 
 MARK_RATIO = 1.2
 """A rank is marked when its quick steps take this many times the median rank's; see `judge`."""
 MARK_SHARE = 0.05
 """What a marked rank takes longer is at least this share of the step; below that, look elsewhere first."""
-NAME_SECONDS = 10.0
-"""About how long a rank has to be marked until it is named; see `StragglerWatch`.
-
-Of two alike ranks on a host with many more runnable processes than cores one was marked in 32% of intervals
-of 20 steps and in 15% of those of 50, each time for some seconds.
-"""
 NAMED_ABOVE, FORGOTTEN_BELOW = 0.65, 0.25
 MAX_RANK_SERIES = 64
 MAX_TIMES = 1000

@@ -70,10 +70,15 @@ class Evaluation:
         for _, each in self._sets():
             if begins_anew(each.dataset, self.world.rank, self.world.size):
                 first = replace(each, batch_size=REHEARSED_SAMPLES, workers=0)
+                outputs = first._outputs()
                 with self._evaluating(), buffers_kept(self.model):
-                    for batch, _ in first._passes():
-                        self._scores_of(batch)
+                    for batch, counts in first._passes():
+                        _, rows = self._scores_of(batch)
+                        if counts and rows:
+                            outputs.add(rows)
                         break
+                if self._gathers:
+                    outputs.rehearse()
 
     def _sets(self) -> list[tuple[str, "Evaluation"]]:
         """(what its scores' names begin with, an evaluation of this set)."""
@@ -86,7 +91,7 @@ class Evaluation:
 
     def _scores(self) -> dict[str, float]:
         sums: dict[str, list[float]] = {}
-        outputs = Outputs(self.task, self.world, strided=not hasattr(self.dataset, "of_rank"))
+        outputs = self._outputs()
         with self._evaluating():
             for batch, counts in self._passes():
                 of_batch, rows = self._scores_of(batch)
@@ -146,6 +151,9 @@ class Evaluation:
         with autocast(self.world.device, self.precision):
             made = self.task.evaluate_batch(self.model, batch)
         return sums_and_outputs(self._scoring, made, batch_size_of(batch), self._gathers)
+
+    def _outputs(self) -> Outputs:
+        return Outputs(self.task, self.world, strided=not hasattr(self.dataset, "of_rank"))
 
     @property
     def _gathers(self) -> bool:

@@ -79,6 +79,7 @@ def export_model(
     check_model(model, weights)
     model.load_state_dict(weights)
     recall(task, state)
+    task.moment.resume(saved.step, saved.epoch_steps)
     task.after_resume(model)
     model.eval()
     digest = weights_sha256(weights)

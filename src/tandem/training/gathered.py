@@ -1,5 +1,6 @@
 """Outputs of an evaluation from all ranks, for scores that no sum over samples gives: AUC, mAP, BLEU."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -9,9 +10,26 @@ from torch import Tensor
 
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.distributed.group import ProcessGroup
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.tasks.base import WholeTask
-from tandem.tasks.mistakes import OUTPUTS, check_scores, mistake
+from tandem.tasks.mistakes import OUTPUTS, check_scores, line_of, mistake, where
+
+log = logging.getLogger("tandem.run")
+
+MISTAKES = (AttributeError, ImportError, NameError, TypeError)
+"""What code raises that is wrong, however few samples it is given."""
+
+
+class _Given(dict[str, Any]):
+    """What `evaluate_all` gets; a name that is not there is a mistake in its place."""
+
+    def __init__(self, outputs: Mapping[str, Any], task: WholeTask) -> None:
+        super().__init__(outputs)
+        self._task = task
+
+    def __missing__(self, name: str) -> Any:
+        place, there = line_of(self._task.evaluate_all), ", ".join(map(repr, self)) or "nothing"
+        raise ConfigError(f"{place}evaluate_all asks for {name!r}, and evaluate_batch gives {there}")
 
 
 class Outputs:
@@ -37,9 +55,7 @@ class Outputs:
         Raises ConfigError for rows that cannot be put together and scores that are none, and what the task
         raises.
         """
-        names = list(dict.fromkeys(chain.from_iterable(self._batches)))
-        mine = {name: self._joined([batch[name] for batch in self._batches], name) for name in names}
-        parts = self._world.gather_bytes(serialize(mine))
+        parts = self._gathered()
         found, problem = None, None
         if self._world.is_first:
             try:
@@ -53,10 +69,34 @@ class Outputs:
             raise TandemError("evaluate_all failed on rank 0, whose log says why")
         return dict(told)
 
+    def rehearse(self) -> None:
+        """As `scores`, of a few samples, and forget them. All ranks call this, and raise alike.
+
+        Some scores need more samples than these, or both classes: what is raised then is no mistake.
+        """
+        parts, problem, method = self._gathered(), "", self._task.evaluate_all
+        if self._world.is_first:
+            try:
+                self._scored([deserialize(part) for part in parts])
+            except ConfigError as error:
+                problem = str(error)
+            except MISTAKES as error:
+                problem = f"{line_of(method)}evaluate_all fails: {where(error)}; {OUTPUTS}"
+            except Exception as error:  # AUC of one class, a division by no sample
+                log.info("evaluate_all was tried on a few samples, which it may be too few: %s", where(error))
+        if problem := str(self._world.broadcast_json(problem)):
+            raise ConfigError(problem)
+
+    def _gathered(self) -> list[bytes]:
+        """The rows of each rank, on rank 0."""
+        names = list(dict.fromkeys(chain.from_iterable(self._batches)))
+        mine = {name: self._joined([batch[name] for batch in self._batches], name) for name in names}
+        return self._world.gather_bytes(serialize(mine))
+
     def _scored(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         names = dict.fromkeys(chain.from_iterable(ranks))
         whole = {name: self._whole([rank[name] for rank in ranks if name in rank], name) for name in names}
-        scores: Any = self._task.evaluate_all(whole)
+        scores: Any = self._task.evaluate_all(_Given(whole, self._task))
         check_scores(self._task.evaluate_all, scores)
         return {str(name): float(value) for name, value in scores.items()}
 

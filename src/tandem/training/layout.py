@@ -5,20 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.config.slices import ComputeConfig
 from tandem.errors import ConfigError
 
 
-def lay_out(model: nn.Module, compute: ComputeConfig) -> None:
-    """With `--channels-last`, weights [out, in, height, width] and the model's inputs of that form, in place.
+def lay_out(model: nn.Module, channels_last: bool, shares: str = "") -> None:
+    """With `channels_last`, weights [out, in, height, width] and the model's inputs of that form, in place.
 
-    Values and shapes stay; a checkpoint of one layout is one of the other. Raises ConfigError under fsdp,
-    whose shares are rows of what lies in order.
+    Values and shapes stay; a checkpoint of one layout is one of the other. `shares`: the flag that shares the
+    parameters out, if one does: rows of what lies in order. Raises ConfigError for it.
     """
-    if not compute.channels_last:
+    if not channels_last:
         return
-    if compute.strategy == "fsdp":
-        raise ConfigError("--channels-last is not for --strategy fsdp: leave it out, or train with ddp")
+    if shares:
+        raise ConfigError(f"--channels-last is not for {shares}: leave it out, or train with ddp")
     model.to(memory_format=torch.channels_last)
     model.register_forward_pre_hook(_turned, with_kwargs=True)
 

@@ -1,6 +1,7 @@
 """What is trained, and what a checkpoint holds of it: all that the next step depends on beside its number."""
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -46,9 +47,13 @@ class Learner:
         world: ProcessGroup,
         clock: Clock,
         recorder: Recorder,
+        chosen: Collection[str],
     ) -> None:
+        """`chosen`: the names of the settings that somebody has given a value."""
         self._recorder = recorder
         check_scaling(exchange, compute)
+        self.strategy = strategies.load(compute.strategy, world, exchange, compute)
+        flag = f"--strategy {compute.strategy}" if self.strategy.shares_parameters else ""
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
         world.once_per_node(self.task.prepare)
         check_methods(self.task)
@@ -61,15 +66,14 @@ class Learner:
         )
         self.order = self.data.order
         if isinstance(self.data, ShardedData):
-            check_uneven(compute, exchange)
+            check_uneven(flag, compute.sync_batchnorm, exchange.static_graph)
         if "freeze" in self.task.own:
-            check_freezing(compute, exchange)
+            check_freezing(flag, exchange.gradient_compression)
         self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
-        self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.devices)
-        lay_out(self.model, compute)
+        lay_out(self.model, compute.channels_last, flag)
         if compute.sync_batchnorm:
             self.model = world.synchronise_batchnorm(self.model)
         self.rank_zeros = rank_zeros(self.model)  # before a strategy makes them other tensors
@@ -88,7 +92,7 @@ class Learner:
             if data.workers == "auto":
                 log.info("--workers auto: %s", self._loading())
             log.info("%s", self.schedule.describe())
-            if unread := self.schedule.without_effect():
+            if unread := self.schedule.without_effect(chosen):
                 log.warning("%s", unread)
         self.stepper = Stepper(
             world,
@@ -122,6 +126,7 @@ class Learner:
         Raises ConfigError for a state of another model, and for a batch that ranks cannot share evenly.
         """
         saved = beginning.state
+        self.task.moment.resume(beginning.step, self.order.steps_per_epoch)
         if saved is None:
             self._reader.check_shares()
             if beginning.weights is not None:
@@ -163,22 +168,24 @@ class Learner:
         return weights if self.statistics is None else self.statistics.whole(weights)
 
 
-def check_uneven(compute: ComputeConfig, exchange: ExchangeConfig) -> None:
-    """Raise ConfigError for what waits for all ranks inside of a forward pass, which some will not run."""
+def check_uneven(shares: str, sync_batchnorm: bool, static_graph: bool) -> None:
+    """Raise ConfigError for what waits for all ranks inside of a forward pass, which some will not run.
+
+    `shares`: the flag that shares the parameters out, if one does.
+    """
     for flag, is_set in (
-        (f"--strategy {compute.strategy}", compute.strategy == "fsdp"),
-        ("--sync-batchnorm", compute.sync_batchnorm),
-        ("--static-graph", exchange.static_graph),
+        (shares, shares != ""),
+        ("--sync-batchnorm", sync_batchnorm),
+        ("--static-graph", static_graph),
     ):
         if is_set:
             raise ConfigError(f"{flag} cannot be where a dataset has of_rank(), whose parts may end early")
 
 
-def check_freezing(compute: ComputeConfig, exchange: ExchangeConfig) -> None:
-    """Raise ConfigError for what is laid out once for the parameters of the first step."""
-    compressed = f"--gradient-compression {exchange.gradient_compression}"
-    if compute.strategy == "fsdp" or exchange.gradient_compression != "none":
-        flag = "--strategy fsdp" if compute.strategy == "fsdp" else compressed
+def check_freezing(shares: str, compression: str) -> None:
+    """Raise ConfigError for what is laid out once for the parameters of the first step; as `check_uneven`."""
+    if shares or compression != "none":
+        flag = shares or f"--gradient-compression {compression}"
         raise ConfigError(f"{flag} cannot be where a task has freeze(), which changes what is exchanged")
 
 

@@ -140,6 +140,7 @@ def train(t: Training) -> bool:
             settles_at = (epoch + 1) * an_epoch if "freeze" in t.task.own else planned
         rate = t.schedule.set(t.step)
         consensus = t.stepper.take(micro_batches, t.step, proposal)
+        t.stop.is_heeded = True
         t.schedule.advance()
         t.task.after_step(t.model, t.step + 1)
         t.shares.after_step(t.step + 1)

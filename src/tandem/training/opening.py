@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 from tandem import __version__
@@ -10,7 +9,7 @@ from tandem.config.slices import ComputeConfig, ReliabilityConfig
 from tandem.distributed.devices import allow_tf32, choose_devices, compute_deterministically, set_threads
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.log import redirect_output, setup
-from tandem.signals import ended_by_stop_signals
+from tandem.silence import still
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
 from tandem.telemetry.messages import Send
@@ -48,7 +47,7 @@ def open_world(
     for handler in logging.getLogger("tandem").handlers:
         handler.addFilter(clock.stamp)
     Heartbeats(position.rank, clock, send, reliability, log_dir)
-    with clock.phase("rendezvous"):
+    with clock.phase("rendezvous"), still("waiting for the other ranks"):
         threads = set_threads(compute.threads, position)
         if compute.deterministic:
             compute_deterministically()
@@ -61,10 +60,8 @@ def open_world(
             log.info(
                 "meeting the other %d of %d ranks at %s", position.world_size - 1, position.world_size, where
             )
-        # Nothing is there yet to be saved, and without an agent nobody else could end the wait.
-        with nullcontext() if position.store is not None else ended_by_stop_signals():
-            limits = reliability.first_step_timeout, reliability.connect_timeout
-            world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
-            world.check_same_settings({**common, "the version of tandem": __version__})
+        limits = reliability.first_step_timeout, reliability.connect_timeout
+        world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
+        world.check_same_settings({**common, "the version of tandem": __version__})
     clock.measure(devices[0])
     return clock, world, threads

@@ -1,20 +1,27 @@
 """The optimizer and the learning rate of each step."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from tandem.config.slices import OptimisationConfig
+from tandem.data.datasets import one_line
 from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_rule
 from tandem.tasks.base import WholeTask
+from tandem.tasks.mistakes import kind, mistake
 from tandem.tasks.parts import optimizer_of, scheduler_of
 
 BY_SCHEDULE = ("schedule", "lr_scaling", "lr_base_batch_size", "warmup", "warmup_mode", "warmup_factor")
 BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 """Settings of OptimisationConfig that say what the rates are, and how the optimizer is made."""
+SCHEDULED = ("lr", "momentum", "betas")
+"""What a scheduler moves in an optimizer's groups, besides what its constructor has added to them."""
 
 
 def build_optimizer(config: OptimisationConfig, task: WholeTask, model: nn.Module) -> torch.optim.Optimizer:
@@ -94,10 +101,16 @@ class Schedule:
         epoch_steps: int,
         planned: int,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._planned, self._build = optimizer, planned, task.build_scheduler
+        before = [{*group} for group in optimizer.param_groups]
         self._own = scheduler_of(task, optimizer, planned)
+        self._made = [
+            {name: deepcopy(group[name]) for name in group if name in SCHEDULED or name not in names}
+            for group, names in zip(optimizer.param_groups, before, strict=True)
+        ]
         self._rule = learning_rate_of(config, batch_size, epoch_steps, planned)
         self._arithmetic = arithmetic(config, batch_size, epoch_steps, planned)
+        self._peak = peak_of(config, batch_size)
         self._fixed = "build_optimizer" in task.own
         self._config = config
 
@@ -110,21 +123,35 @@ class Schedule:
         """One line on where the rates come from."""
         if self.is_by_settings:
             return self._arithmetic
-        return "lr by the task's own " + ("optimizer" if self._own is None else "scheduler")
+        used = self.used()
+        own = f"optimizer, {used['optimizer']}" if self._own is None else f"scheduler, {used['schedule']}"
+        return f"lr by the task's own {own}"
 
-    def without_effect(self) -> str:
-        """One line on settings that were given and that the task's own optimizer or scheduler leaves unread.
+    def used(self) -> dict[str, object]:
+        """What takes the steps, for the run's summary.
 
-        A setting that was given its default cannot be told from one that was not given.
+        The class of the optimizer, the rate of its first group before any schedule (by the settings: their
+        peak), and the class of the task's own scheduler, else the settings' word, or None beside an optimizer
+        of the task's own.
         """
+        group = self._optimizer.param_groups[0]
+        lr = self._peak if self.is_by_settings else float(group.get("initial_lr", group["lr"]))
+        schedule = type(self._own).__name__ if self._own is not None else self._config.schedule
+        return {
+            "optimizer": type(self._optimizer).__name__,
+            "lr": lr,
+            "schedule": None if self._fixed and self._own is None else schedule,
+        }
+
+    def without_effect(self, chosen: Collection[str]) -> str:
+        """One line on those `chosen`, be it with their defaults, that the task's own parts leave unread."""
         if self.is_by_settings:
             return ""
         unread = (*BY_OPTIMIZER, *BY_SCHEDULE) if self._fixed else BY_SCHEDULE
-        given = [each for each in fields(self._config) if getattr(self._config, each.name) != each.default]
         flags = [
             f"--{each.name.replace('_', '-')} {getattr(self._config, each.name)}"
-            for each in given
-            if each.name in unread
+            for each in fields(self._config)
+            if each.name in unread and each.name in chosen
         ]
         kind = "optimizer" if self._fixed else "scheduler"
         return f"without effect beside the task's own {kind}: {', '.join(flags)}" if flags else ""
@@ -143,9 +170,31 @@ class Schedule:
 
     def state(self) -> dict[str, object]:
         """What to save: empty unless the task brought a scheduler."""
-        return self._own.state_dict() if self._own is not None else {}
+        if self._own is None:
+            return {}
+        return {"planned": self._planned, "scheduler": self._own.state_dict()}
 
-    def load(self, state: dict[str, object]) -> None:
-        """Restore the task's own scheduler."""
-        if self._own is not None and state:
-            self._own.load_state_dict(state)
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        """Restore the task's own scheduler after `step` steps.
+
+        One for another number of steps is not what was saved: it is brought to its place from its start.
+        """
+        if self._own is None or not state:
+            return
+        planned = state.get("planned", self._planned)  # absent: saved by an older version
+        if planned == self._planned:
+            self._own.load_state_dict(state.get("scheduler", state))
+            return
+        for group, made in zip(self._optimizer.param_groups, self._made, strict=True):
+            group.update(deepcopy(made))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that no step of the optimizer came before
+                for _ in range(min(step, self._planned)):
+                    self._own.step()
+        except Exception as error:  # whatever a task's scheduler raises
+            advice = "make it by the argument total_steps"
+            got = (
+                f"{kind(self._own)} that cannot be at step {step:,} of {self._planned:,} ({one_line(error)})"
+            )
+            raise mistake(self._build, got, f"{advice}, or give {planned:,} steps as before") from error

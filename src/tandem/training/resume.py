@@ -167,7 +167,7 @@ def load_state(
         for group, ours in zip(optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in ours.items() if name != "params"})
     on_their_devices(optimizer, groups)
-    schedule.load(state["schedule"])
+    schedule.load(state["schedule"], int(state["step"]))
 
 
 def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:

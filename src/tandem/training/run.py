@@ -3,7 +3,8 @@
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from tandem.checkpoint.owner import fence
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
-from tandem.config import Settings
+from tandem.config import Settings, TaskJob
 from tandem.distributed import strategy as strategies
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import Position, ProcessGroup, first_line, in_one_line
@@ -27,6 +28,7 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.signals import StopFlag
+from tandem.silence import still
 from tandem.tasks.base import task_class
 from tandem.telemetry.channel import sender
 from tandem.telemetry.heartbeat import dump_stacks_on_request
@@ -47,14 +49,21 @@ from tandem.training.summary import Facts, open_displays, write_summary
 log = logging.getLogger("tandem.run")
 
 
-def run_rank(settings_dict: dict[str, object], position: Position, send: Send | None = None) -> int:
+def run_rank(
+    job: TaskJob,
+    position: Position,
+    send: Send | None = None,
+    hear: Callable[[StopFlag], None] = lambda stop: None,
+) -> int:
     """Train as the rank at `position`; the exit code (see `errors`). Handlers are installed first thing.
 
     `send` takes messages for the metrics; under the agent they go to `position.sample_socket` instead.
+    `hear`, without an agent: what has to be told of the stop flag.
     """
     started = time.monotonic()
     stop = StopFlag().install()
-    settings = Settings.from_dict(settings_dict)
+    hear(stop)
+    settings = Settings.from_dict(job.settings)
     run_dir = local_folder(settings.run.place)
     try:
         set_up_log(settings.telemetry.log_format, position, run_dir)
@@ -62,7 +71,7 @@ def run_rank(settings_dict: dict[str, object], position: Position, send: Send | 
         send = send or sender(position.sample_socket)
         if position.store is not None:  # without an agent, this process counts its messages already
             count_log_messages(send)
-        return _run(settings, position, run_dir, stop, send, started)
+        return _run(settings, job.chosen, position, run_dir, stop, send, started)
     except TandemError as error:
         log.error("%s", error)
         _tell(send, position, error)
@@ -87,15 +96,21 @@ def _tell(send: Send | None, position: Position, error: Exception) -> None:
         send(Event("rank_failed", time.time(), {"rank": position.rank, "reason": reason[:1000]}))
 
 
-def warm_up(settings_dict: dict[str, object], _expected: Position | None = None) -> None:
+def warm_up(job: TaskJob, _expected: Position | None = None) -> None:
     """What a process that may become a rank does in advance: import the task and its strategy."""
-    settings = Settings.from_dict(settings_dict)
+    settings = Settings.from_dict(job.settings)
     task_class(settings.run.task)
     strategies.preload(settings.compute.strategy)
 
 
 def _run(
-    settings: Settings, position: Position, run_dir: Path, stop: StopFlag, send: Send, started: float
+    settings: Settings,
+    chosen: frozenset[str],
+    position: Position,
+    run_dir: Path,
+    stop: StopFlag,
+    send: Send,
+    started: float,
 ) -> int:
     """From the process group to the summary; what is put together here builds itself."""
     clock, world, threads = open_world(
@@ -104,18 +119,20 @@ def _run(
     given, precision = settings, precision_of(settings.compute.precision, world)
     settings = settings.replace(precision=precision)
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
-    learner = Learner(
-        settings.run,
-        settings.data,
-        settings.compute,
-        settings.optimisation,
-        settings.exchange,
-        world,
-        clock,
-        recorder,
-    )
+    with still("making data and model"):
+        learner = Learner(
+            settings.run,
+            settings.data,
+            settings.compute,
+            settings.optimisation,
+            settings.exchange,
+            world,
+            clock,
+            recorder,
+            chosen,
+        )
     store = CheckpointStore(settings.run.place / "checkpoints", fence(settings.run.place, position.owner))
-    with clock.phase("resume"):
+    with clock.phase("resume"), still("finding where to begin"):
         beginning = begin(world, store, settings.checkpoint, position, recorder, settings.data.download)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
@@ -167,7 +184,8 @@ def _run(
         learner.statistics,
     )
     if position.restart == 0 and timetable.cadences["eval"].unit != "never":
-        evaluation.rehearse()
+        with still("trying the evaluation"):
+            evaluation.rehearse()
     steps = _told(learner.shares.steps(beginning.step, learner.planned), recorder)
     window = settings.telemetry.profile if world.is_first else None
     training = Training(
@@ -190,7 +208,8 @@ def _run(
         step=beginning.step,
     )
     open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, learner.model)
-    with saver:
+    first = f"in the first steps (--log-every {settings.telemetry.log_every})"
+    with saver, still(first) if world.is_first else nullcontext():
         saver.is_end = beginning.ended_of == learner.planned
         finished = saver.is_end or train(training)
         if beginning.slot is not None and beginning.step == learner.planned:
@@ -201,7 +220,8 @@ def _run(
     code = FINISHED if finished else STOPPED
     weights = learner.weights()
     if world.is_first:
-        write_summary(facts, recorder, weights, saver.last_step, code, finished and saver.is_end)
+        used, ended_early = learner.schedule.used(), finished and saver.is_end
+        write_summary(facts, recorder, weights, saver.last_step, code, ended_early, used)
     return _leave(world, recorder, code)
 
 

@@ -38,12 +38,11 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     if dataset is None:
         raise ConfigError(f"task {settings.run.task} has no evaluation set: its Datasets have none")
     seed_model(settings.run.seed)
-    shares = compute.strategy == "fsdp"
-    name = "fsdp" if shares else "single" if world.size == 1 else "ddp"
-    strategy = strategies.load(name, world)
+    strategy = strategies.load_to_evaluate(compute.strategy, world)
     model = strategy.spread(model_of(task, world.devices))
-    raw = world.broadcast_bytes(saved_at(place).raw if world.is_first else None)
-    state = deserialize(raw)
+    saved = saved_at(place) if world.is_first else None
+    state = deserialize(world.broadcast_bytes(saved.raw if saved else None))
+    task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))
     weights = tensors_in(state)
     check_model(model, weights)
     strategy.load_model(model, weights)

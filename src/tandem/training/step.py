@@ -1,6 +1,5 @@
 """One optimizer step: forward, backward, accumulation, clipping, precision. Nothing else is in here."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import Sums, at, check_batch, check_sums, loss_and_sums, weight_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
+from tandem.training.clipping import Clipping
 from tandem.training.flops import buffers_kept, convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.optim import trained_by
@@ -118,7 +118,7 @@ class Stepper:
     ) -> None:
         self.clock, self._task = clock, task
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
-        self._precision, self._clip_norm, self._seed = compute.precision, optimisation.clip_norm, seed
+        self._precision, self._seed = compute.precision, seed
         self._parameters = trained_by(task, model)
         trained = torch.compile(model) if compute.compile else model
         assert isinstance(trained, nn.Module)
@@ -127,9 +127,8 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
         self._guard = Guard(optimisation.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._guard.parameters = self._parameters
-        self._clipped_norm: Tensor | None = None
+        self._clipping = Clipping(optimisation.clip_norm, strategy, self._parameters, world.device)
         self.samples_of: Callable[[int], int] = lambda step: batch_size  # of all ranks in a step
-        self._clips = torch.zeros((), device=world.device)
         self.drops_gradients = False
         """Whether gradients of the step before are forgotten, not set to 0: on a GPU a kernel less for each.
         Only where each step has all of them: an optimizer leaves alone what has no gradient."""
@@ -156,6 +155,7 @@ class Stepper:
         step (seen from 3 ranks on).
         Gradients are thrown away, buffers are put back; the random state is set anew by each step.
         """
+        self._task.moment.step = step
         with buffers_kept(self._model):
             if micro_batches[0] is not None:
                 check_batch(self._task.collate, self._task.build_datasets, micro_batches[0])
@@ -202,7 +202,9 @@ class Stepper:
 
         Raises NonFiniteError, with the name of the first tensor, under `--on-nonfinite raise`.
         """
+        self._task.moment.step = step
         self._guard.begin_step()
+        self._clipping.begin_step()
         self._accumulate(micro_batches, step, proposal)
         self.clock.enter("optimizer")
         exchanged = self._strategy.exchange(self._guard.look())
@@ -210,17 +212,15 @@ class Stepper:
         skip = left_out(exchanged)
         if self._guard.raises and skip and not self._is_overflow(exchanged):
             self._raise(micro_batches, step)
-        self._guard.update(skip, self._clip)
+        self._guard.update(skip, self._clipping.clip)
         return consensus
 
     def read(self) -> Readings:
         """Everything for a line of the log; waits for the device, so not in every step."""
-        clips = int(self._clips)
-        self._clips.zero_()
         return Readings(
-            grad_norm=self._grad_norm(),
+            grad_norm=self._clipping.norm(),
             loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
-            clips=clips,
+            clips=self._clipping.count(),
             hidden_sync_seconds=self._strategy.hidden_sync_seconds(),
             memory=device_memory(self._world.device),
         )
@@ -251,16 +251,6 @@ class Stepper:
                 self.clock.enter_backward(scaled)
                 scaled.backward()  # type: ignore[no-untyped-call]
             so_far = so_far + numbers
-
-    def _clip(self) -> None:
-        if self._clip_norm is not None:
-            self._clipped_norm = self._strategy.clip(self._parameters, self._clip_norm)
-            self._clips += self._clipped_norm > self._clip_norm
-
-    def _grad_norm(self) -> float | None:
-        """Of the last step's gradients, before they were clipped; None where it is not finite."""
-        norm = self._clipped_norm if self._clip_norm else self._strategy.norm(self._parameters)
-        return float(norm) if norm is not None and math.isfinite(norm) else None
 
     def _is_overflow(self, exchanged: Tensor) -> bool:
         """Whether fp16's scaled gradients have left its range, which is how their scale is found."""

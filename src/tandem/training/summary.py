@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from tandem.errors import FINISHED
 from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
-from tandem.telemetry.journal import Journal, read_lines, write_json_atomic
-from tandem.telemetry.life import Restarts
+from tandem.telemetry.journal import Journal, read_events, write_json_atomic
 from tandem.telemetry.meter import Interval
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.recorder import Recorder
+from tandem.telemetry.restarts import Restarts
 from tandem.telemetry.tensorboard import EventWriter
-from tandem.words import lasting
+from tandem.words import lasting, shown
 
 log = logging.getLogger("tandem.run")
 
@@ -113,8 +114,12 @@ def write_summary(
     saved_step: int | None,
     code: int,
     ended_early: bool = False,
+    used: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """RUN_DIR/summary.json, and the same as a line and a table on the terminal."""
+    """RUN_DIR/summary.json, and the same as a line and a table on the terminal.
+
+    `used`: what took the steps, where it is known (`Schedule.used`).
+    """
     position = facts.world.position
     digest = weights_sha256(weights)
     summary = {
@@ -133,7 +138,8 @@ def write_summary(
         "samples_per_second": round(recorder.meter.samples_per_second, 1),
         "wall_seconds": round(time.monotonic() - facts.started, 3),
         "weights_sha256": digest,
-        "restarts": max(position.restart, Restarts(read_lines(facts.run_dir / "events.jsonl")).total),
+        **used,
+        "restarts": max(position.restart, Restarts(read_events(facts.run_dir)).total),
         "resumed_from_step": facts.first_step or None,
         "last_checkpoint_step": saved_step,
     }
@@ -158,6 +164,8 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
     saved = summary["last_checkpoint_step"]
     since = f" since step {resumed:,}" if resumed else ""
     pace = f"{summary['samples_per_second']:,.0f} a second{since}"
+    place = shown(run_dir)
+    again = f"; to go on: the same command with --run-dir {place}" if summary["state"] == "stopped" else ""
     shares = [f"{name} {part / steps.seconds:.0%}" for name, part in steps.phases.items() if steps.seconds]
     return {
         "steps": f"{summary['global_step']:,}, epoch {summary['epoch']}"
@@ -170,7 +178,7 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
         "a step": ", ".join(shares) or "none taken",
         "ranks": f"{summary['world_size']} on {counted(summary['nodes'], 'node')}, "
         f"restarts: {summary['restarts']}",
-        "checkpoint": f"step {saved:,} in {run_dir / 'checkpoints'}" if saved is not None else "none saved",
+        "checkpoint": "none saved" if saved is None else f"step {saved:,} in {place}/checkpoints{again}",
     }
 
 

@@ -85,6 +85,11 @@ class Saved(NamedTuple):
     info: Mapping[str, Any]
 
     @property
+    def epoch_steps(self) -> int:
+        """Steps of an epoch of its run."""
+        return int(self.info.get("steps_per_epoch", 1))
+
+    @property
     def run_name(self) -> str:
         """Of the run's directory, or of the one that it lies in without a run."""
         return (self.directory.parent if self.directory.name == "checkpoints" else self.directory).name

@@ -18,6 +18,7 @@ from typing import Any
 
 from tandem.config import SETTINGS, Settings
 from tandem.config.fields import words_of
+from tandem.config.slices import ONE_PROCESS
 from tandem.errors import FAILED, FINISHED, ConfigError
 from tandem.signals import StopFlag
 from tandem.telemetry.journal import write_json_atomic
@@ -28,7 +29,6 @@ STEPS = 120
 """A run's samples/s leave out its first 20 steps."""
 CPU_RANKS = 2
 LOG_LINES = 10
-ONE_PROCESS = ("single", "dp")
 PEAK = re.compile(r"^tandem_torch_memory_peak_bytes\{[^}]*\} (\S+)", re.MULTILINE)
 MIB = 2**20
 

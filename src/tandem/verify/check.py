@@ -5,10 +5,12 @@ only worth knowing does not.
 """
 
 import json
+import math
 import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from tandem.verify.outcome import difference
 from tandem.verify.probe import Fact, Facts
 from tandem.verify.resume import SEE, STATE, Runner
 from tandem.verify.watched_run import RunFailedError
+from tandem.words import lasting
 
 STEPS, RANKS = 20, 2
 _DRAWS = "draw from the global generators of torch, random or numpy, not from entropy, the time or one's own"
@@ -31,7 +34,7 @@ Say = Callable[[str], None]
 
 
 class Finding(NamedTuple):
-    """`level` ok, note or wrong; `place` as "my_task.py line 12: "."""
+    """`level` ok, note or wrong, or "2 of 4" for a part that begins; `place` as "my_task.py line 12: "."""
 
     level: str
     text: str
@@ -39,6 +42,26 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"  {self.level:<6} {self.place}{self.text}"
+
+
+class Parts:
+    """What `check` does, a line for each part that begins; from the second on with the time that is left.
+
+    The first tells it: each part is about as long, and the last, which is started twice, half as long again.
+    """
+
+    COUNT, LAST = 4, 1.5
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._began, self._number, self._each = clock, clock(), 0, 0.0
+
+    def next(self, what: str) -> Finding:
+        self._number += 1
+        if self._number == 2:
+            self._each = self._clock() - self._began
+        left = self._each * (self.COUNT - self._number + self.LAST)
+        to_go = f"; about {lasting(10 * math.ceil(left / 10))} to go" if self._number > 1 else ""
+        return Finding(f"{self._number} of {self.COUNT}", f"{what}{to_go}")
 
 
 def check(
@@ -49,7 +72,6 @@ def check(
     `arguments` are the flags that `settings` came from. Raises StoppedError; RunFailedError with the
     run's own code and the line of its mistake where the task cannot train at all.
     """
-    say(f"check: {settings.run.task}, {RANKS} ranks on CPUs")
     count = 0
     for finding in findings(settings, arguments, environ, stop):
         say(str(finding))
@@ -61,20 +83,25 @@ def check(
 def findings(
     settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], stop: StopFlag
 ) -> Iterator[Finding]:
-    """As they are found."""
+    """As they are found, and each part as it begins."""
+    parts = Parts(time.monotonic)
     with tempfile.TemporaryDirectory(prefix="tandem-check-") as name:
         folder, steps = Path(name), min(settings.run.steps or STEPS, STEPS)
         runner = Runner([*arguments, f"--nproc={RANKS}", "--device=cpu"], environ, folder, steps, stop)
+        yield parts.next(f"a run of {steps} steps on {RANKS} ranks")
         calm = runner.undisturbed()
         yield Finding("ok", f"trains, evaluates and saves: {calm.step} steps")
+        yield parts.next("samples, first weights and gradients, twice on each rank")
         ranks = facts_of_ranks(settings, environ, folder)
         yield from compared(ranks)
         task, wrong = ranks[0].task, any(f.level == "wrong" for f in compared(ranks))
+        yield parts.next("the same run again")
         if again := difference(calm, runner.undisturbed()):
             if not wrong:
                 yield Finding("wrong", f"two undisturbed runs differ: {again}; {SEE['task']}", task)
             return  # what is killed would differ as well
         yield Finding("ok", "two undisturbed runs are the same, bit for bit")
+        yield parts.next("a run that is killed, and resumed")
         trial = next(runner.trials(calm, 1, random.Random()))
         if trial.difference is None:
             yield Finding("ok", str(trial))

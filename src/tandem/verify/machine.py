@@ -17,7 +17,7 @@ from tandem.config import Settings
 from tandem.distributed.devices import DRIVER_FILE, why_no_gpu
 from tandem.launch.reach import Finding
 from tandem.log import counted
-from tandem.telemetry.journal import read_lines
+from tandem.telemetry.journal import read_events
 from tandem.timeouts import CLOCK_SKEW_SECONDS, LEAVE_SECONDS
 from tandem.words import lasting
 
@@ -36,7 +36,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
         yield Finding("run volume", "pass", f"{place} is an object store, which is not tried here")
     else:
         run_dir = Path("runs") if place is None else local_folder(place)
-        saves = [line for line in read_lines(run_dir / "events.jsonl") if line.get("kind") == "checkpoint"]
+        saves = [line for line in read_events(run_dir) if line.get("kind") == "checkpoint"]
         yield from volume(run_dir, max((_number(each, "bytes") for each in saves), default=0.0))
     yield grace(settings.launch.shutdown_timeout, [_number(each, "seconds") for each in saves])
     yield gpus(settings.compute.device)

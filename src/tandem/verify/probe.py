@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tandem.config import Settings
+from tandem.data.asked import Asking
 from tandem.data.kinds import begins_anew, training_data
 from tandem.data.seeds import seed_micro_step, seed_model
 from tandem.data.source import Reader
@@ -97,8 +98,9 @@ def _fact(name: str, place: str, make: Callable[[int], Any]) -> Fact:
 def unpicklable(task: WholeTask, datasets: Any) -> list[tuple[str, str]]:
     """(place, what and why) of each part that another process could not be given."""
     parts = {"the training set": datasets.train, "the evaluation set": datasets.evaluation}
+    collate = task.collate.method if isinstance(task.collate, Asking) else task.collate
     found = []
-    for name, part in {**parts, "collate": task.collate}.items():
+    for name, part in {**parts, "collate": collate}.items():
         try:
             pickle.dumps(part)
         except Exception as error:  # pickle raises whatever a part's own __reduce__ does

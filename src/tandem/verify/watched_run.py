@@ -15,6 +15,7 @@ from tandem.errors import FINISHED, StoppedError, TandemError
 from tandem.launch.simulated import stop_with_parent
 from tandem.process import safe_path
 from tandem.signals import StopFlag
+from tandem.telemetry.journal import read_events
 from tandem.timeouts import END_POLL_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
 
@@ -107,11 +108,7 @@ class WatchedRun:
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         """Whole lines of events.jsonl of one kind: "training" comes after the first step of each world."""
-        try:
-            whole = (self._run_dir / "events.jsonl").read_bytes().rpartition(b"\n")[0]
-        except OSError:
-            return []
-        return [event for event in map(json.loads, whole.splitlines()) if event["kind"] == kind]
+        return [event for event in read_events(self._run_dir) if event.get("kind") == kind]
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

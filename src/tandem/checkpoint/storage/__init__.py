@@ -3,6 +3,7 @@
 A new one is a class with the methods of `protocol.Remote`, and a row of `SCHEMES` in config/address.py.
 """
 
+import os
 from functools import cache
 from importlib import import_module
 from pathlib import PurePath
@@ -27,3 +28,6 @@ def _made(scheme: str, host: str) -> Remote:
     module, _, name = SCHEMES[scheme].partition(":")
     remote: Remote = getattr(import_module(module), name)(scheme, host)
     return remote
+
+
+os.register_at_fork(after_in_child=_made.cache_clear)  # a client's threads are not there any more

@@ -21,7 +21,8 @@ log = logging.getLogger("tandem.run")
 RUN_FILES = (
     "about.json",
     "config.json",
-    "events.jsonl",
+    "events.jsonl",  # before the older one: it begins with what was counted there
+    "events.jsonl.1",
     "metrics.jsonl",
     "metrics.prom",
     "summary.json",
@@ -61,7 +62,10 @@ class Copies:
         """Bring what is on the store to `folder`, unless that has the same and more. Raises OSError."""
         if (store := self._store()) is None:
             return
+        has_more_events = self._has_more_events(folder, store)
         for name in RUN_FILES:
+            if name.startswith("events.jsonl") and has_more_events:
+                continue
             content, path = store.read(self._where / name), folder / name
             if name == "tracker.json" and path.exists():
                 continue  # it is written oftener than copied
@@ -69,6 +73,11 @@ class Copies:
                 path.unlink(missing_ok=True)
             elif not path.exists() or not path.read_bytes().startswith(content):
                 path.write_bytes(content)
+
+    def _has_more_events(self, folder: Path, store: Remote) -> bool:
+        """Whether events.jsonl here has been put aside since it was copied: the older one has the copy."""
+        content, path = store.read(self._where / "events.jsonl"), folder / "events.jsonl.1"
+        return bool(content) and path.exists() and path.read_bytes().startswith(content or b"")
 
     def begin(self, config: bytes) -> None:
         """A run begins here: its journal comes back, its summary is not yet true. Raises OSError."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Reader, Sink
 from tandem.errors import ConfigError
+from tandem.timeouts import LEFT_OVER_SECONDS
 
-LEFT_OVER = timedelta(days=1)
 INSTALL = {"s3": "'tandem-train[s3]'", "gs": "gcsfs", "az": "adlfs"}
 
 
@@ -139,7 +139,7 @@ class Objects:
         return sink
 
     def mend(self, directory: PurePath) -> None:
-        before = datetime.now(UTC) - LEFT_OVER
+        before = datetime.now(UTC) - timedelta(seconds=LEFT_OVER_SECONDS)
         for entry, names in self.list(directory).items():
             for path in [directory / entry / name for name in names if MANIFEST not in names]:
                 if ask(self._fs.modified, str(path)) < before:

@@ -47,7 +47,8 @@ class PowerSGD:
         self._next: dict[str, tuple[Tensor, Tensor]] = {}
         self._buckets: list[tuple[Tensor, Future[Any]]] = []
         self._gradients: dict[int, Tensor] = {}
-        threads = group.gather(torch.get_num_threads()) if group.device.type == "cpu" else [1]
+        self._threads = torch.get_num_threads()
+        threads = group.gather(self._threads) if group.device.type == "cpu" else [1]
         if len(set(threads)) > 1:
             raise ConfigError(
                 "--gradient-compression powersgd computes the same factors on every rank, and the ranks have "
@@ -161,6 +162,9 @@ class PowerSGD:
             @torch.no_grad()
             def call(done: Future[Any]) -> None:
                 try:
+                    # MKL counts threads for each thread anew, and a new one of the backend's would begin with
+                    # all cores: on some CPUs a product then has other bits than on the other ranks.
+                    torch.set_num_threads(self._threads)
                     done.value()
                     step()
                 except Exception as error:

@@ -5,6 +5,7 @@ choices of `--strategy` (config/slices.py). It is imported only where it is used
 """
 
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy.base import Strategy
 from tandem.errors import ConfigError
 
-__all__ = ["Strategy", "load", "preload", "waits_inside"]
+__all__ = ["Strategy", "load", "load_to_evaluate", "preload", "waits_inside"]
 
 AS_TORCH_DOES, PLAIN = ExchangeConfig(), ComputeConfig()
 
@@ -24,8 +25,15 @@ def load(
     """The strategy of that name for the ranks of `group`; ConfigError where it cannot work with them."""
     if compute.dp_first_share != 1.0 and name != "dp":
         raise ConfigError("--dp-first-share is for --strategy dp: leave it out, or train with dp")
-    strategy: Strategy = import_module(f"{__name__}.{name}").Strategy(group, exchange, compute)
+    strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy
+
+
+def load_to_evaluate(name: str, group: ProcessGroup) -> Strategy:
+    """For weights that were trained under `name`, on as many ranks as there are now."""
+    if not _class(name).shares_parameters:  # each rank has the whole model, however many there are
+        name = "single" if group.size == 1 else "ddp"
+    return load(name, group)
 
 
 def waits_inside(strategy: Strategy, model: nn.Module) -> bool:
@@ -36,4 +44,8 @@ def waits_inside(strategy: Strategy, model: nn.Module) -> bool:
 
 def preload(name: str) -> None:
     """Import it in advance, in a process that may become a rank."""
-    import_module(f"{__name__}.{name}")
+    _class(name)
+
+
+def _class(name: str) -> Any:
+    return import_module(f"{__name__}.{name}").Strategy

@@ -66,7 +66,7 @@ function sentence(event) {
     fallback: () => `The checkpoint of step ${number(step)} cannot be used (${rest.problem}); an older one is tried`,
     straggler: () => `${who} holds the others back: ${seconds(rest.own_seconds)} of its own in a step, the median rank ${seconds(rest.median_seconds)}; ${rest.place ? `most of it at ${rest.place}` : `the difference is in ${rest.phase}`}`,
     hang: () => `${who} hangs in ${rest.phase}${at}, for ${seconds(rest.seconds)} now; all ranks are started again`,
-    rank_killed: () => `${who} was killed (${rest.signal}); training again after ${seconds(rest.seconds)}, ${counted(rest.steps_lost, "step")} lost`,
+    rank_killed: () => `${who} was killed (${rest.signal}); training again after ${seconds(rest.seconds)}${isGiven(rest.steps_lost) ? `, ${counted(rest.steps_lost, "step")} lost` : ""}`,
     rank_failed: () => `A rank failed: ${reason}`,
     nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
     replica_mismatch: () => `Ranks ${told(rest.ranks)} have other parameters than rank 0${at}`,
@@ -117,7 +117,7 @@ function aboutSection(parent, about) {
   add(parent, "h2", "This run");
   const rows = [
     ["command", about.command], ["started", isNumber(about.started) ? date(about.started) : null], ["in", about.folder], ["run directory", about.run_dir],
-    ["commit", about.commit],
+    ["commit", about.commit], ["optimizer", about.optimizer],
     ["versions", Object.entries(about.versions ?? {}).map(pair => pair.join(" ")).join(", ")],
     ["hardware", (about.hardware ?? []).join("; ")],
   ].filter(row => row[1]);

@@ -49,7 +49,10 @@ function full(parent, run) {
   aboutSection(add(left, "section"), run.about);
   eventList(add(right, "section"), run.events);
   settingsSection(add(right, "section"), run.about.settings);
-  if (run.log) logSection(unfold(parent, "The end of the log", true), run.log);
+  if (!run.log) return;
+  const log = unfold(parent, "The end of the log", true);
+  log.className = "card";
+  logSection(add(log, "div"), run.log);
 }
 
 // Two runs of one name are told apart by a number.

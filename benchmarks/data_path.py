@@ -1,0 +1,217 @@
+"""Samples per second through the loaders alone, without a model: torchvision's and torch's beside tandem's.
+
+    python benchmarks/data_path.py [--rounds 7] [--seconds 1] [--json benchmarks/results/data_path.json]
+
+Pictures of 28 x 28 are the digits task's, drawn on this machine: as tutorials load them (torchvision's MNIST,
+ToTensor and Normalize, in torch's DataLoader), normalised beforehand in a TensorDataset, and by tandem, all
+in batches of 64. Photographs are JPEGs of 320 x 240, drawn too: torchvision's ImageFolder in torch's
+DataLoader beside the image-folder task, to normalised floats on both sides, with as many workers.
+
+A reader has one thread, as a rank of two on two cores, and each worker another. In a round all have their
+turn, each round beginning with another one; a turn counts from when its workers are at work. Ratios are of
+turns of the same round, and the outcome is the median over rounds. Where neither side has workers, seconds
+are those of CPU time, the same on a quiet machine; with workers they are the clock's.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from table import Row, finish
+from tandem.config.slices import DataConfig
+from tandem.data.digits import prepare_digits
+from tandem.data.kinds import training_data
+from tandem.data.source import Reader
+from tandem.tasks.digits import Digits
+from tandem.tasks.image_folder import ImageFolder
+from tandem.tasks.normalised import normalised
+
+BATCH, PHOTOGRAPHS = 64, 16  # samples of a batch
+LEAST_BATCHES = 8
+CLASSES, OF_EACH = 5, 32
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+DATA = Path(tempfile.gettempdir()) / "tandem-benchmark-data"
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+def digits_folder(folder: Path) -> Path:
+    """The digits task's files, drawn once, where torchvision.datasets.MNIST looks for its own, too."""
+    prepare_digits(folder / "digits")
+    seen = folder / "MNIST" / "raw"
+    if not seen.exists():
+        seen.parent.mkdir(exist_ok=True)
+        seen.symlink_to(Path("..") / "digits")
+    return folder
+
+
+def photographs_folder(folder: Path) -> Path:
+    """train/ and val/ with CLASSES folders of OF_EACH JPEGs each: soft colours with an ellipse in them."""
+    generator = torch.Generator().manual_seed(0)
+    for part in ("train", "val"):
+        for number in range(CLASSES * OF_EACH):
+            path = folder / part / str(number % CLASSES) / f"{number:04}.jpg"
+            if path.exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            colours = torch.randint(256, (12, 16, 3), dtype=torch.uint8, generator=generator)
+            picture = Image.fromarray(colours.numpy()).resize((320, 240), Image.Resampling.BICUBIC)
+            x, y = (int(place) for place in torch.randint(20, 140, (2,), generator=generator))
+            ImageDraw.Draw(picture).ellipse((x, y, x + 100, y + 80), fill=(40 * (number % CLASSES), 90, 160))
+            picture.save(path, quality=90)
+    return folder
+
+
+def again(loader: DataLoader[Any]) -> Batches:
+    """Epoch after epoch, as a training loop reads it."""
+    while True:
+        yield from loader
+
+
+def mnist(folder: Path, workers: int) -> Batches:
+    """What tutorials write."""
+    from torchvision import datasets, transforms
+
+    steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    data = datasets.MNIST(str(folder), train=True, transform=transforms.Compose(steps))
+    return again(DataLoader(data, BATCH, shuffle=True, num_workers=workers))
+
+
+def image_folder(folder: Path, workers: int) -> Batches:
+    from torchvision import datasets, transforms
+
+    steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    steps.append(transforms.Normalize(MEAN, STD))
+    data = datasets.ImageFolder(str(folder / "train"), transforms.Compose(steps))
+    return again(DataLoader(data, PHOTOGRAPHS, shuffle=True, num_workers=workers, drop_last=True))
+
+
+def by_tandem(data: Any, batch_size: int, workers: int = 0) -> Batches:
+    """What a single rank of a run trains on."""
+    config = DataConfig(batch_size=batch_size, workers=workers)
+    reader = Reader(config, seed=0, rank=0, world_size=1, collate=None, device=torch.device("cpu"))
+    for micro_batches in training_data(data, reader, None).steps(0, 1_000_000_000):
+        yield from micro_batches
+
+
+def photographs_by_tandem(data: Any, workers: int) -> Batches:
+    """With the normalising that the task's model does, to compare floats with floats."""
+    floats = normalised(nn.Identity(), MEAN, STD)
+    return ((floats(images), labels) for images, labels in by_tandem(data, PHOTOGRAPHS, workers))
+
+
+class Pair(NamedTuple):
+    """A row: who of `READERS` is compared with whom, and the least ratio."""
+
+    name: str
+    mine: str
+    control: str
+    least: float | None = None
+
+
+PAIRS = (
+    Pair("28 x 28: tandem, digits", "digits", "torchvision's MNIST, no workers", 100),
+    Pair("28 x 28: tandem, digits", "digits", "torchvision's MNIST, 2 workers"),
+    Pair("28 x 28: tandem, TensorDataset", "tensors", "torchvision's MNIST, no workers", 100),
+    Pair("28 x 28: tandem, TensorDataset", "tensors", "TensorDataset in torch's DataLoader"),
+    Pair("image folder: tandem, no workers", "folder 0", "torchvision's ImageFolder, no workers", 1),
+    Pair("image folder: tandem, 2 workers", "folder 2", "torchvision's ImageFolder, 2 workers", 1),
+)
+
+
+def readers(folder: Path) -> dict[str, Callable[[], Batches]]:
+    pictures = Digits(digits_folder(folder)).build_datasets().train
+    photographs = photographs_folder(folder / "photographs")
+    task = ImageFolder(photographs).build_datasets().train
+    rows = TensorDataset(*pictures.__getitems__(torch.arange(len(pictures))))
+    return {
+        "digits": lambda: by_tandem(pictures, BATCH),
+        "tensors": lambda: by_tandem(rows, BATCH),
+        "TensorDataset in torch's DataLoader": lambda: again(DataLoader(rows, BATCH, shuffle=True)),
+        "torchvision's MNIST, no workers": lambda: mnist(folder, 0),
+        "torchvision's MNIST, 2 workers": lambda: mnist(folder, 2),
+        "folder 0": lambda: photographs_by_tandem(task, 0),
+        "folder 2": lambda: photographs_by_tandem(task, 2),
+        "torchvision's ImageFolder, no workers": lambda: image_folder(photographs, 0),
+        "torchvision's ImageFolder, 2 workers": lambda: image_folder(photographs, 2),
+    }
+
+
+class Pace(NamedTuple):
+    """Samples a second, by the clock and by the CPU time of this process."""
+
+    clock: float
+    cpu: float
+
+
+def pace(batches: Batches, seconds: float) -> Pace:
+    """Over `seconds` of the clock, from when as many batches have come as workers make beforehand."""
+    for _ in islice(batches, LEAST_BATCHES):
+        pass
+    began, cpu, samples, number = time.perf_counter(), time.process_time(), 0, 0
+    for inputs, _labels in batches:
+        samples, number = samples + len(inputs), number + 1
+        taken = time.perf_counter() - began
+        if taken >= seconds and number >= LEAST_BATCHES:
+            break
+    return Pace(samples / taken, samples / (time.process_time() - cpu))
+
+
+def measure(folder: Path, rounds: int, seconds: float) -> list[Row]:
+    torch.set_num_threads(1)
+    everybody = readers(folder)
+    found: dict[str, list[Pace]] = {name: [] for name in everybody}
+    names = list(everybody)
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            found[name].append(pace(everybody[name](), seconds))
+            print(f"round {number + 1}: {name} {found[name][-1].clock:,.0f}/s", file=sys.stderr, flush=True)
+    return [_row(pair, found[pair.mine], found[pair.control]) for pair in PAIRS]
+
+
+def _row(pair: Pair, of_mine: list[Pace], of_control: list[Pace]) -> Row:
+    by = "clock" if pair.control.endswith("2 workers") else "cpu"
+    mine, control = ([getattr(each, by) for each in paces] for paces in (of_mine, of_control))
+    ratio = statistics.median(a / b for a, b in zip(mine, control, strict=True))
+    return Row(
+        pair.name,
+        len(mine),
+        _spread(mine),
+        f"{pair.control} {_spread(control)}",
+        f"{ratio:.0f} times" if ratio >= 20 else f"{ratio:.2f} times",
+        f"at least {pair.least:g} times" if pair.least else "",
+        ratio >= pair.least if pair.least else None,
+    )
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):,.0f}/s ({min(values):,.0f} to {max(values):,.0f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
+    parser.add_argument("--data-dir", type=Path, default=DATA, help=f"[{DATA}]")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    asked = parser.parse_args()
+    table = measure(asked.data_dir, asked.rounds, asked.seconds)
+    return finish(table, asked.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""A long run that is hit again and again: does anything grow, does recovery slow down?
+
+    python benchmarks/endurance.py [--steps 500000] [--kills 500] [--ranks 2] [--json FILE]
+
+A random rank is killed each `steps / kills` steps. Just before a kill: the memory (PSS), threads
+and open files of the whole launch, and the files of its run folder, the temporary folder and /dev/shm.
+Compared are the medians of the first and of the last tenth of the kills.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from live_runs import LiveRun, session_of
+from table import Row, finish
+
+LIMIT_SECONDS = 600.0
+FLAGS = ("--log-every", 20, "--threads", 1, "--lr", 0.01, "--checkpoint-every", 250, "--task.delay", 0)
+TARGETS = {
+    "recovery": ("s", 1.2),
+    "memory": ("MB", 1.1),
+    "threads": ("threads", 1.05),
+    "files open": ("files", 1.05),
+    "files of the run, the temporary folder and /dev/shm": ("files", 1.1),
+}
+"""{what: (its unit, at most so many times the first tenth's)}."""
+
+
+def last_lines(file: Path) -> list[dict[str, Any]]:
+    """The last whole lines of a journal, which may be long; none before there is one."""
+    try:
+        with file.open("rb") as journal:
+            journal.seek(max(0, journal.seek(0, os.SEEK_END) - 8192))
+            lines = journal.read().split(b"\n")[1:-1]
+        return [json.loads(line) for line in lines]
+    except FileNotFoundError:
+        return []
+
+
+def step_of(run: LiveRun) -> int:
+    return max((int(line["step"]) for line in last_lines(run.run_dir / "metrics.jsonl")), default=0)
+
+
+def held(run: LiveRun, temporary: Path) -> dict[str, float]:
+    """What the launch holds now."""
+    found = {"memory": 0.0, "threads": 0.0, "files open": 0.0}
+    for pid, _ in session_of(run.process.pid):
+        process = Path(f"/proc/{pid}")
+        try:
+            rollup = (process / "smaps_rollup").read_text()
+            found["memory"] += int(rollup.partition("\nPss:")[2].split()[0]) / 1024
+            found["threads"] += len(os.listdir(process / "task"))
+            found["files open"] += len(os.listdir(process / "fd"))
+        except (OSError, IndexError):  # ended meanwhile
+            continue
+    places = (run.run_dir, temporary, Path("/dev/shm"))
+    files = sum(len(names) for place in places for _, _, names in os.walk(place))
+    return {**found, "files of the run, the temporary folder and /dev/shm": float(files)}
+
+
+def kill_one(run: LiveRun) -> float:
+    """Seconds from the kill of a rank to the next world's first step."""
+
+    def began() -> list[float]:
+        lines = last_lines(run.run_dir / "events.jsonl")
+        return [line["time"] for line in lines if line["kind"] == "training" and line["time"] > killed]
+
+    killed = time.time()
+    os.kill(random.choice(list(run.ranks().values())), signal.SIGKILL)
+    run.until(lambda: bool(began()), "next world", LIMIT_SECONDS)
+    return float(began()[0]) - killed
+
+
+def endure(steps: int, kills: int, ranks: int, folder: Path) -> list[Row]:
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    every = steps // kills
+    launch = ("tandem", "launch", "--nproc", str(ranks), "--max-restarts", str(2 * kills))
+    found: dict[str, list[float]] = {what: [] for what in TARGETS}
+    flags = (*FLAGS, "--steps", steps)
+    with LiveRun(launch, folder / "run", *flags, variables={"TMPDIR": str(temporary)}) as run:
+        for number in range(kills):
+            target = number * every + random.randrange(every // 4, 3 * every // 4)
+            run.until(lambda target=target: step_of(run) >= target, f"step {target}", LIMIT_SECONDS)  # type: ignore[misc]
+            for what, value in held(run, temporary).items():
+                found[what].append(value)
+            found["recovery"].append(kill_one(run))
+        code = run.wait(LIMIT_SECONDS + steps)
+        summary = run.summary()
+        assert (code, summary["global_step"], summary["restarts"]) == (0, steps, kills), run.words()
+    return [_row(what, values, kills) for what, values in found.items()]
+
+
+def _row(what: str, values: list[float], kills: int) -> Row:
+    unit, limit = TARGETS[what]
+    tenth = max(1, kills // 10)
+    first, last = statistics.median(values[:tenth]), statistics.median(values[-tenth:])
+    return Row(
+        what,
+        kills,
+        f"{last:,.2f} {unit} at the end (worst ever {max(values):,.2f})",
+        f"{first:,.2f} {unit} at the start",
+        f"{last / first:.3f}",
+        f"at most {limit}",
+        last <= limit * first,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=500_000)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tandem-endurance-") as name:
+        rows = endure(options.steps, options.kills, options.ranks, Path(name))
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

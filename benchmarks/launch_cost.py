@@ -1,0 +1,154 @@
+"""From the command to the first step of all ranks, and the memory that a run then takes.
+
+    python benchmarks/launch_cost.py [--rounds 5] [--nodes 2,8,16] [--json FILE]
+
+`tandem launch` beside torchrun, which starts the same trainer: two ranks on one node, and two nodes of one
+rank. Then nodes that one laptop simulates. Memory is the sum over all processes of what they hold, shared
+pages counted once (PSS).
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from live_runs import LiveRun
+from table import Row, finish
+
+LIMIT_SECONDS = 300.0
+SETTLED_SECONDS = 2.0
+FLAGS = ("--steps", 10_000_000, "--threads", 1, "--log-every", 50, "--progress", "off")
+TRAINER = ("-m", "tandem", "train")
+
+
+class Start(NamedTuple):
+    """A program with its words, and the flags that follow the task's."""
+
+    launcher: Sequence[object]
+    flags: Sequence[object] = ()
+
+
+class Cost(NamedTuple):
+    seconds: float
+    megabytes: float
+
+
+def below(pid: int) -> Iterator[int]:
+    """A process and all that it has started, in whatever session."""
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            yield from below(int(child))
+
+
+def megabytes(pids: Sequence[int]) -> float:
+    total = 0
+    for pid in pids:
+        try:
+            total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0])
+        except (OSError, IndexError):  # ended meanwhile
+            continue
+    return total / 1024
+
+
+def cost(folder: Path, starts: Sequence[Start]) -> Cost:
+    """Of a run, begun once on each node."""
+    began = time.time()
+    with ExitStack() as opened:
+        runs = [
+            opened.enter_context(LiveRun([*map(str, launcher)], folder, *flags, *FLAGS))
+            for launcher, flags in starts
+        ]
+        runs[0].until(lambda: bool(runs[0].events("training")), "first step", LIMIT_SECONDS)
+        seconds = float(runs[0].events("training")[0]["time"]) - began
+        time.sleep(SETTLED_SECONDS)
+        pids = [pid for run in runs for pid in below(run.process.pid)]
+        found = Cost(seconds, megabytes(pids))
+        for pid in pids[::-1]:  # torchrun's ranks are in sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return found
+
+
+def of_tandem(*flags: object) -> list[Start]:
+    return [Start(("tandem", "launch"), flags)]
+
+
+def two_nodes() -> list[Start]:
+    place = ("--nodes", 2, "--master", f"127.0.0.101:{_port()}", "--node-rank")
+    return [Start(("tandem", "launch"), (*place, number)) for number in (0, 1)]
+
+
+def of_torchrun() -> list[Start]:
+    return [Start(("torch.distributed.run", "--nproc-per-node", 2, *TRAINER))]
+
+
+def two_torchruns() -> list[Start]:
+    place = ("--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", _port())
+    return [Start(("torch.distributed.run", *place, "--node-rank", number, *TRAINER)) for number in (0, 1)]
+
+
+def _port() -> int:
+    return 20_000 + random.randrange(10_000)
+
+
+def beside(
+    name: str, ours: Callable[[], list[Start]], theirs: Callable[[], list[Start]], rounds: int
+) -> list[Row]:
+    """Two rows: seconds and memory."""
+    found: dict[bool, list[Cost]] = {True: [], False: []}
+    for number in range(rounds):
+        for is_ours in (number % 2 == 0, number % 2 == 1):
+            with tempfile.TemporaryDirectory(prefix="tandem-launch-") as folder:
+                found[is_ours].append(cost(Path(folder), (ours if is_ours else theirs)()))
+    rows = []
+    for what, unit, which, target in (("first step", "s", 0, 0.7), ("memory", "MB", 1, 1.0)):
+        mine, other = ([each[which] for each in found[is_ours]] for is_ours in (True, False))
+        ratio = statistics.median(mine) / statistics.median(other)
+        rows.append(
+            Row(
+                f"{name}: {what}",
+                rounds,
+                f"{statistics.median(mine):,.1f} {unit} ({min(mine):,.1f} to {max(mine):,.1f})",
+                f"torchrun {statistics.median(other):,.1f} {unit} ({min(other):,.1f} to {max(other):,.1f})",
+                f"{ratio:.2f}",
+                f"at most {target:g}",
+                ratio <= target,
+            )
+        )
+    return rows
+
+
+def simulated(nodes: int) -> Row:
+    with tempfile.TemporaryDirectory(prefix="tandem-launch-") as folder:
+        found = cost(Path(folder), of_tandem("--nodes", nodes, "--batch-size", nodes * -(-240 // nodes)))
+    return Row(
+        f"{nodes} simulated nodes: first step and memory",
+        1,
+        f"{found.seconds:.1f} s, {found.megabytes:,.0f} MB",
+        passed=None,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--nodes", default="2,8,16")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = beside("two ranks on a node", lambda: of_tandem("--nproc", 2), of_torchrun, options.rounds)
+    rows += beside("two nodes of a rank", two_nodes, two_torchruns, options.rounds)
+    rows += [simulated(int(nodes)) for nodes in options.nodes.split(",") if nodes]
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

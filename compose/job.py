@@ -1,0 +1,131 @@
+"""One job to its end: waiting, stopping, the codes also of nodes that were removed, and the line for it."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from engine import STOP_SECONDS, Cluster, Node, docker, project_word
+from network import keep_shape
+from tandem.errors import KILLED
+from tandem.launch.restarts import job_code
+from volume import read, volume_of
+
+POLL_SECONDS = 0.5
+
+
+@dataclass
+class Job:
+    """The containers that a cluster had when the job was met; others that come later are another job's.
+
+    Somebody may remove them at any time, as `make compose-down` in another terminal does: what was seen of
+    them is kept, and what was not is asked of the engine's events.
+    """
+
+    cluster: Cluster
+    nodes: dict[str, Node] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "Job":
+        return cls(cluster, {node.identity: node for node in cluster.nodes()})
+
+    @property
+    def unfinished(self) -> list[Node]:
+        """The nodes that ran, or were about to run again, when last looked at."""
+        there = [node for node in self.nodes.values() if node.identity not in self.gone]
+        return [node for node in there if node.is_unfinished]
+
+    def look(self) -> None:
+        """See how the nodes are now."""
+        there = {node.identity: node for node in self.cluster.nodes()}
+        self.gone = self.nodes.keys() - there.keys()
+        self.nodes |= {identity: there[identity] for identity in self.nodes.keys() & there.keys()}
+
+    def wait(self) -> None:
+        """Until it is over, and keep the network that the user asked for."""
+        shaped: dict[str, str] = {}
+        while self.unfinished:
+            keep_shape(self.cluster, shaped)
+            time.sleep(POLL_SECONDS)
+            self.look()
+
+    def stop(self) -> None:
+        """SIGTERM to every node, SIGKILL after the grace period or at a Ctrl-C."""
+        try:
+            self.cluster.compose("stop", "node", seconds=STOP_SECONDS)
+        except KeyboardInterrupt:
+            self.cluster.compose("kill", "node")
+        self.look()
+
+    def codes(self) -> dict[int, int]:
+        """The nodes' codes by index; a node of which nobody knows how it ended was killed by its removal."""
+        by_index = sorted(self.nodes.values(), key=lambda node: node.index)
+        return {node.index: self._code_of(node) for node in by_index}
+
+    def _code_of(self, node: Node) -> int:
+        if node.identity not in self.gone or not node.is_unfinished:
+            return node.exit_code
+        its = [word for name in (f"container={node.identity}", "event=die") for word in ("--filter", name)]
+        said = docker(
+            "events", "--since", node.created, "--until", "0s", *its,
+            "--format", "{{.Actor.Attributes.exitCode}}", check=False,
+        ).split()  # fmt: skip
+        return int(said[-1]) if said and said[-1].isdigit() else KILLED
+
+    def summary(self, code: int) -> dict[str, object] | None:
+        """What the job has left in its run, read from the volume where the containers are gone by now.
+
+        An older one is another job's, unless this one had nothing to add: it was complete, or stopped early.
+        """
+        path = f"{self.cluster.run_dir}/summary.json"
+        found = self.cluster.read_dated(path)
+        if found is None:
+            found = read(volume_of(self.cluster.project), self.cluster.image, path)
+        if found is None:
+            return None
+        text, written = found
+        summary: dict[str, object] = json.loads(text)
+        began = min((_seconds(node.created) for node in self.nodes.values()), default=float("inf"))
+        return summary if written >= began or summary["exit_code"] == code else None
+
+    def ending(self) -> tuple[int, str]:
+        """The job's code, and how it ended in one line. The code of a job that nobody saw is not 0."""
+        codes = self.codes()
+        code = job_code(list(codes.values())) if codes else KILLED
+        summary = self.summary(code)
+        nodes = ", ".join(f"node {index} {each}" for index, each in codes.items())
+        said = f"ended with {code} ({nodes or 'its nodes were removed before they were seen'})"
+        if summary is not None:
+            return code, f"{said}: {self._told(code, summary)}"
+        self.look()
+        if self.gone or not codes:
+            line = "the nodes are removed, and no summary of this job is in the volume; its logs may be"
+            return code, f"{said}; {line}: {self._way_out()}"
+        return code, f"{said}; no summary was written, the logs say why: make compose-logs"
+
+    def _way_out(self) -> str:
+        """What brings the run's files to this host."""
+        run, project = self.cluster.variables["RUN"], self.cluster.project
+        return f"make compose-get RUN={run}{project_word(project)}"
+
+    def _told(self, code: int, summary: Mapping[str, object]) -> str:
+        scores, rate = summary.get("eval"), summary.get("samples_per_second")
+        digest, saved = summary.get("weights_sha256"), summary.get("last_checkpoint_step")
+        said = [f"{name} {value:.4f}" for name, value in scores.items()] if isinstance(scores, dict) else []
+        said += [f"{rate:,.0f} samples/s"] if isinstance(rate, float) and rate else []
+        said += [f"{summary['restarts']} restarts"] if summary.get("restarts") else []
+        said += [f"weights {str(digest)[:12]}"] if digest else []
+        said += [f"checkpoint of step {saved}"] if saved is not None else []
+        said += [str(summary["reason"])] if summary.get("reason") else []
+        whose = "rank 0 " if code and summary["state"] == "finished" else ""  # another node's has failed
+        where = f"{whose}{summary['state']} at step {summary['global_step']}"
+        if "WORKING_DIR" in self.cluster.variables:  # a script's
+            said.append(f"its files: {self._way_out()}")
+        return f"{where}; {', '.join(said)}" if said else where
+
+
+def _seconds(created: str) -> float:
+    """Unix seconds of the engine's UTC time, without their fraction: a file's time has none."""
+    return datetime.fromisoformat(f"{created[:19]}+00:00").timestamp()

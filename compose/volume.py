@@ -1,0 +1,67 @@
+"""The checkpoint volume from outside, also when no node is there any more.
+
+Its files are read by a container of the image that mounts it read-only.
+"""
+
+import subprocess
+import time
+from collections.abc import Sequence
+
+from engine import CALL_SECONDS, Cluster, ClusterError, docker
+
+RELEASE_SECONDS = 20.0
+POLL_SECONDS = 0.5
+DEFAULT_IMAGE = "tandem:cuda"
+READ = 'stat -c %Y "$1" && cat "$1"'
+
+
+def volume_of(project: str) -> str:
+    return f"{project}_checkpoints"
+
+
+def is_there(volume: str) -> bool:
+    """A container that mounts a volume which is not there would make it."""
+    return docker("volume", "inspect", "--format", "{{.Name}}", volume, check=False).strip() == volume
+
+
+def image_of(project: str) -> str:
+    """The image that the project's containers are of, else the one that `make image` makes."""
+    try:
+        return Cluster.found(project).image
+    except ClusterError:
+        return DEFAULT_IMAGE
+
+
+def reader(volume: str, image: str, script: str, *arguments: str) -> list[str]:
+    """The command that runs a line of shell beside the volume, at /checkpoints: it sees all, writes none."""
+    allowed = ["--user", "0", "--cap-drop", "ALL", "--cap-add", "DAC_READ_SEARCH", "--read-only"]
+    apart = ["--pull", "never", "--network", "none", "--no-healthcheck", "--entrypoint", "tini"]
+    mount = ["-v", f"{volume}:/checkpoints:ro,nocopy"]
+    shell = ["--", "sh", "-c", script, "sh", *arguments]
+    return ["docker", "run", "--rm", *apart, *allowed, *mount, image, *shell]
+
+
+def read(volume: str, image: str, path: str) -> tuple[str, float] | None:
+    """A file of the volume and when it was written (Unix seconds); None where there is none."""
+    if not is_there(volume):
+        return None
+    ended = _run(reader(volume, image, READ, path))
+    written, _, text = ended.stdout.partition("\n")
+    return None if ended.returncode else (text, float(written))
+
+
+def remove_volumes(volumes: Sequence[str]) -> None:
+    """What `docker compose down` has left because a container had it: an `up` elsewhere may just read it."""
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while left := [volume for volume in volumes if is_there(volume)]:
+        docker("volume", "rm", *left, check=False)
+        if time.monotonic() > deadline:
+            raise ClusterError(f"a container has volume {left[0]}: docker ps -a --filter volume={left[0]}")
+        time.sleep(POLL_SECONDS)
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"reading the volume took longer than {CALL_SECONDS:.0f} s") from None

@@ -1,0 +1,119 @@
+"""The process that ranks, and simulated nodes, are forked from: forked itself, from one that has torch.
+
+torch and what DDP imports lazily are seconds of one core and 400 MB. Here they are imported once for a node,
+and once for all simulated ones; whatever is forked from there, also after a restart, has them at once and
+shares their memory. multiprocessing's own fork server, which this is, would begin as a new interpreter.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from tandem.errors import PeerLostError
+from tandem.process import SAFE_PATH, name_process, safe_path
+from tandem.signals import IGNORED_BY_FORK_SERVER
+from tandem.silence import still
+
+NAME = "tandem-forks"
+
+
+def start_fork_server(preload: Sequence[str], folder: Path) -> None:
+    """Start it; it imports `preload` while the caller, which has imported torch then, goes on.
+
+    To be called by a process with a single thread. The socket lies in `folder`: multiprocessing's own would
+    be left behind by an agent that is killed. Should it be killed, multiprocessing starts a new interpreter
+    in its place, with the same modules.
+    """
+    with still("importing torch"):
+        import torch  # noqa: F401
+
+    cast(Any, multiprocessing.current_process())._config["tempdir"] = str(folder)
+    multiprocessing.set_forkserver_preload(["tandem.launch.deaf", *preload])
+    with _no_current_folder():
+        resource_tracker.ensure_running()  # before: it unblocks signals when it has started its process
+    with _blocked_signals():
+        _fork(["tandem.launch.deaf", *preload])
+
+
+def start(process: ForkServerProcess) -> None:
+    """Have it forked. Raises PeerLostError where the fork server is gone, or cannot."""
+    try:
+        with _no_current_folder(), _blocked_signals():  # for a new interpreter in its place
+            process.start()
+    except (EOFError, OSError) as error:
+        raise PeerLostError(
+            f"the process that ranks are forked from is gone ({type(error).__name__}): it was killed, as "
+            "the kernel does where memory is short; start this node again"
+        ) from error
+
+
+def _fork(preload: Sequence[str]) -> None:
+    """What `forkserver.ensure_running` does, by a fork instead of a new interpreter (Python 3.11 to 3.13)."""
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        alive, ours = os.pipe()  # it ends when nobody holds our end any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # what is shared is not written to by a collection
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            _serve(listener.detach(), alive, preload)
+        os.close(alive)
+    server = cast(Any, forkserver)._forkserver
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+
+
+def _serve(listener: int, alive: int, preload: Sequence[str]) -> NoReturn:
+    """In the new process: nothing of the caller's stack is run to its end here."""
+    code = 1
+    try:
+        name_process(NAME)
+        from tandem.launch.deaf import be_deaf
+
+        be_deaf()  # also where the caller's own fork server had imported it
+        multiprocessing.set_forkserver_preload(["__main__"])  # those of ranks are a person's own: not deaf
+        forkserver.main(listener, alive, preload)
+    except SystemExit:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """What is started meanwhile hears none of those that a fork server ignores before it can ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_FORK_SERVER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _no_current_folder() -> Iterator[None]:
+    """Interpreters that are started meanwhile import nothing from the current folder."""
+    environ = dict(os.environ)
+    os.environ.update(safe_path(environ))
+    try:
+        yield
+    finally:
+        if SAFE_PATH in environ:
+            os.environ[SAFE_PATH] = environ[SAFE_PATH]
+        else:
+            del os.environ[SAFE_PATH]

@@ -1,0 +1,51 @@
+"""A batch that ranks cannot share evenly is refused before anything starts, where their number is known."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.checkpoint.store import CheckpointStore
+from tandem.config import Settings
+from tandem.config.slices import ONE_PROCESS
+from tandem.data.shares import check_even
+from tandem.errors import CheckpointError
+from tandem.launch.gpus import gpus_of
+from tandem.platforms.placement import Placement
+
+
+def refuse_uneven(settings: Settings, placement: Placement, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where the ranks would, in their words; what is not sure is left to them.
+
+    Only node 0 asks: whether the run goes on from a checkpoint, which may be shared out unevenly, the others
+    need not see.
+    """
+    ranks = _ranks(settings, placement, environ)
+    if ranks is None or placement.node_rank != 0 or settings.data.batch_shares is not None:
+        return
+    if _begins_afresh(settings):
+        check_even(settings.data.batch_size, ranks)
+
+
+def _ranks(settings: Settings, placement: Placement, environ: Mapping[str, str]) -> int | None:
+    """Of the whole job; None where only its nodes will know. A strategy of one process has its own word."""
+    if placement.elastic is not None or settings.compute.strategy in ONE_PROCESS:
+        return None
+    nproc = placement.nproc
+    if nproc is None:  # by the GPUs of each node
+        has_none = settings.compute.device == "cpu" or (placement.is_one_host and not gpus_of(environ))
+        nproc = 1 if has_none else None
+    return None if nproc is None else placement.nodes * nproc
+
+
+def _begins_afresh(settings: Settings) -> bool:
+    """Whether that is sure: no checkpoint is looked at, and an object store is not asked."""
+    run_dir, resume = settings.run.place, settings.checkpoint.resume
+    if resume == "never":
+        return True
+    try:
+        return (
+            resume == "auto"
+            and isinstance(run_dir, Path)
+            and not CheckpointStore(run_dir / "checkpoints").steps()
+        )
+    except CheckpointError:
+        return False

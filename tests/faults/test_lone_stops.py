@@ -1,0 +1,179 @@
+"""Ranks without an agent say what a stop does, and a second Ctrl-C ends them, whatever they are at."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import Runs
+
+from tandem.checkpoint.listing import list_checkpoints, newest_step
+from tandem.timeouts import REPEAT_WINDOW_SECONDS
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+SAVES = ("--checkpoint-every", "20", "--steps", "100000")
+AGAIN = "Ctrl-C again ends it at once"
+
+STAND = """
+import ctypes, pathlib
+
+def stand():
+    # As a wait for a peer that hangs: no handler of Python's runs.
+    pathlib.Path("stands").touch()
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)
+"""
+
+STUCK = """
+from small import Small
+from stand import stand
+
+class Stuck(Small):
+    def after_step(self, model, step):
+        if step == 30:
+            stand()
+"""
+
+LOOP = """
+import torch, tandem
+from stand import stand
+
+run = tandem.start()
+model = run.wrap(torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.keep(model=model, optimizer=optimizer)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
+for x, y in run.batches(data, batch_size=16, epochs=100_000):
+    if run.step == 30:
+        stand()
+    run.backward(torch.nn.functional.cross_entropy(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+SLOW_START = """
+import time
+from small import Small
+
+class SlowStart(Small):
+    def build_datasets(self):
+        print("making data", flush=True)
+        time.sleep(600)
+"""
+
+
+def write(runs: Runs, **modules: str) -> None:
+    for name, text in {"stand": STAND, **modules}.items():
+        (runs.folder / f"{name}.py").write_text(text)
+
+
+def of_session(session: int) -> list[str]:
+    """The processes of a session that have not ended."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(entry.name)) == session:
+                if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append((entry / "comm").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def stands(runs: Runs) -> None:
+    runs.until((runs.folder / "stands").exists, "rank that stands")
+    runs.until(lambda: bool(newest_step(next(runs.folder.glob("*/checkpoints"))) == 20), "save")
+
+
+def interrupt_twice(process: Any) -> None:
+    process.send_signal(signal.SIGINT)
+    time.sleep(REPEAT_WINDOW_SECONDS + 0.5)
+    process.send_signal(signal.SIGINT)
+
+
+def nothing_is_left(runs: Runs, process: Any, run: str, temporary: Path) -> None:
+    runs.until(lambda: not of_session(process.pid), "end of all processes", limit=20)
+    assert not list(temporary.glob("tandem-*"))
+    assert runs.summary(run)["exit_code"] == 130
+    (row,) = list_checkpoints(runs.folder / run / "checkpoints", verify=True)
+    assert row.step == 20 and row.verified
+    assert not list((runs.folder / run / "owner").glob("*"))
+
+
+def test_the_first_signal_of_a_lone_process_is_answered_with_a_line(runs: Runs) -> None:
+    process = runs.start("train", "alone", *SAVES, delay=0.01)
+    runs.wait_for_step("alone", 20)
+    process.terminate()
+    code, output = runs.processes.wait(process)
+    assert code == 143, output
+    (line,) = [line for line in output.splitlines() if AGAIN in line]
+    assert "SIGTERM: the step that runs is finished, then saved in alone/checkpoints" in line
+    assert "the last save took" in line
+    summary = runs.summary("alone")
+    assert summary["last_checkpoint_step"] == summary["global_step"]
+
+
+def test_a_second_interrupt_ends_a_lone_process_that_waits_in_c(runs: Runs, tmp_path: Path) -> None:
+    write(runs, stuck=STUCK)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    runs.environment["TMPDIR"] = str(temporary)
+    process = runs.start("train", "stuck", *SAVES, "--task", "stuck.py:Stuck", "--workers", 2)
+    stands(runs)
+    interrupt_twice(process)
+    code, output = runs.processes.wait(process, 30)
+    assert code == 130, output
+    assert output.count(AGAIN) == 1 and "second Ctrl-C: ending at once" in output, output
+    assert "the newest checkpoint is of step 20" in output and "Traceback" not in output, output
+    nothing_is_left(runs, process, "stuck", temporary)
+
+
+def test_a_second_interrupt_ends_a_loop_of_ones_own(runs: Runs, tmp_path: Path) -> None:
+    write(runs, loop=LOOP)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    settings = {"RUN_DIR": "loop", "CHECKPOINT_EVERY": "20", "METRICS_PORT": "0", "METRICS_LINGER": "0"}
+    runs.environment |= {"TMPDIR": str(temporary), **{f"TANDEM_{n}": v for n, v in settings.items()}}
+    python = runs.command("train", "loop")[0]
+    process = runs.processes.start([python, "loop.py"], cwd=runs.folder, env=runs.environment)
+    stands(runs)
+    interrupt_twice(process)
+    code, output = runs.processes.wait(process, 30)
+    assert code == 130, output
+    assert output.count(AGAIN) == 1 and "Traceback" not in output, output
+    nothing_is_left(runs, process, "loop", temporary)
+
+
+def test_a_stop_of_a_lone_process_before_its_first_step_ends_it(runs: Runs) -> None:
+    (runs.folder / "slow_start.py").write_text(SLOW_START)
+    process = runs.start("train", "early", "--task", "slow_start.py:SlowStart")
+    while "making data" not in (line := process.stdout.readline()):
+        assert line, "it has ended"
+    process.terminate()
+    code, output = runs.processes.wait(process, 30)
+    assert code == 137, output
+    assert output.count("SIGTERM came before the first step; nothing to save") == 1, output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_ranks_under_torchrun_say_it_once_and_end_at_a_second_interrupt(runs: Runs) -> None:
+    """torchrun hands on the first Ctrl-C, and SIGTERM at the second: its ranks have sessions of their own."""
+    write(runs, stuck=STUCK)
+    process = runs.start("torchrun", "two", *SAVES, "--task", "stuck.py:Stuck", "--threads", 1)
+    stands(runs)
+    ranks = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if (words := path.read_text().rpartition(")")[2].split())[1] == str(process.pid) and words[0] != "Z"
+    ]
+    assert len(ranks) == 2
+    interrupt_twice(process)
+    code, output = runs.processes.wait(process, 60)
+    assert code != 0 and output.count(AGAIN) == 1, output
+    runs.until(
+        lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "end of the ranks", limit=20
+    )

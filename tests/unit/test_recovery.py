@@ -1,0 +1,72 @@
+"""What a killed rank costs, told to people on node 0: by whoever has seen the signal, by way of the store."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tandem.distributed.position import Position
+from tandem.launch.recovery import Recovery
+from tandem.platforms.placement import Placement
+from tandem.telemetry.messages import RunStarted
+
+TWO = [{0: Position(rank=node, world_size=2, node_rank=node, nodes=2)} for node in range(2)]
+
+
+class Told:
+    """A node's view as `Recovery` uses it; `plan` where the ranks are a task's."""
+
+    def __init__(self, plan: RunStarted | None) -> None:
+        self.plan, self.events = plan, list[dict[str, Any]]()
+
+    def rank_zeros_step(self) -> int:
+        return 12
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+
+def two_nodes(plan: RunStarted | None = None) -> tuple[list[Recovery], Told]:
+    store, view = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), Told(plan)
+
+    def on(node: int) -> Recovery:
+        placement = Placement("by-hand", 2, node, 1, "127.0.0.1", 29500)
+        return Recovery(SimpleNamespace(placement=placement, view=view), store)  # type: ignore[arg-type]
+
+    return [on(0), on(1)], view
+
+
+def test_a_rank_that_was_killed_elsewhere_is_named_when_its_node_comes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (first, second), _ = two_nodes()
+    with caplog.at_level(logging.INFO, "tandem.agent"):
+        second.failed(TWO[1], {0: 137})
+        first.failed(TWO[0], {0: None})
+        first.interrupted(2)
+    assert caplog.messages == ["rank 1 on node 1 was killed (SIGKILL): starting generation 2"]
+
+
+def test_a_node_that_is_new_names_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    (first, _), view = two_nodes()
+    with caplog.at_level(logging.INFO, "tandem.agent"):
+        first.failed(TWO[0], {0: None})
+        first.interrupted(2)
+        first.trains()
+    assert caplog.messages == ["a node wants to join: starting generation 2"] and not view.events
+
+
+@pytest.mark.parametrize(("plan", "lost"), [(None, None), (RunStarted(10, 100, 100), 2)])
+def test_steps_lost_are_said_of_a_task_whose_steps_are_known(
+    plan: RunStarted | None, lost: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script was said to have lost none, whatever it does again."""
+    (first, _), view = two_nodes(plan)
+    first.failed(TWO[0], {0: 137})
+    first.trains()
+    (line,), (event,) = caplog.messages, view.events
+    assert line.startswith("rank 0 on node 0 was killed (SIGKILL); training again after ")
+    assert line.endswith(f", {lost} steps lost") == (lost is not None) == ("lost" in line)
+    assert event.get("steps_lost") == lost and event["signal"] == "SIGKILL"
