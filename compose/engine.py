@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,18 @@ def docker(
     if ended.returncode and check:
         raise ClusterError(f"`docker {' '.join(arguments[:3])}` failed: {telling(ended)}")
     return ended.stdout
+
+
+def code_of_removed(identity: str, created: str) -> int | None:
+    """How a container ended that is removed by now, by the engine's events since then; None if it forgot.
+
+    The moment to ask up to is given with its fraction: `--until 0s` is cut to the second that has begun, so
+    that an end within it is not told (measured; an engine keeps its last 256 events).
+    """
+    its = ("--filter", f"container={identity}", "--filter", "event=die")
+    window = ("--since", created, "--until", f"{time.time():.9f}")
+    said = docker("events", *window, *its, "--format", "{{.Actor.Attributes.exitCode}}", check=False).split()
+    return int(said[-1]) if said and said[-1].isdigit() else None
 
 
 def telling(ended: subprocess.CompletedProcess[str]) -> str:

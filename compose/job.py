@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from engine import STOP_SECONDS, Cluster, Node, docker, project_word
+from engine import STOP_SECONDS, Cluster, Node, code_of_removed, project_word
 from network import keep_shape
 from tandem.errors import KILLED
 from tandem.launch.restarts import job_code
@@ -67,12 +67,8 @@ class Job:
     def _code_of(self, node: Node) -> int:
         if node.identity not in self.gone or not node.is_unfinished:
             return node.exit_code
-        its = [word for name in (f"container={node.identity}", "event=die") for word in ("--filter", name)]
-        said = docker(
-            "events", "--since", node.created, "--until", "0s", *its,
-            "--format", "{{.Actor.Attributes.exitCode}}", check=False,
-        ).split()  # fmt: skip
-        return int(said[-1]) if said and said[-1].isdigit() else KILLED
+        code = code_of_removed(node.identity, node.created)
+        return KILLED if code is None else code
 
     def summary(self, code: int) -> dict[str, object] | None:
         """What the job has left in its run, read from the volume where the containers are gone by now.

@@ -56,6 +56,9 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
+# A step's daemon asks after a lost node for 100 s (measured). At the default of 60 s Slurm takes that for a
+# process that cannot be killed, and drains the node that is left.
+UnkillableStepTimeout=300
 ReturnToService=2
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
@@ -157,14 +160,23 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def bring_back(self, node: str) -> None:
-        """Start it anew. It may be taken back as soon as it registers; else the administrator says so."""
+        """Start it anew. It is back when it has registered; if it is down then, the administrator says so."""
+        before = self._registered(node)
         self._start_node(node)
+        self._until(lambda: self._registered(node) != before, f"{node} has not registered")
         self._until(lambda: self._is_up(node), f"{node} is not back")
 
+    def _registered(self, node: str) -> str:
+        """When the daemon began that the controller last heard of."""
+        words = self.run("scontrol", "--oneliner", "show", "node", node).split()
+        return next(word for word in words if word.startswith("SlurmdStartTime="))
+
     def _is_up(self, node: str) -> bool:
-        if self.node_state(node).startswith(("idle", "alloc", "mix")):
+        state = self.node_state(node)
+        if state.startswith(("idle", "alloc", "mix")) and not state.endswith("*"):  # *: does not answer
             return True
-        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+        if state.startswith("down"):
+            self.run("scontrol", "update", f"nodename={node}", "state=resume")
         return False
 
     def logs(self) -> str:

@@ -333,6 +333,19 @@ def test_a_cluster_that_runs_is_not_started_twice(cluster: TestedCluster, task: 
     assert not cluster.left()["containers"]
 
 
+def test_the_code_of_a_container_that_was_removed_a_moment_ago(cluster: TestedCluster) -> None:
+    """It said 137 for whatever had ended in the same second."""
+    from engine import code_of_removed
+
+    for code in (7, 143, 0):
+        identity = docker("create", "--entrypoint", "sh", IMAGE, "-c", f"exit {code}").strip()
+        created = docker("inspect", "--format", "{{.Created}}", identity).strip()
+        docker("start", "--attach", identity, check=False)
+        docker("rm", identity)
+        assert code_of_removed(identity, created) == code
+    assert code_of_removed("0" * 64, created) is None
+
+
 def make(*arguments: str, **environ: str) -> tuple[int, str]:
     command = ["make", "--no-print-directory", *arguments]
     ended = subprocess.run(

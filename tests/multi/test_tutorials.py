@@ -97,7 +97,7 @@ def test_buffers_are_each_ranks_own_without_ddps_broadcast_and_alone_count_the_s
     for seen, _, buffer, _ in counted(tutorials.launch("kept", plain, "--keep-buffers")):
         assert buffer == seen
     ((alone, *_),) = counted(tutorials.run(ours))
-    assert {everywhere for *_, everywhere in counted(tutorials.launch("two", ours))} == {alone}
+    assert {everywhere for *_, everywhere in counted(tutorials.launch("everywhere", ours))} == {alone}
 
 
 @pytest.mark.slow
@@ -176,6 +176,6 @@ def test_a_model_on_two_devices_under_ddp(tutorials: Tutorials, free_port: int) 
     said = tutorials.by_hand(free_port, TUTORIALS / "two_devices_plain.py")
     assert len(re.findall(r"^loss [\d.]+$", said, re.M)) == 1, said
     task = ["--task", f"{TUTORIALS / 'two_devices_task.py'}:Rows", "--devices-per-rank", 2]
-    tutorials.launch("two", *task, "--batch-size", 40, "--epochs", 2, "--log-every", 5)
-    losses = [line["loss"] for line in tutorials.lines("two") if "loss" in line]
+    tutorials.launch("two-devices", *task, "--batch-size", 40, "--epochs", 2, "--log-every", 5)
+    losses = [line["loss"] for line in tutorials.lines("two-devices") if "loss" in line]
     assert losses[-1] < losses[0]

@@ -130,12 +130,16 @@ class Slurm:
     def until(self, true: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + patient(LIMIT_SECONDS)
         while not true():
-            assert time.monotonic() < deadline, f"waited too long until {what}\n{self.said()}"
+            assert time.monotonic() < deadline, f"waited too long until {what}\n{self.queue()}\n{self.said()}"
             time.sleep(0.1)
+
+    def queue(self) -> str:
+        """The jobs with what each waits for, and the nodes."""
+        return "\n".join(self.cluster.run(*command, "--long") for command in (["squeue"], ["sinfo"]))
 
     def said(self) -> str:
         outputs = [path.read_text() for path in self.folder.glob("*.out")]
-        return "\n".join([*outputs, self.cluster.run("squeue"), self.cluster.logs()])
+        return "\n".join([*outputs, self.cluster.logs()])
 
 
 @pytest.fixture(scope="module")
