@@ -57,7 +57,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert (volume, image) == ("own_checkpoints", "image")
         return there.files.get(path)
 
-    monkeypatch.setattr(job, "docker", docker)
+    monkeypatch.setattr(engine, "docker", docker)
     monkeypatch.setattr(job, "read", read)
     there.told = told
     return there
