@@ -59,6 +59,11 @@ def main() -> None:
                 tell_others(sys.argv[2:], environ, error)
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:
+        if "torch" in sys.modules:  # it may be another pipe than that of who reads us
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has read enough
+        code = 141  # as of a program that SIGPIPE ends
     with suppress(OSError):  # of a terminal that was closed
         sys.stdout.flush()
         sys.stderr.flush()

@@ -128,6 +128,15 @@ def test_health_needs_no_torch_and_is_unhealthy_where_nothing_runs(tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+def test_who_reads_no_further_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "tandem", "launch", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before it has written
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize(
     "typed, meant",
     [("lanch", "launch"), ("trian", "train"), ("checkpoint", "checkpoints"), ("confg", "config")],

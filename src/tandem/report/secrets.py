@@ -11,7 +11,8 @@ HIDDEN = "[hidden]"
 SHORTEST = 6
 """A value below this is no secret that could be told apart from ordinary text."""
 _NAME = (
-    r"[\w.-]{0,60}(?:secret|passw(?:or)?d|passphrase|token|credentials?|(?:api|access|private|auth)[_-]?key)"
+    r"[\w.-]{0,60}(?:secret|passw(?:or)?d|passphrase|token|credentials?"
+    r"|(?:access|account|api|auth|deploy|encryption|license|master|private|signing|storage)[_-]?key)"
 )
 _VALUE = r"""("[^"]*"|'[^']*'|[^\s,;&"']+)"""
 _IS_SECRET = re.compile(rf"(?:{_NAME}|[\w.-]*secret[\w.-]*|pgpassword)\Z", re.I)
