@@ -123,6 +123,6 @@ def test_secrets_are_not_shown(text: str, shown: str) -> None:
 def test_what_sounds_like_a_secret() -> None:
     assert is_secret("HF_TOKEN") and is_secret("task.api-key") and is_secret("PGPASSWORD")
     assert is_secret("AZURE_STORAGE_KEY") and is_secret("TANDEM_TASK__SIGNING_KEY")
-    assert not is_secret("sort_key") and not is_secret("metrics_token_file") and not is_secret("lr") and not is_secret("tokenizer")
+    assert not any(map(is_secret, ("sort_key", "metrics_token_file", "lr", "tokenizer")))
     environ = {"HF_TOKEN": "a", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "b"}
     assert secrets_in(environ) == ["a", "b"]
