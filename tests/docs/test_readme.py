@@ -69,6 +69,7 @@ REFUSED = {
     "make compose-up NODES=2": NO_ENGINE,
     "make compose-up NODES=2 MONITORING=1": NO_ENGINE,
     "make chaos FAULT=kill-node NODE=1": NO_ENGINE,
+    "make compose-get RUN=digits": NO_ENGINE,
     "make compose-down": NO_ENGINE,
     "make k8s-apply OVERLAY=gpu,kueue": NO_KUBECTL,
     "make k8s-apply OVERLAY=indexed-job": NO_KUBECTL,

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -167,8 +168,11 @@ def agent(folder: Path, preload: str, program: str = "agent") -> subprocess.Comp
         (folder / f"{name}.py").write_text(text)
     search = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": search}
-    command = [sys.executable, f"{program}.py", "/tmp", preload]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    with tempfile.TemporaryDirectory() as scratch:  # sockets lie in it: tmp_path may be too long for one
+        command = [sys.executable, f"{program}.py", scratch, preload]
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        )
 
 
 def test_a_stop_between_fork_and_handlers_is_not_lost(tmp_path: Path) -> None:
