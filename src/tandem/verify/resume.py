@@ -146,7 +146,7 @@ class Runner:
     def trial(self, calm: Outcome, kills: Sequence[Kill], save_every: int) -> Trial:
         """One run, killed as said and resumed each time, then compared with `calm`.
 
-        A kill whose step the run is already beyond comes right after the first step of the next world.
+        A kill whose step the run is already beyond comes right after the first step of the next generation.
         Raises EndedFirstError where the run was over before the last kill.
         """
         trial = Trial()

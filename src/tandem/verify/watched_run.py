@@ -27,7 +27,7 @@ WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.errors\.\w+: )?")
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL once `step` is finished: to one rank (its agent opens the next world), or to every process."""
+    """SIGKILL once `step` is finished: to one rank (a new generation begins), or to every process."""
 
     step: int
     rank: int | None = None
@@ -51,7 +51,7 @@ class WatchedRun:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
         self._command, self._environ, self._run_dir = command, environ, run_dir
         self._output = run_dir.with_suffix(".log")
-        self._worlds = 0  # those that have been killed
+        self._generations = 0  # those that have been killed
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "WatchedRun":
@@ -66,10 +66,10 @@ class WatchedRun:
         Raises EndedFirstError, and RunFailedError where it ends by itself with an error.
         """
         process = self._started()
-        while self._logged_step() < kill.step or len(self._events("training")) <= self._worlds:
+        while self._logged_step() < kill.step or len(self._events("training")) <= self._generations:
             self._look(process, stop)
             time.sleep(STEP_POLL_SECONDS)
-        self._worlds += 1
+        self._generations += 1
         if kill.rank is None:
             self._kill_all()
         else:
@@ -100,7 +100,7 @@ class WatchedRun:
 
     def was_through(self, last_step: int) -> bool:
         """Whether the last kill came when `last_step` was done, so that nothing was left to resume."""
-        return len(self._events("training")) <= self._worlds and self._logged_step() >= last_step
+        return len(self._events("training")) <= self._generations and self._logged_step() >= last_step
 
     def resumed_from(self) -> list[int]:
         """The steps of the checkpoints that it resumed from, in order."""
