@@ -62,6 +62,7 @@ QUESTIONS = (
         "Saves and recoveries, short", "reliability.py saves recovery", "saves_and_recovery.json", _rows
     ),
     Question("What stops, saves and recoveries cost", "reliability.py --full", "reliability_*.json", _rows),
+    Question("Host memory of a resume", "big_resume.py", "big_resume.json", _rows),
     Question("From the command to the first step", "launch_cost.py", "launch_cost.json", _rows),
     Question("Clocks, second launches, signals", "trust_trials.py", "trust_*.json", _rows),
     Question("A long run that is killed again and again", "endurance.py", "endurance.json", _rows),

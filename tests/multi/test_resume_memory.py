@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.whole_state import broadcast_state
 
 pytestmark = pytest.mark.multi
 
@@ -38,12 +39,16 @@ def work(rank: int, meeting: str, answers: Any) -> None:
     torch.set_num_threads(1)
     position = Position(rank=rank, local_rank=rank, world_size=2, init=f"file://{meeting}")
     world = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
-    same = _same(world.broadcast_state(small() if rank == 0 else None), small())
-    state = large() if rank == 0 else None
+    same = _same(broadcast_state(world, small() if rank == 0 else None, {}), small())
+    whole = large() if rank == 0 else None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    state = world.broadcast_state(state)
+    state = broadcast_state(world, whole, {})
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     same = same and all(bool((tensor == int(name)).all()) for name, tensor in state["model"].items())
+    homes = {name: torch.zeros_like(tensor) for name, tensor in state["model"].items() if name != "2"}
+    state = broadcast_state(world, whole, homes)
+    same = same and all(bool((tensor == int(name)).all()) for name, tensor in state["model"].items())
+    same = same and all((state["model"][name] is home) == (rank > 0) for name, home in homes.items())
     answers.put((rank, same, grown / (STATE_MIB * MIB)))
     world.close()
 

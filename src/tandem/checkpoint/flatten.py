@@ -4,6 +4,7 @@ Saves and snapshots copy tensors into memory of their own and have to put the sa
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,13 @@ def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[An
         return next(following) if value is HERE_WAS_A_TENSOR else value
 
     return {key: _mapped(value, put) for key, value in skeleton.items()}
+
+
+def numbered(skeleton: Mapping[Any, Any]) -> dict[str, int]:
+    """{name: its place among the tensors} of the tensors that a skeleton has in its "model"."""
+    places = unflatten(skeleton, count())  # type: ignore[arg-type]  # numbers in the places of tensors
+    model = places.get("model", {})
+    return {name: place for name, place in model.items() if skeleton["model"][name] is HERE_WAS_A_TENSOR}
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:

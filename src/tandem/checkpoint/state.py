@@ -9,11 +9,13 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.flatten import flatten, numbered, unflatten
 from tandem.errors import CheckpointError
 
 
@@ -50,20 +52,49 @@ def serialize(state: Mapping[str, Any]) -> bytes:
 
 def deserialize(raw: bytes) -> dict[str, Any]:
     """Inverse of `serialize`, tensors on the CPU; no pickled code runs. Raises CheckpointError."""
-    _check_records(raw)
+    _check_records(io.BytesIO(raw), len(raw))
+    return _loaded(io.BytesIO(raw))
+
+
+def deserialize_file(path: Path, homes: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The same of a file that `serialize` has written, which is never in memory besides the state itself.
+
+    Tensors are copied one by one: a model's into the one that `homes` has of its name and form, the rest into
+    memory of their own. Nothing of the state is the file's afterwards. Raises CheckpointError and OSError.
+    """
+    with path.open("rb") as file:
+        _check_records(file, path.stat().st_size)
+    skeleton, tensors = flatten(_loaded(path))
+    there = {place: homes.get(name) for name, place in numbered(skeleton).items()}
+    for place, tensor in enumerate(tensors):
+        home = there.get(place)
+        if has_form(home, tensor.dtype, tensor.shape):
+            tensors[place] = home.copy_(tensor)
+        else:
+            tensors[place] = tensor.clone()
+    return unflatten(skeleton, tensors)
+
+
+def has_form(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> TypeGuard[Tensor]:
+    """Whether a tensor can take the values of one of that form; a share of a tensor cannot."""
+    return type(home) is Tensor and home.dtype == dtype and home.shape == shape
+
+
+def _loaded(source: io.BytesIO | Path) -> dict[str, Any]:
+    from_file = isinstance(source, Path)
     try:
-        state: dict[str, Any] = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True, mmap=from_file)
     except (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, LookupError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's state cannot be loaded: {_first_line(error)}") from error
     return state
 
 
-def _check_records(raw: bytes) -> None:
+def _check_records(file: IO[bytes], size: int) -> None:
     """What is loaded is not larger than what was read: torch.save neither compresses nor shares bytes."""
-    if not raw.startswith(b"PK"):
+    if file.read(2) != b"PK":
         return  # of an older torch, or nothing at all: torch says so
     try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, ValueError, LookupError, struct.error, NotImplementedError, OSError) as error:
         raise CheckpointError(f"the checkpoint's state is no whole archive: {_first_line(error)}") from error
@@ -71,7 +102,7 @@ def _check_records(raw: bytes) -> None:
         raise CheckpointError(
             "the checkpoint's state is compressed, as no state of torch.save is; not loaded"
         )
-    if sum(record.file_size for record in records) > len(raw):
+    if sum(record.file_size for record in records) > size:
         raise CheckpointError("the checkpoint's state has records larger than the file; not loaded")
 
 

@@ -209,7 +209,7 @@ class CheckpointStore:
         """{step: bytes of all its files}, newest first, with those of `without_manifest`."""
         return {step: sum(files.values()) for step, files in self._list().items()}
 
-    def verify(self, step: int) -> None:
+    def verify(self, step: int, from_disk: bool = True) -> None:
         """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""
         for name, wanted in self.manifest(step)["files"].items():
             path = self.path(step) / name
@@ -218,7 +218,7 @@ class CheckpointStore:
                 check_size(path, wanted, file.size)
                 return measured(file)
 
-            check(path, wanted, *self._read(path, sized, from_disk=True))
+            check(path, wanted, *self._read(path, sized, from_disk))
 
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
         """The state's bytes, hashed before they are returned, and info. Raises CorruptCheckpointError."""

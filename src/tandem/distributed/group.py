@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tandem.checkpoint.flatten import flatten, unflatten
-from tandem.checkpoint.state import deserialize, serialize
 from tandem.distributed.batchnorm import synchronised
 from tandem.distributed.connecting import announce, limited
 from tandem.distributed.gpu_failures import is_gpu_failure
@@ -30,7 +28,6 @@ from tandem.torch_private import is_batchnorm
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 MOST_CHARACTERS = 2000
-NO_ELEMENT = torch.empty(0)
 SAME_GPU = re.compile("Duplicate GPU detected")
 
 
@@ -202,31 +199,6 @@ class ProcessGroup:
             dist.broadcast(chunk, src=0)
             parts.write(chunk.cpu().numpy().tobytes())
         return parts.getvalue()
-
-    def broadcast_state(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Rank 0's state on every rank, one tensor after the other; the others pass None.
-
-        Theirs are made on the host and filled in place: nobody holds the state twice for this.
-        """
-        skeleton, tensors = flatten(state or {})
-        bare = serialize(unflatten(skeleton, [NO_ELEMENT] * len(tensors))) if self.is_first else None
-        skeleton, _ = flatten(deserialize(self.broadcast_bytes(bare)))
-        forms = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
-        forms = self.broadcast_json(forms)
-        if not self.is_first:
-            tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in forms]
-        for tensor in tensors:
-            self._broadcast_bytes_of(tensor)
-        return unflatten(skeleton, tensors)
-
-    def _broadcast_bytes_of(self, tensor: Tensor) -> None:
-        """Rank 0's values into a tensor of the host's, by way of the device in pieces of 64 MiB."""
-        raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-        for piece in torch.split(raw, BROADCAST_CHUNK_BYTES):
-            there = piece.to(self.device)
-            dist.broadcast(there, src=0)
-            if there is not piece and not self.is_first:
-                piece.copy_(there)
 
     def broadcast_json(self, value: object) -> Any:
         """Rank 0's JSON value on every rank."""

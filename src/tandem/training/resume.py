@@ -8,15 +8,17 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, say_damaged
+from tandem.checkpoint.large import file_of, through
 from tandem.checkpoint.snapshot import newest_snapshot
-from tandem.checkpoint.state import deserialize
+from tandem.checkpoint.state import deserialize, deserialize_file
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import Strategy
+from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import ConfigError, CorruptCheckpointError
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
@@ -26,6 +28,7 @@ from tandem.training.weights import Initial, read_weights
 log = logging.getLogger("tandem.run")
 
 COMPLETE = -1
+NONE: Mapping[str, Tensor] = {}
 KERNELS = ("fused", "foreach", "capturable")
 """What an optimizer's group says of how it computes; not what."""
 
@@ -54,14 +57,18 @@ def begin(
     position: Position,
     recorder: Recorder,
     download: bool,
+    homes: Mapping[str, Tensor] = NONE,
 ) -> Beginning:
-    """Rank 0 finds the newest state, see `_newest`, or the weights to start from; all get it by broadcast."""
+    """Rank 0 finds the newest state, see `_newest`, or the weights to start from; all get it by broadcast.
+
+    `homes`: the model's state_dict, which a large state's tensors may be read into at once.
+    """
     found, decision = _Found(0), position.resume
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
     elif world.is_first:
         store.open_for_writing()
-        found = _newest(store, position, decision, recorder)
+        found = _newest(store, position, decision, recorder, homes)
     step, slot, info = world.broadcast_json([found.step, found.slot, found.said()])
     if step == 0 and config.init_from is not None:
         return Beginning(step, None, weights=_weights(world, config.init_from, config.init_min, download))
@@ -71,7 +78,7 @@ def begin(
     if world.is_first and state is None:
         state = deserialize(found.payload)
     found = _Found(step)  # whose bytes may go
-    state = world.broadcast_state(state) if world.size > 1 else state
+    state = broadcast_state(world, state, homes) if world.size > 1 else state
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return Beginning(
@@ -113,7 +120,11 @@ def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _newest(
-    store: CheckpointStore, position: Position, decision: ResumeDecision, recorder: Recorder
+    store: CheckpointStore,
+    position: Position,
+    decision: ResumeDecision,
+    recorder: Recorder,
+    homes: Mapping[str, Tensor],
 ) -> _Found:
     """Where to go on; the first that is there:
 
@@ -126,18 +137,27 @@ def _newest(
     if snapshot is not None and snapshot.step >= max(store.steps(), default=0):
         log.info("going on from step %s, kept in the node's memory", f"{snapshot.step:,}")
         return _Found(snapshot.step, state=snapshot.state, slot=snapshot.slot)
-    found = store.newest_valid(lambda bad, problem: _passed_over(recorder, bad, problem))
+    found = store.newest(
+        lambda step: _read(store, step, homes), lambda bad, problem: _passed_over(recorder, bad, problem)
+    )
     if found is not None:
-        return _Found(found[0], found[1], info=found[2])
+        return found[1]
     for directory, step in decision.elsewhere:
         try:
-            payload, info = CheckpointStore(directory).read(step)
-            return _Found(step, payload, info=info)
+            return _read(CheckpointStore(directory), step, homes)
         except CorruptCheckpointError as error:
             _passed_over(recorder, step, str(error))
     if decision.needed:
         raise ConfigError(nothing_valid(store.directory))
     return _Found(0)
+
+
+def _read(store: CheckpointStore, step: int, homes: Mapping[str, Tensor]) -> _Found:
+    if path := file_of(store, step):
+        state, info = through(store, step, path, lambda file: deserialize_file(file, homes))
+        return _Found(step, state=state, info=info)
+    payload, info = store.read(step)
+    return _Found(step, payload, info=info)
 
 
 def _passed_over(recorder: Recorder, step: int, problem: str) -> None:

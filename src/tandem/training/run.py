@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,12 +134,14 @@ def _run(
         )
     store = CheckpointStore(settings.run.place / "checkpoints", fence(settings.run.place, position.owner))
     with clock.phase("resume"), still("finding where to begin"):
-        beginning = begin(world, store, settings.checkpoint, position, recorder, settings.data.download)
+        homes, download = learner.model.state_dict(), settings.data.download
+        beginning = begin(world, store, settings.checkpoint, position, recorder, download, homes)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
         if world.is_first:
             (run_dir / "summary.json").unlink(missing_ok=True)
         learner.begin(beginning)
+        beginning = replace(beginning, state=None)  # the model and the optimizer have it
     facts = Facts(
         run=settings.run,
         batch_size=settings.data.batch_size,

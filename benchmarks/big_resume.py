@@ -1,0 +1,91 @@
+"""What host memory a resume takes at most, in states: the bytes of a checkpoint that one rank holds anyway.
+
+    python benchmarks/big_resume.py [--gigabytes 10] [--ranks 1] [--json benchmarks/results/big_resume.json]
+
+A run of one step saves its state, and a second launch goes on from it. Of all its processes together the
+memory is read that no file stands behind (anonymous and shared, each page once), again and again until the
+state is loaded; it is given in states of each rank. What the next step needs, gradients above all, it needs
+without a resume, too. Needs 2.3 states of free memory, for the save's own copy, and one on the disk.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from live_runs import LiveRun, session_of
+from table import Row, finish
+
+TASK = Path(__file__).with_name("big_task.py")
+MOST_STATES = 1.3
+LIMIT_SECONDS = 1500.0
+KEPT = {"Pss_Anon", "Pss_Shmem"}
+
+
+def launch(folder: Path, ranks: int, gigabytes: float, steps: int) -> LiveRun:
+    flags = ("--task", f"{TASK}:Big", "--task.gigabytes", gigabytes, "--batch-size", 8, "--steps", steps)
+    waits = ("--first-step-timeout", 1200, "--hang-timeout", 600, "--shutdown-timeout", 600)
+    small = ("--snapshot-every", "never", "--checkpoint-keep", 1, "--checkpoint-every", "never")
+    return LiveRun(("tandem", "launch", "--nproc", str(ranks)), folder, *flags, *waits, *small)
+
+
+def memory(leader: int) -> int:
+    """Bytes of a session's processes that no file stands behind."""
+    total = 0
+    for pid, _ in session_of(leader):
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:  # it has just ended
+            continue
+        total += sum(1024 * int(line.split()[1]) for line in lines if line.partition(":")[0] in KEPT)
+    return total
+
+
+def measured(folder: Path, ranks: int, gigabytes: float) -> tuple[float, float, float]:
+    """(bytes of the checkpoint, most bytes of memory in the resume, seconds until it is loaded)."""
+    with launch(folder, ranks, gigabytes, 1) as run:
+        if run.wait(LIMIT_SECONDS):
+            raise RuntimeError(run.words())
+    (step,) = (folder / "checkpoints").glob("step-*")
+    size = sum(path.stat().st_size for path in step.iterdir())
+    began, most = time.monotonic(), 0
+    with launch(folder, ranks, gigabytes, 1_000_000) as run:
+        while not run.events("resumed"):
+            if run.process.poll() is not None or time.monotonic() - began > LIMIT_SECONDS:
+                raise RuntimeError(run.words())
+            most = max(most, memory(run.process.pid))
+            time.sleep(0.02)
+        return size, most, time.monotonic() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gigabytes", type=float, default=10.0, help="of a rank's state")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where the checkpoint lies; default is a temporary one")
+    parser.add_argument("--json", type=Path, help="write the row there, too")
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="big-resume-", dir=asked.folder))
+    try:
+        size, most, seconds = measured(folder / "run", asked.ranks, asked.gigabytes)
+    finally:
+        shutil.rmtree(folder)
+    states = most / size / asked.ranks
+    row = Row(
+        f"memory of a resume, {asked.ranks} ranks of {size / 1e9:.1f} GB of state each",
+        1,
+        f"{most / 1e9:.2f} GB at most, {seconds:.0f} s until it is loaded",
+        f"the state {size / 1e9:.2f} GB",
+        f"{states:.2f} states a rank",
+        f"at most {MOST_STATES}",
+        states <= MOST_STATES,
+    )
+    return finish([row], asked.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""A state from rank 0 to all ranks, a tensor at a time, each into the memory where it shall be."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.checkpoint.flatten import flatten, numbered, unflatten
+from tandem.checkpoint.state import deserialize, has_form, serialize
+from tandem.distributed.group import BROADCAST_CHUNK_BYTES, ProcessGroup
+
+NO_ELEMENT = torch.empty(0)
+
+
+def broadcast_state(
+    world: ProcessGroup, state: dict[str, Any] | None, homes: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Rank 0's state on every rank, one tensor after the other; the others pass None.
+
+    A tensor of the state's "model" is received in the one that `homes` has of its name and form, the rest in
+    memory made on the host: nobody holds the state twice for this.
+    """
+    skeleton, tensors = flatten(state or {})
+    bare = serialize(unflatten(skeleton, [NO_ELEMENT] * len(tensors))) if world.is_first else None
+    skeleton, _ = flatten(deserialize(world.broadcast_bytes(bare)))
+    told = world.broadcast_json(
+        [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
+    )
+    if not world.is_first:
+        there = {place: homes.get(name) for name, place in numbered(skeleton).items()}
+        forms = [(getattr(torch, dtype), torch.Size(shape)) for dtype, shape in told]
+        tensors = [_memory(there.get(place), *form) for place, form in enumerate(forms)]
+    for tensor in tensors:
+        _broadcast_bytes_of(world, tensor)
+    return unflatten(skeleton, tensors)
+
+
+def _memory(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if has_form(home, dtype, shape) and home.is_contiguous():
+        return home
+    return torch.empty(shape, dtype=dtype)
+
+
+def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor) -> None:
+    """Rank 0's values into a tensor, by way of the device in pieces of 64 MiB where it is the host's."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for piece in torch.split(raw, BROADCAST_CHUNK_BYTES):
+        there = piece.to(world.device)
+        dist.broadcast(there, src=0)
+        if there is not piece and not world.is_first:
+            piece.copy_(there)
