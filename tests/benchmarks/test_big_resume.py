@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import big_resume
 import pytest
+
+import big_resume
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(600)]
 

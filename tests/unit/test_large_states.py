@@ -1,4 +1,4 @@
-"""A state that is too large to stand in memory twice: read from its file into the model, hashed around that."""
+"""A state too large to stand in memory twice: read from its file into the model, hashed around that."""
 
 from collections.abc import Callable
 from pathlib import Path

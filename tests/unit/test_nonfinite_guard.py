@@ -1,5 +1,6 @@
 """Steps that are not finite: kept out of the state on both paths, counted, named."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -150,6 +151,11 @@ def test_an_overflow_of_fp16_is_no_reason_to_end() -> None:
         policy.consider(agreed(8, NAN))
 
 
+@dataclass
+class Sentences:
+    words: Tensor
+
+
 class Alone:
     def gather_json(self, value: object) -> list[object]:
         return [value]
@@ -169,6 +175,7 @@ def test_the_first_tensor_is_named() -> None:
 
     assert named(torch.tensor([[1.0, NAN]])) == "the batch (micro-batch 1) on rank 0"
     assert named(torch.tensor([[1.0, NAN]]), lambda x: {"a": [1, x]}).startswith("the batch['a'][1]")
+    assert named(torch.tensor([[1.0, NAN]]), Sentences).startswith("the batch['words'] (micro")
     with torch.no_grad():
         model[0].weight.fill_(3e38)
         model[2].weight.fill_(1.0)

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
-from tandem.data.loader import batch_size_of
+from tandem.data.loader import batch_size_of, parts_of
 from tandem.data.seeds import seed_micro_step
 from tandem.errors import ConfigError
 from tandem.own_loop.backward import Backward
@@ -30,25 +28,12 @@ class Parts:
         if not 1 <= count <= size:
             raise ConfigError(f"run.parts(batch, {count}) of a batch of {size} samples; give 1 to {size}")
         try:
-            for number in range(count):
-                part = cut(batch, number, count)
-                self._part_of_batch, self.is_last = batch_size_of(part) / size, number == count - 1
+            sizes = [size // count + (number < size % count) for number in range(count)]
+            for number, part in enumerate(parts_of(batch, sizes)):
+                self._part_of_batch, self.is_last = sizes[number] / size, number == count - 1
                 self._backward.exchange_with_next(self.is_last)
                 seed_micro_step(self._seed, step, number, self._rank)
                 yield part
         finally:
             self._part_of_batch, self.is_last = 1.0, True
             self._backward.exchange_with_next(True)
-
-
-def cut(batch: Any, number: int, count: int) -> Any:
-    """Part `number` of `count` of every tensor in nested tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        return batch.tensor_split(count)[number]
-    if isinstance(batch, dict):
-        return {key: cut(value, number, count) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(cut(value, number, count) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(cut(value, number, count) for value in batch)
-    return batch

@@ -7,6 +7,7 @@ comes to the same answer without a collective of its own.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -211,9 +212,11 @@ def _in_batches(micro_batches: Sequence[Any]) -> str | None:
 
 
 def _in_values(name: str, values: Any) -> str | None:
-    """The first tensor inside nested tuples, lists and dicts."""
+    """The first tensor inside nested tuples, lists, dicts and dataclasses."""
     if isinstance(values, Tensor):
         return None if _is_finite(values) else name
+    if is_dataclass(values):
+        values = {each.name: getattr(values, each.name) for each in fields(values)}
     if isinstance(values, Mapping | list | tuple):
         for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
             if (found := _in_values(f"{name}[{key!r}]", value)) is not None:
