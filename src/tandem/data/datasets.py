@@ -66,7 +66,7 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        chosen = torch.as_tensor(indices)
+        chosen = torch.as_tensor(indices, device=self.images.device)
         return self._normalised(self.images.index_select(0, chosen)), self.labels.index_select(0, chosen)
 
     def augmented(self, indices: Sequence[int] | Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -79,6 +79,8 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
 
     def _normalised(self, images: Tensor) -> Tensor:
         channels_first = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        if self._scale.device != images.device:
+            self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
         return channels_first.mul_(self._scale).add_(self._shift)
 
 
@@ -96,7 +98,7 @@ class TensorRows(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.targets[index]
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        chosen = torch.as_tensor(indices)
+        chosen = torch.as_tensor(indices, device=self.inputs.device)
         return self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
 
 

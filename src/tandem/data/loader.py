@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tandem.data.fetch import Batch, Collate, Samples, whole_fetch
+from tandem.data.fetch import Batch, Collate, Fetch, Samples, whole_fetch
+from tandem.data.resident import picked, resident
 from tandem.data.sampler import BatchKey, TrainBatches
 from tandem.errors import ConfigError
 from tandem.signals import ignore_stop_signals
@@ -35,7 +36,7 @@ def train_batches(
     device: torch.device,
 ) -> Iterator[Batch]:
     """This rank's micro-batches, from the sampler's first step to its last, moved to `device`."""
-    fetch = whole_fetch(dataset, collate, augment=True)
+    fetch = _fetch_there(dataset, collate, device) or whole_fetch(dataset, collate, augment=True)
     if fetch is None:
         yield from _loaded(Samples(dataset, seed, collate), sampler, workers, device)
         return
@@ -57,13 +58,19 @@ def share_batches(
     """As `kinds.evaluation_batches`, of a map-style dataset."""
     share = range(rank, len(dataset), world_size)
     batches = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
-    fetch = whole_fetch(dataset, collate)
+    fetch = _fetch_there(dataset, collate, device) or whole_fetch(dataset, collate)
     if fetch is None:
         keys = [(0, list(indices), None) for indices in batches]
         yield from _loaded(Samples(dataset, seed, collate), keys, workers, device)
         return
     for indices in batches:
         yield moved(fetch(torch.tensor(indices), 0, seed), device)
+
+
+def _fetch_there(dataset: Any, collate: Collate | None, device: torch.device) -> Fetch | None:
+    """How a small set is asked for a batch that lies on the GPU, see `resident`; None for all others."""
+    there = resident(dataset, device) if collate is None else dataset
+    return None if there is dataset else lambda indices, *_: picked(there, moved(indices, device))
 
 
 def loader_processes(wanted: Literal["auto"] | int, cores: int) -> int:
