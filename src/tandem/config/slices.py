@@ -129,10 +129,16 @@ class ComputeConfig:
         False, "only kernels that give the same bits each time; on GPUs exact resumes need it"
     )
     compile: bool = setting(False, "compile the model with torch.compile")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = setting(
+        "default", "how --compile does it; reduce-overhead: CUDA graphs, for steps of many small kernels"
+    )
     threads: Auto | Count = setting(
         "auto",
         "CPU threads per rank; auto: its share of the cores, or of the container's quota",
         per_node=True,
+    )
+    numa_binding: Literal["none", "node"] = setting(
+        "none", "node: a rank runs on the CPUs beside its GPU", per_node=True
     )
 
 

@@ -29,7 +29,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"--precision {compute.precision} is for tasks; in a loop of one's own use torch.autocast"
         )
-    if compute.compile:
+    if compute.compile or compute.compile_mode != "default":
         raise ConfigError(
             "--compile is for tasks; in a loop of one's own call torch.compile on the wrapped model"
         )

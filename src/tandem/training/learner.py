@@ -92,6 +92,8 @@ class Learner:
             if data.workers == "auto":
                 log.info("--workers auto: %s", self._loading())
             log.info("%s", self.schedule.describe())
+            if "compile_mode" in chosen and not compute.compile:
+                log.warning("--compile-mode has no effect without --compile")
             if unread := self.schedule.without_effect(chosen):
                 log.warning("%s", unread)
         self.stepper = Stepper(

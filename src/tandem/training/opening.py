@@ -8,6 +8,7 @@ from tandem import __version__
 from tandem.config.slices import ComputeConfig, ReliabilityConfig
 from tandem.distributed.devices import allow_tf32, choose_devices, compute_deterministically, set_threads
 from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.numa import bind_to_node
 from tandem.log import redirect_output, setup
 from tandem.silence import still
 from tandem.telemetry.clock import Clock
@@ -52,6 +53,8 @@ def open_world(
         if compute.deterministic:
             compute_deterministically()
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
+        if compute.numa_binding == "node":
+            bind_to_node(devices)
         if compute.tf32 and devices[0].type == "cuda":
             allow_tf32()
         if position.store is None and position.init == "master" and position.master is not None:

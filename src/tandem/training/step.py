@@ -120,7 +120,8 @@ class Stepper:
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
         self._precision, self._seed = compute.precision, seed
         self._parameters = trained_by(task, model)
-        trained = torch.compile(model) if compute.compile else model
+        trained = torch.compile(model, mode=compute.compile_mode) if compute.compile else model
+        self._has_graphs = compute.compile and compute.compile_mode != "default"
         assert isinstance(trained, nn.Module)
         self._module = TrainingModule(task, trained, world.device, compute.precision, world.size, batch_size)
         self._reader = ConsensusReader(world, self._module.names)
@@ -246,6 +247,8 @@ class Stepper:
             slots = proposal_slots(proposal.stop, proposal.decisions).to(device, non_blocking=True)
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
             self.clock.enter("forward")
+            if self._has_graphs:  # what the last one gave may be written over
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             with self._strategy.micro_step(is_last=micro_step == last):
                 scaled, numbers = self._strategy.forward(slots, batch, scale, so_far)
                 self.clock.enter_backward(scaled)

@@ -1,0 +1,50 @@
+"""A rank on the CPUs beside its GPU: on a host of several NUMA nodes the others' memory is slower."""
+
+import logging
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger("tandem.run")
+
+
+def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> None:
+    """Let this process, all threads of it, run only on the CPUs of its GPUs' NUMA nodes.
+
+    By the kernel's own list (`/sys/bus/pci/devices/ADDRESS/local_cpulist`), of those that the process may use
+    now. On CPUs, or where the kernel does not tell, a line says that nothing was done.
+    """
+    before = os.sched_getaffinity(0)
+    beside = [_beside(device, root) for device in devices if device.type == "cuda"]
+    there = before & set().union(*(cpus for cpus in beside if cpus is not None))
+    if not beside or None in beside or not there:
+        why = "there is no GPU" if not beside else "the kernel does not tell which CPUs are beside the GPU"
+        log.warning("--numa-binding node has no effect: %s", why)
+        return
+    os.sched_setaffinity(0, there)
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has just ended
+            if os.sched_getaffinity(int(thread)) == before:
+                os.sched_setaffinity(int(thread), there)
+    log.info("on %d of %d CPUs, those of its GPU's NUMA node", len(there), len(before))
+
+
+def _beside(device: torch.device, root: Path) -> set[int] | None:
+    found = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+        return cpus_of((root / "sys/bus/pci/devices" / address / "local_cpulist").read_text())
+    except (AttributeError, OSError, ValueError):  # a torch, a container or a machine that does not say it
+        return None
+
+
+def cpus_of(text: str) -> set[int]:
+    """The CPUs of a list as the kernel writes it, such as `0-3,8`. Raises ValueError."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
