@@ -289,6 +289,20 @@ def beside_bare_loops(
     return rows
 
 
+def graphs(check: Check) -> list[Row]:
+    """The default task compiled, with CUDA graphs and without: pace, and that both learn the same."""
+    rates, losses = [], []
+    for mode in ("reduce-overhead", "default"):
+        words = ("--nproc", 1, "--task", "digits", "--steps", 400, "--compile", "--compile-mode", mode)
+        summary = _summary(check.run(f"graphs-{mode}", *words)[0])
+        rates.append(float(str(summary["samples_per_second"])))
+        losses.append(float(str(summary["loss"])))
+    apart = abs(losses[0] - losses[1])
+    said, control = f"{rates[0]:,.0f} samples/s", f"without graphs {rates[1]:,.0f} samples/s"
+    ratio, target = f"{rates[0] / rates[1]:.2f}", "the loss of both within 0.01"
+    return [Row("digits, --compile-mode reduce-overhead", 1, said, control, ratio, target, apart <= 0.01)]
+
+
 def _has_torchvision() -> bool:
     try:
         import torchvision  # type: ignore[import-untyped]  # noqa: F401
@@ -311,6 +325,7 @@ CHECKS: dict[str, tuple[Callable[[Check], list[Row]], bool]] = {
     "bare-loops": (beside_bare_loops, False),
     "snapshots": (snapshots, False),
     "recovery": (recovery_beside_torchrun, False),
+    "graphs": (graphs, False),
 }
 
 
