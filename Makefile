@@ -121,6 +121,7 @@ bench: setup-dev ## what tandem costs beside its peers, on two quiet cores; docs
 	-$(BIN)/python benchmarks/data_path.py --rounds 3 --json benchmarks/results/data_path.json
 	-$(BIN)/python benchmarks/time_to_98.py --json benchmarks/results/time_to_98.json
 	-$(BIN)/python benchmarks/framework_cost.py --rounds 3 --steps 200 --json benchmarks/results/framework_cost.json
+	-$(BIN)/python benchmarks/busy_machine.py --rounds 2 --json benchmarks/results/busy_machine.json
 	-$(BIN)/python benchmarks/reliability.py saves recovery --json benchmarks/results/saves_and_recovery.json
 	$(BIN)/python benchmarks/page.py
 
