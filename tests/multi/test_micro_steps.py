@@ -1,0 +1,74 @@
+"""What surrounds each forward pass of a run: one seeding, and the precision that was asked for."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+TASK = """
+import json
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tandem.data import seeds
+from tandem.data.datasets import Datasets, TensorRows
+
+seeded, seed = [], seeds.seed_generators
+def counted(value):
+    seeded.append(value)
+    seed(value)
+seeds.seed_generators = counted
+
+
+class Noted:
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def build_datasets(self):
+        x = torch.randn(40, 4, generator=torch.Generator().manual_seed(7))
+        rows = TensorRows(x, x[:, :2].argmax(1))
+        return Datasets(rows, TensorRows(x[:10], x[:10, :2].argmax(1)))
+
+    def loss(self, model, batch):
+        x, y = batch
+        out = model(x)
+        with open("noted.jsonl", "a") as file:
+            now = {"training": model.training, "type": str(out.dtype), "seeds": list(seeded), "rows": len(x)}
+            file.write(json.dumps(now) + "\\n")
+        seeded.clear()
+        return functional.cross_entropy(out.float(), y)
+"""
+
+
+def noted(processes: Any, folder: Path, *flags: str) -> list[dict[str, Any]]:
+    (folder / "noted.py").write_text(TASK)
+    words = ["train", "--task", "noted.py:Noted", "--batch-size", "8", "--steps", "3", "--run-dir", "run"]
+    quiet = ["--metrics-port", "0", "--metrics-linger", "0", "--threads", "1"]
+    command = [sys.executable, "-m", "tandem", *words, *quiet, *flags]
+    code, output = processes.run(command, cwd=folder)
+    assert code == 0, output
+    return [json.loads(line) for line in (folder / "noted.jsonl").read_text().splitlines()]
+
+
+def test_each_forward_pass_is_seeded_once_and_with_a_seed_of_its_own(processes: Any, tmp_path: Path) -> None:
+    calls = [each for each in noted(processes, tmp_path, "--micro-batch-size", "2") if each["training"]]
+    assert {each["rows"] for each in calls} == {2}
+    steps = calls[-3 * 4 :]  # of three steps of four micro-batches, after what is tried before the first
+    assert Counter(len(each["seeds"]) for each in steps) == {1: 12}
+    assert len({each["seeds"][0] for each in steps}) == 12
+
+
+@pytest.mark.parametrize("precision, expected", [("bf16", "torch.bfloat16"), ("fp32", "torch.float32")])
+def test_every_pass_is_of_the_precision_asked_for(
+    precision: str, expected: str, processes: Any, tmp_path: Path
+) -> None:
+    """The count of FLOPs and the evaluation were without autocast."""
+    calls = noted(processes, tmp_path, "--precision", precision)
+    assert Counter(each["training"] for each in calls)[False] >= 1 and len(calls) > 4
+    assert {each["type"] for each in calls} == {expected}
