@@ -10,12 +10,16 @@ taken in steps that last 20 such copies, by 1 and by 2 processes, against the sa
 import argparse
 import multiprocessing
 import os
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -31,6 +35,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
+from tandem.config.address import address
 
 STEP_COPIES = 20
 SNAPSHOT_LIMITS = {1: 0.06, 2: 0.035}
@@ -99,6 +104,61 @@ def save_stall(megabytes: int, trials: int) -> list[Row]:
     ]
 
 
+@contextmanager
+def object_store() -> Iterator[PurePath]:
+    """A bucket of a moto server of its own, reached over loopback."""
+    import fsspec
+    import fsspec.config
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            if time.monotonic() > deadline:
+                raise TimeoutError("no moto server after 60 s")
+            time.sleep(0.1)
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{port}"}
+        os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
+        fsspec.filesystem("s3", **options).mkdir("bucket")
+        fsspec.config.conf["s3"] = options
+        yield address("s3://bucket/run")
+    finally:
+        fsspec.config.conf.pop("s3", None)
+        server.kill()
+        server.wait()
+
+
+def remote_save_stall(megabytes: int, trials: int) -> Row:
+    """How long `save` keeps the caller where checkpoints go to an object store."""
+    torch.set_num_threads(1)
+    state = state_of(megabytes)
+    tensors = flatten(state)[1]
+    homes = [tensor.clone() for tensor in tensors]
+    holds, copies, saves = [], [], []
+    with object_store() as directory:
+        writer = CheckpointWriter(CheckpointStore(directory / "checkpoints"), Retention(2), 0)
+        for step in range(1, trials + 2):
+            began = time.perf_counter()
+            writer.save(step, state, {})
+            holds.append(time.perf_counter() - began)
+            writer.wait()
+            saves.append(time.perf_counter() - began)
+            copies.append(seconds(lambda: torch._foreach_copy_(homes, tensors)))
+    hold, whole, copy = (statistics.median(each[1:]) for each in (holds, saves, copies))
+    return Row(
+        f"step held by a save of {megabytes} MB to an object store (moto)",
+        trials,
+        f"{hold * 1000:.1f} ms, the save takes {whole:.1f} s beside the steps",
+        f"memcpy of the same bytes {copy * 1000:.1f} ms",
+        f"{hold / copy:.2f}",
+        "at most 1.5",
+        hold / copy <= 1.5,
+    )
+
+
 def snapshot_overhead(megabytes: int, ranks: int, steps: int) -> Row:
     """Steps that compute for 20 copies' time, with and without a snapshot, in turn."""
     context = multiprocessing.get_context("fork")
@@ -155,7 +215,7 @@ def _snapshot_steps(
 
 def rows(megabytes: int, trials: int) -> list[Row]:
     snapshots = [snapshot_overhead(megabytes, ranks, trials) for ranks in (1, 2)]
-    return [*save_stall(megabytes, trials), *snapshots]
+    return [*save_stall(megabytes, trials), remote_save_stall(megabytes, trials), *snapshots]
 
 
 if __name__ == "__main__":
