@@ -2,13 +2,16 @@
 
 import contextlib
 import fcntl
+import getpass
 import os
 import pty
 import select
 import signal
+import tempfile
 import termios
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +89,17 @@ def test_a_run_under_nohup_outlives_its_terminal(runs: Runs) -> None:
     assert code == 0, output
 
 
+@pytest.fixture
+def nothing_left(runs: Runs) -> Iterator[None]:
+    """A temporary folder of the test's own is empty in the end, though nodes were killed in it."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:  # pytest's are too long for a socket
+        runs.environment = {**runs.environment, "TMPDIR": folder}
+        yield
+        assert [name for name in os.listdir(folder) if name != f"torchinductor_{getpass.getuser()}"] == []
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
 def test_a_second_interrupt_ends_a_run_with_a_frozen_agent(runs: Runs) -> None:
     process = runs.start("launch", "frozen", "--nodes", 2, *LONG, delay=0.01)
     wait_for_a_save(runs, "frozen")
@@ -100,6 +113,7 @@ def test_a_second_interrupt_ends_a_run_with_a_frozen_agent(runs: Runs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
 def test_a_stop_ends_a_run_with_a_frozen_agent_and_saves(runs: Runs) -> None:
     """The agent hears nothing, its rank stops with the others; the launcher does not wait for ever."""
     process = runs.start("launch", "stuck", "--nodes", 2, *LONG, "--shutdown-timeout", 20, delay=0.01)

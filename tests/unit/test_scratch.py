@@ -42,6 +42,16 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(name)
 
 
+def test_what_was_killed_meanwhile_is_swept_at_the_end(short: Path) -> None:
+    """As by a second Ctrl-C, or of a frozen node: 25 of 100 launches that were ended left a folder."""
+    with scratch():
+        killed, left = hold(short)
+        killed.kill()
+        killed.wait(20)
+        assert left.is_dir()
+    assert list(short.iterdir()) == []
+
+
 def test_what_killed_agents_left_is_swept_and_nothing_else(short: Path) -> None:
     (short / "tandem-1-999999999-other").mkdir()  # of another PID namespace
     (short / "tandem-recovery-x").mkdir()

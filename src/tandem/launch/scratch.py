@@ -1,4 +1,4 @@
-"""A folder for the sockets of one agent, gone with it; what killed agents have left is swept by the next."""
+"""A folder for the sockets of one agent, gone with it; what killed ones have left is swept by others."""
 
 import os
 import shutil
@@ -19,7 +19,8 @@ def scratch() -> Iterator[Path]:
     """A new folder of this process, removed at the end; short enough for the name of a socket in it.
 
     Its name says whose it is: the process, and the PID namespace that this number counts in, because
-    containers may share a temporary directory. Raises ConfigError where there is no place for one.
+    containers may share a temporary directory. Those of processes that are no more are swept before and
+    after: a launch may have killed a node that it simulates. Raises ConfigError where there is no place.
     """
     prefix = f"tandem-{os.stat('/proc/self/ns/pid').st_ino}-"
     parents = _parents(f"{prefix}{os.getpid()}-12345678")
@@ -30,6 +31,8 @@ def scratch() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        for parent in parents:
+            _sweep(parent, prefix)
 
 
 def _parents(name: str) -> list[Path]:

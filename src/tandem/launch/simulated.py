@@ -109,12 +109,20 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
             log.warning("second Ctrl-C: ending all nodes at once")
             for node in nodes:
                 node.signal(signal.SIGKILL)
+            _wait(nodes)
             return
         for index, node in enumerate(nodes):
             if node.was_killed() and not stop and restarts_left > 0 and _others_run(nodes, index):
                 restarts_left -= 1
                 log.warning("node %d was killed (%s): starting it again", index, node.code())
                 node.start("--resume", "auto")  # whatever this launch began with, it goes on now
+
+
+def _wait(nodes: Sequence["SimulatedNode"]) -> None:
+    """Until killed nodes have ended: what they leave in the temporary folder goes with this launch."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while any(node.code() is None for node in nodes) and time.monotonic() < deadline:
+        time.sleep(SUPERVISE_SECONDS)
 
 
 def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
