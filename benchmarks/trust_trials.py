@@ -195,7 +195,7 @@ def signals(count: int, folder: Path) -> list[Row]:
                     "a traceback": "Traceback" in run.words(None),
                     "an orphan": not gone,
                     f"in the temporary folder: {_left_in(temporary)}": bool(_left_in(temporary)),
-                    "in /dev/shm": bool(set(os.listdir("/dev/shm")) - shared),
+                    f"in /dev/shm: {(left := sorted(set(os.listdir('/dev/shm')) - shared))}": bool(left),
                     f"code {code}": code not in (0, 143, 129, 130, 137, -15, -1, -2),
                     "not saved": code == 143 and _is_unsaved(run),
                 }.items()
