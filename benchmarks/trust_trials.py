@@ -188,6 +188,7 @@ def signals(count: int, folder: Path) -> list[Row]:
             code = run.wait(LIMIT)
             took = time.monotonic() - hit
             gone = _soon(lambda run=run: not session_of(run.process.pid))  # type: ignore[misc]
+            left = sorted(set(os.listdir("/dev/shm")) - shared)
             problems = [
                 what
                 for what, is_so in {
@@ -195,7 +196,7 @@ def signals(count: int, folder: Path) -> list[Row]:
                     "a traceback": "Traceback" in run.words(None),
                     "an orphan": not gone,
                     f"in the temporary folder: {_left_in(temporary)}": bool(_left_in(temporary)),
-                    f"in /dev/shm: {(left := sorted(set(os.listdir('/dev/shm')) - shared))}": bool(left),
+                    f"in /dev/shm: {left}": bool(left),
                     f"code {code}": code not in (0, 143, 129, 130, 137, -15, -1, -2),
                     "not saved": code == 143 and _is_unsaved(run),
                 }.items()
