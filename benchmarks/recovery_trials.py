@@ -112,7 +112,9 @@ def node_recovery(node: int, trials: int, folder: Path) -> Row:
         survivor.until(lambda: bool(survivor.events("training")), "first step")
         for _ in range(trials):
             time.sleep(random.uniform(*BETWEEN_KILLS))
-            worlds = len(survivor.events("training"))
+            saved, worlds = len(survivor.events("checkpoint")), len(survivor.events("training"))
+            # Starts that save nothing new wait longer each time, as those of a job that crashes.
+            survivor.until(lambda saved=saved: len(survivor.events("checkpoint")) > saved, "save")  # type: ignore[misc]
             killed = time.time()
             nodes[node].close()
             time.sleep(1.0)
