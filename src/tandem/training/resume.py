@@ -124,7 +124,7 @@ def _newest(
     position: Position,
     decision: ResumeDecision,
     recorder: Recorder,
-    homes: Mapping[str, Tensor],
+    homes: Mapping[str, Tensor] = NONE,
 ) -> _Found:
     """Where to go on; the first that is there:
 
