@@ -63,7 +63,7 @@ OTHERS_SECONDS = 1.0
 """A script's rank has failed, or was asked to stop: until another node, or a signal, says why."""
 SUPERVISE_SECONDS = 0.1
 """The launcher of simulated nodes looks at them."""
-DEAF_NODE_SECONDS = 4.0
+DEAF_NODE_SECONDS = 3.0
 """Beyond --shutdown-timeout, until a simulated node that was asked to stop, and has not ended, is killed."""
 REPEAT_WINDOW_SECONDS = 2.0
 """Stop signals within it count as one: a scheduler signals the whole tree, and the agent forwards."""
