@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint import large
-from tandem.checkpoint.flatten import flatten, numbered
+from tandem.checkpoint.flatten import flatten, homes_by_place
 from tandem.checkpoint.state import deserialize, deserialize_file, serialize
 from tandem.checkpoint.store import CheckpointStore
+from tandem.config.address import address
 from tandem.errors import CheckpointError, CorruptCheckpointError
 
 STEP = 7
@@ -93,8 +94,14 @@ def test_one_that_changes_while_it_is_loaded_is_not_taken(store: CheckpointStore
     assert not isinstance(told.value, CorruptCheckpointError)
 
 
-def test_small_ones_and_those_of_an_object_store_are_not_for_this(store: CheckpointStore) -> None:
+def test_small_ones_and_those_of_an_object_store_are_not_for_this(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert large.file_of(store, STEP) is not None
+    elsewhere = CheckpointStore(address("s3://bucket/run/checkpoints"))
+    with monkeypatch.context() as patched:
+        patched.setattr(elsewhere, "manifest", lambda step: pytest.fail("a request"))
+        assert large.file_of(elsewhere, STEP) is None
     large.LARGE_BYTES = 10**9  # put back by the fixture's monkeypatch
     assert large.file_of(store, STEP) is None
 
@@ -111,7 +118,9 @@ def test_what_is_no_state_is_one_line(tmp_path: Path, raw: bytes) -> None:
 
 def test_a_models_tensors_are_found_by_name() -> None:
     skeleton, tensors = flatten({"first": torch.ones(1), **state()})
-    places = numbered(skeleton)
-    assert list(places) == list(state()["model"]) and places["0.weight"] == 1
-    assert torch.equal(tensors[places["0.bias"]], state()["model"]["0.bias"])
-    assert numbered(flatten({"step": 1})[0]) == {}
+    homes = {name: torch.zeros(1) for name in (*state()["model"], "more")}
+    found = homes_by_place(skeleton, homes)
+    assert list(found) == list(range(1, 1 + len(state()["model"])))
+    for place, name in enumerate(state()["model"], start=1):
+        assert found[place] is homes[name] and torch.equal(tensors[place], state()["model"][name])
+    assert homes_by_place(flatten({"step": 1})[0], homes) == {} == homes_by_place(skeleton, {})

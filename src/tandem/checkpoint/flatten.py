@@ -36,11 +36,12 @@ def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[An
     return {key: _mapped(value, put) for key, value in skeleton.items()}
 
 
-def numbered(skeleton: Mapping[Any, Any]) -> dict[str, int]:
-    """{name: its place among the tensors} of the tensors that a skeleton has in its "model"."""
+def homes_by_place(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """{place among a skeleton's tensors: the one that `homes` has of its name} of those in its "model"."""
     places = unflatten(skeleton, count())  # type: ignore[arg-type]  # numbers in the places of tensors
     model = places.get("model", {})
-    return {name: place for name, place in model.items() if skeleton["model"][name] is HERE_WAS_A_TENSOR}
+    here = [name for name in model if skeleton["model"][name] is HERE_WAS_A_TENSOR and name in homes]
+    return {model[name]: homes[name] for name in here}
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:

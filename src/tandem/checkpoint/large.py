@@ -13,9 +13,10 @@ LARGE_BYTES = 256 * 2**20
 
 def file_of(store: CheckpointStore, step: int) -> Path | None:
     """The file of a large state in a folder; None for all others. Raises CorruptCheckpointError."""
+    if not isinstance(folder := store.path(step), Path):  # a manifest is a request there
+        return None
     ((name, wanted),) = store.manifest(step)["files"].items()
-    path = store.path(step) / name
-    return path if isinstance(path, Path) and wanted["bytes"] >= LARGE_BYTES else None
+    return folder / name if wanted["bytes"] >= LARGE_BYTES else None
 
 
 def through(

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, numbered, unflatten
+from tandem.checkpoint.flatten import flatten, homes_by_place, unflatten
 from tandem.errors import CheckpointError
 
 
@@ -65,7 +65,7 @@ def deserialize_file(path: Path, homes: Mapping[str, Tensor]) -> dict[str, Any]:
     with path.open("rb") as file:
         _check_records(file, path.stat().st_size)
     skeleton, tensors = flatten(_loaded(path))
-    there = {place: homes.get(name) for name, place in numbered(skeleton).items()}
+    there = homes_by_place(skeleton, homes)
     for place, tensor in enumerate(tensors):
         home = there.get(place)
         if has_form(home, tensor.dtype, tensor.shape):

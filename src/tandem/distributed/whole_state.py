@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, numbered, unflatten
+from tandem.checkpoint.flatten import flatten, homes_by_place, unflatten
 from tandem.checkpoint.state import deserialize, has_form, serialize
 from tandem.distributed.group import BROADCAST_CHUNK_BYTES, ProcessGroup
 
@@ -29,7 +29,7 @@ def broadcast_state(
         [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
     )
     if not world.is_first:
-        there = {place: homes.get(name) for name, place in numbered(skeleton).items()}
+        there = homes_by_place(skeleton, homes)
         forms = [(getattr(torch, dtype), torch.Size(shape)) for dtype, shape in told]
         tensors = [_memory(there.get(place), *form) for place, form in enumerate(forms)]
     for tensor in tensors:
