@@ -15,13 +15,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from live_runs import LiveRun, session_of
+from live_runs import LiveRun, memory_of, session_of
 from table import Row, finish
 
 TASK = Path(__file__).with_name("big_task.py")
 MOST_STATES = 1.3
 LIMIT_SECONDS = 1500.0
-KEPT = {"Pss_Anon", "Pss_Shmem"}
 
 
 def launch(folder: Path, ranks: int, gigabytes: float, steps: int) -> LiveRun:
@@ -33,14 +32,7 @@ def launch(folder: Path, ranks: int, gigabytes: float, steps: int) -> LiveRun:
 
 def memory(leader: int) -> int:
     """Bytes of a session's processes that no file stands behind."""
-    total = 0
-    for pid, _ in session_of(leader):
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:  # it has just ended
-            continue
-        total += sum(1024 * int(line.split()[1]) for line in lines if line.partition(":")[0] in KEPT)
-    return total
+    return sum(memory_of(pid, "Pss_Anon", "Pss_Shmem") for pid, _ in session_of(leader))
 
 
 def measured(folder: Path, ranks: int, gigabytes: float) -> tuple[float, float, float]:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from live_runs import LiveRun, session_of
+from live_runs import LiveRun, memory_of, session_of
 from table import Row, finish
 
 LIMIT_SECONDS = 600.0
@@ -54,12 +54,11 @@ def held(run: LiveRun, temporary: Path) -> dict[str, float]:
     found = {"memory": 0.0, "threads": 0.0, "files open": 0.0}
     for pid, _ in session_of(run.process.pid):
         process = Path(f"/proc/{pid}")
+        found["memory"] += memory_of(pid) / 2**20
         try:
-            rollup = (process / "smaps_rollup").read_text()
-            found["memory"] += int(rollup.partition("\nPss:")[2].split()[0]) / 1024
             found["threads"] += len(os.listdir(process / "task"))
             found["files open"] += len(os.listdir(process / "fd"))
-        except (OSError, IndexError):  # ended meanwhile
+        except OSError:  # ended meanwhile
             continue
     places = (run.run_dir, temporary, Path("/dev/shm"))
     files = sum(len(names) for place in places for _, _, names in os.walk(place))

@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from live_runs import LiveRun
+from live_runs import LiveRun, memory_of
 from table import Row, finish
 
 LIMIT_SECONDS = 300.0
@@ -50,13 +50,7 @@ def below(pid: int) -> Iterator[int]:
 
 
 def megabytes(pids: Sequence[int]) -> float:
-    total = 0
-    for pid in pids:
-        try:
-            total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0])
-        except (OSError, IndexError):  # ended meanwhile
-            continue
-    return total / 1024
+    return sum(map(memory_of, pids)) / 2**20
 
 
 def cost(folder: Path, starts: Sequence[Start]) -> Cost:

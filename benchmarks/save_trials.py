@@ -60,28 +60,46 @@ def copy_seconds(tensors: list[Tensor], trials: int = 20) -> float:
     return statistics.median(seconds(lambda: torch._foreach_copy_(homes, tensors)) for _ in range(trials))
 
 
-def save_stall(megabytes: int, trials: int) -> list[Row]:
-    """How long `save` keeps the caller, three ways, taken in turn."""
+def held(
+    directory: PurePath, megabytes: int, trials: int, beside: Callable[[int, dict[str, Any]], None]
+) -> tuple[float, float, float]:
+    """Medians, in seconds: `save` to `directory` keeps the caller, until it is whole there, a plain copy.
+
+    `beside(step, state)` has its turn after each save.
+    """
     torch.set_num_threads(1)
     state = state_of(megabytes)
     tensors = flatten(state)[1]
     homes = [tensor.clone() for tensor in tensors]
+    writer = CheckpointWriter(CheckpointStore(directory), Retention(2), 0)
+    holds, saves, copies = [], [], []
+    for step in range(1, trials + 2):
+        began = time.perf_counter()
+        writer.save(step, state, {})
+        holds.append(time.perf_counter() - began)
+        writer.wait()
+        saves.append(time.perf_counter() - began)
+        beside(step, state)
+        copies.append(seconds(lambda: torch._foreach_copy_(homes, tensors)))
+    hold, whole, copy = (statistics.median(each[1:]) for each in (holds, saves, copies))  # 1st: allocates
+    return hold, whole, copy
+
+
+def save_stall(megabytes: int, trials: int) -> list[Row]:
+    """How long `save` keeps the caller, three ways, taken in turn."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    ours, theirs, copies = [], [], []
+    theirs = []
     with tempfile.TemporaryDirectory(prefix="tandem-saves-") as folder:
-        writer = CheckpointWriter(CheckpointStore(Path(folder) / "ours"), Retention(2), 0)
-        for step in range(1, trials + 2):
-            began = time.perf_counter()
-            writer.save(step, state, {})
-            ours.append(time.perf_counter() - began)
-            writer.wait()
+
+        def by_torch(step: int, state: dict[str, Any]) -> None:
             began = time.perf_counter()
             future: Any = async_save(state, checkpoint_id=Path(folder) / f"dcp-{step % 2}")
             theirs.append(time.perf_counter() - began)
             future.result()
-            copies.append(seconds(lambda: torch._foreach_copy_(homes, tensors)))
+
+        hold, _, copy = held(Path(folder) / "ours", megabytes, trials, by_torch)
     dist.destroy_process_group()
-    hold, dcp, copy = (statistics.median(each[1:]) for each in (ours, theirs, copies))  # the first allocates
+    dcp = statistics.median(theirs[1:])
     return [
         Row(
             f"step held by a save of {megabytes} MB",
@@ -133,21 +151,8 @@ def object_store() -> Iterator[PurePath]:
 
 def remote_save_stall(megabytes: int, trials: int) -> Row:
     """How long `save` keeps the caller where checkpoints go to an object store."""
-    torch.set_num_threads(1)
-    state = state_of(megabytes)
-    tensors = flatten(state)[1]
-    homes = [tensor.clone() for tensor in tensors]
-    holds, copies, saves = [], [], []
     with object_store() as directory:
-        writer = CheckpointWriter(CheckpointStore(directory / "checkpoints"), Retention(2), 0)
-        for step in range(1, trials + 2):
-            began = time.perf_counter()
-            writer.save(step, state, {})
-            holds.append(time.perf_counter() - began)
-            writer.wait()
-            saves.append(time.perf_counter() - began)
-            copies.append(seconds(lambda: torch._foreach_copy_(homes, tensors)))
-    hold, whole, copy = (statistics.median(each[1:]) for each in (holds, saves, copies))
+        hold, whole, copy = held(directory / "checkpoints", megabytes, trials, lambda step, state: None)
     return Row(
         f"step held by a save of {megabytes} MB to an object store (moto)",
         trials,
