@@ -1,7 +1,6 @@
 """Batches of every kind on their way to a (played) GPU, and what a step there does not wait for."""
 
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import played_gpu
 from played_gpu import Notes
 from tandem.data import loader
 from tandem.data.loader import batch_size_of, moved, parts_of, to_device
@@ -29,15 +27,6 @@ class Rows:
     x: torch.Tensor
     name: str = "rows"
     parts: list[torch.Tensor] = field(default_factory=list)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
-    loader._side_stream.cache_clear()
-    mode, notes = played_gpu.play(patch=monkeypatch.setattr)
-    with mode:
-        yield notes
-    loader._side_stream.cache_clear()
 
 
 KINDS = [

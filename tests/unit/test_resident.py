@@ -1,6 +1,5 @@
 """Small sets of tensors on the GPU: which ones, once, and with the batches that they have on the host."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-import played_gpu
 from played_gpu import Notes
-from tandem.data import loader, resident
+from tandem.data import resident
 from tandem.data.datasets import TensorImages, TensorRows
 from tandem.data.loader import share_batches, train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
@@ -57,15 +55,6 @@ def test_what_is_large_computes_or_is_there_already_stays(monkeypatch: pytest.Mo
     monkeypatch.setattr(resident, "MOST_BYTES", X.nbytes + Y.nbytes - 1)
     large = TensorRows(X, Y)
     assert resident.resident(large, META) is large
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
-    loader._side_stream.cache_clear()
-    mode, notes = played_gpu.play(patch=monkeypatch.setattr)
-    with mode:
-        yield notes
-    loader._side_stream.cache_clear()
 
 
 def test_only_indices_travel() -> None:
