@@ -88,6 +88,8 @@ STORE_READ_SECONDS = 60
 RENDEZVOUS_POLL_SECONDS = 0.05
 """Between two looks at who is there, instead of torch's 1 s: one small read per node. More among many nodes
 (`rendezvous_state.paces`)."""
+SHORTEST_LOOK_SECONDS = 0.001
+"""The first pause for a node that has come and is about to say which ranks it has; each one twice as long."""
 KEEP_ALIVE_SECONDS = 1
 """A node in the rendezvous says that it lives; after KEEP_ALIVE_ATTEMPTS misses it is out. As above."""
 KEEP_ALIVE_ATTEMPTS = 5

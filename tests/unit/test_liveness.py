@@ -13,8 +13,9 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import FAILED
 from tandem.launch import rendezvous
 from tandem.launch.elastic import LastCall
-from tandem.launch.rendezvous import StoreLostError, VerdictError, check_all_are_in
+from tandem.launch.rendezvous import StoreLostError, VerdictError
 from tandem.launch.rendezvous_state import WatchfulBackend
+from tandem.launch.round import check_all_are_in
 from tandem.platforms.placement import Placement
 
 NODES = [engine._NodeDesc(f"node{index}", 1, index) for index in (0, 1)]

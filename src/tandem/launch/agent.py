@@ -86,7 +86,7 @@ def _run_connections(
             agent = kind(node, store, watchdog, budget)
             code, reason = agent.run_generations()
         except StopRequestedError:
-            code, reason = KILLED, f"{node.stop.name} came before training started; nothing to save"
+            code, reason = KILLED, _stopped(node, budget)
         except VerdictError as verdict:
             code, reason = verdict.code, str(verdict)
         except RendezvousTimeoutError:
@@ -112,6 +112,14 @@ def _run_connections(
         node.workers.kill()
         has_left = agent is not None and agent.leave(code, reason)
         return AgentReport(code, reason, budget.generations, has_left=has_left)
+
+
+def _stopped(node: Node, budget: RestartBudget) -> str:
+    """By a signal while nodes were to meet."""
+    if not budget.generations:
+        return f"{node.stop.name} came before training started; nothing to save"
+    goes_on = "the same command goes on from the newest checkpoint"
+    return f"{node.stop.name} came while ranks were to start again, without a new checkpoint; {goes_on}"
 
 
 def _say_what_is_wrong(node: Node, connect: Connect | None = None) -> None:

@@ -33,15 +33,14 @@ from tandem.launch.rendezvous import (
     LEFT_KEY,
     StopRequestedError,
     StoreLostError,
-    agreed,
-    check_all_are_in,
     heed_verdict,
     is_confirmed,
     leave_verdict,
     stay_until_all_left,
 )
-from tandem.launch.rendezvous_state import handler_of, others_live, who_is_here
+from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
+from tandem.launch.round import RoundStore, agreed, check_all_are_in
 from tandem.launch.stops import THERE, Stopping, what_there_is
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
@@ -247,11 +246,23 @@ class NodeAgent(SimpleElasticAgent):
             super()._rendezvous(worker_group)
         except (ValueError, TypeError, KeyError) as error:  # anyone who reaches the store can write there
             raise StoreLostError(f"what the nodes agreed on is damaged ({first_line(error)})") from error
+        group = cast(Any, worker_group)  # torch annotates what it fills in later as None
+        group.store = self._heeding(group.store, group.group_world_size)
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, nodes: int, spec: WorkerSpec) -> Any:
+        return super()._assign_worker_ranks(self._heeding(store, nodes), group_rank, nodes, spec)
+
+    def _heeding(self, store: Any, nodes: int) -> RoundStore:
+        def look() -> None:
+            self._before_poll()
+            check_all_stay(self._handler, nodes)
+
+        return RoundStore(store, look, paces(nodes).poll_seconds / 10)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give every local rank its position and fork it."""
-        group = cast(Any, worker_group)  # torch annotates what it fills in later as None
-        store, placement = group.store, self._node.placement
+        group, placement = cast(Any, worker_group), self._node.placement
+        store = group.store
         check_all_are_in(placement, group.group_world_size)
         if group.group_rank == 0:
             said = f"{self._budget.generations}.{uuid.uuid4().hex}.{self._what_there_is()}"

@@ -5,12 +5,10 @@ Each wait here looks at signals and at whether another node has ended the job.
 
 import contextlib
 import logging
-import re
 import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -144,21 +142,6 @@ def is_confirmed(store: TCPStore) -> bool:
     with contextlib.suppress(RuntimeError):
         return bool(store.check([VERDICT_KEY]))
     return False
-
-
-def agreed(store: Any, key: str, form: str) -> str:
-    """What the first node has written there for all, of this form (a pattern). Raises StoreLostError."""
-    text = bytes(store.get(key)).decode(errors="replace")
-    if re.fullmatch(form, text, re.ASCII) is None:
-        raise StoreLostError(f"the store holds {text[:40]!r} as {key}")
-    return text
-
-
-def check_all_are_in(placement: Placement, nodes: int) -> None:
-    """A rendezvous of `nodes` is what this job was asked to be. Raises StoreLostError: go round again."""
-    if placement.elastic is None and nodes != placement.nodes:
-        asked = f"{nodes} of {placement.nodes} nodes"
-        raise StoreLostError(f"the rendezvous let {asked} begin, and none trains without the others")
 
 
 def serve(placement: Placement, port: int) -> TCPStore:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from tandem.config.slices import LaunchConfig
 from tandem.launch.elastic import LastCall
 from tandem.launch.liveness import OwnClock
-from tandem.launch.rendezvous import RUN_ID, one_line
+from tandem.launch.rendezvous import RUN_ID, StoreLostError, one_line
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
     BACKOFF_SECONDS_A_NODE,
@@ -161,6 +161,13 @@ def others_live(handler: DynamicRendezvousHandler, placement: Placement) -> bool
     handler.num_nodes_waiting()  # reads the state
     mine = f"{placement.node_rank:06d}."
     return any(not address.startswith(mine) for address in nodes_here(handler) or ())
+
+
+def check_all_stay(handler: DynamicRendezvousHandler, nodes: int) -> None:
+    """`nodes` have come, and none is taken for dead. Raises StoreLostError: go round again without it."""
+    here = nodes_here(handler)
+    if here is not None and len(here) < nodes:
+        raise StoreLostError(f"a node has come, and is gone: {len(here)} of {nodes} are here")
 
 
 def to_text(state: Any) -> bytes:

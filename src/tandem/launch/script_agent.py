@@ -18,9 +18,10 @@ from tandem.distributed.position import Position
 from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED
 from tandem.launch.endings import Cause, choose, failures, is_own, last_words, was_killed
 from tandem.launch.generations import NodeAgent
-from tandem.launch.rendezvous import VERDICT_KEY, VerdictError, agreed, leave_verdict, verdict_in
+from tandem.launch.rendezvous import VERDICT_KEY, VerdictError, leave_verdict, verdict_in
 from tandem.launch.rendezvous_state import others_live
 from tandem.launch.restarts import is_retried, job_code
+from tandem.launch.round import agreed
 from tandem.launch.stops import TRAINED, Stopping
 from tandem.script.environment import error_file
 from tandem.timeouts import (

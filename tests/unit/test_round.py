@@ -1,0 +1,61 @@
+"""What nodes tell each other in a round: waits for it end with what comes meanwhile."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from tandem.launch import round as rounds
+from tandem.launch.rendezvous import StopRequestedError, StoreLostError
+from tandem.launch.round import RoundStore
+
+
+@pytest.fixture
+def store() -> PrefixStore:
+    asked = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=60)}
+    return PrefixStore("round/1", TCPStore("127.0.0.1", 0, **asked))
+
+
+def nothing() -> None: ...
+
+
+def test_what_is_there_is_read_without_a_look(store: PrefixStore) -> None:
+    def look() -> None:
+        pytest.fail("nobody had to wait")
+
+    here = RoundStore(store, look, 0.005)
+    here.multi_set(["a", "b"], ["1", "2"])
+    here.set("c", "3")
+    assert here.get("c") == b"3" and here.multi_get(["b", "a"]) == [b"2", b"1"]
+
+
+def test_what_comes_later_is_waited_for(store: PrefixStore) -> None:
+    def write() -> None:
+        time.sleep(0.1)
+        store.set("late", "x")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert RoundStore(store, nothing, 0.005).get("late") == b"x"
+    writer.join()
+
+
+def test_a_look_ends_the_wait(store: PrefixStore) -> None:
+    looks = iter([nothing, nothing])
+
+    def look() -> None:
+        if next(looks, None) is None:
+            raise StopRequestedError
+
+    with pytest.raises(StopRequestedError):
+        RoundStore(store, look, 0.005).multi_get(["never", "ever"])
+
+
+def test_nobody_is_waited_for_longer_than_for_a_read_of_the_store(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "STORE_READ_SECONDS", 0.05)
+    with pytest.raises(StoreLostError, match="has come, and has said nothing for 0.05 s"):
+        RoundStore(store, nothing, 0.005).get("never")
