@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import data_path
-from data_path import PAIRS, measure
+from data_path import PAIRS, Pace, Pair, measure
 from patience import patient
 from tandem.data.digits import draw
 from tandem.data.idx import NAMES, write_idx
@@ -37,7 +37,15 @@ def test_every_pair_has_a_row(few: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(data_path, name, value)
     rows = measure(few, rounds=1, seconds=0.01)
     assert [row.name for row in rows] == [pair.name for pair in PAIRS]
-    assert all(row.ratio.endswith(" times") for row in rows)
+    assert all(" times" in row.ratio for row in rows)
+
+
+def test_what_a_sample_costs_more_is_in_microseconds() -> None:
+    pair = Pair("own", "mine", "theirs", most_more=8)
+    for pace, told, is_met in ((50_000, "0.50 times, +10.0 us a sample", False), (125_000, "1.25 times", True)):
+        row = data_path._row(pair, [Pace(pace, pace)], [Pace(100_000, 100_000)])
+        assert row.ratio.startswith(told) and row.passed is is_met
+        assert row.target == "at most 8 us a sample more"
 
 
 def test_both_sides_read_the_same_pictures(few: Path) -> None:
