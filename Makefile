@@ -18,8 +18,8 @@ ARGS ?=
 # What a person gives, by name: a recipe reads it as "$$GIVEN_NAME" (the end of this file).
 GIVEN := NODES TASK RUN EPOCHS ARGS WORKERS
 
-# Processes that run tests. Most tests wait for processes of their own, more than they compute.
-WORKERS ?= 2
+# Processes that run tests: one more than cores, since most tests wait for processes of their own.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 1 : 8)))
 # Seconds. A test has a limit of its own (pyproject.toml); these end a suite between two tests, with its summary,
 # and a suite that cannot even do that is killed two minutes later. Why a test failed is said when it fails.
 UNIT_LIMIT := 600

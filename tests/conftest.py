@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from needs import require
 from patience import PATIENCE, patient
 
 settings.register_profile("tandem", deadline=None)  # a busy machine is no fault of the code under test
@@ -81,19 +81,6 @@ def pytest_configure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Reasons(reporter))
-
-
-def require(name: str, available: bool | None = None, why: str = "") -> None:
-    """Skip where `name` (say docker) is missing; fail instead when TANDEM_REQUIRE (a,b,c) names it.
-
-    `available` None means: is there a program of that name?
-    """
-    if shutil.which(name) is not None if available is None else available:
-        return
-    message = f"{name} is not available here{': ' + why if why else ''}"
-    if name in os.environ.get("TANDEM_REQUIRE", "").replace(",", " ").split():
-        pytest.fail(f"{message}, but TANDEM_REQUIRE asks for it", pytrace=False)
-    pytest.skip(message)
 
 
 _candidates = itertools.count(os.getpid() % PORTS_EACH)

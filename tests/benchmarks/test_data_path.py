@@ -42,7 +42,8 @@ def test_every_pair_has_a_row(few: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_a_sample_costs_more_is_in_microseconds() -> None:
     pair = Pair("own", "mine", "theirs", most_more=8)
-    for pace, told, is_met in ((50_000, "0.50 times, +10.0 us a sample", False), (125_000, "1.25 times", True)):
+    slower, faster = (50_000, "0.50 times, +10.0 us a sample", False), (125_000, "1.25 times", True)
+    for pace, told, is_met in (slower, faster):
         row = data_path._row(pair, [Pace(pace, pace)], [Pace(100_000, 100_000)])
         assert row.ratio.startswith(told) and row.passed is is_met
         assert row.target == "at most 8 us a sample more"

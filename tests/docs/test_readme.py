@@ -147,6 +147,7 @@ def test_the_package_is_told_by_its_name_and_with_all_its_extras() -> None:
     assert rest.startswith(f"`{about['name']}`")
 
 
+@pytest.mark.slow
 def test_a_script_is_ported_in_ten_lines(processes: Any, free_port: int, tmp_path: Path) -> None:
     """Both sides of the diff run: one as torchrun starts it, one under tandem launch."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

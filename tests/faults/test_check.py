@@ -123,6 +123,7 @@ def test_a_sound_task_and_one_with_a_part_that_cannot_be_pickled(tasks: Path) ->
     assert f"{place}: the training set, a TensorRows, cannot be pickled" in note
 
 
+@pytest.mark.slow
 def test_data_that_differ_between_ranks_are_named_by_line(tasks: Path, tmp_path: Path) -> None:
     settings = Settings().replace(task=f"{tasks}:UnseededRows")
     (found,) = compared(facts_of_ranks(settings, os.environ, tmp_path))

@@ -77,6 +77,7 @@ def test_closing_the_terminal_saves_and_stops(runs: Runs) -> None:
     assert summary["last_checkpoint_step"] == summary["global_step"] >= 20
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_outlives_its_terminal(runs: Runs) -> None:
     def ignore_hangups() -> Any:
         return signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -127,6 +128,7 @@ def test_a_stop_ends_a_run_with_a_frozen_agent_and_saves(runs: Runs) -> None:
     runs.until(lambda: not rank_processes(process.pid), "end of all ranks")
 
 
+@pytest.mark.slow
 def test_nodes_cut_off_from_their_launcher_save_and_are_waited_for(runs: Runs) -> None:
     """The kernel took the process that they were forked from: they were orphans that still wrote, unsaid."""
     process = runs.start("launch", "cut-off", "--nodes", 2, *LONG, delay=0.01)

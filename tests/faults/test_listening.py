@@ -74,7 +74,13 @@ def test_what_is_open_to_all_is_seen() -> None:
         assert seen.startswith(f"tcp 0.0.0.0 {port} ")
 
 
-@pytest.mark.parametrize("flags", [("--nodes", 2), ("--nproc", 2)], ids=["simulated nodes", "one node"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--nodes", 2), id="simulated nodes"),
+        pytest.param(("--nproc", 2), id="one node", marks=pytest.mark.slow),
+    ],
+)
 def test_a_launch_on_one_machine_listens_on_loopback_alone(runs: Runs, flags: tuple[Any, ...]) -> None:
     launch = runs.start(
         "launch", "run", *flags, "--steps", 100_000, "--checkpoint-every", 20, "--shutdown-timeout", 200,

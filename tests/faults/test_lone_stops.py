@@ -116,6 +116,7 @@ def test_the_first_signal_of_a_lone_process_is_answered_with_a_line(runs: Runs) 
     assert summary["last_checkpoint_step"] == summary["global_step"]
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_lone_process_that_waits_in_c(runs: Runs, tmp_path: Path) -> None:
     write(runs, stuck=STUCK)
     temporary = tmp_path / "tmp"
@@ -131,6 +132,7 @@ def test_a_second_interrupt_ends_a_lone_process_that_waits_in_c(runs: Runs, tmp_
     nothing_is_left(runs, process, "stuck", temporary)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_loop_of_ones_own(runs: Runs, tmp_path: Path) -> None:
     write(runs, loop=LOOP)
     temporary = tmp_path / "tmp"

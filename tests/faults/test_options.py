@@ -49,6 +49,7 @@ class Own(Small):
 """
 
 
+@pytest.mark.slow
 def test_a_typed_default_is_warned_of_and_the_summary_has_what_was_used(runs: Runs) -> None:
     (runs.folder / "own.py").write_text(OWN_OPTIMIZER)
     flags = ("--task", "own.py:Own", "--steps", 3, "--eval-every", "never", "--lr", "0.1")

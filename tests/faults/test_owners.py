@@ -119,6 +119,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_script_owns_its_run_folder_too(runs: Runs) -> None:
     (runs.folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "tandem", "launch", "--run-dir", "s", "--metrics-port", "0", "script.py"]

@@ -60,7 +60,7 @@ def test_a_rank_that_takes_long_to_leave_is_waited_for(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("mistake", "line"),
     [
-        ("--epochs x", "--epochs got 'x', valid is "),
+        pytest.param("--epochs x", "--epochs got 'x', valid is ", marks=pytest.mark.slow),
         ("--epoks 3", "unknown flag --epoks; did you mean --epochs?"),
     ],
 )

@@ -244,6 +244,7 @@ def test_rank_0_is_on_node_0_of_twelve_also_after_its_restart(runs: Runs, free_p
     assert runs.summary("many")["world_size"] == 12
 
 
+@pytest.mark.slow
 def test_digits_reach_98_percent_while_metrics_rise(runs: Runs, free_port: int) -> None:
     import urllib.request
 

@@ -172,6 +172,7 @@ def test_a_job_with_a_secret_saves_and_stops(runs: Runs, network: Sequence[Machi
     assert codes == [143, 143], output
 
 
+@pytest.mark.slow
 def test_a_job_without_a_secret_says_once_what_is_open(runs: Runs, network: Sequence[Machine]) -> None:
     job = Job(runs, network, "--steps", 20, secret="")
     codes, output = job.ended()
@@ -189,6 +190,7 @@ def test_a_mistake_of_one_node_is_told_through_the_gate(runs: Runs, network: Seq
     assert "ended with code 2: another node ended the job with code 2: node 1: unknown flag --epoks" in output
 
 
+@pytest.mark.slow
 def test_ranks_of_a_script_meet_through_the_gate(runs: Runs, network: Sequence[Machine]) -> None:
     (runs.folder / "script.py").write_text(SCRIPT)
     own = ["--nodes", "2", "--master", f"{network[0].address}:{PORT}", "--run-dir", "run"]

@@ -1,11 +1,15 @@
 """What the Kubernetes tests share."""
 
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 from simulated_cluster import REPOSITORY, Cluster, available
+
+from needs import require as require_now
+from tandem_k8s.render import UsageError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # small_runs: the task that all of them train
 
@@ -37,6 +41,27 @@ def cluster(tmp_path: Path, require: Callable[..., None]) -> Iterator[Callable[[
     yield make
     for each in own:
         each.close()
+
+
+def _unless_kubectl_is_missing() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except UsageError:
+        if shutil.which("kubectl") is None:
+            require_now("kubectl")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """What renders an overlay needs kubectl, also in a fixture; what reads a manifest as it is does not."""
+    return (yield from _unless_kubectl_is_missing())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """The same in a test."""
+    return (yield from _unless_kubectl_is_missing())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

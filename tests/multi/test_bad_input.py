@@ -105,7 +105,10 @@ FLAG_CASES = {
 
 
 # Each is the whole program; these ask again what unit/test_tasks.py asks of the parser alone.
-AGAIN = ("missing-task-file", "task-file-is-a-directory", "task-class-missing", "task-field-unknown")
+AGAIN = {
+    *("missing-task-file", "task-file-is-a-directory", "task-class-missing", "task-field-unknown"),
+    "epochs-0",
+}
 
 
 @pytest.mark.parametrize(
@@ -150,6 +153,7 @@ def test_a_batch_that_does_not_divide_names_two_that_do(run_tandem: Tandem, tmp_
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
 
+@pytest.mark.slow
 def test_a_busy_metrics_port_is_only_a_warning(run_tandem: Tandem, tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -178,6 +182,7 @@ def test_half_of_a_distributed_environment_exits_2(
     assert any(name in line for name in variables), line
 
 
+@pytest.mark.slow
 def test_a_master_that_does_not_resolve_is_named_while_waiting_and_ends_200(run_tandem: Tandem) -> None:
     code, output = run_tandem(
         "launch", *BINARY, "--nodes", "2", "--node-rank", "1", "--master", "no-such-host.invalid:29500",
@@ -254,6 +259,7 @@ def test_a_truncated_mnist_file_is_named(run_tandem: Tandem, tmp_path: Path) -> 
     assert str(broken) in line and str(16 + 64 * 784) in line, line
 
 
+@pytest.mark.slow
 def test_mnist_files_that_are_missing_say_where_to_put_them(run_tandem: Tandem, tmp_path: Path) -> None:
     code, output = run_tandem("launch", *MNIST, "--run-dir", "run", "--data-dir", "nothing")
     line = the_error(output)

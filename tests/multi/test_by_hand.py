@@ -78,7 +78,7 @@ def test_two_ranks_by_hand_train_as_two_of_the_launcher(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_rank_that_waits_for_the_others_can_be_stopped(
     processes: Any, tmp_path: Path, free_port: int, number: int
 ) -> None:

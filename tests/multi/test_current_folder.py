@@ -80,6 +80,7 @@ def test_nothing_of_the_current_folder_is_run(
     assert ran(folder) == ""
 
 
+@pytest.mark.slow
 def test_nor_by_python_m(folder: Path, processes: Any) -> None:
     (folder / "own" / "plain.py").write_text("import sys\nprint(*sys.modules)\n")
     code, modules = processes.run([sys.executable, "-m", "plain"], cwd=folder / "own")
@@ -93,6 +94,7 @@ def test_nor_by_python_m(folder: Path, processes: Any) -> None:
     assert ran(folder) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [(), pytest.param(("--cold",), marks=pytest.mark.slow)], ids=["warm", "cold"]
 )

@@ -197,6 +197,7 @@ def test_the_weights_are_those_of_the_run_without_tandem(
     assert torch.equal(torch.load(answer), expected)
 
 
+@pytest.mark.slow
 def test_onnx_computes_what_pytorch_does_for_any_batch(
     tandem: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,6 +105,7 @@ def test_no_step_makes_the_host_wait_for_the_gpu(plain: tuple[list[Notes], str])
         assert sum(note.counts["pinned copy"].values()) >= 2 * STEPS
 
 
+@pytest.mark.slow
 def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port: int) -> None:
     """One opened nccl and the other gloo, and both waited for half an hour, six times."""
     started = []

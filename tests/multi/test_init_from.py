@@ -101,6 +101,7 @@ def test_what_is_refused_is_one_line_and_2(
     assert "wrong shape      2" in output and "loaded           2" in output
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_starts_from_them(
     tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
 ) -> None:

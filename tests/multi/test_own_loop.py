@@ -71,6 +71,7 @@ def example(name: str) -> str:
     return textwrap.dedent("\n".join(code)).strip() + "\n"
 
 
+@pytest.mark.slow
 def test_ten_public_names_have_types_and_an_example_and_all_of_them_run(scripts: Scripts) -> None:
     names = {name: each for name, each in vars(tandem.Run).items() if not name.startswith("_")}
     callables = {name: getattr(each, "fget", each) for name, each in names.items()} | {"start": tandem.start}

@@ -61,6 +61,7 @@ def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Script
     assert f"fp32, {counted(share, 'thread')}" in output
 
 
+@pytest.mark.slow
 def test_a_script_that_leaves_its_loop_by_sys_exit_has_not_ended_well(scripts: Scripts) -> None:
     scripts.write("left.py", SMALL.replace("    seen += 1\n", "    raise SystemExit(0)\n"))
     code, output = scripts.processes.wait(scripts.launch([], "left.py", "run"), LIMIT_SECONDS)

@@ -114,6 +114,7 @@ def test_an_own_error_has_its_traceback_and_a_loop_that_is_left_is_one_line(scri
     assert "run.stop()" in output.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_volume_that_fails_is_one_line(scripts: Scripts) -> None:
     breaks = "    if run.step == 7:\n        break_volume()\n    run.backward(loss)"
     top = (

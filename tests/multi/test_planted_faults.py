@@ -68,6 +68,7 @@ def mounted(require: Any) -> Any:
     return command
 
 
+@pytest.mark.slow
 def test_nothing_is_named_where_nothing_is_wrong(tmp_path: Path, free_port: int) -> None:
     code, found = diagnosis([*DOCTOR, *by_hand(0, free_port), "--run-dir", str(tmp_path / "run")])
     assert (code, wrong_in(found)) == (0, []) and not list(tmp_path.iterdir())
@@ -87,6 +88,7 @@ def test_a_port_that_is_taken(tmp_path: Path, free_port: int) -> None:
     assert f"port {free_port}: Address already in use" in wrong["MASTER_PORT"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_an_interface_that_is_not_there(tmp_path: Path, variable: str) -> None:
     code, wrong = named([*DOCTOR, "--run-dir", str(tmp_path)], **{variable: "ib7"})
@@ -94,6 +96,7 @@ def test_an_interface_that_is_not_there(tmp_path: Path, variable: str) -> None:
     assert wrong["interface"].startswith(f"{variable}=ib7: ib7 is not there; up here: ")
 
 
+@pytest.mark.slow
 def test_a_small_shared_memory(tmp_path: Path, mounted: Any) -> None:
     small = "mount -t tmpfs -o size=8m none /dev/shm"
     code, found = diagnosis(mounted(small, "--run-dir", tmp_path, "--workers", 2))
@@ -101,11 +104,13 @@ def test_a_small_shared_memory(tmp_path: Path, mounted: Any) -> None:
     assert (code, wrong) == (0, [("shm", "/dev/shm has 8 MiB free; 2 loader processes")])
 
 
+@pytest.mark.slow
 def test_a_read_only_folder(tmp_path: Path, mounted: Any) -> None:
     code, wrong = named(mounted(f"mount -t tmpfs -o ro none '{tmp_path}'", "--run-dir", tmp_path / "run"))
     assert (code, wrong) == (1, {"run volume": f"{tmp_path} is read-only"})
 
 
+@pytest.mark.slow
 def test_a_full_volume(tmp_path: Path, mounted: Any) -> None:
     fill = f"mount -t tmpfs -o size=1m none '{tmp_path}'; head -c 1048576 /dev/zero >'{tmp_path}/x'"
     code, wrong = named(mounted(fill, "--run-dir", tmp_path / "run"))
@@ -157,6 +162,7 @@ def test_a_world_size_that_counts_pods(
     assert found == (code, {"WORLD_SIZE": "WORLD_SIZE=2 counts pods: 2 pods of 4 are 8 ranks"})
 
 
+@pytest.mark.slow
 def test_a_grace_period_that_is_shorter_than_a_save(tmp_path: Path, processes: Any) -> None:
     run = str(tmp_path / "run")
     launch = [sys.executable, "-m", "tandem", "launch", "--steps", "5", "--run-dir", run]

@@ -83,6 +83,7 @@ def mistakes(run_all: Run) -> dict[str, Ended]:
     return run_all({name: ddp if name == "UnusedParameters" else SHORT for name in SAYS})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAYS)
 def test_a_mistake_is_one_line_with_its_place(mistakes: dict[str, Ended], name: str) -> None:
     ended = mistakes[name]

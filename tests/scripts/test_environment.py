@@ -81,7 +81,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["script", "module", "cold"])
+@pytest.mark.parametrize(
+    "how", ["script", *(pytest.param(how, marks=pytest.mark.slow) for how in ("module", "cold"))]
+)
 def test_a_program_finds_itself_as_under_python(how: str, scripts: Any) -> None:
     package = scripts.folder / "pack"
     package.mkdir()

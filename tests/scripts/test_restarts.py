@@ -64,6 +64,7 @@ def test_a_killed_rank_is_started_again_and_the_script_goes_on_from_its_own_snap
     assert (summary["state"], summary["exit_code"], summary["restarts"]) == ("finished", 0, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_the_other_computes_is_named_on_the_terminal(scripts: Any) -> None:
     """Node 0 hears of it by the node that comes back, and said no more than that a node wanted to join."""
     (scripts.folder / "slow.py").write_text(SLOW)
@@ -136,6 +137,7 @@ if dist.get_rank() == 0:
     assert code == 1, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code", "reason"),
     [

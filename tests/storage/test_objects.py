@@ -106,7 +106,10 @@ def test_of_two_writers_one_is_refused(store_address: str) -> None:
     assert one.read(1)[0] == b"later"
 
 
-@pytest.mark.parametrize("rule", ["500", "503", "reset", "lose answer", "cut answer", "truncate", "stall"])
+QUICK, LONG = ("500", "cut answer"), ("503", "reset", "lose answer", "truncate", "stall")
+
+
+@pytest.mark.parametrize("rule", [*QUICK, *(pytest.param(rule, marks=pytest.mark.slow) for rule in LONG)])
 def test_a_network_that_damages(server: ObjectServer, store_address: str, rule: str) -> None:
     """Each request of a save is hit once: what is acknowledged is there, what is there is whole."""
     store = CheckpointStore(address(store_address))

@@ -68,6 +68,7 @@ def test_without_a_checkout_its_place_is_left_to_a_person() -> None:
     assert yaml.safe_load(made["k8s/kustomization.yaml"])["resources"] == [f"{NO_CHECKOUT}/k8s/base"]
 
 
+@pytest.mark.slow
 def test_its_own_test_passes(project: Path) -> None:
     """As a person runs it: in the project's folder, with no setting of ours."""
     pytest_command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")

@@ -86,7 +86,7 @@ def _run_connections(
             agent = kind(node, store, watchdog, budget)
             code, reason = agent.run_generations()
         except StopRequestedError:
-            code, reason = KILLED, _stopped(node, budget)
+            code, reason = KILLED, _stopped(node, watchdog.has_ever_trained)
         except VerdictError as verdict:
             code, reason = verdict.code, str(verdict)
         except RendezvousTimeoutError:
@@ -114,9 +114,9 @@ def _run_connections(
         return AgentReport(code, reason, budget.generations, has_left=has_left)
 
 
-def _stopped(node: Node, budget: RestartBudget) -> str:
+def _stopped(node: Node, has_trained: bool) -> str:
     """By a signal while nodes were to meet."""
-    if not budget.generations:
+    if not has_trained:
         return f"{node.stop.name} came before training started; nothing to save"
     goes_on = "the same command goes on from the newest checkpoint"
     return f"{node.stop.name} came while ranks were to start again, without a new checkpoint; {goes_on}"

@@ -87,6 +87,7 @@ class Watchdog:
         self._alarm: Alarm | None = None
         self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
         self.has_trained = False  # a rank here has finished a step of the last generation
+        self.has_ever_trained = False  # or of one before
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"tandem-{work.__name__.strip('_')}", daemon=True)
@@ -133,6 +134,7 @@ class Watchdog:
                 here = Beat(**vars(beat), node=self._node, node_name=self._name)
                 self._heartbeats[beat.rank] = _Heard([here], 0, time.monotonic())
                 self.has_trained = self.has_trained or beat.trained
+                self.has_ever_trained = self.has_ever_trained or beat.trained
 
     def _local_beats(self, now: float) -> list[Beat]:
         beats = []
