@@ -9,7 +9,6 @@ import contextlib
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -40,8 +39,8 @@ from tandem.launch.rendezvous import (
 )
 from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
-from tandem.launch.round import RoundStore, agreed, check_all_are_in
-from tandem.launch.stops import THERE, Stopping, what_there_is
+from tandem.launch.round import RoundStore, agree_on_generation, check_all_are_in
+from tandem.launch.stops import Stopping, what_there_is
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
 from tandem.telemetry.hangs import Alarm
@@ -262,14 +261,9 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give every local rank its position and fork it."""
         group, placement = cast(Any, worker_group), self._node.placement
-        store = group.store
         check_all_are_in(placement, group.group_world_size)
-        if group.group_rank == 0:
-            said = f"{self._budget.generations}.{uuid.uuid4().hex}.{self._what_there_is()}"
-            store.set("tandem/generation", said)
-        generation = agreed(store, "tandem/generation", rf"\d{{1,9}}\.[0-9a-f]{{32}}\.({'|'.join(THERE)})")
-        number, name, self._there = generation.split(".")
-        prefix, self._restart = f"generation/{number}.{name}", int(number)
+        mine = (self._budget.generations, self._what_there_is()) if group.group_rank == 0 else None
+        prefix, self._restart, self._there = agree_on_generation(group.store, mine)
         self._budget.generations += 1
         self._positions = positions = {
             worker.local_rank: self._position(worker, group, prefix) for worker in group.workers

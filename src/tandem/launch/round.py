@@ -6,10 +6,12 @@ and is gone again. Here each wait looks at signals, at the job's verdict and at 
 
 import re
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.launch.rendezvous import StoreLostError
+from tandem.launch.stops import THERE
 from tandem.platforms.placement import Placement
 from tandem.timeouts import SHORTEST_LOOK_SECONDS, STORE_READ_SECONDS
 
@@ -48,6 +50,18 @@ class RoundStore:
                 raise StoreLostError(f"a node has come, and has said nothing for {STORE_READ_SECONDS} s")
             time.sleep(pause)
             pause = min(2 * pause, self._longest_pause)
+
+
+def agree_on_generation(store: Any, mine: tuple[int, str] | None) -> tuple[str, int, str]:
+    """(prefix of its keys, its number, what there is of the run), as the first node says, which has `mine`.
+
+    Raises StoreLostError.
+    """
+    key, form = "tandem/generation", rf"\d{{1,9}}\.[0-9a-f]{{32}}\.({'|'.join(THERE)})"
+    if mine is not None:
+        store.set(key, f"{mine[0]}.{uuid.uuid4().hex}.{mine[1]}")
+    number, name, there = agreed(store, key, form).split(".")
+    return f"generation/{number}.{name}", int(number), there
 
 
 def agreed(store: Any, key: str, form: str) -> str:
