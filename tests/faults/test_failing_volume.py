@@ -197,6 +197,7 @@ def full_for_a_while(runs: Runs, namespace: list[str]) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_full_volume(runs: Runs, full_for_a_while: Callable[..., str]) -> None:
     flags = ("--steps", 100, "--checkpoint-every", 5, "--checkpoint-failures-allowed", 100, "--threads", 1)
     train = runs.command("train", "volume/run", *flags, delay=0.03)

@@ -38,6 +38,7 @@ def steps_saved(runs: Runs, run: str) -> list[int]:
     return [event["step"] for event in runs.events(run, "checkpoint")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second",
     [

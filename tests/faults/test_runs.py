@@ -67,6 +67,7 @@ def test_a_stop_signal_saves_once_and_the_next_start_goes_on(runs: Runs, target:
     assert resumed["weights_sha256"] == undisturbed
 
 
+@pytest.mark.slow
 def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs, free_port: int) -> None:
     flags = ("--nodes", 2, "--node-rank", 0, "--master", f"127.0.0.1:{free_port}")
     process = runs.start("launch", "early", *flags)
@@ -147,6 +148,7 @@ def of_session(session: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["stuck", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_nothing_outlives_a_killed_agent(runs: Runs, rank: str) -> None:
     (runs.folder / "stuck.py").write_text(STUCK)

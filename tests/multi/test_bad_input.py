@@ -107,7 +107,7 @@ FLAG_CASES = {
 # Each is the whole program; these ask again what unit/test_tasks.py asks of the parser alone.
 AGAIN = {
     *("missing-task-file", "task-file-is-a-directory", "task-class-missing", "task-field-unknown"),
-    "epochs-0",
+    *("epochs-0", "task-file-syntax"),
 }
 
 
@@ -215,6 +215,7 @@ def test_a_checkpoint_of_another_model_exits_2_and_is_left_alone(run_tandem: Tan
     assert contents(tmp_path / "run" / "checkpoints") == saved
 
 
+@pytest.mark.slow
 def test_settings_that_a_resume_must_keep_exit_2_with_both_values(run_tandem: Tandem, tmp_path: Path) -> None:
     code, output = run_tandem("launch", *BINARY, "--steps", "2", "--run-dir", "run")
     assert code == 0, output

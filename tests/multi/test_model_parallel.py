@@ -40,6 +40,7 @@ def test_two_stages_on_two_devices_of_each_of_two_ranks(processes: Any, tmp_path
     assert summary["eval"]["accuracy"] > 0.8 and summary["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_two_ranks_runs_on_gloo(processes: Any, tmp_path: Path) -> None:
     code, output = launched(processes, tmp_path, *QUIET, "--nproc", 2, EXAMPLES / "pipeline.py", 30)
     logs = output + "".join(path.read_text() for path in tmp_path.glob("**/rank-*.log"))

@@ -188,6 +188,7 @@ def test_node_0_names_who_did_not_come(tmp_path: Path, free_port: int, processes
     assert code == 200 and "others:\n  nodes  node 1 did not come; look at its log" in said
 
 
+@pytest.mark.slow
 def test_a_mistake_on_another_node_ends_node_0_at_once(
     tmp_path: Path, free_port: int, processes: Any
 ) -> None:

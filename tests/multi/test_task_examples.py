@@ -71,6 +71,7 @@ def test_a_rare_class_is_drawn_as_often_as_the_other(processes: Any, tmp_path: P
 DEPTH = ("--batch-size", 120, "--schedule", "constant", "--lr", 0.05, "--strategy", "ddp")
 
 
+@pytest.mark.slow
 def test_blocks_that_are_left_out_need_find_unused(processes: Any, tmp_path: Path) -> None:
     task = "stochastic_depth.py:StochasticDepth"
     seen = trained(processes, tmp_path, "run", task, *DEPTH, "--steps", 40, "--find-unused", "--nproc", 1)

@@ -112,6 +112,7 @@ def test_mnist_by_hand_set_variables_is_mnist_under_tandem_launch(
     assert (tutorials.folder / "mnist_cnn.pt").exists()
 
 
+@pytest.mark.slow
 def test_mnist_as_a_task_by_hand_set_variables(tutorials: Tutorials, free_port: int) -> None:
     settings = ["--task", f"{TUTORIALS / 'mnist_task.py'}:Mnist", "--batch-size", 120, "--lr", 0.02]
     settings += ["--epochs", 2, "--log-every", 5]

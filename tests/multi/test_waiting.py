@@ -37,6 +37,7 @@ def test_ranks_under_an_agent_wait_passively_unless_told_otherwise(processes: An
     assert min(spins(processes, tmp_path, [*words, "busy"], OWN_POLICY)) > 1_000_000
 
 
+@pytest.mark.slow
 def test_all_nodes_of_a_laptop_are_forked_from_one_process_that_has_torch(
     processes: Any, tmp_path: Path
 ) -> None:
