@@ -57,10 +57,11 @@ def test_a_rank_that_takes_long_to_leave_is_waited_for(runs: Runs) -> None:
     assert "going round again" not in log, log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "line"),
     [
-        pytest.param("--epochs x", "--epochs got 'x', valid is ", marks=pytest.mark.slow),
+        ("--epochs x", "--epochs got 'x', valid is "),
         ("--epoks 3", "unknown flag --epoks; did you mean --epochs?"),
     ],
 )

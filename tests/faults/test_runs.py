@@ -93,6 +93,7 @@ class SlowStart(Small):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", ["nothing", pytest.param("a checkpoint", marks=pytest.mark.slow)])
 def test_a_stop_before_the_first_step_ends_the_ranks(runs: Runs, there: str) -> None:
     """They hear a stop at a step: they were killed after --shutdown-timeout, which is no matter here."""

@@ -107,7 +107,7 @@ FLAG_CASES = {
 # Each is the whole program; these ask again what unit/test_tasks.py asks of the parser alone.
 AGAIN = {
     *("missing-task-file", "task-file-is-a-directory", "task-class-missing", "task-field-unknown"),
-    *("epochs-0", "task-file-syntax"),
+    *("epochs-0", "task-file-syntax", "batch-larger-than-the-set"),
 }
 
 
@@ -239,6 +239,7 @@ def test_cuda_that_is_not_there_exits_2(verb: str, run_tandem: Tandem) -> None:
 MNIST = ("--task", "mnist", "--batch-size", "16", "--steps", "3", "--device", "cpu", "--metrics-port", "0")
 
 
+@pytest.mark.slow
 def test_mnist_files_that_are_there_train_without_network(run_tandem: Tandem, tmp_path: Path) -> None:
     write_mnist(tmp_path / "data" / "MNIST" / "raw")
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")

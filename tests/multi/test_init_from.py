@@ -77,6 +77,7 @@ def train(processes: Any, folder: Path, verb: str, run: str, *flags: object) -> 
     return int(code), str(output)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_the_parameters_start_from_them(
     tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
 ) -> None:

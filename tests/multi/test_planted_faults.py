@@ -152,6 +152,7 @@ def test_a_clock_that_is_ahead(tmp_path: Path, free_port: int, processes: Any) -
     assert " s ahead of node 0's" in wrong[0][1] and " s before this clock" in wrong[1][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("each", "flags", "code"), [("4", [], 1), ("auto", ["--nproc", "4"], 0)])
 def test_a_world_size_that_counts_pods(
     tmp_path: Path, free_port: int, each: str, flags: list[str], code: int

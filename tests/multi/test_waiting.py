@@ -55,6 +55,7 @@ def test_a_lone_rank_and_an_evaluation_wait_passively(processes: Any, tmp_path: 
     assert spins(processes, tmp_path, ["eval", "run"], OWN_SPINS) == [700]
 
 
+@pytest.mark.slow
 def test_scripts_wait_passively(processes: Any, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["launch", "--metrics-port", 0, "--progress", "off", "--run-dir", "run", "script.py"]

@@ -105,6 +105,7 @@ def draw_few(folder: Path) -> None:
     digits.prepare_digits(folder)
 
 
+@pytest.mark.slow
 def test_digits_are_drawn_once_by_many_processes(tmp_path: Path) -> None:
     folder = tmp_path / "data" / "digits"
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
