@@ -29,6 +29,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        self.at: float | None = None
+        """When the first one came, by the monotonic clock."""
         self.interrupts = 0
         self.received: dict[str, int] = {}  # by name, repeats within the window left out
         self._last = float("-inf")
@@ -97,8 +99,8 @@ class StopFlag:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self._wake is None:
             self._count(number)
-        elif self.signal_number is None:  # the listener counts: this may come late, and seem another one
-            self.signal_number = number
+        else:  # the listener counts: this may come late, and seem another one
+            self._is_first(number, time.monotonic())
 
     def _count(self, number: int) -> None:
         now = time.monotonic()
@@ -109,8 +111,11 @@ class StopFlag:
             name = signal.Signals(number).name
             self.received[name] = self.received.get(name, 0) + 1
         self._last = now
+        self._is_first(number, now)
+
+    def _is_first(self, number: int, now: float) -> None:
         if self.signal_number is None:
-            self.signal_number = number
+            self.signal_number, self.at = number, now
 
 
 def _be_woken_no_more() -> None:

@@ -40,7 +40,7 @@ from tandem.launch.rendezvous import (
 from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
 from tandem.launch.round import RoundStore, agree_on_generation, check_all_are_in
-from tandem.launch.stops import Stopping, what_there_is
+from tandem.launch.stops import Stopping, is_time_to_save, what_there_is
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
 from tandem.telemetry.hangs import Alarm
@@ -112,8 +112,10 @@ class NodeAgent(SimpleElasticAgent):
             codes = self._workers.kill() or {0: code}
             said = self._said(codes)
             if self._stop and self._is_retried(code) and code != INTERRUPTED_TWICE:
-                return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
-            if self._stop or not self._is_retried(code):
+                if not self._may_save():
+                    return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
+                said = f"{said}; to save and stop"
+            elif self._stop or not self._is_retried(code):
                 return code, said
             if self._is_to_blame(code):
                 self._budget.incidents += 1
@@ -122,6 +124,9 @@ class NodeAgent(SimpleElasticAgent):
             log.warning("%s: starting generation %d", said, self._budget.generations + 1)
 
     _is_retried = staticmethod(is_retried)
+
+    def _may_save(self) -> bool:
+        return is_time_to_save(self._node, self._watchdog.has_ever_trained)
 
     def _said(self, codes: Mapping[int, int]) -> str:
         """How a generation ended on this node, in words."""
@@ -194,7 +199,7 @@ class NodeAgent(SimpleElasticAgent):
         """Called before each look at the rendezvous: signals, the job's verdict, and a word while waiting."""
         if not self._joining or threading.current_thread() is not threading.main_thread():
             return  # the engine's keep-alive looks, too
-        if self._stop:
+        if self._stop and not self._may_save():
             raise StopRequestedError
         self._node.claim.check()
         heed_verdict(self._root, self._is_done)

@@ -61,6 +61,9 @@ class ScriptAgent(NodeAgent):
     def _what_there_is(self) -> str:
         return TRAINED  # a program hears a stop wherever it is, and knows itself what is to be saved
 
+    def _may_save(self) -> bool:
+        return False  # of a program nothing is in the agent's memory
+
     def _await_other_nodes(self) -> None:
         """The ranks here have ended well, and the program when those of all nodes have: node 0 waits for it.
 

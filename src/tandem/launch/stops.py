@@ -22,6 +22,17 @@ def what_there_is(node: Node) -> str:
     return SAVED if node.resume.kind == "resume" else NOTHING
 
 
+def is_time_to_save(node: Node, has_trained: bool) -> bool:
+    """Whether ranks are started once more though this node was asked to stop: only then can they save.
+
+    Between two generations node 0's memory may have steps that no checkpoint has. It is the same time that
+    ranks have to save and stop, and a second Ctrl-C ends it.
+    """
+    if not has_trained or node.stop.at is None or node.stop.interrupts > 1:
+        return False
+    return time.monotonic() - node.stop.at < node.config.shutdown_timeout
+
+
 class Stopping:
     """From the signal on: what is said to a person, and how long the ranks are waited for.
 
@@ -31,7 +42,7 @@ class Stopping:
 
     def __init__(self, node: Node, what_there_is: str) -> None:
         self._node, self._there = node, what_there_is
-        self._since, self._has_said = time.monotonic(), False
+        self._since, self._has_said = node.stop.at or time.monotonic(), False
 
     def code(self, has_trained: bool) -> int | None:
         """What the generation ends with, if it is to end now. Raises StopRequestedError: nothing is saved."""
