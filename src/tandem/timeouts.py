@@ -69,6 +69,8 @@ REPEAT_WINDOW_SECONDS = 2.0
 """Stop signals within it count as one: a scheduler signals the whole tree, and the agent forwards."""
 START_STOP_SECONDS = 1.0
 """A stop before the first step: until ranks that have not come to it are ended; a step is saved."""
+MEET_TO_SAVE_SECONDS = 5.0
+"""A stop between two generations: the other nodes' time to come once more. They come at once, or are gone."""
 AT_ONCE_SECONDS = 3.0
 """A rank that is ended at once closes what it has opened, and leaves after this if a volume holds it up."""
 

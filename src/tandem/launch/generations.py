@@ -66,9 +66,8 @@ class NodeAgent(SimpleElasticAgent):
         self._workers, self._stop = node.workers, node.stop
         self._joining, self._restart, self._positions = False, 0, dict[int, Position]()
         self._hung_node: int | None = None
-        self._has_saved = False
+        self._has_saved, self._waiting_since, self._next_word = False, time.monotonic(), 0.0
         self._recovery, self._departures = Recovery(node, store), Departures(node.placement, store)
-        self._waiting_since, self._next_word = time.monotonic(), 0.0
         self._handler = handler = handler_of(node.placement, store, node.config, self._before_poll)
         spec = WorkerSpec(
             role="default",
@@ -126,7 +125,8 @@ class NodeAgent(SimpleElasticAgent):
     _is_retried = staticmethod(is_retried)
 
     def _may_save(self) -> bool:
-        return is_time_to_save(self._node, self._watchdog.has_ever_trained)
+        waits_since = self._waiting_since if self._joining else None
+        return is_time_to_save(self._node, self._watchdog.has_ever_trained, waits_since)
 
     def _said(self, codes: Mapping[int, int]) -> str:
         """How a generation ended on this node, in words."""

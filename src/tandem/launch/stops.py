@@ -6,7 +6,7 @@ import time
 from tandem.errors import KILLED, STOPPED
 from tandem.launch.part import Node
 from tandem.launch.rendezvous import StopRequestedError
-from tandem.timeouts import START_STOP_SECONDS
+from tandem.timeouts import MEET_TO_SAVE_SECONDS, START_STOP_SECONDS
 
 log = logging.getLogger("tandem.agent")
 
@@ -22,15 +22,18 @@ def what_there_is(node: Node) -> str:
     return SAVED if node.resume.kind == "resume" else NOTHING
 
 
-def is_time_to_save(node: Node, has_trained: bool) -> bool:
+def is_time_to_save(node: Node, has_trained: bool, waits_since: float | None) -> bool:
     """Whether ranks are started once more though this node was asked to stop: only then can they save.
 
     Between two generations node 0's memory may have steps that no checkpoint has. It is the same time that
-    ranks have to save and stop, and a second Ctrl-C ends it.
+    ranks have to save and stop, less for nodes that do not come (`waits_since`); a second Ctrl-C ends it.
     """
     if not has_trained or node.stop.at is None or node.stop.interrupts > 1:
         return False
-    return time.monotonic() - node.stop.at < node.config.shutdown_timeout
+    now = time.monotonic()
+    if waits_since is not None and now - max(waits_since, node.stop.at) > MEET_TO_SAVE_SECONDS:
+        return False
+    return now - node.stop.at < node.config.shutdown_timeout
 
 
 class Stopping:
