@@ -30,7 +30,8 @@ class Parser(argparse.ArgumentParser):
             exit_on_error=False,
         )
         self._takes_settings = takes_settings
-        self._see = SEE if takes_settings else f"See `tandem {verb} --help`"
+        self._help = f"See `tandem {verb} --help`"
+        self._see = SEE if takes_settings else self._help
         self._valid: dict[str, str] = {}
         if takes_settings:
             self._add_settings()
@@ -69,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """What argparse finds missing. Raises ConfigError."""
-        raise ConfigError(f"{message}. {self._see}")
+        raise ConfigError(f"{message}. {self._help}")
 
     def _add_settings(self) -> None:
         self.set_defaults(given={})
@@ -102,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("ignored explicit argument "):
             text = message.removeprefix("ignored explicit argument ")
             return ConfigError(f"{flag} got {text}, but takes no value. {self._see}")
-        return ConfigError(f"{flag} {message}. {self._see}")
+        return ConfigError(f"{flag} {message}. {self._see if flag in self._valid else self._help}")
 
 
 class _Keep(argparse.Action):

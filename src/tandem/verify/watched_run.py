@@ -166,7 +166,7 @@ def last_words(lines: Sequence[str]) -> str:
         own = (lines[last + 1 :] or lines[:last])[-1:]
         if own and not NO_ERROR.match(own[0]):
             return WHOSE.sub("", own[0].rpartition("| error: ")[2].strip())
-    return lines[last].partition("error: ")[2] or lines[last] if lines else ""
+    return lines[last].partition("error: ")[2] or lines[last].removeprefix("tandem: ") if lines else ""
 
 
 def rank_processes(session: int) -> dict[int, int]:
