@@ -94,7 +94,7 @@ def test_examples_in_the_help_are_command_lines_that_hold(verb: str) -> None:
         (["report", ".", "--ouput", "x"], "unknown flag --ouput; did you mean --output?"),
         (["report"], "the following arguments are required: RUN_DIR. See `tandem report --help`"),
         (["eval"], "the following arguments are required: RUN. See `tandem eval --help`"),
-        (["export", "run", "--format", "onxx"], "'hf'). See `tandem export --help`"),
+        (["export", "run", "--format", "onxx"], "--format invalid choice: 'onxx' (choose from "),
         (["verify-resume", "--trials", "0"], "--trials got '0', valid is a whole number of at least 1"),
         (["verify-resume", "--trials"], "--trials needs a value: a whole number of at least 1"),
         (["verify-resume", "--script", "nothing.py"], "there is no script nothing.py in "),
