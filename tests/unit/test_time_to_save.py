@@ -18,19 +18,19 @@ def node(ago: float | None, interrupts: int = 0, shutdown_timeout: float = 25.0)
 @pytest.mark.parametrize(
     ("asked", "has_trained", "waits", "expected"),
     [
-        (node(None), True, None, False),
-        (node(0.1), True, None, True),
-        (node(0.1), False, None, False),  # nothing is in memory
-        (node(0.1, interrupts=2), True, None, False),  # a second Ctrl-C
-        (node(26), True, None, False),
-        (node(3, shutdown_timeout=2), True, None, False),
-        (node(0.1), True, 60.0, True),  # it has waited for long, and was asked just now
-        (node(MEET_TO_SAVE_SECONDS + 1), True, 0.1, True),
-        (node(MEET_TO_SAVE_SECONDS + 1), True, MEET_TO_SAVE_SECONDS + 1, False),  # the others do not come
+        ({"ago": None}, True, None, False),
+        ({"ago": 0.1}, True, None, True),
+        ({"ago": 0.1}, False, None, False),  # nothing is in memory
+        ({"ago": 0.1, "interrupts": 2}, True, None, False),  # a second Ctrl-C
+        ({"ago": 26.0}, True, None, False),
+        ({"ago": 3.0, "shutdown_timeout": 2.0}, True, None, False),
+        ({"ago": 0.1}, True, 60.0, True),  # it has waited for long, and was asked just now
+        ({"ago": MEET_TO_SAVE_SECONDS + 1}, True, 0.1, True),
+        ({"ago": MEET_TO_SAVE_SECONDS + 1}, True, MEET_TO_SAVE_SECONDS + 1, False),  # the others do not come
     ],
 )
 def test_ranks_start_once_more_while_there_is_time(
-    asked: Any, has_trained: bool, waits: float | None, expected: bool
+    asked: dict[str, Any], has_trained: bool, waits: float | None, expected: bool
 ) -> None:
     since = None if waits is None else time.monotonic() - waits
-    assert is_time_to_save(asked, has_trained, since) is expected
+    assert is_time_to_save(node(**asked), has_trained, since) is expected
