@@ -80,49 +80,54 @@ def kill_one(run: LiveRun) -> float:
     return float(began()[0]) - killed
 
 
+def reach(run: LiveRun, number: int, every: int) -> None:
+    """A random step between the kills before and after the one of this number."""
+    target = number * every + random.randrange(every // 4, 3 * every // 4)
+    run.until(lambda: step_of(run) >= target, f"step {target}", LIMIT_SECONDS)
+
+
 def endure(steps: int, kills: int, ranks: int, folder: Path) -> list[Row]:
     every, tenth = steps // kills, max(1, kills // 10)
+    total = steps + tenth * every
     launch = ("tandem", "launch", "--nproc", str(ranks), "--max-restarts", str(2 * kills))
     found: dict[str, list[float]] = {what: [] for what in HELD}
-    first, last, control = list[float](), list[float](), list[float]()
+    before, last, control = list[float](), list[float](), list[float]()
 
     def begin(name: str) -> LiveRun:
         (folder / f"{name}-tmp").mkdir()
-        flags = (*FLAGS, "--steps", steps + tenth * every)
+        flags = (*FLAGS, "--steps", total)
         return LiveRun(launch, folder / name, *flags, variables={"TMPDIR": str(folder / f"{name}-tmp")})
 
     with begin("run") as run:
         for number in range(kills):
-            target = number * every + random.randrange(every // 4, 3 * every // 4)
-            run.until(lambda target=target: step_of(run) >= target, f"step {target}", LIMIT_SECONDS)  # type: ignore[misc]
+            reach(run, number, every)
             for what, value in held(run, folder / "run-tmp").items():
                 found[what].append(value)
-            first.append(kill_one(run))
+            before.append(kill_one(run))
         with begin("new") as new:
             new.until(lambda: step_of(new) >= every // 4, "first steps", LIMIT_SECONDS)
-            for number in range(tenth):
-                target = steps + number * every + random.randrange(every // 4, 3 * every // 4)
-                run.until(lambda target=target: step_of(run) >= target, f"step {target}", LIMIT_SECONDS)  # type: ignore[misc]
+            for number in range(kills, kills + tenth):
+                reach(run, number, every)
                 pair = [(run, last), (new, control)]
                 for each, taken in pair if number % 2 else pair[::-1]:
                     taken.append(kill_one(each))
         code = run.wait(LIMIT_SECONDS + steps)
         summary = run.summary()
-        expected = (0, steps + tenth * every, kills + tenth)
+        expected = (0, total, kills + tenth)
         assert (code, summary["global_step"], summary["restarts"]) == expected, run.words()
     return [
-        _recovery(last, control, first[:tenth], kills),
+        _recovery(before, last, control),
         *(_row(what, values, kills) for what, values in found.items()),
     ]
 
 
-def _recovery(last: list[float], control: list[float], first: list[float], kills: int) -> Row:
-    old, new = statistics.median(last), statistics.median(control)
+def _recovery(before: list[float], last: list[float], control: list[float]) -> Row:
+    old, new, start = (statistics.median(each) for each in (last, control, before[: len(last)]))
     return Row(
         "recovery",
-        kills + len(last),
-        f"{old:.2f} s after {kills} kills (worst of {len(last)}: {max(last):.2f})",
-        f"a new launch, killed in turn: {new:.2f} s; this one at its start: {statistics.median(first):.2f} s",
+        len(before) + len(last),
+        f"{old:.2f} s after {len(before)} kills (worst ever {max(before + last):.2f})",
+        f"a new launch, killed in turn: {new:.2f} s; this one at its start: {start:.2f} s",
         f"{old / new:.3f}",
         f"at most {RECOVERY}",
         old <= RECOVERY * new,

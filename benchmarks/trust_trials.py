@@ -198,7 +198,7 @@ def signals(count: int, folder: Path) -> list[Row]:
                     f"in the temporary folder: {_left_in(temporary)}": bool(_left_in(temporary)),
                     f"in /dev/shm: {left}": bool(left),
                     f"code {code}": code not in (0, 143, 129, 130, 137, -15, -1, -2),
-                    "not saved": code == 143 and _is_unsaved(run),
+                    "not saved": code in (143, 137) and _is_unsaved(run),
                 }.items()
                 if is_so
             ]

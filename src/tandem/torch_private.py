@@ -21,7 +21,9 @@ there in 2.6.
 | `_RendezvousExitOp`, `_op_executor` | an elastic job goes on 5 s after a node has left it, not at once |
 | `torch._dynamo` | the first ranks start a few seconds later |
 
-Not here: the methods that torch's SimpleElasticAgent documents for its subclasses (launch/generations.py).
+Not here: the methods that torch's SimpleElasticAgent documents for its subclasses (launch/generations.py),
+and its `_assign_worker_ranks`, overridden there to heed signals: were it renamed, a stop just when nodes have
+met would wait for up to a minute (tests/unit/test_round.py).
 tests/unit/test_torch_private.py takes them away one by one; pyproject.toml bounds torch at the newest known.
 """
 

@@ -38,3 +38,14 @@ def test_it_saves_what_no_checkpoint_has(runs: Runs, layout: tuple[Any, ...], nu
     summary, newest = runs.summary("run"), newest_step(runs.folder / "run" / "checkpoints")
     assert summary["global_step"] == summary["last_checkpoint_step"] == newest
     assert newest is not None and newest > 15
+
+
+@pytest.mark.slow
+def test_without_a_restart_left_it_is_a_stop_without_a_checkpoint(runs: Runs) -> None:
+    """137, as of every stop that has saved nothing; 200 would say that peers were lost."""
+    process = runs.start("launch", "run", "--nproc", 2, *FLAGS, "--max-restarts", 0, delay=0.02)
+    runs.until(lambda: logged(runs.folder / "run"), "steps")
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(rank_processes(process.pid)["tandem-rank-1"], signal.SIGKILL)
+    code, output = runs.processes.wait(process)
+    assert code == 137 and "Traceback" not in output, output

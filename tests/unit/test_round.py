@@ -2,10 +2,14 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from tandem.launch import round as rounds
 from tandem.launch.rendezvous import StopRequestedError, StoreLostError
@@ -59,3 +63,19 @@ def test_nobody_is_waited_for_longer_than_for_a_read_of_the_store(
     monkeypatch.setattr(rounds, "STORE_READ_SECONDS", 0.05)
     with pytest.raises(StoreLostError, match="has come, and has said nothing for 0.05 s"):
         RoundStore(store, nothing, 0.005).get("never")
+
+
+def test_torchs_engine_gives_ranks_through_it() -> None:
+    """By the method that generations.py overrides: node 0 has three ranks, and waits for node 1's word."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assign: Any = SimpleElasticAgent._assign_worker_ranks
+
+    def node(number: int) -> list[tuple[int, int]]:
+        time.sleep(0.1 * number)
+        own = TCPStore("127.0.0.1", server.port, is_master=False)
+        spec = SimpleNamespace(role="default", local_world_size=3 - number)
+        workers = assign(None, RoundStore(PrefixStore("round/2", own), nothing, 0.005), number, 2, spec)
+        return [(worker.global_rank, worker.world_size) for worker in workers]
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(node, (0, 1))) == [[(0, 5), (1, 5), (2, 5)], [(3, 5), (4, 5)]]

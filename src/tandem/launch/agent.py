@@ -118,8 +118,8 @@ def _stopped(node: Node, has_trained: bool) -> str:
     """By a signal while nodes were to meet."""
     if not has_trained:
         return f"{node.stop.name} came before training started; nothing to save"
-    goes_on = "the same command goes on from the newest checkpoint"
-    return f"{node.stop.name} came while ranks were to start again, without a new checkpoint; {goes_on}"
+    why = f"{node.stop.name} came while ranks were to start again"
+    return f"{why}, and nothing new is saved; the same command goes on from what was"
 
 
 def _say_what_is_wrong(node: Node, connect: Connect | None = None) -> None:

@@ -119,7 +119,7 @@ class NodeAgent(SimpleElasticAgent):
             if self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
-                return PEER_LOST, f"{self._budget} is spent: {said}"
+                return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {said}"
             log.warning("%s: starting generation %d", said, self._budget.generations + 1)
 
     _is_retried = staticmethod(is_retried)

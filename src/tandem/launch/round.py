@@ -20,17 +20,14 @@ class RoundStore:
     """The store of one round of the rendezvous; reads wait for keys that other nodes have yet to write.
 
     `look` is called in between, and raises what ends the wait; looks are at most `longest_pause` seconds
-    apart. Only what the engine and the agents ask of a store.
+    apart. All else is the store's own.
     """
 
     def __init__(self, store: Any, look: Callable[[], None], longest_pause: float) -> None:
         self._store, self._look, self._longest_pause = store, look, longest_pause
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        self._store.multi_set(keys, values)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
     def get(self, key: str) -> bytes:
         """Raises StoreLostError where nobody writes it in time, and what `look` raises."""
