@@ -1,12 +1,14 @@
 """A long run that is hit again and again: does anything grow, does recovery slow down?
 
     python benchmarks/endurance.py [--steps 500000] [--kills 500] [--ranks 2] [--json FILE]
+    python benchmarks/endurance.py --steps 1000000 --kills 0 --json FILE     one that is left alone
 
 A random rank is killed each `steps / kills` steps. Just before a kill: the memory (PSS), threads
 and open files of the whole launch, and the files of its run folder, the temporary folder and /dev/shm.
 Compared are the medians of the first and of the last tenth of the kills. An hour lies between them, and a
 host that others use is not the same then: so for another tenth of the steps a new launch of the same job
 trains beside the old one, and their ranks are killed in turn; recovery is compared with that of this one.
+Without kills, the same is looked at a hundred times.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from live_runs import LiveRun, memory_of, session_of
 from table import Row, finish
 
 LIMIT_SECONDS = 600.0
+LOOKS = 100
 FLAGS = ("--log-every", 20, "--threads", 1, "--lr", 0.01, "--checkpoint-every", 250, "--task.delay", 0)
 RECOVERY = 1.2
 HELD = {
@@ -88,7 +91,7 @@ def reach(run: LiveRun, number: int, every: int) -> None:
 
 def endure(steps: int, kills: int, ranks: int, folder: Path) -> list[Row]:
     every, tenth = steps // kills, max(1, kills // 10)
-    total = steps + tenth * every
+    total = steps + tenth * every + 1000  # they are not done when the last is killed
     launch = ("tandem", "launch", "--nproc", str(ranks), "--max-restarts", str(2 * kills))
     found: dict[str, list[float]] = {what: [] for what in HELD}
     before, last, control = list[float](), list[float](), list[float]()
@@ -119,6 +122,23 @@ def endure(steps: int, kills: int, ranks: int, folder: Path) -> list[Row]:
         _recovery(before, last, control),
         *(_row(what, values, kills) for what, values in found.items()),
     ]
+
+
+def left_alone(steps: int, ranks: int, folder: Path) -> list[Row]:
+    """What one launch holds while it trains, at each hundredth of its steps but the last."""
+    found: dict[str, list[float]] = {what: [] for what in HELD}
+    (folder / "run-tmp").mkdir()
+    launch = ("tandem", "launch", "--nproc", str(ranks))
+    variables = {"TMPDIR": str(folder / "run-tmp")}
+    with LiveRun(launch, folder / "run", *FLAGS, "--steps", steps, variables=variables) as run:
+        for look in range(1, LOOKS):
+            step = look * steps // LOOKS
+            run.until(lambda step=step: step_of(run) >= step, f"step {step}", LIMIT_SECONDS)  # type: ignore[misc]
+            for what, value in held(run, folder / "run-tmp").items():
+                found[what].append(value)
+        code = run.wait(LIMIT_SECONDS + steps)
+        assert (code, run.summary()["restarts"]) == (0, 0), run.words()
+    return [_row(what, values, len(values)) for what, values in found.items()]
 
 
 def _recovery(before: list[float], last: list[float], control: list[float]) -> Row:
@@ -157,7 +177,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-endurance-") as name:
-        rows = endure(options.steps, options.kills, options.ranks, Path(name))
+        if options.kills:
+            rows = endure(options.steps, options.kills, options.ranks, Path(name))
+        else:
+            rows = left_alone(options.steps, options.ranks, Path(name))
     return finish(rows, options.json)
 
 

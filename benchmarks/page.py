@@ -66,6 +66,9 @@ QUESTIONS = (
     Question("From the command to the first step", "launch_cost.py", "launch_cost.json", _rows),
     Question("Clocks, second launches, signals", "trust_trials.py", "trust_*.json", _rows),
     Question("A long run that is killed again and again", "endurance.py", "endurance.json", _rows),
+    Question(
+        "A long run that is left alone", "endurance.py --steps 1000000 --kills 0", "long_run.json", _rows
+    ),
     Question("A hog on each core", "busy_machine.py", "busy_machine.json", _rows),
     Question("Scripts as they are", "script_trials.py", "scripts.json", _rows),
     Question("Node 0 and rank 0 at 1,024 ranks", "thousand_ranks.py", "thousand_ranks.json", _rows),

@@ -18,8 +18,9 @@ from patience import PATIENCE, patient
 settings.register_profile("tandem", deadline=None)  # a busy machine is no fault of the code under test
 settings.load_profile("tandem")
 
-# `make test` hands these on, and a make that a test starts would take itself for a part of that run.
-for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+# `make test` hands the first on, and a make that a test starts would take itself for a part of that run. The
+# last is set in no person's shell, and hides what happens to output that is still held back.
+for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHONUNBUFFERED"):
     os.environ.pop(name, None)
 
 # A shell starts what is to run in the background deaf to Ctrl-C, and nohup deaf to a hangup; so would be all

@@ -17,3 +17,11 @@ def require(name: str, available: bool | None = None, why: str = "") -> None:
     if name in os.environ.get("TANDEM_REQUIRE", "").replace(",", " ").split():
         pytest.fail(f"{message}, but TANDEM_REQUIRE asks for it", pytrace=False)
     pytest.skip(message)
+
+
+def require_strategy(name: str) -> None:
+    """Skip where this torch has the strategy of that name on GPUs alone, as `tandem` says there."""
+    import torch
+
+    has_it = name != "fsdp" or hasattr(torch.cpu.Stream, "record_event")
+    require(f"--strategy {name} on CPUs", has_it, "torch 2.11 brought it")

@@ -195,7 +195,9 @@ def play(gpus: int = 1, patch: Callable[[Any, str, Any], None] = setattr) -> tup
     patch(torch.Tensor, "record_stream", lambda tensor, stream: notes.count("record_stream"))
     patch(cuda, "cudart", lambda: _Cudart(notes))
     patch(cuda.nccl, "version", lambda: (2, 28, 0))
-    patch(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None)
+    for kind in ("accelerator", "cuda"):  # torch 2.6 has the second alone
+        if hasattr(torch.optim.Optimizer, f"_{kind}_graph_capture_health_check"):
+            patch(torch.optim.Optimizer, f"_{kind}_graph_capture_health_check", lambda self: None)
     _play_group(notes, patch)
     autocast = torch.autocast
     patch(torch, "autocast", lambda kind, **options: autocast("cpu", **options))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tandem import rotation
 from tandem.errors import ConfigError
@@ -62,6 +62,33 @@ def redirect_output(path: Path) -> None:
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
     keep_bounded(path, *(stream.fileno() for stream in (sys.stdout, sys.stderr)))
+
+
+class Unbroken:
+    """A terminal or a pipe that may be closed: what is written to it then is lost, and no error of a run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outlive_the_terminal() -> None:
+    """This process, and what it forks, prints from now on also when nobody reads any more: the terminal was
+    closed, `| head` has seen enough, a pager was left."""
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        if not isinstance(stream, Unbroken):
+            setattr(sys, name, Unbroken(stream))
 
 
 _outputs: list[rotation.Output] = []

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from tandem.errors import StoppedError
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -39,6 +40,7 @@ class StopFlag:
         self.is_torchruns = False
         """Whether torchrun hands signals on: its ranks hear the first Ctrl-C, and SIGTERM at the second."""
         self._before: dict[int, Any] = {}
+        self._is_ending = False
         self._wake: int | None = None  # where the interpreter writes the numbers that a listener reads
 
     def __bool__(self) -> bool:
@@ -57,6 +59,20 @@ class StopFlag:
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         hear_stop_signals()
         return self
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """A signal ends this block at once, in which there is nothing to save. Raises StoppedError."""
+        self._is_ending = True
+        try:
+            yield
+        finally:
+            self._is_ending = False
+        self._end()  # it came before, or the block has caught the error
+
+    def _end(self) -> None:
+        if self:
+            raise StoppedError(f"{self.name} came before training started; nothing to save")
 
     def listen(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Have a thread call `first` at the first signal, and `second` at the second Ctrl-C.
@@ -97,7 +113,10 @@ class StopFlag:
             self._wake = None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._wake is None:
+        if self._is_ending:
+            self._count(number)
+            self._end()
+        elif self._wake is None:
             self._count(number)
         else:  # the listener counts: this may come late, and seem another one
             self._is_first(number, time.monotonic())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from small_runs import Runs, rank_processes
 
 pytestmark = pytest.mark.timeout(300)
@@ -70,7 +71,8 @@ def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
     assert runs.summary("stopped")["weights_sha256"] == undisturbed
     other = runs.folder / "stopped" / "log"
     assert "Thread" in (other / f"stacks-rank-{1 - rank}.txt").read_text()
-    assert "all_reduce" in (other / f"flight-rank-{1 - rank}.json").read_text()
+    if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):  # not in torch 2.6
+        assert "all_reduce" in (other / f"flight-rank-{1 - rank}.json").read_text()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import sys
 import tempfile
 import termios
 import threading
@@ -24,6 +25,40 @@ from tandem.timeouts import REPEAT_WINDOW_SECONDS
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
 LONG = ("--steps", 100_000, "--checkpoint-every", "20", "--log-every", "5")
+
+
+CHATTY = """
+from small import Small
+
+
+class Chatty(Small):
+    def loss(self, model, batch):
+        print("a step")
+        return super().loss(model, batch)
+"""
+
+
+SCRIPT = """
+import signal
+import time
+
+def hear(*_):
+    for _ in range(10):
+        print("heard")
+    raise SystemExit(143)
+
+signal.signal(signal.SIGTERM, hear)
+while True:
+    print("here", flush=True)
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def chatty(runs: Runs) -> tuple[object, ...]:
+    """A task that prints at each step, as people's do."""
+    (runs.folder / "chatty.py").write_text(CHATTY)
+    return "--task", "chatty.py:Chatty"
 
 
 def wait_for_a_save(runs: Runs, run: str) -> None:
@@ -55,11 +90,11 @@ class Terminal:
             os.close(self._ours)
 
 
-def test_closing_the_terminal_saves_and_stops(runs: Runs) -> None:
+def test_closing_the_terminal_saves_and_stops(runs: Runs, chatty: tuple[object, ...]) -> None:
     terminal = Terminal()
     try:
         process = runs.processes.start(
-            runs.command("launch", "closed", *LONG, delay=0.01),
+            runs.command("launch", "closed", *LONG, *chatty, delay=0.01),
             cwd=runs.folder,
             env=runs.environment,
             stdin=terminal.theirs,
@@ -75,6 +110,42 @@ def test_closing_the_terminal_saves_and_stops(runs: Runs) -> None:
     summary = runs.summary("closed")
     assert summary["state"] == "stopped" and summary["exit_code"] == 143
     assert summary["last_checkpoint_step"] == summary["global_step"] >= 20
+
+
+@pytest.mark.parametrize("verb", ["launch", pytest.param("train", marks=pytest.mark.slow)])
+def test_a_reader_that_goes_ends_no_run(runs: Runs, chatty: tuple[object, ...], verb: str) -> None:
+    """`| head -1` has read enough before the nodes start."""
+    nodes = ("--nodes", 2) if verb == "launch" else ()
+    process = runs.start(verb, "unread", *nodes, *chatty, "--steps", 60)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=150) == 0
+    assert runs.summary("unread")["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_closing_the_terminal_stops_a_script(runs: Runs) -> None:
+    """Its words stay in its log, and printing to a terminal that is gone is no error of it."""
+    (runs.folder / "script.py").write_text(SCRIPT)
+    terminal = Terminal()
+    words = [sys.executable, "-m", "tandem", "launch", "--run-dir", "script", "script.py"]
+    try:
+        process = runs.processes.start(
+            words,
+            cwd=runs.folder,
+            env=runs.environment,
+            stdin=terminal.theirs,
+            stdout=terminal.theirs,
+            stderr=terminal.theirs,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(terminal.theirs)
+        log = runs.folder / "script/log/rank-0.log"
+        runs.until(lambda: log.exists() and "here" in log.read_text(), "first words")
+    finally:
+        terminal.close()
+    assert process.wait(timeout=150) == 143
+    assert "heard" in log.read_text() and "Traceback" not in log.read_text()
 
 
 @pytest.mark.slow
@@ -143,6 +214,19 @@ def test_nodes_cut_off_from_their_launcher_save_and_are_waited_for(runs: Runs) -
     assert not rank_processes(process.pid), "they have ended before the launcher did"
     summary = runs.summary("cut-off")
     assert summary["state"] == "stopped" and summary["last_checkpoint_step"] == summary["global_step"]
+
+
+def test_a_stop_is_heard_while_nodes_are_not_started_yet(runs: Runs) -> None:
+    """What they are forked from imports torch, for a minute on a machine that does much else."""
+    process = runs.start("launch", "importing", "--nodes", 2, *LONG)
+    runs.until(lambda: bool(children(process.pid, "tandem-forks")), "fork server")
+    (fork_server,) = children(process.pid, "tandem-forks")
+    os.kill(fork_server, signal.SIGSTOP)  # it would take for ever
+    process.send_signal(signal.SIGTERM)
+    code, output = runs.processes.wait(process)
+    assert code == 137, output
+    assert output.splitlines()[-1] == "tandem: SIGTERM came before training started; nothing to save"
+    runs.until(lambda: not Path(f"/proc/{fork_server}").exists(), "end of the fork server")
 
 
 def children(parent: int, name: str) -> list[int]:

@@ -7,7 +7,15 @@ import signal
 import pytest
 from small_runs import Runs, rank_processes
 
+from needs import require_strategy
+
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def _has_fsdp() -> None:
+    require_strategy("fsdp")
+
 
 FLAGS = ("--nproc", 2, "--device", "cpu", "--threads", 1, "--checkpoint-every", 10, "--log-every", 15)
 

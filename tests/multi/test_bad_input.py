@@ -101,6 +101,7 @@ FLAG_CASES = {
     "unknown-flag": (["--epoch", "3"], ["--epoch;", "did you mean --epochs?"]),
     "batch-larger-than-the-set": (["--task", TASK, "--batch-size", "101"], ["101", "--batch-size 100"]),
     "run-dir-below-a-file": ([*BINARY, "--run-dir", "file/run"], ["file/run", "--run-dir"]),
+    "run-dir-that-is-a-file": ([*BINARY, "--run-dir", "file", "--nodes", "2"], ["file: Not a dir"]),
 }
 
 

@@ -18,6 +18,7 @@ from test_strategies import (
 )
 from torch import nn
 
+from needs import require_strategy
 from tandem.config import Settings
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed import strategy as strategies
@@ -196,6 +197,7 @@ def test_a_loop_of_ones_own_compresses_too(tmp_path: Path, free_port: int) -> No
 
 @pytest.mark.parametrize("name", ["single", "dp", "fsdp"])
 def test_what_only_ddp_does_is_refused_elsewhere(name: str) -> None:
+    require_strategy(name)
     group = ProcessGroup(Position(), torch.device("cpu"))
     for given, flag in (
         (ExchangeConfig(gradient_compression="bf16"), "--gradient-compression"),

@@ -10,6 +10,7 @@ import torch
 from own_loops import Scripts
 from torch import nn
 
+from needs import require_strategy
 from tandem.checkpoint.state import weights_sha256
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
@@ -81,6 +82,7 @@ def train(processes: Any, folder: Path, verb: str, run: str, *flags: object) -> 
 def test_two_ranks_that_share_the_parameters_start_from_them(
     tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
 ) -> None:
+    require_strategy("fsdp")
     flags = ("--nproc", 2, "--strategy", "fsdp", "--init-from", "own.pt", "--init-min", 1)
     code, output = train(processes, tmp_path, "launch", "run", *flags)
     assert code == 0, output

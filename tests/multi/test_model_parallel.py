@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from needs import require_strategy
 from tandem.distributed import group as groups
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import choose_devices
@@ -66,6 +67,7 @@ def test_local_ranks_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_needs_one_device_says_so() -> None:
+    require_strategy("fsdp")
     cpu = torch.device("cpu")
     group = ProcessGroup(Position(), cpu, (cpu, cpu))
     for name in ("dp", "fsdp"):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from needs import require_strategy
 from patience import patient
 from tandem.config import Settings
 from tandem.data.datasets import TensorRows
@@ -230,6 +231,7 @@ def work(rank: int, size: int, port: int, name: str, what: Any, folder: Path) ->
 
 def in_processes(name: str, size: int, port: int, what: Any, folder: Path) -> list[Any]:
     """What each rank's `what(group, name, folder)` gave."""
+    require_strategy(name)
     strategies.preload(name)
     context = torch.multiprocessing.get_context("fork")
     ranks = [context.Process(target=work, args=(r, size, port, name, what, folder)) for r in range(size)]

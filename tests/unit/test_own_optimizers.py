@@ -182,6 +182,7 @@ def resumed(saved_of: int, planned: int, step: int, **methods: Any) -> tuple[Sch
 
 @pytest.mark.parametrize("method", OWN)
 @pytest.mark.parametrize("saved_of, planned, step", [(20, 40, 20), (40, 30, 20), (20, 40, 0), (40, 40, 20)])
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch 2.6's SequentialLR warns of itself
 @pytest.mark.filterwarnings("error")
 def test_a_longer_run_has_the_schedule_of_all_its_steps(
     method: Any, saved_of: int, planned: int, step: int

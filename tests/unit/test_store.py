@@ -375,6 +375,33 @@ def test_readers_beside_a_writer_see_only_whole_checkpoints(store: CheckpointSto
     assert wrong == []
 
 
+def test_a_listing_finds_the_newer_one_of_a_writer_that_prunes_meanwhile(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that had the names found the only one gone, and took the folder for an empty one."""
+    store.save(1, STATE, INFO)
+    scandir = os.scandir
+
+    def late(path: Any) -> Any:
+        monkeypatch.setattr(os, "scandir", scandir)
+        store.save(2, STATE, INFO)
+        store.prune(Retention(1))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert store.steps() == [2]
+
+
+def test_a_name_that_is_told_for_ever_and_is_not_there_ends_no_listing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does, which remembers a directory for up to a minute."""
+    store.save(1, STATE, INFO)
+    names = [*os.listdir(store.directory), "step-000000000"]
+    monkeypatch.setattr(os, "listdir", lambda path: names)
+    assert store.steps() == [1]
+
+
 def test_list_checkpoints(store: CheckpointStore) -> None:
     for step in (1, 2):
         store.save(step, STATE, INFO)

@@ -160,7 +160,7 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
     known = old.keys() & new.keys()
     was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
     differing = [
-        f"{key} was {was.get(key)!r} and is {now.get(key)!r} now"
+        f"{key} was {was.get(key, 'not given')} and is {now.get(key, 'not given')} now"
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != now.get(key)
     ]

@@ -5,6 +5,7 @@ that opens NCCL and one that opens gloo wait for each other until a time limit e
 """
 
 import contextlib
+import logging
 import socket
 import time
 from datetime import timedelta
@@ -15,10 +16,18 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.distributed.position import Position
-from tandem.errors import ConfigError
-from tandem.timeouts import LEAVE_SECONDS, MEETING_FILE_SECONDS
+from tandem.errors import ConfigError, PeerLostError
+from tandem.timeouts import (
+    LEAVE_SECONDS,
+    MEETING_FILE_SECONDS,
+    RENDEZVOUS_POLL_SECONDS,
+    WAITING_WORD_SECONDS,
+)
 from tandem.torch_private import listening_at
 
+log = logging.getLogger("tandem")
+
+SHOWN = 8
 KINDS = {"cuda": "has a GPU", "cpu": "has none"}
 DUMP_SIGNAL = "exception_dump"
 """A key that NCCL's watchdog sets at an error, below all prefixes (torch 2.11: ProcessGroupNCCL.cpp)."""
@@ -60,10 +69,43 @@ def open_store(position: Position, timeout: timedelta) -> Any:
     host, port = position.master
     is_first = position.rank == 0
     here = listen(host, port)[0] if is_first and position.nodes == 1 else None
-    store = TCPStore(
-        host, port, position.world_size, is_master=is_first, timeout=timeout, **listening_at(here)
+    patience = timedelta(seconds=position.patience)
+    own: Any = TCPStore(
+        host, port, is_master=is_first, timeout=patience, wait_for_workers=False, **listening_at(here)
     )
-    return PrefixStore(position.job, store) if position.job else store
+    store = PrefixStore(position.job, own) if position.job else own
+    wait_for_all(store, position)
+    own.set_timeout(timeout)
+    return store
+
+
+def wait_for_all(store: Any, position: Position) -> None:
+    """Until each rank has come to the store that rank 0 hosts; who is missing is said every few seconds.
+
+    Raises PeerLostError where they do not come within `position.patience`.
+    """
+    size, began = position.world_size, time.monotonic()
+    speaks_at = began + WAITING_WORD_SECONDS
+    store.set(f"here/{position.rank}", "")
+    count = store.add("here", 1)
+    while count < size:
+        time.sleep(RENDEZVOUS_POLL_SECONDS)
+        count, now = store.add("here", 0), time.monotonic()
+        if count >= size or now < min(speaks_at, began + position.patience):
+            continue
+        missing = [str(rank) for rank in range(size) if not store.check([f"here/{rank}"])]
+        more = f" and {len(missing) - SHOWN} more" if missing[SHOWN:] else ""
+        who = f"rank {', '.join(missing[:SHOWN])}{more}"
+        if now >= began + position.patience:
+            raise PeerLostError(
+                f"not all of {size} ranks came within {position.patience:.0f} s, not {who}; start the "
+                "others, or raise --master-timeout"
+            )
+        log.info(
+            "waiting: %d of %d ranks are here, not %s (%.0f of %.0f s)",
+            count, size, who, now - began, position.patience,
+        )  # fmt: skip
+        speaks_at = now + WAITING_WORD_SECONDS
 
 
 def check_fresh(path: Path, now: float) -> None:

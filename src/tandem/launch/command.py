@@ -21,7 +21,7 @@ from tandem.launch.simulated import simulate
 from tandem.launch.termination import leave_word
 from tandem.launch.variables import wait_passively
 from tandem.launch.workers import resolve as import_rank_function
-from tandem.log import setup
+from tandem.log import outlive_the_terminal, setup
 from tandem.platforms.placement import Placement, detect
 from tandem.platforms.replica import note_end, stay_down_code, with_index
 from tandem.script.job import Program
@@ -44,6 +44,7 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
 
     Raises TandemError.
     """
+    outlive_the_terminal()
     try:
         if program is not None:
             check(program, flags)
@@ -101,6 +102,7 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
 
 def train(flags: Flags, environ: Environment) -> int:
     """Rank level: what the environment says, or alone. Raises TandemError."""
+    outlive_the_terminal()
     settings, placement, chosen = _begin(flags, environ)
     placement = placement.as_rank()
     if placement.rank is None and placement.nodes > 1:

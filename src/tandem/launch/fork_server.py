@@ -7,13 +7,14 @@ shares their memory. multiprocessing's own fork server, which this is, would beg
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -27,9 +28,10 @@ from tandem.silence import still
 NAME = "tandem-forks"
 
 
-def start_fork_server(preload: Sequence[str], folder: Path) -> None:
+def start_fork_server(preload: Sequence[str], folder: Path) -> Callable[[], None]:
     """Start it; it imports `preload` while the caller, which has imported torch then, goes on.
 
+    What is returned waits until it has, and hears signals meanwhile, which `start` does not.
     To be called by a process with a single thread. The socket lies in `folder`: multiprocessing's own would
     be left behind by an agent that is killed. Should it be killed, multiprocessing starts a new interpreter
     in its place, with the same modules.
@@ -42,7 +44,19 @@ def start_fork_server(preload: Sequence[str], folder: Path) -> None:
     with _no_current_folder():
         resource_tracker.ensure_running()  # before: it unblocks signals when it has started its process
     with _blocked_signals():
-        _fork(["tandem.launch.deaf", *preload])
+        imported = _fork(["tandem.launch.deaf", *preload])
+
+    def wait() -> None:
+        os.read(imported, 1)  # its end
+
+    return wait
+
+
+def end_fork_server() -> None:
+    """At once, whatever it imports; with it ends what was forked from it. There may be none yet."""
+    pid = cast(Any, forkserver)._forkserver._forkserver_pid
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
 
 
 def start(process: ForkServerProcess) -> None:
@@ -57,27 +71,34 @@ def start(process: ForkServerProcess) -> None:
         ) from error
 
 
-def _fork(preload: Sequence[str]) -> None:
-    """What `forkserver.ensure_running` does, by a fork instead of a new interpreter (Python 3.11 to 3.13)."""
+def _fork(preload: Sequence[str]) -> int:
+    """What `forkserver.ensure_running` does, by a fork instead of a new interpreter (Python 3.11 to 3.13).
+
+    Returns a pipe that ends when it has imported `preload`.
+    """
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         os.chmod(address, 0o600)
         listener.listen()
         alive, ours = os.pipe()  # it ends when nobody holds our end any more
+        imported, imports = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()  # what is shared is not written to by a collection
         pid = os.fork()
         if pid == 0:
             os.close(ours)
-            _serve(listener.detach(), alive, preload)
+            os.close(imported)
+            _serve(listener.detach(), alive, imports, preload)
         os.close(alive)
+        os.close(imports)
     server = cast(Any, forkserver)._forkserver
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+    return imported
 
 
-def _serve(listener: int, alive: int, preload: Sequence[str]) -> NoReturn:
+def _serve(listener: int, alive: int, imports: int, preload: Sequence[str]) -> NoReturn:
     """In the new process: nothing of the caller's stack is run to its end here."""
     code = 1
     try:
@@ -86,7 +107,11 @@ def _serve(listener: int, alive: int, preload: Sequence[str]) -> NoReturn:
 
         be_deaf()  # also where the caller's own fork server had imported it
         multiprocessing.set_forkserver_preload(["__main__"])  # those of ranks are a person's own: not deaf
-        forkserver.main(listener, alive, preload)
+        for name in preload:
+            with contextlib.suppress(ImportError):  # as forkserver.main does: a rank says it
+                importlib.import_module(name)
+        os.close(imports)
+        forkserver.main(listener, alive, [])
     except SystemExit:
         code = 0
     except BaseException:

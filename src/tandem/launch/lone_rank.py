@@ -10,6 +10,7 @@ from dataclasses import replace
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings, TaskJob
+from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position
 from tandem.launch.lone_stop import LoneStop
 from tandem.launch.rendezvous import wait_for_master
@@ -58,7 +59,7 @@ class LoneRank:
             use_loopback()
         open_run_folder(settings)
         met = placement if placement.platform == "torchrun" else placement.by_loopback()
-        self.position = position_of(met, settings.launch.init_method)
+        self.position = position_of(met, settings.launch)
         with contextlib.ExitStack() as opened:
             if self.position.rank == 0:
                 self._open_on_first_rank(opened, placement, decision)
@@ -118,12 +119,12 @@ class LoneRank:
         self._opened.close()
 
 
-def position_of(placement: Placement, init_method: str | None = None) -> Position:
+def position_of(placement: Placement, launch: LaunchConfig) -> Position:
     """The rank's position; how many ranks share its host is known when its platform started them."""
     world_size = placement.world_size or 1
     init = "alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master"
-    if world_size > 1 and init_method is not None and init_method != "env://":
-        init = "master" if init_method.startswith("tcp:") else init_method
+    if world_size > 1 and launch.init_method is not None and launch.init_method != "env://":
+        init = "master" if launch.init_method.startswith("tcp:") else launch.init_method
     return Position(
         rank=placement.rank or 0,
         local_rank=placement.local_rank or 0,
@@ -135,6 +136,7 @@ def position_of(placement: Placement, init_method: str | None = None) -> Positio
         node_name=placement.local_name or "localhost",
         init=init,
         master=(placement.master_host, placement.master_port),
+        patience=launch.master_timeout,
         job=placement.job,
         device=placement.device,
     )

@@ -60,6 +60,14 @@ def open_run_folder(settings: Settings) -> None:
         os.umask(os.umask(0o077) & ~mode)
 
 
+def open_log_folder(run_dir: Path) -> None:
+    """Make it for nodes that write there, all on this host. Raises ConfigError."""
+    try:
+        (run_dir / "log").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+
+
 def of_this_job(settings: Settings, placement: Placement) -> Settings:
     """The settings, where the scheduler starts a job several times, or many alike, in one run directory.
 

@@ -56,7 +56,7 @@ def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str],
     placement = replace(placement.as_rank(), nproc=placement.nproc or 1)
     if placement.nodes == 1:
         use_loopback()
-    return _as_rank(settings, position_of(placement, settings.launch.init_method), store, step, as_json)
+    return _as_rank(settings, position_of(placement, settings.launch), store, step, as_json)
 
 
 def _as_rank(settings: Settings, position: Position, store: CheckpointStore, step: int, as_json: bool) -> int:

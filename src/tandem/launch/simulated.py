@@ -18,11 +18,11 @@ from pathlib import Path
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
-from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST
-from tandem.launch.fork_server import start, start_fork_server
+from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST, StoppedError
+from tandem.launch.fork_server import end_fork_server, start, start_fork_server
 from tandem.launch.gpus import gpus_of, shared_out
 from tandem.launch.restarts import job_code, shell_code
-from tandem.launch.run_dir import open_run_folder
+from tandem.launch.run_dir import open_log_folder, open_run_folder
 from tandem.launch.scratch import scratch
 from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import resolve
@@ -57,6 +57,7 @@ def simulate(
     """
     run_dir = local_folder(settings.run.place)
     open_run_folder(settings)
+    open_log_folder(run_dir)
     shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
     set_for_ranks(placement.is_one_host, program is not None)
     nodes = [
@@ -71,10 +72,16 @@ def simulate(
         for index in range(placement.nodes)
     ]
     with scratch() as folder:
-        start_fork_server([AGENT, *preload], folder)
-        with still("importing what nodes and ranks need"):
-            for node in nodes:
-                node.start()
+        try:
+            with stop.ending():
+                imported = start_fork_server([AGENT, *preload], folder)
+                with still("importing what nodes and ranks need"):
+                    imported()
+        except StoppedError:
+            end_fork_server()
+            raise
+        for node in nodes:
+            node.start()
         _supervise(nodes, settings.launch, stop)
     if stop.interrupts > 1:
         return INTERRUPTED_TWICE

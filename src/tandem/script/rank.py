@@ -196,9 +196,11 @@ class _Copied(io.FileIO):
         self._copy = copy
 
     def write(self, data: Any, /) -> int:
-        written = super().write(data)
+        written = len(data)
+        with suppress(OSError):  # a terminal that was closed
+            written = super().write(data) or 0
         with suppress(OSError):
-            self._copy.write(bytes(data)[: written or 0])
+            self._copy.write(bytes(data)[:written])
         return written
 
 

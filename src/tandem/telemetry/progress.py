@@ -2,10 +2,10 @@
 
 import logging
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, Literal, TextIO
 
-from tandem.log import is_dumb, make_way
+from tandem.log import Unbroken, is_dumb, make_way
 from tandem.telemetry.bars import Bar, open_bar
 
 logger = logging.getLogger("tandem")
@@ -56,22 +56,3 @@ class Progress:
             make_way(nullcontext)
             self._bar.close()
             self._bar = None
-
-
-class Unbroken:
-    """A terminal that may be closed: what is written to it then is lost, and is no error of the training."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -166,7 +166,9 @@ class Policy:
         if self._name != "skip":
             if in_loss:
                 self._recorder.not_finite()
-            raise NonFiniteError(f"{what} not finite; {ADVICE}; the last checkpoint is from before it")
+            raise NonFiniteError(
+                f"{what} not finite; {ADVICE}; a checkpoint, where there is one, is from before it"
+            )
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
         self._skipped, self._last_step = self._skipped + 1, step
         if self._in_a_row >= MOST_SKIPS_IN_A_ROW:

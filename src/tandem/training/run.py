@@ -85,7 +85,8 @@ def run_rank(
             log.error("lost the other ranks", extra={"detail": in_one_line(error)})
             return PEER_LOST
         _tell(send, position, error)
-        log.error("the task failed: %s\n%s", first_line(error), traceback.format_exc().rstrip())
+        what = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
+        log.error("the task failed: %s\n%s", what, traceback.format_exc().rstrip())
         return FAILED
 
 

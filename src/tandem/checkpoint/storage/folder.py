@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import BinaryIO
@@ -27,6 +27,7 @@ from tandem.checkpoint.storage.protocol import (
 )
 
 NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that cannot, and need not
+LISTINGS = 10  # at most, of a folder that another writer prunes; NFS may name for a minute what is gone
 
 
 class FsyncError(OSError):
@@ -55,7 +56,7 @@ class Folder:
         self._anchored: Path | None = None  # its name and those above it are on disk
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
-        return unstale(lambda: dict(_entries(Path(directory))))
+        return unstale(lambda: _entries(Path(directory)))
 
     def open(self, path: PurePath, from_disk: bool = False) -> Reader:
         try:  # without waiting for a pipe's writer, and not through a link
@@ -134,15 +135,22 @@ class Folder:
             unstale(lambda: _remove([Path(entry) for entry in entries]))
 
 
-def _entries(directory: Path) -> Iterator[tuple[str, dict[str, int]]]:
+def _entries(directory: Path, tries: int = LISTINGS) -> dict[str, dict[str, int]]:
+    """What lies there. Where a writer prunes meanwhile, its newer one is not among the names: asked again."""
+    found: dict[str, dict[str, int]] = {}
     for name in os.listdir(directory) if directory.is_dir() else []:
-        with suppress(FileNotFoundError, NotADirectoryError):  # pruned meanwhile; not ours
-            if not STEP_NAME.fullmatch(name):  # what it holds is nobody's business here
-                if (directory / name).is_dir():
-                    yield name, {}
-                continue
-            with os.scandir(directory / name) as files:
-                yield name, {file.name: file.stat(follow_symlinks=False).st_size for file in files}
+        try:
+            if STEP_NAME.fullmatch(name):
+                with os.scandir(directory / name) as files:
+                    found[name] = {file.name: file.stat(follow_symlinks=False).st_size for file in files}
+            elif (directory / name).is_dir():  # what it holds is nobody's business here
+                found[name] = {}
+        except NotADirectoryError:  # not ours
+            continue
+        except FileNotFoundError:
+            if tries > 1 and not os.path.lexists(directory / name):
+                return _entries(directory, tries - 1)
+    return found
 
 
 def _publish(temporary: Path, target: Path) -> None:
