@@ -178,9 +178,9 @@ def test_complete_is_measured_in_steps(store: CheckpointStore) -> None:
     [
         ({"batch_size": 200}, "batch_size was 100 and is 200"),
         ({"seed": 7}, "seed was 0 and is 7"),
-        ({"precision": "bf16"}, "precision was 'fp32' and is 'bf16'"),
-        ({"optimizer": "adam"}, "optimizer was 'sgd' and is 'adam'"),
-        ({"task_fields": {"noise": "3"}}, "task.noise was None and is '3'"),
+        ({"precision": "bf16"}, "precision was fp32 and is bf16"),
+        ({"optimizer": "adam"}, "optimizer was sgd and is adam"),
+        ({"task_fields": {"noise": "3"}}, "task.noise was not given and is 3"),
     ],
 )
 @pytest.mark.parametrize("resume", ["auto", "required", "path"])
