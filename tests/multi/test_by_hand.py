@@ -105,15 +105,16 @@ def test_a_rank_that_never_comes_is_named_and_not_waited_for_for_ever(
     """It was waited for without a word, for as long as a first step may take."""
     (tmp_path / "line.py").write_text(TASK)
     clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-    clean.update(PYTHONPATH=str(Path(tandem.__file__).parents[1]), WORLD_SIZE="3", LOCAL_RANK="0")
+    clean.update(PYTHONPATH=str(Path(tandem.__file__).parents[1]), WORLD_SIZE="3")
     clean.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port))
-    words = [sys.executable, "-m", "tandem", "train", *SETTINGS, "--run-dir", "alone", "--master-timeout", 12]
+    words = [sys.executable, "-m", "tandem", "train", *SETTINGS, "--run-dir", "alone", "--master-timeout", 20]
     first, third = (
-        processes.start([*map(str, words)], cwd=tmp_path, env={**clean, "RANK": rank}) for rank in ("0", "2")
+        processes.start([*map(str, words)], cwd=tmp_path, env={**clean, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "2")
     )
-    code, output = processes.wait(first, 90)
+    code, output = processes.wait(first, 120)
     assert code == 200 and "waiting: 2 of 3 ranks are here, not rank 1 (" in output, output
-    assert "not all of 3 ranks came within 12 s, not rank 1; start the others, or raise" in output, output
+    assert "not all of 3 ranks came within 20 s, not rank 1; start the others, or raise" in output, output
     assert processes.wait(third, 90)[0] == 200
 
 
