@@ -180,11 +180,15 @@ def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
     old, new = _saved(info), _plain(settings.to_dict())
     same = {*settings.fingerprint_fields(), "resume", "master", "node_rank"}  # where a node is, is no matter
     return [
-        f"{key} was {old.get(key)!r} and is {new[key]!r} now"
+        f"{key} was {_given(old.get(key))} and is {_given(new[key])} now"
         + (" (the weights may differ in their last bits)" if key in BITS_MAY_DIFFER else "")
         for key in new
         if key not in same and old.get(key) != new[key]
     ]
+
+
+def _given(value: object) -> object:
+    return "not given" if value is None or value == "" else value
 
 
 def _saved(info: Mapping[str, Any]) -> dict[str, Any]:
