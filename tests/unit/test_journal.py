@@ -118,3 +118,24 @@ def test_write_json_atomic_replaces_and_leaves_nothing_behind(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(OSError):
         write_json_atomic(tmp_path / "none" / "a.json", {})
+
+
+def test_scores_of_a_step_are_found_at_the_end_alone(tmp_path: Path) -> None:
+    """Each recovery parsed the last 4 MiB: the longer a run, the later it went on."""
+    journal = Journal(tmp_path)
+    assert journal.scores_at(7) == {}
+    many = b"".join(b'{"step": %d, "text": "%s"}\n' % (step, b"x" * 100) for step in range(50_000))
+    journal.metrics_path.write_bytes(many)
+    journal.metrics(50_000, eval={"accuracy": 0.25})
+    journal.metrics(50_000, eval={"accuracy": 0.5})
+    journal.metrics(50_000, loss=1.0)
+    with journal.metrics_path.open("ab") as file:
+        file.write(b'{"step": 50001, "loss')
+    tracemalloc.start()
+    try:
+        assert journal.scores_at(50_000) == {"accuracy": 0.5}
+        assert journal.scores_at(49_999) == journal.scores_at(60_000) == {}
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < len(many) / 5

@@ -191,3 +191,16 @@ def test_a_missing_package_is_one_line_before_anything_starts(name: str, tmp_pat
     with pytest.raises(ConfigError, match=typed):
         prepare_run_dir(settings, Claim(tmp_path / "run"), ResumeDecision("fresh"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_journal_that_is_longer_again_than_before_its_cut_is_read_from_its_start(tmp_path: Path) -> None:
+    journal, reader = Journal(tmp_path), tracking.Journal(tmp_path / "metrics.jsonl")
+    assert list(reader.read()) == []
+    for step in (10, 20, 30):
+        journal.metrics(step)
+    assert [at for at, _ in reader.read()] == [(10, 1), (20, 1), (30, 1)]
+    journal.rewind(10)
+    for step in (20, 30, 40, 50):
+        journal.metrics(step, again=True)
+    assert [at for at, _ in reader.read()] == [(10, 1), (20, 1), (30, 1), (40, 1), (50, 1)]
+    assert list(reader.read()) == []

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
 from tandem.errors import ConfigError, TandemError
@@ -58,32 +58,28 @@ def _kept(found: Any) -> Mark:
 
 
 class Journal:
-    """The rows of a metrics.jsonl that grows, and is replaced by a shorter one when the run goes back."""
+    """The rows of a metrics.jsonl that grows, and whose last lines are cut off when the run goes back."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None  # held open, so that no later file has its number
-        self._offset, self._at = 0, (-1, 0)
+        self._offset, self._last, self._at = 0, b"", (-1, 0)
 
     def read(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
         """((step, which row of that step, from 1), the row) of all that is new to this reader."""
-        try:
-            if self._file is None or os.stat(self._path).st_ino != os.fstat(self._file.fileno()).st_ino:
-                self._file, self._offset, self._at = self._path.open("rb"), 0, (-1, 0)
-        except OSError:
-            return
-        self._file.seek(self._offset)
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                return
-            self._offset += len(line)
-            with suppress(
-                ValueError, KeyError, TypeError, RecursionError
-            ):  # torn, when its writer was killed
-                record = json.loads(line)
-                step = int(record["step"])
-                self._at = (step, self._at[1] + 1 if step == self._at[0] else 1)
-                yield self._at, record
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:  # cut off; done again, a row has another time
+                self._offset, self._last, self._at = 0, b"", (-1, 0)
+                file.seek(0)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset, self._last = self._offset + len(line), line
+                with suppress(ValueError, KeyError, TypeError, RecursionError):  # torn, its writer was killed
+                    record = json.loads(line)
+                    step = int(record["step"])
+                    self._at = (step, self._at[1] + 1 if step == self._at[0] else 1)
+                    yield self._at, record
 
 
 class Sending:

@@ -6,9 +6,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,16 +42,11 @@ def to_json(value: object, indent: int | None = None) -> str:
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`, see `_replace`. Raises OSError."""
-    _replace(path, lambda file: file.write(content))
-
-
-def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace `path`, durably: readers see the old or the new content, never a part. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
-            write(file)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -138,28 +133,32 @@ class Journal:
         self._append(self.metrics_path, {"time": time.time(), "step": step, **fields})
 
     def scores_at(self, step: int) -> dict[str, float]:
-        """What the last evaluation at this very step gave; empty without one."""
-        lines = [line for line in read_lines(self.metrics_path) if line.get("step") == step]
-        scores: object = next((line["eval"] for line in reversed(lines) if "eval" in line), {})
+        """What the last evaluation at this very step gave; empty without one. After `rewind`: of the lines
+        only those of this step are read, the last ones, however long the run."""
+        scores: object = {}
+        with suppress(OSError), self.metrics_path.open("rb") as file:
+            at_step = takewhile(lambda found: _step_of(found[1]) >= step, _lines_backwards(file))
+            whole = (json.loads(line) for _, line in at_step if _step_of(line) == step)
+            scores = next((line["eval"] for line in whole if "eval" in line), {})
         return {name: float(value) for name, value in scores.items()} if isinstance(scores, dict) else {}
 
     def rewind(self, step: int) -> int:
         """Drop the lines of metrics.jsonl after `step`, and torn ones; returns how many went.
 
-        Lines stand in the order of their steps, so those to drop are the last ones: they are read backwards,
-        and what stands before them is copied as it is by the kernel, however long the run.
+        Lines stand in the order of their steps, so those to drop are the last ones: they are read backwards
+        and cut off, which takes as long in a long run as in a short one.
         """
         with self._lock:
             dropped = kept_bytes = 0
             try:
-                with self.metrics_path.open("rb") as file:
+                with self.metrics_path.open("r+b") as file:
                     for end, line in _lines_backwards(file):
                         if line.endswith(b"\n") and _step_of(line) <= step:
                             kept_bytes = end
                             break
                         dropped += 1
                     if dropped:
-                        _replace(self.metrics_path, partial(_copy_start, file, kept_bytes))
+                        file.truncate(kept_bytes)
             except FileNotFoundError:
                 return 0
             except OSError as error:
@@ -193,13 +192,6 @@ def _is_torn(descriptor: int) -> bool:
     """True if the file's last line has no end: its writer was killed."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-
-
-def _copy_start(source: BinaryIO, count: int, target: BinaryIO) -> None:
-    """The first `count` bytes of `source`, which no buffer of ours has to hold."""
-    done = 0
-    while done < count:
-        done += os.sendfile(target.fileno(), source.fileno(), done, count - done)
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
