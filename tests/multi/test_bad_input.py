@@ -125,6 +125,8 @@ def test_wrong_flags_exit_2_with_one_line(case: str, run_tandem: Tandem, tmp_pat
     line = the_error(output)
     assert code == 2, output
     assert [part for part in expected if part not in line] == [], line
+    if "task" in case:
+        assert not (tmp_path / "runs").exists(), "a run that is none"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")

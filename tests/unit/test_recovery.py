@@ -1,6 +1,7 @@
 """What a killed rank costs, told to people on node 0: by whoever has seen the signal, by way of the store."""
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,10 @@ def test_a_node_that_is_new_names_nobody(caplog: pytest.LogCaptureFixture) -> No
         first.failed(TWO[0], {0: None})
         first.interrupted(2)
         first.trains()
-    assert caplog.messages == ["a node wants to join: starting generation 2"] and not view.events
+    joined, again = caplog.messages
+    assert joined == "a node wants to join: starting generation 2"
+    assert re.fullmatch(r"training again after [\d.]+ \w+", again), again
+    assert [event["kind"] for event in view.events] == ["recovered"]
 
 
 @pytest.mark.parametrize(("plan", "lost"), [(None, None), (RunStarted(10, 100, 100), 2)])

@@ -104,7 +104,7 @@ class NodeAgent(SimpleElasticAgent):
             self._recovery.failed(self._positions, self._workers.codes())
             if code is None:
                 self._workers.kill()
-                self._recovery.interrupted(self._budget.generations + 1)
+                self._recovery.interrupted(self._restart + 2)
                 continue
             if not self._is_retried(code):
                 self._workers.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
@@ -120,7 +120,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._budget.incidents += 1
             if self._budget.is_spent:
                 return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {said}"
-            log.warning("%s: starting generation %d", said, self._budget.generations + 1)
+            log.warning("%s: starting generation %d", said, self._restart + 2)
 
     _is_retried = staticmethod(is_retried)
 

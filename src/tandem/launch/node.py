@@ -142,7 +142,8 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
     """
     from tandem.tasks.base import load_task
 
-    prepared, shares = _Prepared(mine), settings.data.batch_shares
+    shares, run, data = settings.data.batch_shares, settings.run, settings.data
+    prepared = _Prepared(mine)
     if placement.elastic is not None and shares not in (None, "auto"):
         raise ConfigError(
             f"--batch-shares {shares} is for a fixed number of ranks, and --elastic changes it; "
@@ -154,10 +155,11 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
             decision = decide(settings)
         if decision.kind == "complete":
             return _Prepared(mine, decision)
-        prepared = _Prepared(mine, decision, access, prepare_run_dir(settings, mine, decision))
-    run, data = settings.run, settings.data
+        prepared = _Prepared(mine, decision, access)
     with still(f"importing the task {run.task}"):
         load_task(run.task, run.task_fields, data.data_dir, data.download)
+    if placement.node_rank == 0:  # a mistake until here leaves no folder behind
+        prepared = prepared._replace(copies=prepare_run_dir(settings, mine, prepared.decision))
     _log_of_first_node(settings, placement)
     return prepared
 

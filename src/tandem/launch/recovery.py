@@ -50,7 +50,7 @@ class Recovery:
         log.log(level, "%s: starting generation %d", why, number)
 
     def trains(self) -> None:
-        """The next generation has finished a step: node 0 says who was killed, and what it cost.
+        """The next generation has finished a step: node 0 says what it cost, and who was killed, if any was.
 
         A script's steps are its own affair: nobody knows which of them it takes again.
         """
@@ -60,10 +60,16 @@ class Recovery:
         seconds, plan = time.monotonic() - since, self._node.view.plan
         lost = max(0, self._step - plan.step) if plan is not None else None
         cost = "" if lost is None else f", {counted(lost, 'step')} lost"
-        for rank, node, code in self._killed():
-            log.warning("%s; training again after %s%s", _told(rank, node, code), lasting(seconds), cost)
-            told = {"rank": rank, "node": node, "signal": signal_name(code), "seconds": round(seconds, 1)}
-            self._node.view.event("rank_killed", **told, **({} if lost is None else {"steps_lost": lost}))
+        again = f"training again after {lasting(seconds)}{cost}"
+        fields = {"seconds": round(seconds, 1), **({} if lost is None else {"steps_lost": lost})}
+        killed = self._killed()
+        for rank, node, code in killed:
+            log.warning("%s; %s", _told(rank, node, code), again)
+            told = {"rank": rank, "node": node, "signal": signal_name(code)}
+            self._node.view.event("rank_killed", **told, **fields)
+        if not killed:  # a hang, a lost or a new node, a stop of one: said when it came
+            log.info("%s", again)
+            self._node.view.event("recovered", **fields)
 
     def _killed(self) -> list[tuple[int, int, int]]:
         """(rank, node, code) of all that were killed, as far as anybody has left word."""

@@ -145,14 +145,14 @@ def paces(nodes: int) -> Pace:
 
 
 def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
-    """How many nodes have come, and of a fixed number who has not."""
+    """How many nodes have come, and of a fixed number who has not. This one is there, joined or not."""
     here = nodes_here(handler)
-    said = f"{'some' if here is None else len(here)} of {placement.nodes} nodes are here"
     if here is None or placement.elastic is not None:
-        return said
-    came = {address.partition(".")[0] for address in here}
+        return f"{'some' if here is None else len(here)} of {placement.nodes} nodes are here"
+    came = {address.partition(".")[0] for address in here} | {f"{placement.node_rank:06d}"}
     missing = [str(node) for node in range(placement.nodes) if f"{node:06d}" not in came]
     more = [f"{len(missing) - NODES_NAMED} more"] * (len(missing) > NODES_NAMED)
+    said = f"{placement.nodes - len(missing)} of {placement.nodes} nodes are here"
     return f"{said}, not node {', '.join([*missing[:NODES_NAMED], *more])}" if missing else said
 
 

@@ -33,8 +33,15 @@ def init(folder: Path) -> str:
             path.write_text(text)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}; give another folder") from error
-    lines = [f"{folder}: {', '.join(FILES)}", "next:", f"  cd {folder}", "  tandem check task.py"]
-    lines += ["  tandem launch --nodes 2 --task task.py:MyTask", f"  docker build -t {name} ."]
+    steps = (
+        (f"cd {folder}", ""),
+        ("tandem check task.py", "is it sound?"),
+        ("pytest", "does it save, and go on from there? (pip install pytest)"),
+        ("tandem launch --nodes 2 --task task.py:MyTask", ""),
+        (f"docker build -t {name} .", "on top of tandem:cuda, which `make image` in the checkout builds"),
+    )
+    lines = [f"{folder}: {', '.join(FILES)}", "next:"]
+    lines += [f"  {command:<47} {'# ' * bool(why)}{why}".rstrip() for command, why in steps]
     if checkout() is None:
         lines.append(f"in compose.override.yaml and k8s/: put a checkout of tandem for {NO_CHECKOUT}")
     return "\n".join(lines)

@@ -172,7 +172,7 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
         + (f"; resumed from step {resumed:,}" if resumed else "")
         + ("; ended by after_evaluation" if summary["ended_early"] else ""),
         "samples": f"{summary['samples_seen']:,} in all, {pace}",
-        "loss": f"{summary['loss']:.4f}" if steps.steps else "none: no step was taken",
+        "loss": f"{summary['loss']:.4f} (training)" if steps.steps else "none: no step was taken",
         **{name: f"{value:.4f} (evaluation)" for name, value in summary["eval"].items() if name != "loss"},
         "time": f"{lasting(summary['wall_seconds'])}{since}, {lasting(steps.seconds)} of it in steps",
         "a step": ", ".join(shares) or "none taken",

@@ -55,6 +55,7 @@ function sentence(event) {
   const {time, kind, ...rest} = event, {step, rank, node, reason} = rest;
   const at = isGiven(step) ? ` at step ${number(step)}` : "", who = `Rank ${rank} on node ${node}`;
   const told = value => typeof value === "object" ? JSON.stringify(value) : number(value);
+  const cost = ` after ${seconds(rest.seconds)}${isGiven(rest.steps_lost) ? `, ${counted(rest.steps_lost, "step")} lost` : ""}`;
   const size = `${counted(rest.world_size, "rank")} on ${counted(rest.nodes, "node")}`;
   const sentences = {
     world: () => rest.number > 1 ? `Start ${number(rest.number)}: ${size} meet again` : `The run starts${rest.anew ? " from nothing" : ""}: ${size}`,
@@ -66,7 +67,8 @@ function sentence(event) {
     fallback: () => `The checkpoint of step ${number(step)} cannot be used (${rest.problem}); an older one is tried`,
     straggler: () => `${who} holds the others back: ${seconds(rest.own_seconds)} of its own in a step, the median rank ${seconds(rest.median_seconds)}; ${rest.place ? `most of it at ${rest.place}` : `the difference is in ${rest.phase}`}`,
     hang: () => `${who} hangs in ${rest.phase}${at}, for ${seconds(rest.seconds)} now; all ranks are started again`,
-    rank_killed: () => `${who} was killed (${rest.signal}); training again after ${seconds(rest.seconds)}${isGiven(rest.steps_lost) ? `, ${counted(rest.steps_lost, "step")} lost` : ""}`,
+    rank_killed: () => `${who} was killed (${rest.signal}); training again${cost}`,
+    recovered: () => `Training again${cost}`,
     rank_failed: () => `A rank failed: ${reason}`,
     nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
     replica_mismatch: () => `Ranks ${told(rest.ranks)} have other parameters than rank 0${at}`,
