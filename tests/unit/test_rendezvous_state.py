@@ -199,7 +199,7 @@ def test_who_has_not_come_is_named(nodes: int, elastic: tuple[int, int] | None, 
     handler = SimpleNamespace(_state_holder=SimpleNamespace(state=whole()))
     placement = Placement("by-hand", nodes, 0, 1, "node0", 29500, elastic)
     assert who_is_here(handler, placement) == said  # type: ignore[arg-type]
-    if elastic is None and nodes > 2:  # a node that has not joined again yet was said to be missing, by itself
+    if elastic is None and nodes > 2:  # one that has not joined again yet missed itself
         late = dataclasses.replace(placement, node_rank=2)
         assert who_is_here(handler, late).startswith(f"3 of {nodes} nodes are here, not node 3")  # type: ignore[arg-type]
     assert who_is_here(SimpleNamespace(), placement) == f"some of {nodes} nodes are here"  # type: ignore[arg-type]
