@@ -22,7 +22,7 @@ def test_a_run_that_was_resumed_and_restarted() -> None:
     ) == {
         "steps": "1,500, epoch 2; resumed from step 1,250",
         "samples": "360,000 in all, 21,132 a second since step 1,250",
-        "loss": "0.0200",
+        "loss": "0.0200 (training)",
         "accuracy": "0.9950 (evaluation)",
         "time": "20 s since step 1,250, 16 s of it in steps",
         "a step": "forward 25%, backward 75%",
