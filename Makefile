@@ -56,7 +56,7 @@ setup-dev: $(TOOLS) ## and with what a change needs: tests, linters, the type ch
 # Packages of a lock file, by uv: four times as fast as pip, with a bar for each that comes. Where it cannot
 # (a mirror or a proxy that only pip is told of), pip does the same.
 installed = index="$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null || true)}"; \
-	$(BIN)/uv pip install --python $(BIN)/python --require-hashes $${index:+--default-index "$$index"} -r $(1) \
+	$(BIN)/uv pip install --system-certs --python $(BIN)/python --require-hashes $${index:+--default-index "$$index"} -r $(1) \
 	|| { echo "make: uv could not; pip installs $(1), without a word until it is done" >&2; \
 		$(BIN)/pip install --quiet --require-hashes -r $(1); }
 
