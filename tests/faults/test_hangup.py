@@ -12,7 +12,7 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,13 @@ class Terminal:
             os.close(self._ours)
 
 
-def test_closing_the_terminal_saves_and_stops(runs: Runs, chatty: tuple[object, ...]) -> None:
+@contextlib.contextmanager
+def in_a_terminal(runs: Runs, command: Sequence[object]) -> Iterator[Any]:
+    """It has a terminal of its own, which is closed at the end of the block."""
     terminal = Terminal()
     try:
         process = runs.processes.start(
-            runs.command("launch", "closed", *LONG, *chatty, delay=0.01),
+            list(command),
             cwd=runs.folder,
             env=runs.environment,
             stdin=terminal.theirs,
@@ -103,9 +105,15 @@ def test_closing_the_terminal_saves_and_stops(runs: Runs, chatty: tuple[object, 
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(terminal.theirs)
-        wait_for_a_save(runs, "closed")
+        yield process
     finally:
         terminal.close()
+
+
+def test_closing_the_terminal_saves_and_stops(runs: Runs, chatty: tuple[object, ...]) -> None:
+    command = runs.command("launch", "closed", *LONG, *chatty, delay=0.01)
+    with in_a_terminal(runs, command) as process:
+        wait_for_a_save(runs, "closed")
     assert process.wait(timeout=150) == 143
     summary = runs.summary("closed")
     assert summary["state"] == "stopped" and summary["exit_code"] == 143
@@ -127,23 +135,10 @@ def test_a_reader_that_goes_ends_no_run(runs: Runs, chatty: tuple[object, ...], 
 def test_closing_the_terminal_stops_a_script(runs: Runs) -> None:
     """Its words stay in its log, and printing to a terminal that is gone is no error of it."""
     (runs.folder / "script.py").write_text(SCRIPT)
-    terminal = Terminal()
     words = [sys.executable, "-m", "tandem", "launch", "--run-dir", "script", "script.py"]
-    try:
-        process = runs.processes.start(
-            words,
-            cwd=runs.folder,
-            env=runs.environment,
-            stdin=terminal.theirs,
-            stdout=terminal.theirs,
-            stderr=terminal.theirs,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(terminal.theirs)
-        log = runs.folder / "script/log/rank-0.log"
+    log = runs.folder / "script/log/rank-0.log"
+    with in_a_terminal(runs, words) as process:
         runs.until(lambda: log.exists() and "here" in log.read_text(), "first words")
-    finally:
-        terminal.close()
     assert process.wait(timeout=150) == 143
     assert "heard" in log.read_text() and "Traceback" not in log.read_text()
 
