@@ -205,7 +205,7 @@ def test_events_are_sentences_and_noise_is_folded(browser: Browser, url: str) ->
         "Rank 1 on node 0 holds the others back: 30 ms of its own in a step, the median rank 20 ms"
     )
     assert said[6] == "3 checkpoints saved, the newest of step 300; 2 routine events more"
-    assert len(said) == 6
+    assert len(said) == 7
     browser.run("document.querySelector('#events details').open = true")
     time.sleep(0.1)  # its event
     browser.run("whenNew($('events'), [{time: 1, kind: 'world', number: 2}, ...[]], eventList)")
