@@ -19,7 +19,7 @@ from tandem.config.slices import ONE_PROCESS
 from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, TandemError
 from tandem.launch.fork_server import start_fork_server
 from tandem.launch.program import job_of
-from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
+from tandem.launch.run_dir import decide, owned, prepare_run_dir, run_folder
 from tandem.launch.scratch import scratch
 from tandem.launch.secret import take_key
 from tandem.launch.starts import Starts
@@ -80,8 +80,7 @@ def run_this_node(
     name_process(f"tandem-node-{placement.node_rank}")
     key = take_key(os.environ)  # ranks need none
     set_for_ranks(placement.is_one_host, work.is_script)
-    open_run_folder(settings)  # and its umask is that of the ranks
-    with scratch() as folder:
+    with run_folder(settings), scratch() as folder:  # the first one's umask is that of the ranks
         return _run_in(folder, settings, placement, work, state_dir, stop, key)
 
 

@@ -60,6 +60,21 @@ def open_run_folder(settings: Settings) -> None:
         os.umask(os.umask(0o077) & ~mode)
 
 
+@contextmanager
+def run_folder(settings: Settings) -> Iterator[None]:
+    """`open_run_folder`; folders that were made for it go again where nothing has come into them."""
+    folder = local_folder(settings.run.place)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    open_run_folder(settings)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty, or gone with the claim on it
+            for each in made:
+                if each.exists():
+                    each.rmdir()
+
+
 def open_log_folder(run_dir: Path) -> None:
     """Make it for nodes that write there, all on this host. Raises ConfigError."""
     try:
