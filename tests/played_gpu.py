@@ -224,11 +224,17 @@ def _play_group(notes: Notes, patch: Callable[[Any, str, Any], None]) -> None:
     patch(DistributedDataParallel, "__init__", without_devices)
 
 
+@functools.cache
+def _of_this_process() -> tuple[Played, Notes]:
+    """As many GPUs as PLAYED_GPUS says: opened in advance they are the rank's own later."""
+    return play(int(os.environ.get("PLAYED_GPUS", "1")))
+
+
 def run_rank(job: Any, position: Any, send: Any = None, **more: Any) -> int:
-    """training/run.py's, on a played GPU of as many as PLAYED_GPUS says."""
+    """training/run.py's, on a played GPU."""
     import tandem.training.run as real
 
-    mode, notes = play(int(os.environ.get("PLAYED_GPUS", "1")))
+    mode, notes = _of_this_process()
     with mode:
         code = real.run_rank(job, position, send, **more)
     folder = os.environ.get("PLAYED_GPU_NOTES")
@@ -242,7 +248,8 @@ def run_rank(job: Any, position: Any, send: Any = None, **more: Any) -> int:
 def warm_up(job: Any, position: Any = None) -> None:
     import tandem.training.run as real
 
-    real.warm_up(job, position)
+    with _of_this_process()[0]:
+        real.warm_up(job, position)
 
 
 def command(*words: object) -> list[str]:

@@ -15,11 +15,24 @@ pytestmark = pytest.mark.multi
 
 TASK = """
 import os
+import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from tandem.data.datasets import Datasets, TensorRows
+
+
+def standing_by():
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            is_ours = os.getsid(int(path.parent.name)) == os.getsid(0)
+            found += is_ours and path.read_text() == "tandem-standby\\n"
+        except OSError:
+            pass
+    return found
 
 
 class Small:
@@ -39,6 +52,11 @@ class Small:
         if self.steps == 9 and torch.distributed.get_rank() == 1 and os.path.exists("sticks"):
             os.remove("sticks")
             torch.cuda.Event.sticks = True
+        if self.steps == 9 and torch.distributed.get_rank() == 1 and os.path.exists("dies"):
+            while standing_by() < 2:
+                time.sleep(0.05)
+            os.remove("dies")
+            os.kill(os.getpid(), 9)
         if self.steps == 9 and torch.distributed.get_rank() == 0 and os.path.exists("fails"):
             os.remove("fails")
             error = torch.AcceleratorError("CUDA error: unspecified launch failure")
@@ -120,6 +138,18 @@ def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port:
     said = [ranks.processes.wait(process) for process in started]
     assert [code for code, _ in said] == [2, 2], said
     assert "has a GPU and rank 1 on" in said[0][1] and "--device cpu" in said[0][1]
+
+
+@pytest.mark.slow
+def test_what_stands_by_has_opened_its_gpu(ranks: Ranks) -> None:
+    (ranks.folder / "dies").touch()
+    notes, output = ranks.run("standing", "--standby-gpu", "--hang-timeout", patient(60))
+    assert "rank 1 on node 0 was killed (SIGKILL)" in output and "restarts: 1" in output
+    for rank, note in enumerate(notes):
+        assert note.counts[f"set_device cuda:{rank}"] == {
+            "distributed/devices.py:open_gpus": 1,
+            "distributed/group.py:_bind": 1,
+        }
 
 
 @pytest.mark.slow

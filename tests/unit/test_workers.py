@@ -158,8 +158,70 @@ if __name__ == "__main__":
     workers.wait(80)
     print(workers.kill())
 """
+"""Ranks whose GPU was opened in advance: generations in which the nodes have other places each time."""
+BOUND = """
+import os, time
+from pathlib import Path
+
+def warm_up(job, expected):
+    Path(f".warm-{os.getpid()}").write_text(str(expected.local_rank))
+    os.rename(f".warm-{os.getpid()}", f"warm-{os.getpid()}")
+
+def rank(job, position):
+    if position.nodes == 3:
+        os._exit(134 if position.local_rank else 0)
+    time.sleep(300)
+"""
+GENERATIONS = """
+import sys, time
+from pathlib import Path
+from agent import Place, Workers, start_fork_server
+from tandem.launch.workers import gpu_of
+
+def warm():
+    return {int(path.name[5:]): int(path.read_text()) for path in Path().glob("warm-*")}
+
+if __name__ == "__main__":
+    start_fork_server([], Path(sys.argv[1]))
+    workers = Workers("bound:rank", None, [], "bound:warm_up", gpu_of)
+    for number, ranks in ((1, (0, 1)), (2, (3, 2)), (3, (0, 1))):
+        ready = warm()
+        pids = workers.start({gpu: Place(rank=rank, local_rank=gpu, nodes=number)
+                              for gpu, rank in enumerate(ranks)})
+        while not set(pids.values()) <= warm().keys():
+            time.sleep(0.01)
+        print([warm()[pids[gpu]] for gpu in (0, 1)], len(ready.keys() & set(pids.values())))
+        while len(warm()) < 2 * number + 2:
+            workers.stand_by(2)
+            time.sleep(0.01)
+        if number == 3:
+            workers.wait(60)
+        print(sorted(workers.kill().values()), len(workers._standby))
+"""
+"""The job has another size: what stood by for a place that is no more makes room."""
+RESIZED = """
+import sys, time
+from pathlib import Path
+from agent import Place, Workers, start_fork_server
+from generations import warm
+from tandem.launch.workers import place_of
+
+if __name__ == "__main__":
+    start_fork_server([], Path(sys.argv[1]))
+    workers = Workers("bound:rank", None, [], "bound:warm_up", place_of)
+    for size in (1, 2, 2):
+        ready = warm()
+        pids = workers.start({0: Place(world_size=size)})
+        print(len(ready.keys() & set(pids.values())))
+        while not warm().keys() - ready.keys() - set(pids.values()):
+            workers.stand_by(1)
+            time.sleep(0.01)
+        workers.kill()
+    workers.dismiss()
+"""
 TEXTS = {"late": STARTED_TOO_LATE, "dying": DYING, "agent": AGENT, "stuck": STUCK}
 TEXTS |= {"delayed": DELAYED, "ending": ENDING, "pool": OWN_POOL, "own": OWN, "again": AGAIN}
+TEXTS |= {"bound": BOUND, "generations": GENERATIONS, "resized": RESIZED}
 pytestmark = pytest.mark.timeout(110)
 
 
@@ -184,6 +246,23 @@ def test_a_fork_server_that_dies_is_one_line(tmp_path: Path) -> None:
     done = agent(tmp_path, "dying")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("200: the process that ranks are forked from is gone ("), done.stderr
+
+
+def test_a_standby_with_an_open_gpu_becomes_the_rank_of_that_gpu(tmp_path: Path) -> None:
+    """Whatever its rank is by then; where a GPU has failed, new processes begin the next generation."""
+    done = agent(tmp_path, "", "generations")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *("[0, 1] 0", "[137, 137] 2"),
+        *("[0, 1] 2", "[137, 137] 2"),
+        *("[0, 1] 2", "[0, 134] 0"),
+    ]
+
+
+def test_what_stands_by_for_a_place_that_is_gone_makes_room(tmp_path: Path) -> None:
+    """It was kept, and every restart after a change of size began with a new process."""
+    done = agent(tmp_path, "", "resized")
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "0", "1"]), done.stderr
 
 
 def test_a_rank_that_does_not_end_when_it_is_killed_is_said(tmp_path: Path) -> None:

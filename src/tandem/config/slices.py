@@ -174,6 +174,9 @@ class LaunchConfig:
     max_starts: Count = setting(10, "starts in a row that save nothing new until node 0 gives up")
     restart_on_error: bool = setting(False, "start a script again after its own errors, too")
     cold: bool = setting(False, "start each rank of a script as a new interpreter")
+    standby_gpu: bool = setting(
+        False, "what stands by for a restart has its GPU open, for some 0.5 GB of it (tasks)", per_node=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from tandem.config.slices import ComputeConfig
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 
@@ -68,6 +69,22 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def open_gpus(compute: ComputeConfig, local_rank: int) -> None:
+    """Have this rank's GPUs ready before they are needed: their contexts, and the library of products.
+
+    What is computed after it is the same as without. Nothing to do on CPUs.
+    """
+    devices = choose_devices(compute.device, local_rank, compute.devices_per_rank)
+    if devices[0].type != "cuda":
+        return
+    if compute.deterministic:
+        compute_deterministically()
+    torch.cuda.set_device(devices[0])  # else there would be a context on the first GPU as well
+    for device in devices:
+        torch.mm(*(torch.ones(8, 8, device=device) for _ in range(2)))
+        torch.cuda.synchronize(device)
 
 
 def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:

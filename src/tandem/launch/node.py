@@ -26,7 +26,7 @@ from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import set_for_ranks
-from tandem.launch.workers import Workers
+from tandem.launch.workers import Workers, gpu_of, nothing_of, place_of
 from tandem.log import setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process
@@ -200,7 +200,8 @@ def _run_agent(
     placement, run_dir = place.placement, local_folder(settings.run.place)
     nproc = placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(nproc)]
-    workers = Workers(work.rank_function, work.job, memories, work.warm_up, by_position=work.is_script)
+    bound_to = place_of if work.is_script else gpu_of if settings.launch.standby_gpu else nothing_of
+    workers = Workers(work.rank_function, work.job, memories, work.warm_up, bound_to)
     view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
     with contextlib.closing(view), contextlib.ExitStack() as opened:
         tracker = (

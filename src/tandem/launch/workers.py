@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from tandem.checkpoint.memory import NodeMemory
-from tandem.errors import KILLED, PEER_LOST
+from tandem.errors import GPU_FAILED, KILLED, PEER_LOST
 from tandem.launch.fork_server import start
 from tandem.launch.restarts import shell_code
 from tandem.process import end_with_parent, name_process
@@ -76,9 +76,18 @@ def _worker_main(
     raise SystemExit(code)
 
 
-def _place(position: Any) -> tuple[int, ...] | None:
+def place_of(position: Any) -> tuple[int, ...] | None:
     """What a program may look at while it is imported."""
     return position and (position.rank, position.local_rank, position.world_size, position.nodes)
+
+
+def gpu_of(position: Any) -> int | None:
+    """Whose GPU a rank has: that of its number on the node."""
+    return position and int(position.local_rank)
+
+
+def nothing_of(_position: Any) -> None:
+    """Any process may become any rank."""
 
 
 @dataclass
@@ -92,8 +101,8 @@ class Workers:
     """This node's ranks of one generation after another, running `function` ("module:name"). Not thread-safe.
 
     Each rank is a new process; while a generation trains, `stand_by` forks those of the next in advance,
-    which call `warm_up(job, expected position)` ("module:name") before they wait. Where that depends on the
-    rank (`by_position`), a standby is taken for no other.
+    which call `warm_up(job, expected position)` ("module:name") before they wait. `bound_to` says what of its
+    expected position a standby is bound to by that: it is taken for no other.
     """
 
     def __init__(
@@ -102,10 +111,10 @@ class Workers:
         job: Any,
         memories: Sequence[NodeMemory],
         warm_up: str | None = None,
-        by_position: bool = False,
+        bound_to: Callable[[Any], object] = nothing_of,
     ) -> None:
         self._arguments = function, warm_up, job, tuple(memories)
-        self._by_position = by_position
+        self._bound_to = bound_to
         self._positions: Mapping[int, Any] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Worker] = {}
@@ -121,10 +130,17 @@ class Workers:
         return {local_rank: int(rank.process.pid or 0) for local_rank, rank in self._ranks.items()}
 
     def stand_by(self, count: int) -> None:
-        """Fork one more process for the next generation, unless `count` are waiting (takes about 30 ms)."""
+        """Fork one more process for the next generation, unless `count` are waiting (takes about 30 ms).
+
+        One that is bound to what no rank of this generation has (its node has another place now) leaves.
+        """
+        bounds = {self._bound_to(position) for position in self._positions.values()}
+        for worker in [each for each in self._standby if self._bound_to(each.expected) not in bounds]:
+            worker.lifeline.close()
+            self._standby.remove(worker)
         if len(self._standby) < count:
-            taken = {_place(worker.expected) for worker in self._standby}
-            free = [each for each in self._positions.values() if _place(each) not in taken]
+            taken = {place_of(worker.expected) for worker in self._standby}
+            free = [each for each in self._positions.values() if place_of(each) not in taken]
             self._standby.append(self._fork(free[0] if free else None))
 
     def _take_standby(self, position: Any) -> "_Worker | None":
@@ -132,7 +148,7 @@ class Workers:
             if worker.process.exitcode is not None:
                 self._standby.remove(worker)
                 worker.lifeline.close()
-            elif not self._by_position or _place(worker.expected) == _place(position):
+            elif self._bound_to(worker.expected) == self._bound_to(position):
                 self._standby.remove(worker)
                 return worker
         return None
@@ -189,10 +205,12 @@ class Workers:
         for rank in self._ranks.values():
             rank.lifeline.close()
         self._ranks = {}
+        if GPU_FAILED in codes.values():
+            self.dismiss()  # the GPU may have failed for those that have opened it, too
         return codes
 
     def dismiss(self) -> None:
-        """There is no next generation: those on standby leave."""
+        """Those on standby leave: there is no next generation, or it has to begin with new processes."""
         for rank in self._standby:
             rank.lifeline.close()
             rank.process.join(DISMISSED_SECONDS)

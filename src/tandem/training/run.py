@@ -15,6 +15,7 @@ from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings, TaskJob
 from tandem.distributed import strategy as strategies
+from tandem.distributed.devices import open_gpus
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import Position, ProcessGroup, first_line, in_one_line
 from tandem.distributed.peers import is_peer_loss
@@ -98,11 +99,13 @@ def _tell(send: Send | None, position: Position, error: Exception) -> None:
         send(Event("rank_failed", time.time(), {"rank": position.rank, "reason": reason[:1000]}))
 
 
-def warm_up(job: TaskJob, _expected: Position | None = None) -> None:
-    """What a process that may become a rank does in advance: import the task and its strategy."""
+def warm_up(job: TaskJob, expected: Position | None = None) -> None:
+    """What a process that may become a rank does in advance: import the task, where asked open its GPU."""
     settings = Settings.from_dict(job.settings)
     task_class(settings.run.task)
     strategies.preload(settings.compute.strategy)
+    if settings.launch.standby_gpu and expected is not None:
+        open_gpus(settings.compute, expected.gpu)
 
 
 def _run(
