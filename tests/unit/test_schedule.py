@@ -17,7 +17,7 @@ from tandem.schedule import (
     scaling_rule,
     warmup_share,
 )
-from tandem.training.optim import arithmetic, learning_rate_of, peak_of
+from tandem.training.rates import Rates
 
 SCHEDULES: list[LrSchedule] = ["constant", "linear", "cosine", "step"]
 SIZES = st.integers(1, 300)
@@ -214,10 +214,9 @@ def test_automatic_scaling_is_by_the_optimizer_and_can_be_undone(
 )
 def test_the_arithmetic_is_one_line(settings: dict[str, Any], expected: str) -> None:
     made = Settings().replace(**settings)
-    assert arithmetic(made.optimisation, made.data.batch_size, 100, 4000) == expected
-    rates = learning_rate_of(made.optimisation, made.data.batch_size, 100, 4000)
-    peak = peak_of(made.optimisation, made.data.batch_size)
-    assert max(rates(step) for step in range(4000)) == pytest.approx(peak)
+    found = Rates(made.optimisation, made.data.batch_size, 100, 4000)
+    assert str(found) == expected
+    assert max(map(found.at, range(4000))) == pytest.approx(found.peak)
 
 
 def test_shapes() -> None:

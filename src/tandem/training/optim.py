@@ -1,10 +1,9 @@
-"""The optimizer and the learning rate of each step."""
+"""The optimizer, and what sets the learning rate of each step: the settings, or the task."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import nn
 
 from tandem.config.slices import OptimisationConfig
 from tandem.data.datasets import one_line
-from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_rule
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import kind, mistake
 from tandem.tasks.parts import optimizer_of, scheduler_of
+from tandem.training.rates import Rates
 
 BY_SCHEDULE = ("schedule", "lr_scaling", "lr_base_batch_size", "warmup", "warmup_mode", "warmup_factor")
 BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
@@ -48,47 +47,6 @@ def trained_by(task: WholeTask, model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad or "freeze" in task.own]
 
 
-def learning_rate_of(
-    config: OptimisationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int
-) -> Callable[[int], float]:
-    """step (0-based, about to be taken) -> learning rate; a pure function, so nothing of it is saved."""
-    return partial(
-        learning_rate,
-        peak=peak_of(config, batch_size),
-        warmup_steps=Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0,
-        steps_planned=steps_planned,
-        schedule=config.schedule,
-        warmup=config.warmup_mode,
-        warmup_factor=config.warmup_factor,
-    )
-
-
-def peak_of(config: OptimisationConfig, batch_size: int) -> float:
-    """The learning rate after the warm-up. The number of ranks is no part of it: the global batch is."""
-    rule = scaling_rule(config.lr_scaling, config.optimizer)
-    return scale_lr(config.lr, rule, batch_size, config.lr_base_batch_size)
-
-
-def arithmetic(config: OptimisationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int) -> str:
-    """How the rates of a run come about: `lr 0.1 x 480/240 (linear) = 0.2, warm-up ..., then ...`."""
-    said, rule = f"lr {config.lr:g}", scaling_rule(config.lr_scaling, config.optimizer)
-    if rule != "none":
-        ratio = f"{batch_size}/{config.lr_base_batch_size}"
-        factor = f"sqrt({ratio})" if rule == "sqrt" else ratio
-        by = f"{rule}, for {config.optimizer}" if config.lr_scaling == "auto" else rule
-        said += f" x {factor} ({by}) = {peak_of(config, batch_size):.4g}"
-    warmup = Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0
-    if warmup:
-        how = {
-            "linear": "linear",
-            "zero": "linear from zero",
-            "constant": f"constant at {config.warmup_factor:g} of it",
-        }
-        said += f", warm-up {how[config.warmup_mode]} over {warmup:,} steps"
-    end = "" if config.schedule == "constant" else f" to step {steps_planned:,}"
-    return f"{said}, {'then ' if warmup else ''}{config.schedule}{end}"
-
-
 class Schedule:
     """Sets the learning rate before each step: the settings' rule, or the task's own scheduler."""
 
@@ -108,9 +66,7 @@ class Schedule:
             {name: deepcopy(group[name]) for name in group if name in SCHEDULED or name not in names}
             for group, names in zip(optimizer.param_groups, before, strict=True)
         ]
-        self._rule = learning_rate_of(config, batch_size, epoch_steps, planned)
-        self._arithmetic = arithmetic(config, batch_size, epoch_steps, planned)
-        self._peak = peak_of(config, batch_size)
+        self._rates = Rates(config, batch_size, epoch_steps, planned)
         self._fixed = "build_optimizer" in task.own
         self._config = config
 
@@ -122,7 +78,7 @@ class Schedule:
     def describe(self) -> str:
         """One line on where the rates come from."""
         if self.is_by_settings:
-            return self._arithmetic
+            return str(self._rates)
         used = self.used()
         own = f"optimizer, {used['optimizer']}" if self._own is None else f"scheduler, {used['schedule']}"
         return f"lr by the task's own {own}"
@@ -135,7 +91,7 @@ class Schedule:
         of the task's own.
         """
         group = self._optimizer.param_groups[0]
-        lr = self._peak if self.is_by_settings else float(group.get("initial_lr", group["lr"]))
+        lr = self._rates.peak if self.is_by_settings else float(group.get("initial_lr", group["lr"]))
         schedule = type(self._own).__name__ if self._own is not None else self._config.schedule
         return {
             "optimizer": type(self._optimizer).__name__,
@@ -160,7 +116,7 @@ class Schedule:
         """Prepare the optimizer for 0-based `step`; return the rate of its first group."""
         if self.is_by_settings:
             for group in self._optimizer.param_groups:
-                group["lr"] = self._rule(step)
+                group["lr"] = self._rates.at(step)
         return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self) -> None:
