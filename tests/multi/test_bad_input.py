@@ -96,6 +96,7 @@ FLAG_CASES = {
     "task-file-is-a-directory": (["--task", "folder.py:Mine"], ["folder.py"]),
     "task-file-syntax": (["--task", "broken.py:Mine"], ["broken.py", "SyntaxError", "line 1"]),
     "task-class-missing": (["--task", "wide.py:Wyde"], ["'Wyde'", "Wide"]),
+    "task-class-missing-on-two-nodes": (["--nodes", "2", "--task", "wide.py:Wyde"], ["'Wyde'", "Wide"]),
     "task-field-unknown": (["--task", TASK, "--task.sample", "9"], ["sample"]),
     "epochs-0": (["--epochs", "0"], ["--epochs", "'0'", "at least 1"]),
     "unknown-flag": (["--epoch", "3"], ["--epoch;", "did you mean --epochs?"]),
@@ -108,7 +109,7 @@ FLAG_CASES = {
 # Each is the whole program; these ask again what unit/test_tasks.py asks of the parser alone.
 AGAIN = {
     *("missing-task-file", "task-file-is-a-directory", "task-class-missing", "task-field-unknown"),
-    *("epochs-0", "task-file-syntax"),
+    *("epochs-0", "task-file-syntax", "task-class-missing-on-two-nodes"),
 }
 
 

@@ -169,7 +169,6 @@ def _prepare_script(settings: Settings, placement: Placement, mine: Claim) -> _P
         return _Prepared(mine)
     prepared = _Prepared(mine, access=load_access(settings.metrics))
     prepared = prepared._replace(copies=prepare_run_dir(settings, mine, prepared.decision))
-    (local_folder(settings.run.place) / "summary.json").unlink(missing_ok=True)
     _log_of_first_node(settings, placement)
     return prepared
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -75,12 +76,21 @@ def run_folder(settings: Settings) -> Iterator[None]:
                     each.rmdir()
 
 
-def open_log_folder(run_dir: Path) -> None:
-    """Make it for nodes that write there, all on this host. Raises ConfigError."""
+def open_log_folder(run_dir: Path) -> bool:
+    """Make it for nodes that write there, all on this host; whether it is new. Raises ConfigError."""
+    folder = run_dir / "log"
+    is_new = not folder.exists()
     try:
-        (run_dir / "log").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(run_dir, error) from error
+    return is_new
+
+
+def forget_mistake(run_dir: Path) -> None:
+    """Nodes have found a mistake, each in its log, and said it on the terminal: no run, no logs of one."""
+    if not (run_dir / "config.json").exists():
+        shutil.rmtree(run_dir / "log", ignore_errors=True)
 
 
 def of_this_job(settings: Settings, placement: Placement) -> Settings:
@@ -159,7 +169,8 @@ def _restarted_as(placement: Placement) -> str:
 def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision) -> Copies:
     """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError.
 
-    A run that does not go on from where it was is another one for a tracker.
+    The last launch's summary goes, unless the run is complete. A run that does not go on from where it was is
+    another one for a tracker.
     """
     is_new = settings.checkpoint.resume == "never" or decision.moved_to is not None
     where, copies = settings.run.place, Copies(settings.run.place)
@@ -171,6 +182,8 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision) -
         make_folder(folder)
         write_json_atomic(folder / "config.json", settings.to_dict())
         copies.begin((folder / "config.json").read_bytes())
+        if decision.kind != "complete":
+            (folder / "summary.json").unlink(missing_ok=True)
         if is_new:
             (folder / FILE_NAME).unlink(missing_ok=True)
     except OSError as error:

@@ -18,11 +18,11 @@ from pathlib import Path
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
-from tandem.errors import INTERRUPTED_TWICE, KILLED, PEER_LOST, StoppedError
+from tandem.errors import INTERRUPTED_TWICE, KILLED, MISCONFIGURED, PEER_LOST, StoppedError
 from tandem.launch.fork_server import end_fork_server, start, start_fork_server
 from tandem.launch.gpus import gpus_of, shared_out
 from tandem.launch.restarts import job_code, shell_code
-from tandem.launch.run_dir import open_log_folder, open_run_folder
+from tandem.launch.run_dir import forget_mistake, open_log_folder, run_folder
 from tandem.launch.scratch import scratch
 from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import resolve
@@ -56,10 +56,7 @@ def simulate(
     started again, as a cluster's platform would, up to --max-restarts times.
     """
     run_dir = local_folder(settings.run.place)
-    open_run_folder(settings)
-    open_log_folder(run_dir)
     shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
-    set_for_ranks(placement.is_one_host, program is not None)
     nodes = [
         SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
@@ -71,7 +68,9 @@ def simulate(
         )
         for index in range(placement.nodes)
     ]
-    with scratch() as folder:
+    with run_folder(settings), scratch() as folder:
+        has_new_logs = open_log_folder(run_dir)
+        set_for_ranks(placement.is_one_host, program is not None)
         try:
             with stop.ending():
                 imported = start_fork_server([AGENT, *preload], folder)
@@ -83,9 +82,10 @@ def simulate(
         for node in nodes:
             node.start()
         _supervise(nodes, settings.launch, stop)
-    if stop.interrupts > 1:
-        return INTERRUPTED_TWICE
-    return job_code([code for node in nodes if (code := node.code()) is not None])
+        code = job_code([code for node in nodes if (code := node.code()) is not None])
+        if code == MISCONFIGURED and has_new_logs:
+            forget_mistake(run_dir)
+        return code if stop.interrupts < 2 else INTERRUPTED_TWICE
 
 
 def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: StopFlag) -> None:
