@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from tandem import __version__, after, before
+from tandem import __version__
 from tandem.errors import FAILED, FINISHED, ConfigError, TandemError
+from tandem.verbs import runs, tasks
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -205,83 +206,83 @@ VERBS: dict[str, Verb] = {
         train, "[settings]", "train a task as the rank that the environment says (torchrun, or alone)"
     ),
     "init": Verb(
-        before.init,
+        tasks.init,
         "DIR",
         "a project of one's own: task, test, image, Compose and Kubernetes files",
-        before.init_options,
+        tasks.init_options,
         takes_settings=False,
     ),
     "checkpoints": Verb(
-        after.checkpoints,
+        runs.checkpoints,
         "ls|verify|prune RUN_DIR",
         "look after the checkpoints of a run",
-        after.checkpoints_options,
+        runs.checkpoints_options,
         takes_settings=False,
     ),
     "report": Verb(
-        after.report,
+        runs.report,
         "RUN_DIR [--compare RUN_DIR...]",
         "one HTML file of a finished run, or of several side by side",
-        after.report_options,
+        runs.report_options,
         takes_settings=False,
     ),
     "page": Verb(
-        after.page,
+        runs.page,
         "[RUN_DIR...] [--port PORT]",
         "serve the reports of runs that are there",
-        after.page_options,
+        runs.page_options,
         takes_settings=False,
     ),
     "track": Verb(
-        after.track,
+        runs.track,
         "RUN_DIR [--tracker mlflow|wandb]",
         "send a run to a tracker, or what is missing there",
-        after.track_options,
+        runs.track_options,
         takes_settings=False,
     ),
     "runs": Verb(
-        after.runs,
+        runs.runs,
         "[DIR] [--clean] [--dry-run]",
         "the runs in a folder: state, score, age and size",
-        after.runs_options,
+        runs.runs_options,
         takes_settings=False,
     ),
     "kill": Verb(
-        after.kill,
+        runs.kill,
         "RUN_DIR --rank N [--signal NAME]",
         "a signal to one rank (or --node) of a run on this machine, to see what happens",
-        after.kill_options,
+        runs.kill_options,
         takes_settings=False,
     ),
     "eval": Verb(
-        after.evaluate,
+        runs.evaluate,
         "RUN[@STEP] [--json] [settings]",
         "the scores of a checkpoint, by any number of ranks",
-        after.evaluate_options,
+        runs.evaluate_options,
     ),
     "export": Verb(
-        after.export,
+        runs.export,
         "RUN[@STEP] [--format FORMAT] [settings]",
         "a checkpoint as a file for plain PyTorch, ONNX or transformers",
-        after.export_options,
+        runs.export_options,
     ),
     "verify-resume": Verb(
-        before.verify_resume,
+        tasks.verify_resume,
         "[--script FILE] [settings]",
         "kill a run of this task or script, resume it, compare every bit",
-        before.verify_resume_options,
+        tasks.verify_resume_options,
     ),
     "check": Verb(
-        before.check,
+        tasks.check,
         "[TASK] [settings]",
         "is this task sound? its data, model and loss on two ranks, and a killed run",
-        before.check_options,
+        tasks.check_options,
     ),
     "bench": Verb(
-        before.bench,
+        tasks.bench,
         "[--compare A,B] [settings]",
         "strategies side by side: pace, memory and loss",
-        before.bench_options,
+        tasks.bench_options,
     ),
     "config": Verb(
         config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
