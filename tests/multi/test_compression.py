@@ -22,7 +22,7 @@ from needs import require_strategy
 from tandem.config import Settings
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed import strategy as strategies
-from tandem.distributed.compression import check_scaling
+from tandem.distributed.compression import check_together
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.replica import Passenger, Replica
 from tandem.errors import ConfigError
@@ -207,7 +207,14 @@ def test_what_only_ddp_does_is_refused_elsewhere(name: str) -> None:
         with pytest.raises(ConfigError, match=f"{flag} is for --strategy ddp"):
             strategies.load(name, group, given)
     with pytest.raises(ConfigError, match="--precision bf16 or fp32"):
-        check_scaling(ExchangeConfig(gradient_compression="powersgd"), ComputeConfig(precision="fp16"))
+        check_together(ExchangeConfig(gradient_compression="powersgd"), ComputeConfig(precision="fp16"))
+
+
+def test_a_compiled_model_wants_buckets_of_a_mebibyte() -> None:
+    """torch asserted so with a stack trace, in the first step."""
+    check_together(ExchangeConfig(bucket_mb=1), ComputeConfig(compile=True))
+    with pytest.raises(ConfigError, match="--bucket-mb 0.5 with --compile, for which 1 is the least"):
+        check_together(ExchangeConfig(bucket_mb=0.5), ComputeConfig(compile=True))
 
 
 class Some(nn.Module):

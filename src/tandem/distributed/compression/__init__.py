@@ -23,12 +23,20 @@ def compression(config: ExchangeConfig, group: ProcessGroup) -> Compression | No
     return Half(group, config.gradient_compression)
 
 
-def check_scaling(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
-    """Raise ConfigError where errors of one step would be in another scale than the next step's gradients."""
+def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
+    """Raise ConfigError for an exchange that what is computed does not go with.
+
+    Errors of one step would be in another scale than the next step's gradients; a compiled model is cut into
+    graphs by buckets, of which torch lets none be smaller than DDP's first.
+    """
     if exchange.gradient_compression == "powersgd" and compute.precision == "fp16":
         raise ConfigError(
             "--gradient-compression powersgd with --precision fp16, whose gradients change their scale: "
             "use --precision bf16 or fp32"
+        )
+    if compute.compile and exchange.bucket_mb is not None and exchange.bucket_mb < 1:
+        raise ConfigError(
+            f"--bucket-mb {exchange.bucket_mb:g} with --compile, for which 1 is the least; give 1 or more"
         )
 
 

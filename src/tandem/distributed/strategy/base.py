@@ -38,6 +38,10 @@ class Strategy(Protocol):
         """The optimizer, built for the model that `spread` gave, as it is to take steps; mostly as it is."""
         ...
 
+    def compiled(self, model: nn.Module, mode: str) -> nn.Module:
+        """What trains in the model's place: what torch.compile makes of it in a `--compile-mode`."""
+        ...
+
     def wrap(self, module: nn.Module, slots: int) -> None:
         """Take the training module: `module(batch)` gives (this rank's weighted loss, its numbers).
 

@@ -42,11 +42,19 @@ class Strategy(single.Strategy):
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor, src=0)
         mesh = DeviceMesh(self._group.device.type, torch.arange(self._group.size))
-        for module in model.modules():
-            for block in module if isinstance(module, nn.ModuleList) else ():
-                fully_shard(block, mesh=mesh)
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        self._blocks = [block for blocks in lists for block in blocks]
+        for block in self._blocks:
+            fully_shard(block, mesh=mesh)
         self._root: FSDPModule = fully_shard(model, mesh=mesh)
         model.register_forward_hook(_reshard_in_evaluation)
+        return model
+
+    def compiled(self, model: nn.Module, mode: str) -> nn.Module:
+        """Block by block, without the hooks that gather and share out, at which torch.compile would give up
+        the whole (torch 2.15: not a graph was left)."""
+        for module in self._blocks or [model]:
+            module.forward = torch.compile(module.forward, mode=mode)
         return model
 
     def micro_step(self, is_last: bool) -> AbstractContextManager[None]:

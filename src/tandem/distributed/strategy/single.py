@@ -53,6 +53,11 @@ class Strategy:
     def spread_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
 
+    def compiled(self, model: nn.Module, mode: str) -> nn.Module:
+        module = torch.compile(model, mode=mode)
+        assert isinstance(module, nn.Module)
+        return module
+
     def wrap(self, module: nn.Module, slots: int) -> None:
         self._module: Callable[[Any], tuple[Tensor, Tensor]] = module
 

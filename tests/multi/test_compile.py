@@ -1,0 +1,82 @@
+"""--compile under ddp: a graph for each bucket, so that gradients travel while backward still runs."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from needs import require_strategy
+
+pytestmark = [
+    pytest.mark.multi,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile needs a C compiler"),
+]
+
+TASK = """
+import json
+import os
+
+import torch
+from torch import nn
+
+from tandem.data.datasets import Datasets, TensorRows
+
+
+class Deep:
+    def build_model(self):
+        layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Tanh())]
+        return nn.Sequential(nn.Linear(8, 512), *layers, nn.Linear(512, 1))
+
+    def build_datasets(self):
+        x = torch.randn(240, 8, generator=torch.Generator().manual_seed(7))
+        return Datasets(TensorRows(x, x.prod(1, keepdim=True)), None)
+
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.mse_loss(model(x), y)
+
+    def after_step(self, model, step):
+        from torch._dynamo.utils import counters
+
+        with open(f"graphs-{os.environ['NAME']}.json", "w") as file:
+            json.dump(dict(counters["aot_autograd"]), file)
+"""
+FLAGS = (
+    "launch --nproc 2 --task deep.py:Deep --batch-size 24 --steps 12 --lr 0.01 --device cpu --log-every 4 "
+    "--metrics-port 0 --metrics-linger 0"
+).split()
+
+
+def trained(processes: Any, folder: Path, name: str, *flags: str) -> tuple[int, dict[str, Any]]:
+    """How many graphs were compiled, and the summary."""
+    (folder / "deep.py").write_text(TASK)
+    command = [sys.executable, "-m", "tandem", *FLAGS, "--run-dir", name, *flags]
+    code, said = processes.run(command, cwd=folder, limit=300, env={**os.environ, "NAME": name})
+    assert code == 0, said
+    graphs = json.loads((folder / f"graphs-{name}.json").read_text())
+    return graphs.get("ok", 0), json.loads((folder / name / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "graphs"),
+    [(("ddp", "--bucket-mb", "1"), 3), (("fsdp",), 1)],  # a layer in each bucket
+    ids=("ddp", "fsdp"),
+)
+def test_a_compiled_model_is_cut_where_its_gradients_are_exchanged(
+    strategy: tuple[str, ...], graphs: int, processes: Any, tmp_path: Path
+) -> None:
+    """In one graph all gradients come at its end, and ddp's exchange would begin when backward is over. What
+    is around the forward pass of fsdp made torch give up every graph, without a word."""
+    require_strategy(strategy[0])
+    plain, as_it_is = trained(processes, tmp_path, "plain", "--strategy", *strategy)
+    cut, compiled = trained(processes, tmp_path, "compiled", "--strategy", *strategy, "--compile")
+    assert plain == 0 and cut >= graphs
+    assert compiled["loss"] == pytest.approx(as_it_is["loss"], rel=1e-4)
+    _, again = trained(processes, tmp_path, "again", "--strategy", *strategy, "--compile")
+    assert again["weights_sha256"] == compiled["weights_sha256"]
