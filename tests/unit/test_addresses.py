@@ -1,6 +1,7 @@
 """Addresses of places elsewhere: what a row of SCHEMES brings, and what is refused."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
@@ -10,6 +11,7 @@ from tandem.checkpoint.locate import checkpoints_of
 from tandem.checkpoint.storage import _made, storage_at
 from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
 from tandem.checkpoint.storage.folder import Folder
+from tandem.checkpoint.storage.objects import Objects
 from tandem.checkpoint.storage.protocol import Entries, Payload, Reader
 from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import run
@@ -148,3 +150,16 @@ def test_what_looks_like_an_address_and_is_none() -> None:
     for text in ("runs/a:b@c/d", "/data/x", "a:/b/c", "~/x", "s3:", "s3://"):
         assert isinstance(address.address(text), Path), text
     assert str(address.address("s3://user@bucket/at:5@6")) == "s3://user@bucket/at:5@6"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "library"), [("az", "adlfs"), ("dropbox", "fsspec and what it has for dropbox")]
+)
+def test_a_store_whose_library_is_missing_names_it(
+    scheme: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is no row of ours was a KeyError."""
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    needed = f"{scheme}:// needs a library that is missing; pip install {library}"
+    with pytest.raises(ConfigError, match=needed):
+        Objects(scheme, "bucket")

@@ -59,7 +59,8 @@ class Objects:
             self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(
-                f"{scheme}:// needs a library that is missing; pip install {INSTALL[scheme]}"
+                f"{scheme}:// needs a library that is missing; "
+                f"pip install {INSTALL.get(scheme, f'fsspec and what it has for {scheme}')}"
             ) from error
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
@@ -130,7 +131,8 @@ class Objects:
             sink.take(payload)
             ask(file.close)
         except BaseException:
-            file.closed = True  # or else its destructor uploads what there is
+            with suppress(AttributeError):  # not all of fsspec's files let it be said
+                file.closed = True  # or else its destructor uploads what there is
             with suppress(Exception):
                 file.discard()
             raise

@@ -89,7 +89,10 @@ class Storage(Protocol):
     def appears_whole(self) -> bool: ...
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
-        """{entry: {file: bytes}} of what lies in `directory`, nothing where that is not there."""
+        """{entry: {file: bytes}} of what lies in `directory`, nothing where that is not there.
+
+        Never without both of two entries of which a writer has added one before it removed the other.
+        """
 
     def open(self, path: PurePath, from_disk: bool = False) -> Reader:
         """The file to read; `from_disk`: its bytes as they lie there, not as memory remembers them.
@@ -123,7 +126,11 @@ class Remote(Storage, Protocol):
         """The whole of a small file; None where there is none."""
 
     def write(self, path: PurePath, data: bytes) -> None:
-        """Put a small file where none or another one is; directories on the way to it are made."""
+        """Put a small file where none or another one is; directories on the way to it are made.
+
+        Whoever reads meanwhile gets all of the one or of the other: an owner's note is written every few
+        seconds, and others look at it.
+        """
 
     def create(self, path: PurePath, data: bytes) -> bool:
         """Put a small file, unlike any other, where there is none; whether it is the one there now."""
