@@ -128,6 +128,25 @@ def test_a_sum_named_tokens_is_a_rate_whatever_its_count(wire: Wire) -> None:
     assert wire.value("tandem_tokens_per_second") == 0
 
 
+def test_tokens_of_all_ranks_are_counted_up_to_the_last_step(wire: Wire) -> None:
+    made = recorder(wire)
+    train(made, 2)
+    made.log_interval(102, READINGS, lambda row: Here([row]))
+    assert "tandem_tokens" not in wire.metrics.page().decode(), "nobody has said how many there are"
+    made.load({"loss_sum": 1.0, "loss_count": 2, "sums": {"tokens": [8_000.0, 2.0]}})  # counted before
+    made.costs(Costs(sums=("tokens",)))
+    assert wire.value("tandem_tokens_total") == 0, "rate() needs a beginning"
+    for step in (102, 103):
+        made.end_step(0.1)
+        made.agreed(Consensus(step, 0.5, False, False, 0, {"tokens": (600.0, 24.0)}))
+    made.log_interval(104, READINGS, lambda row: Here([row]))
+    assert wire.value("tandem_tokens_total") == 1_200
+    made.end_step(0.1)
+    made.logged({"tokens": (60.0, 1.0)})  # a loop of one's own, and no line after it
+    made.close()
+    assert wire.value("tandem_tokens_total") == 1_260
+
+
 def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:
     made = recorder(wire, begin=0)
     train(made, 20_000, 0)

@@ -43,9 +43,10 @@ class Family:
 
 @dataclass(frozen=True)
 class Counter(Family):
-    """What only grows."""
+    """What only grows; `late`: absent until it is counted, for what not every run has."""
 
     kind = "counter"
+    late: bool = False
 
     @property
     def wire_names(self) -> tuple[str, ...]:

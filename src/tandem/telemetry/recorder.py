@@ -61,6 +61,7 @@ class Recorder:
         self._tensorboard: EventWriter | None = None
         self._means = Means()
         self._tokens: float | None = None  # since the last line, by this process; None: nobody says them
+        self._unsent_tokens = 0.0
         self.loss, self.rate = math.nan, 0.0
         self.scores: dict[str, float] = {}
         self._scores_step = -1
@@ -93,6 +94,8 @@ class Recorder:
         self.known_costs = costs
         if costs.device_flops:
             self.samples(metrics.PEAK_FLOPS.set(costs.devices * costs.device_flops))
+        if TOKENS in (costs.sums or ()):  # from 0: rate() misses the first increment of a series born with it
+            self.samples(metrics.TOKENS.inc(0))
 
     @property
     def step(self) -> int:
@@ -131,6 +134,7 @@ class Recorder:
         """Whatever their count is. No checkpoint has them, as it has no seconds of the open interval."""
         if TOKENS in sums:
             self._tokens = (self._tokens or 0.0) + sums[TOKENS][0]
+            self._unsent_tokens += sums[TOKENS][0]
 
     def state(self) -> dict[str, Any]:
         """The open log interval and the costs, for a checkpoint.
@@ -279,7 +283,7 @@ class Recorder:
             self._tensorboard.close()
 
     def _news_of_steps(self) -> list[Sample]:
-        """Where rank 0 stands, and its steps since this was said last; nothing on other ranks."""
+        """Where rank 0 stands, and its steps and tokens since this was said last; nothing on other ranks."""
         self._sent_at = time.monotonic()
         if self.rank != 0:
             return []
@@ -288,4 +292,6 @@ class Recorder:
         pace = self.meter.samples_per_second
         self._send(StepsDone(self.step, self.loss if math.isfinite(self.loss) else None, round(pace, 1)))
         progress = progress_samples(self._plan, self.known_costs, self.step, new_steps, pace)
-        return progress + time_samples(times, self.known_costs.sync_bytes)
+        tokens, self._unsent_tokens = self._unsent_tokens, 0.0
+        counted = [metrics.TOKENS.inc(tokens)] if tokens else []
+        return progress + counted + time_samples(times, self.known_costs.sync_bytes)

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 
 
 class Strategy(Protocol):
-    """One process's part in it."""
+    """One process's part in it.
+
+    After each step the parameters are the same on all ranks, or shared out over them: comparison of replicas,
+    scores and saves go by that. What a rank alone remembers from step to step is its `exchange_state`.
+    """
 
     shares_parameters: bool
     """Whether this rank holds only its part of the parameters. Then there are no replicas to compare, and
