@@ -4,20 +4,28 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from tandem.config.slices import OptimisationConfig
 from tandem.training.clipping import Clipping
 
 STRATEGY: Any = SimpleNamespace(
     clip=nn.utils.clip_grad_norm_,
     norm=lambda parameters: torch.nn.utils.get_total_norm([p.grad for p in parameters]),
+    local=lambda tensor: tensor,
+    shares_parameters=False,
 )
 
 
-def clipping(largest: float | None) -> tuple[Clipping, nn.Parameter]:
+WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
+
+
+def clipping(largest: float | None, value: float | None = None) -> tuple[Clipping, nn.Parameter]:
     weight = nn.Parameter(torch.zeros(2))
-    return Clipping(largest, STRATEGY, [weight], torch.device("cpu")), weight
+    optimisation = OptimisationConfig(clip_norm=largest, clip_value=value)
+    return Clipping(optimisation, STRATEGY, [weight], WORLD), weight
 
 
 def test_clips_are_counted_and_the_norm_is_that_from_before() -> None:
@@ -28,6 +36,20 @@ def test_clips_are_counted_and_the_norm_is_that_from_before() -> None:
         clips.clip()
     assert weight.grad is not None and math.isclose(float(weight.grad.norm()), 1.0, rel_tol=1e-5)
     assert (clips.norm(), clips.count(), clips.count()) == (10.0, 2, 0)
+
+
+def test_elements_are_clamped_after_the_norm_which_is_that_from_before() -> None:
+    clips, weight = clipping(None, 3.5)
+    for gradient in ([0.3, -0.4], [3.0, -4.0]):
+        weight.grad = torch.tensor(gradient)
+        clips.clip()
+    assert weight.grad is not None and weight.grad.tolist() == [3.0, -3.5]
+    assert (clips.norm(), clips.count()) == (5.0, 1)
+    both, weight = clipping(10.0, 6.5)
+    weight.grad = torch.tensor([12.0, -16.0])
+    both.clip()
+    assert weight.grad.tolist() == pytest.approx([6.0, -6.5], rel=1e-5)
+    assert (both.norm(), both.count()) == (20.0, 1)
 
 
 def test_without_a_limit_the_norm_is_known_all_the_same() -> None:

@@ -233,10 +233,10 @@ class Newer:
     settings: Settings
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.settings.to_dict(), "clip_value": 0.5}
+        return {**self.settings.to_dict(), "clip_share": 0.5}
 
     def fingerprint_fields(self) -> dict[str, Any]:
-        return {**self.settings.fingerprint_fields(), "clip_value": 0.5}
+        return {**self.settings.fingerprint_fields(), "clip_share": 0.5}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.settings, name)
@@ -247,7 +247,7 @@ def test_a_setting_that_one_version_does_not_know(store: CheckpointStore, other:
     save(store, 10, Newer(make()))  # type: ignore[arg-type]
     decision = decide_resume(make(), store)
     assert begin(decision) == ("resume", 10)
-    said = "clip_value is 0.5, which this version of tandem does not know: not compared"
+    said = "clip_share is 0.5, which this version of tandem does not know: not compared"
     assert decision.changes == (said,)
     save(other, 10, make())
     (change, *more) = decide_resume(Newer(make()), other).changes

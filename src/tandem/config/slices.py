@@ -103,6 +103,9 @@ class OptimisationConfig:
     )
     warmup_factor: Share = setting(WARMUP_FACTOR, "share of the peak rate in a constant warm-up")
     clip_norm: Positive | None = setting(None, "largest gradient norm; none: no clipping")
+    clip_value: Positive | None = setting(
+        None, "clamps every element of the gradients to -value to value; none: leaves them"
+    )
     on_nonfinite: Literal["skip", "stop", "raise"] = setting(
         "stop", "at a loss or gradients that are not finite"
     )

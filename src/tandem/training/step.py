@@ -127,7 +127,7 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
         self._guard = Guard(optimisation.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._guard.parameters = self._parameters
-        self._clipping = Clipping(optimisation.clip_norm, strategy, self._parameters, world.device)
+        self._clipping = Clipping(optimisation, strategy, self._parameters, world)
         self.samples_of: Callable[[int], int] = lambda step: batch_size  # of all ranks in a step
         self.drops_gradients = False
         """Whether gradients of the step before are forgotten, not set to 0: on a GPU a kernel less for each.
