@@ -53,7 +53,8 @@ class Clipping:
     def _clamp(self, value: float) -> Tensor:
         """Whether an element on any rank was beyond `value`. Shares are clamped as wholes are."""
         largest = torch.zeros_like(self._clips)
-        for gradients in gradients_by_type(self._parameters, self._strategy):
+        for group in gradients_by_type(self._parameters, self._strategy):
+            gradients = [each for each in group if each.numel()]  # of a small one some ranks have no share
             largest = torch.maximum(largest, nn.utils.get_total_norm(gradients, math.inf).to(largest))
             for gradient in gradients:
                 gradient.clamp_(-value, value)
