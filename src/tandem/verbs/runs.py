@@ -1,6 +1,6 @@
 """The verbs for a run that is there: its checkpoints, its scores, its weights as a file, its report.
 
-As in `cli`, which lists them, a verb imports what it needs when it is called.
+As in `cli`, which puts the verbs together, one imports what it needs when it is called.
 """
 
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.errors import FAILED, FINISHED, ConfigError
+from tandem.verbs.verb import Environment, Verb
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from tandem.config import Parser, Settings
 
-Environment = Mapping[str, str]
 FORMATS = ("safetensors", "torch", "onnx", "hf")
 OF_WEIGHTS = FORMATS[:2]
 """Formats that hold tensors by name; the others need the task, for its model."""
@@ -229,3 +229,61 @@ def export_options(parser: "Parser") -> None:
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=text)
     help_text = "instead of ./RUN-step-STEP with the ending of the format; a folder for hf"
     parser.add_argument("--output", type=Path, metavar="FILE", help=help_text)
+
+
+VERBS: Mapping[str, Verb] = {
+    "checkpoints": Verb(
+        checkpoints,
+        "ls|verify|prune RUN_DIR",
+        "look after the checkpoints of a run",
+        checkpoints_options,
+        takes_settings=False,
+    ),
+    "report": Verb(
+        report,
+        "RUN_DIR [--compare RUN_DIR...]",
+        "one HTML file of a finished run, or of several side by side",
+        report_options,
+        takes_settings=False,
+    ),
+    "page": Verb(
+        page,
+        "[RUN_DIR...] [--port PORT]",
+        "serve the reports of runs that are there",
+        page_options,
+        takes_settings=False,
+    ),
+    "track": Verb(
+        track,
+        "RUN_DIR [--tracker mlflow|wandb]",
+        "send a run to a tracker, or what is missing there",
+        track_options,
+        takes_settings=False,
+    ),
+    "runs": Verb(
+        runs,
+        "[DIR] [--clean] [--dry-run]",
+        "the runs in a folder: state, score, age and size",
+        runs_options,
+        takes_settings=False,
+    ),
+    "kill": Verb(
+        kill,
+        "RUN_DIR --rank N [--signal NAME]",
+        "a signal to one rank (or --node) of a run on this machine, to see what happens",
+        kill_options,
+        takes_settings=False,
+    ),
+    "eval": Verb(
+        evaluate,
+        "RUN[@STEP] [--json] [settings]",
+        "the scores of a checkpoint, by any number of ranks",
+        evaluate_options,
+    ),
+    "export": Verb(
+        export,
+        "RUN[@STEP] [--format FORMAT] [settings]",
+        "a checkpoint as a file for plain PyTorch, ONNX or transformers",
+        export_options,
+    ),
+}

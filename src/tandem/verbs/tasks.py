@@ -1,6 +1,6 @@
-"""The verbs for a task before its run counts: is it sound, does it resume, which strategy suits it.
+"""The verbs for a task or a script: train it, begin one; is it sound, does it resume, which strategy suits?
 
-As in `cli`, which lists them, a verb imports what it needs when it is called.
+As in `cli`, which puts the verbs together, one imports what it needs when it is called.
 """
 
 import socket
@@ -9,18 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.errors import FINISHED, ConfigError
+from tandem.verbs.verb import Environment, Verb
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from tandem.config import Parser
 
-Environment = Mapping[str, str]
-
 CHECK = (
     "check: {task}, 2 ranks on CPUs: two short runs, what each rank makes, and a run that is killed; "
     "about half a minute, more where a start or a step is slow"
 )
+
+
+def launch(options: "Namespace", environ: Environment) -> int:
+    """Node level: this node's agent, or all nodes of a laptop."""
+    from tandem.launch import command
+
+    return command.launch(options.given, environ, options.program)
+
+
+def train(options: "Namespace", environ: Environment) -> int:
+    """Rank level: what the environment says, or alone."""
+    from tandem.launch import command
+
+    return command.train(options.given, environ)
 
 
 def verify_resume(options: "Namespace", environ: Environment) -> int:
@@ -109,3 +122,40 @@ def init(options: "Namespace", environ: Environment) -> int:
 
 def init_options(parser: "Parser") -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or one without these files")
+
+
+VERBS: Mapping[str, Verb] = {
+    "launch": Verb(
+        launch,
+        "[settings] [SCRIPT [ARGUMENTS]]",
+        "train a task, or run a script as torchrun does: start this node's ranks, restart them",
+    ),
+    "train": Verb(
+        train, "[settings]", "train a task as the rank that the environment says (torchrun, or alone)"
+    ),
+    "init": Verb(
+        init,
+        "DIR",
+        "a project of one's own: task, test, image, Compose and Kubernetes files",
+        init_options,
+        takes_settings=False,
+    ),
+    "check": Verb(
+        check,
+        "[TASK] [settings]",
+        "is this task sound? its data, model and loss on two ranks, and a killed run",
+        check_options,
+    ),
+    "verify-resume": Verb(
+        verify_resume,
+        "[--script FILE] [settings]",
+        "kill a run of this task or script, resume it, compare every bit",
+        verify_resume_options,
+    ),
+    "bench": Verb(
+        bench,
+        "[--compare A,B] [settings]",
+        "strategies side by side: pace, memory and loss",
+        bench_options,
+    ),
+}

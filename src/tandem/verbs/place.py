@@ -1,0 +1,70 @@
+"""The verbs for the place that one is at: its settings, what is wrong here, how a run on this node does.
+
+As in `cli`, which puts the verbs together, one imports what it needs when it is called.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tandem.errors import FAILED, FINISHED
+from tandem.verbs.verb import Environment, Verb
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from tandem.config import Parser
+
+
+def config(options: "Namespace", environ: Environment) -> int:
+    """Every value, and with --explain where it came from."""
+    from tandem.config import as_toml, explain, markdown, resolve
+
+    if options.markdown:
+        print(markdown(), end="")
+        return FINISHED
+    loaded = resolve(options.given, environ)
+    for note in loaded.notes:
+        print(f"tandem: {note}", file=sys.stderr)
+    print(explain(loaded) if options.explain else as_toml(loaded.settings).rstrip())
+    return FINISHED
+
+
+def _config_options(parser: "Parser") -> None:
+    parser.option("--explain", bool, "where every value comes from, instead of a file that --config reads")
+    parser.option("--markdown", bool, "the tables of docs/configuration.md")
+
+
+def doctor(options: "Namespace", environ: Environment) -> int:
+    """Versions, what this place offers, and what is wrong with it: 1 where a check fails, else 0."""
+    from tandem.config import resolve
+    from tandem.verify.doctor import diagnose
+
+    found = diagnose(resolve(options.given, environ).settings, environ)
+    print(found.as_json() if options.json else found.as_text())
+    return FAILED if found.state == "fail" else FINISHED
+
+
+def _doctor_options(parser: "Parser") -> None:
+    parser.option("--json", bool, "one line of JSON")
+
+
+def health(_: "Namespace | None", environ: Environment) -> int:
+    """Standard library only: the verdict on the heartbeat file."""
+    from tandem.telemetry.health import main as health_main
+
+    return health_main(environ)
+
+
+VERBS: Mapping[str, Verb] = {
+    "config": Verb(
+        config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
+    ),
+    "doctor": Verb(
+        doctor,
+        "[--json] [settings]",
+        "what is wrong here: names, port, volume, clock...; versions, GPUs",
+        _doctor_options,
+    ),
+    "health": Verb(health, "", "is the run making progress? (for probes)", None, False),
+}
