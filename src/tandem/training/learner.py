@@ -50,7 +50,7 @@ class Learner:
         chosen: Collection[str],
     ) -> None:
         """`chosen`: the names of the settings that somebody has given a value."""
-        self._recorder = recorder
+        self.recorder = recorder
         check_together(exchange, compute)
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         flag = f"--strategy {compute.strategy}" if self.strategy.shares_parameters else ""
@@ -139,7 +139,7 @@ class Learner:
             self.statistics.load(saved.get("statistics", {}))
         self.data.load(saved.get("data", {}))
         self.shares.load(saved.get("shares", []))
-        self._recorder.load(saved.get("log", {}))
+        self.recorder.load(saved.get("log", {}))
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
@@ -160,7 +160,7 @@ class Learner:
             "data": self.data.state(),
             "shares": self.shares.state(),
             "exchange": self.strategy.exchange_state(),
-            "log": self._recorder.state(),
+            "log": self.recorder.state(),
             **self.memory.state(),
         }
 

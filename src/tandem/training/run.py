@@ -121,21 +121,11 @@ def _run(
     clock, world, threads = open_world(
         settings.compute, settings.reliability, settings.common_fields(), position, send, run_dir / "log"
     )
-    given, precision = settings, precision_of(settings.compute.precision, world)
-    settings = settings.replace(precision=precision)
+    given, settings = settings, settings.replace(precision=precision_of(settings.compute.precision, world))
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
+    slices = settings.run, settings.data, settings.compute, settings.optimisation, settings.exchange
     with still("making data and model"):
-        learner = Learner(
-            settings.run,
-            settings.data,
-            settings.compute,
-            settings.optimisation,
-            settings.exchange,
-            world,
-            clock,
-            recorder,
-            chosen,
-        )
+        learner = Learner(*slices, world, clock, recorder, chosen)
     store = CheckpointStore(settings.run.place / "checkpoints", fence(settings.run.place, position.owner))
     with clock.phase("resume"), still("finding where to begin"):
         homes, download = learner.model.state_dict(), settings.data.download
@@ -146,10 +136,15 @@ def _run(
             (run_dir / "summary.json").unlink(missing_ok=True)
         learner.begin(beginning)
         beginning = replace(beginning, state=None)  # the model and the optimizer have it
+    timetable = _timetable(settings, learner, world)
+    evaluation = _evaluation(settings, learner, world)
+    if position.restart == 0 and timetable.cadences["eval"].unit != "never":
+        with still("trying the evaluation"):
+            evaluation.rehearse()
     facts = Facts(
         run=settings.run,
         batch_size=settings.data.batch_size,
-        precision=precision,
+        precision=settings.compute.precision,
         settings=given.to_dict(),
         fingerprint=given.fingerprint_fields(),
         config_hash=given.digest(),
@@ -162,6 +157,22 @@ def _run(
         started=started,
         shares=learner.shares.sizes,
     )
+    saver = Saver(settings.checkpoint, facts, store, learner, recorder, beginning.slot)
+    window = settings.telemetry.profile if world.is_first else None
+    training = _training(learner, timetable, evaluation, saver, facts, stop, window)
+    open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, learner.model)
+    first = f"in the first steps (--log-every {settings.telemetry.log_every})"
+    with saver, still(first) if world.is_first else nullcontext():
+        saver.is_end = beginning.ended_of == learner.planned
+        finished = saver.is_end or train(training)
+        if beginning.slot is not None and beginning.step == learner.planned:
+            saver.save(training.step)  # no step was left to take, and the state is in memory alone
+        clock.begin("drain")
+    return _end(training, facts, learner, finished)
+
+
+def _timetable(settings: Settings, learner: Learner, world: ProcessGroup) -> Timetable:
+    """When what is due, and a line on what will never be."""
     evaluates = learner.datasets.evaluation is not None
     if world.is_first and not evaluates:
         log.info("no evaluation: the task's datasets have none to evaluate on")
@@ -178,24 +189,36 @@ def _run(
     )
     if world.is_first and not timetable.saves_every_evaluation():
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
-    saver = Saver(settings.checkpoint, facts, store, learner, recorder, beginning.slot)
-    evaluation = Evaluation(
+    return timetable
+
+
+def _evaluation(settings: Settings, learner: Learner, world: ProcessGroup) -> Evaluation:
+    return Evaluation(
         world,
         learner.strategy,
         learner.task,
         learner.model,
         learner.datasets.evaluation,
         evaluation_batch_size(settings.evaluation, settings.data, world),
-        precision,
+        settings.compute.precision,
         learner.workers,
         learner.statistics,
     )
-    if position.restart == 0 and timetable.cadences["eval"].unit != "never":
-        with still("trying the evaluation"):
-            evaluation.rehearse()
-    steps = _told(learner.shares.steps(beginning.step, learner.planned), recorder)
-    window = settings.telemetry.profile if world.is_first else None
-    training = Training(
+
+
+def _training(
+    learner: Learner,
+    timetable: Timetable,
+    evaluation: Evaluation,
+    saver: Saver,
+    facts: Facts,
+    stop: StopFlag,
+    window: str | None,
+) -> Training:
+    """What the loop goes by; `window` is recorded by torch.profiler."""
+    world, recorder = facts.world, learner.recorder
+    steps = _told(learner.shares.steps(facts.first_step, learner.planned), recorder)
+    return Training(
         world=world,
         task=learner.task,
         model=learner.model,
@@ -203,25 +226,22 @@ def _run(
         schedule=learner.schedule,
         timetable=timetable,
         recorder=recorder,
-        clock=clock,
+        clock=learner.stepper.clock,
         nonfinite=learner.nonfinite,
         stop=stop,
         shares=learner.shares,
-        batches=profiled(steps, window, beginning.step, run_dir / "profile" / "rank-0.json"),
+        batches=profiled(steps, window, facts.first_step, facts.run_dir / "profile" / "rank-0.json"),
         evaluate=evaluation.scores,
         ends=learner.memory.hear,
         check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),
         saver=saver,
-        step=beginning.step,
+        step=facts.first_step,
     )
-    open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, learner.model)
-    first = f"in the first steps (--log-every {settings.telemetry.log_every})"
-    with saver, still(first) if world.is_first else nullcontext():
-        saver.is_end = beginning.ended_of == learner.planned
-        finished = saver.is_end or train(training)
-        if beginning.slot is not None and beginning.step == learner.planned:
-            saver.save(training.step)  # no step was left to take, and the state is in memory alone
-        clock.begin("drain")
+
+
+def _end(training: Training, facts: Facts, learner: Learner, finished: bool) -> int:
+    """The summary, and the exit code. Raises StoppedError where nothing was saved of a stopped run."""
+    world, saver, recorder = training.world, training.saver, training.recorder
     if world.is_first and not saver.kept(training.step, finished):
         raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
     code = FINISHED if finished else STOPPED
