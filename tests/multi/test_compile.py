@@ -1,4 +1,4 @@
-"""--compile under ddp: a graph for each bucket, so that gradients travel while backward still runs."""
+"""--compile: under ddp a graph for each bucket, so that gradients travel early; under fsdp by blocks."""
 
 import json
 import os
@@ -28,14 +28,27 @@ from torch import nn
 from tandem.data.datasets import Datasets, TensorRows
 
 
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
 class Deep:
     def build_model(self):
-        layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Tanh())]
-        return nn.Sequential(nn.Linear(8, 512), *layers, nn.Linear(512, 1))
+        return Blocks()
 
     def build_datasets(self):
-        x = torch.randn(240, 8, generator=torch.Generator().manual_seed(7))
-        return Datasets(TensorRows(x, x.prod(1, keepdim=True)), None)
+        x = torch.randn(261, 8, generator=torch.Generator().manual_seed(7))
+        y = x.prod(1, keepdim=True)
+        return Datasets(TensorRows(x[:240], y[:240]), TensorRows(x, y))
 
     def loss(self, model, batch):
         x, y = batch
@@ -78,5 +91,15 @@ def test_a_compiled_model_is_cut_where_its_gradients_are_exchanged(
     cut, compiled = trained(processes, tmp_path, "compiled", "--strategy", *strategy, "--compile")
     assert plain == 0 and cut >= graphs
     assert compiled["loss"] == pytest.approx(as_it_is["loss"], rel=1e-4)
+    assert compiled["eval"]["loss"] == pytest.approx(as_it_is["eval"]["loss"], rel=1e-4)
     _, again = trained(processes, tmp_path, "again", "--strategy", *strategy, "--compile")
     assert again["weights_sha256"] == compiled["weights_sha256"]
+
+
+def test_graphs_of_cuda_are_not_for_shares(processes: Any, tmp_path: Path) -> None:
+    require_strategy("fsdp")
+    (tmp_path / "deep.py").write_text(TASK)
+    flags = ("--strategy", "fsdp", "--compile", "--compile-mode", "reduce-overhead", "--run-dir", "none")
+    command = [sys.executable, "-m", "tandem", *FLAGS, *flags]
+    code, said = processes.run(command, cwd=tmp_path, env={**os.environ, "NAME": "none"})
+    assert code == 2 and "--compile-mode reduce-overhead is not for --strategy fsdp" in said, said

@@ -22,9 +22,9 @@ from needs import require_strategy
 from tandem.config import Settings
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed import strategy as strategies
-from tandem.distributed.compression import check_together
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.replica import Passenger, Replica
+from tandem.distributed.strategy import check_together
 from tandem.errors import ConfigError
 from tandem.own_loop.limits import check_settings
 

@@ -134,7 +134,10 @@ def test_a_volume_that_fails_is_one_line(scripts: Scripts) -> None:
 @pytest.mark.slow
 def test_a_complete_run_started_again_gives_no_batch_and_ends_well(scripts: Scripts) -> None:
     example = Path(__file__).parents[2] / "examples" / "gan.py"
-    first, again = (scripts.alone(example, "run") for _ in range(2))
+    first, summary = scripts.alone(example, "run"), scripts.folder / "run" / "summary.json"
+    before = summary.read_text()
+    again = scripts.alone(example, "run")
+    assert summary.read_text() == before, "a second start took it away"
     assert first[0] == 0 and again[0] == 0, again[1]
     assert "is complete at step 48" in again[1]
     assert again[1].splitlines()[-1] == first[1].splitlines()[-1], "the weights' norm"

@@ -114,6 +114,16 @@ def test_events_that_were_put_aside_since_the_last_copy_are_not_overwritten(draw
     assert events.read_text() == "counted\n" and (folder / "events.jsonl.1").read_text() == "1\n2\n"
 
 
+def test_the_summary_of_a_complete_run_stays_where_it_lies(drawer: str) -> None:
+    folder, copies = local_folder(drawer), Copies(drawer)
+    make_folder(folder)
+    for keeps in (True, False):
+        (folder / "summary.json").write_text("{}")
+        copies.push()
+        copies.begin(b"{}", keeps_summary=keeps)
+        assert (folder / "summary.json").exists() == keeps
+
+
 def test_a_report_of_a_run_that_was_never_on_this_machine(
     drawer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.launch.run_dir import prepare_run_dir, run_folder
 
@@ -29,10 +30,18 @@ def test_those_that_were_there_or_are_filled_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["b", "other"]
 
 
-@pytest.mark.parametrize(("kind", "stays"), [("fresh", False), ("resume", False), ("complete", True)])
-def test_a_start_takes_away_the_summary_of_the_last_one(kind: str, stays: bool, tmp_path: Path) -> None:
-    """One that was stopped before its first step left that of the launch before, as if nothing had been."""
+@pytest.mark.parametrize(
+    ("kind", "saved", "stays"),
+    [("fresh", 0, False), ("resume", 9, False), ("complete", 9, True), (None, 3, False), (None, 9, True)],
+)
+def test_a_start_takes_away_the_summary_of_the_last_one(
+    kind: str | None, saved: int, stays: bool, tmp_path: Path
+) -> None:
+    """One that was stopped before its first step left that of the launch before, as if nothing had been.
+    Of a program, which decides by itself, it stays where the newest checkpoint is of the last step."""
     (tmp_path / "summary.json").write_text("{}")
-    decision = ResumeDecision(kind)  # type: ignore[arg-type]
+    if saved:
+        CheckpointStore(tmp_path / "checkpoints").save(saved, b"state", {"steps_planned": 9})
+    decision = ResumeDecision(kind) if kind is not None else None  # type: ignore[arg-type]
     prepare_run_dir(Settings().replace(run_dir=tmp_path), Claim(tmp_path), decision)
     assert (tmp_path / "summary.json").exists() == stays and (tmp_path / "config.json").exists()

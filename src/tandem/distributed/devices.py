@@ -76,9 +76,9 @@ def open_gpus(compute: ComputeConfig, local_rank: int) -> None:
 
     What is computed after it is the same as without. Nothing to do on CPUs.
     """
-    devices = choose_devices(compute.device, local_rank, compute.devices_per_rank)
-    if devices[0].type != "cuda":
+    if compute.device == "cpu" or not torch.cuda.device_count():
         return
+    devices = choose_devices(compute.device, local_rank, compute.devices_per_rank)
     if compute.deterministic:
         compute_deterministically()
     torch.cuda.set_device(devices[0])  # else there would be a context on the first GPU as well

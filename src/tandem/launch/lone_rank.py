@@ -25,6 +25,7 @@ from tandem.signals import StopFlag
 from tandem.timeouts import AT_ONCE_SECONDS
 
 Hear = Callable[[StopFlag], None]
+Decide = Callable[[], ResumeDecision]
 
 
 def run_lone_rank(
@@ -43,14 +44,14 @@ def run_lone_rank(
 class LoneRank:
     """A rank without an agent, from its place in the world to `close`: rank 0 hosts page and metrics.
 
-    Rank 0 asks for the `decision` once the run directory is its own.
+    Rank 0 asks for the `decision` once the run directory is its own; none: the program decides by itself.
     """
 
     def __init__(
         self,
         settings: Settings,
         placement: Placement,
-        decision: Callable[[], ResumeDecision] = lambda: ResumeDecision("fresh"),
+        decision: Decide | None = None,
     ) -> None:
         self._settings = settings
         self._view: NodeView | None = None
@@ -69,11 +70,14 @@ class LoneRank:
             self._opened = opened.pop_all()
 
     def _open_on_first_rank(
-        self, opened: contextlib.ExitStack, placement: Placement, decision: Callable[[], ResumeDecision]
+        self,
+        opened: contextlib.ExitStack,
+        placement: Placement,
+        decision: Decide | None,
     ) -> None:
         settings = self._settings
         self._claim = opened.enter_context(owned(settings, placement))
-        resume = decision()
+        resume = decision() if decision is not None else None
         run_dir, access = local_folder(settings.run.place), load_access(settings.metrics)
         self._copies = prepare_run_dir(settings, self._claim, resume)
         folder = opened.enter_context(scratch())
@@ -81,7 +85,10 @@ class LoneRank:
         opened.callback(self._view.close)
         self._tracker = opened.enter_context(TrackerProcess(settings, run_dir))
         self.position = replace(
-            self.position, sample_socket=str(self._view.socket_path), resume=resume, owner=self._claim.token
+            self.position,
+            sample_socket=str(self._view.socket_path),
+            resume=resume or ResumeDecision("fresh"),
+            owner=self._claim.token,
         )
 
     def ended(self, code: int, reason: str) -> None:

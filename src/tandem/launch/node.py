@@ -80,7 +80,7 @@ def run_this_node(
     name_process(f"tandem-node-{placement.node_rank}")
     key = take_key(os.environ)  # ranks need none
     set_for_ranks(placement.is_one_host, work.is_script)
-    with run_folder(settings), scratch() as folder:  # the first one's umask is that of the ranks
+    with run_folder(settings, not placement.node_rank), scratch() as folder:  # and its umask is the ranks'
         return _run_in(folder, settings, placement, work, state_dir, stop, key)
 
 
@@ -167,8 +167,10 @@ def _prepare_script(settings: Settings, placement: Placement, mine: Claim) -> _P
     """The same for a program: where it begins is its own affair. Raises TandemError."""
     if placement.node_rank != 0:
         return _Prepared(mine)
-    prepared = _Prepared(mine, access=load_access(settings.metrics))
-    prepared = prepared._replace(copies=prepare_run_dir(settings, mine, prepared.decision))
+    if settings.launch.standby_gpu:
+        log.warning("--standby-gpu has no effect here: a script opens its GPU itself")
+    access = load_access(settings.metrics)
+    prepared = _Prepared(mine, access=access, copies=prepare_run_dir(settings, mine, None))
     _log_of_first_node(settings, placement)
     return prepared
 

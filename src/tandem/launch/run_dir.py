@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 
 from tandem.checkpoint.claim import Claim, claim
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
+from tandem.checkpoint.listing import is_finished
 from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
@@ -62,10 +63,10 @@ def open_run_folder(settings: Settings) -> None:
 
 
 @contextmanager
-def run_folder(settings: Settings) -> Iterator[None]:
-    """`open_run_folder`; folders that were made for it go again where nothing has come into them."""
+def run_folder(settings: Settings, is_first: bool = True) -> Iterator[None]:
+    """`open_run_folder`; the first node takes folders away that it has made and nothing has come into."""
     folder = local_folder(settings.run.place)
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    made = [each for each in (folder, *folder.parents) if is_first and not each.exists()]
     open_run_folder(settings)
     try:
         yield
@@ -166,14 +167,15 @@ def _restarted_as(placement: Placement) -> str:
     return f"{placement.platform} {name}:{placement.master_port}"
 
 
-def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision) -> Copies:
+def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | None) -> Copies:
     """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError.
 
     The last launch's summary goes, unless the run is complete. A run that does not go on from where it was is
-    another one for a tracker.
+    another one for a tracker. Without a `decision` the run is a program's, which decides by itself.
     """
-    is_new = settings.checkpoint.resume == "never" or decision.moved_to is not None
+    is_new = settings.checkpoint.resume == "never" or (decision is not None and decision.moved_to is not None)
     where, copies = settings.run.place, Copies(settings.run.place)
+    over = decision.kind == "complete" if decision is not None else is_finished(where / "checkpoints")
     folder = local_folder(where)
     check(settings.telemetry.tracker)
     try:
@@ -181,8 +183,8 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision) -
             raise mine.problem
         make_folder(folder)
         write_json_atomic(folder / "config.json", settings.to_dict())
-        copies.begin((folder / "config.json").read_bytes())
-        if decision.kind != "complete":
+        copies.begin((folder / "config.json").read_bytes(), keeps_summary=over)
+        if not over:
             (folder / "summary.json").unlink(missing_ok=True)
         if is_new:
             (folder / FILE_NAME).unlink(missing_ok=True)

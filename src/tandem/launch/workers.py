@@ -205,13 +205,17 @@ class Workers:
         for rank in self._ranks.values():
             rank.lifeline.close()
         self._ranks = {}
-        if GPU_FAILED in codes.values():
+        if GPU_FAILED in codes.values() and self._bound_to is gpu_of:
             self.dismiss()  # the GPU may have failed for those that have opened it, too
         return codes
 
     def dismiss(self) -> None:
         """Those on standby leave: there is no next generation, or it has to begin with new processes."""
-        for rank in self._standby:
-            rank.lifeline.close()
-            rank.process.join(DISMISSED_SECONDS)
+        for worker in self._standby:
+            worker.lifeline.close()
+        deadline = time.monotonic() + DISMISSED_SECONDS
+        for worker in self._standby:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.exitcode is None:  # it imports, or opens a GPU that hangs
+                worker.process.kill()
         self._standby = []

@@ -44,7 +44,8 @@ LAST_STEP_TIMESTAMP_SECONDS = Gauge("last_step_timestamp_seconds",
     "When the last reported step ended, Unix time.", "progress")
 STEPS = Counter("steps", "Optimizer steps done since the launch.", "progress")
 SAMPLES = Counter("samples", "Training samples of all ranks since the launch.", "progress")
-TOKENS = Counter("tokens", "Training tokens of all ranks since the launch.", "progress", late=True)
+TOKENS = Counter("tokens",
+    "Training tokens of all ranks since the launch, as far as rank 0 has told.", "progress", late=True)
 TOKENS_PER_SECOND = Gauge("tokens_per_second",
     "Tokens of all ranks a second of steps, in the last log interval.", "progress")
 STEPS_REPLAYED = Counter("steps_replayed", "Steps done again after a restart.", "progress")

@@ -50,8 +50,8 @@ class Registry:
         self._families[family.name] = family
         self._series[family.name] = set()
         initial = family.initial if isinstance(family, Gauge) else None
-        is_late = family.by_node or isinstance(family, Gauge) or (isinstance(family, Counter) and family.late)
-        if initial is not None or not is_late:
+        comes_later = isinstance(family, Gauge) or family.by_node or getattr(family, "late", False)
+        if initial is not None or not comes_later:
             self._register(family.name)
         if isinstance(metric, prometheus.Gauge) and initial is not None:
             metric.set(initial)

@@ -15,7 +15,8 @@ from tandem.training.nonfinite import gradients_by_type
 class Clipping:
     """Clips the gradients of `parameters` to a norm of `clip_norm`, then each element to `clip_value`.
 
-    Nothing in here waits for the device but `norm` and `count`, which are for a line of the log.
+    Nothing in here waits for the device but `norm` and `count`, which are for a line of the log. Either limit
+    has the norm computed in each step: it is of the gradients as they were.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ from tandem.data.seeds import seed_model
 from tandem.data.sharded import ShardedData
 from tandem.data.source import Reader
 from tandem.distributed import strategy as strategies
-from tandem.distributed.compression import check_together
 from tandem.distributed.devices import cores_of
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.statistics import Statistics
@@ -51,7 +50,6 @@ class Learner:
     ) -> None:
         """`chosen`: the names of the settings that somebody has given a value."""
         self.recorder = recorder
-        check_together(exchange, compute)
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         flag = f"--strategy {compute.strategy}" if self.strategy.shares_parameters else ""
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))

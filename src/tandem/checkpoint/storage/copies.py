@@ -79,11 +79,12 @@ class Copies:
         content, path = store.read(self._where / "events.jsonl"), folder / "events.jsonl.1"
         return bool(content) and path.exists() and path.read_bytes().startswith(content or b"")
 
-    def begin(self, config: bytes) -> None:
-        """A run begins here: its journal comes back, its summary is not yet true. Raises OSError."""
+    def begin(self, config: bytes, keeps_summary: bool = False) -> None:
+        """A run begins here: its journal comes back, its summary is no longer true. Raises OSError."""
         if (store := self._store()) is not None:
             store.write(self._where / "config.json", config)
-            store.delete(self._where, ["summary.json"])
+            if not keeps_summary:
+                store.delete(self._where, ["summary.json"])
             self.fetch(self._folder)
 
     def push(self) -> None:

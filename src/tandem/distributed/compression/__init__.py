@@ -6,12 +6,11 @@ that it gave. The telemetry parameter is in one of them, and each hook takes car
 
 from typing import Any
 
-from tandem.config.slices import ComputeConfig, ExchangeConfig
+from tandem.config.slices import ExchangeConfig
 from tandem.distributed.compression.base import Compression as Compression
 from tandem.distributed.compression.half import Half
 from tandem.distributed.compression.powersgd import PowerSGD
 from tandem.distributed.group import ProcessGroup
-from tandem.errors import ConfigError
 
 
 def compression(config: ExchangeConfig, group: ProcessGroup) -> Compression | None:
@@ -21,23 +20,6 @@ def compression(config: ExchangeConfig, group: ProcessGroup) -> Compression | No
     if config.gradient_compression == "powersgd":
         return PowerSGD(group, config.powersgd_rank)
     return Half(group, config.gradient_compression)
-
-
-def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
-    """Raise ConfigError for an exchange that what is computed does not go with.
-
-    Errors of one step would be in another scale than the next step's gradients; a compiled model is cut into
-    graphs by buckets, of which torch lets none be smaller than DDP's first.
-    """
-    if exchange.gradient_compression == "powersgd" and compute.precision == "fp16":
-        raise ConfigError(
-            "--gradient-compression powersgd with --precision fp16, whose gradients change their scale: "
-            "use --precision bf16 or fp32"
-        )
-    if compute.compile and exchange.bucket_mb is not None and exchange.bucket_mb < 1:
-        raise ConfigError(
-            f"--bucket-mb {exchange.bucket_mb:g} with --compile, for which 1 is the least; give 1 or more"
-        )
 
 
 def ddp_arguments(config: ExchangeConfig) -> dict[str, Any]:

@@ -25,8 +25,26 @@ def load(
     """The strategy of that name for the ranks of `group`; ConfigError where it cannot work with them."""
     if compute.dp_first_share != 1.0 and name != "dp":
         raise ConfigError("--dp-first-share is for --strategy dp: leave it out, or train with dp")
+    check_together(exchange, compute)
     strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy
+
+
+def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
+    """Raise ConfigError for an exchange that what is computed does not go with.
+
+    Errors of one step would be in another scale than the next step's gradients; a compiled model is cut into
+    graphs by buckets, of which torch lets none be smaller than DDP's first.
+    """
+    if exchange.gradient_compression == "powersgd" and compute.precision == "fp16":
+        raise ConfigError(
+            "--gradient-compression powersgd with --precision fp16, whose gradients change their scale: "
+            "use --precision bf16 or fp32"
+        )
+    if compute.compile and exchange.bucket_mb is not None and exchange.bucket_mb < 1:
+        raise ConfigError(
+            f"--bucket-mb {exchange.bucket_mb:g} with --compile, for which 1 is the least; give 1 or more"
+        )
 
 
 def load_to_evaluate(name: str, group: ProcessGroup) -> Strategy:

@@ -43,7 +43,8 @@ class Strategy(Protocol):
         ...
 
     def compiled(self, model: nn.Module, mode: str) -> nn.Module:
-        """What trains in the model's place: what torch.compile makes of it in a `--compile-mode`."""
+        """What trains in the model's place, compiled in a `--compile-mode`. Where no gradients are recorded
+        the model computes as without it. Raises ConfigError. Exchanges nothing."""
         ...
 
     def wrap(self, module: nn.Module, slots: int) -> None:

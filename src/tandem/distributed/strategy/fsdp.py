@@ -4,8 +4,9 @@ A parameter is a DTensor, cut along its first dimension; the model is whole only
 of an nn.ModuleList is gathered for itself, everything else together. Runs on GPUs and, with gloo, on CPUs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Strategy(single.Strategy):
     shares_parameters = True
     shares_state = True
     has_one_device = True
+    _compiles: Sequence[nn.Module] = ()
 
     def check(self, group: ProcessGroup) -> None:
         """It works with any number of ranks. Raises ConfigError where torch has it on GPUs alone (2.6)."""
@@ -51,11 +53,23 @@ class Strategy(single.Strategy):
         return model
 
     def compiled(self, model: nn.Module, mode: str) -> nn.Module:
-        """Block by block, without the hooks that gather and share out, at which torch.compile would give up
-        the whole (torch 2.15: not a graph was left)."""
-        for module in self._blocks or [model]:
-            module.forward = torch.compile(module.forward, mode=mode)
+        """The model itself, whose blocks compute by what torch.compile makes of them, where gradients do.
+
+        Without the hooks that gather and share out, at which torch.compile gives up (torch 2.15: not a graph
+        was left). Raises ConfigError for CUDA graphs: parameters are gathered to another place each time.
+        """
+        if mode != "default":
+            raise ConfigError(
+                f"--compile-mode {mode} is not for --strategy fsdp; leave it out, or train with ddp"
+            )
+        self._compiles = self._blocks or [model]
         return model
+
+    def wrap(self, module: nn.Module, slots: int) -> None:
+        for block in self._compiles:  # no sooner: FLOPs are counted of what is not compiled
+            block.forward = compiled_in_training(block.forward)
+        self._compiles = []
+        super().wrap(module, slots)
 
     def micro_step(self, is_last: bool) -> AbstractContextManager[None]:
         self._root.set_requires_gradient_sync(is_last)
@@ -99,6 +113,17 @@ class Strategy(single.Strategy):
             for index, values in state["state"].items()
         }
         super().load_optimizer(optimizer, {**state, "state": shares})
+
+
+def compiled_in_training(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled where gradients are recorded: an evaluation has other shapes, and is as without --compile."""
+    compiled = torch.compile(forward)
+
+    @wraps(forward)
+    def either(*arguments: Any, **options: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else forward)(*arguments, **options)
+
+    return either
 
 
 def _reshard_in_evaluation(module: nn.Module, _inputs: Any, _output: Any) -> None:
