@@ -16,7 +16,7 @@ RUN ?= runs/$(TASK)
 EPOCHS ?=
 ARGS ?=
 # What a person gives, by name: a recipe reads it as "$$GIVEN_NAME" (the end of this file).
-GIVEN := NODES TASK RUN EPOCHS ARGS WORKERS
+GIVEN := NODES TASK RUN EPOCHS ARGS WORKERS TORCH_INDEX
 
 # Processes that run tests, if not two more than cores, up to 8: most tests wait for processes of their own.
 WORKERS ?=
@@ -25,6 +25,7 @@ WORKERS ?=
 UNIT_LIMIT := 600
 TEST_LIMIT := 2700
 ALL_LIMIT := 3600
+SOAK_LIMIT := 7200
 PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n "$${GIVEN_WORKERS:-$$(cores=$$(nproc); echo $$((cores < 6 ? cores + 2 : 8)))}" --session-timeout=$(1)
 # A second object store, for the tests of the first; they skip where it is not there.
 S3RVER := build/node/node_modules/.bin/s3rver
@@ -37,11 +38,11 @@ export AXE_SCRIPT ?= $(abspath $(wildcard $(AXE)))
 FRAMEWORKS := build/frameworks
 export FRAMEWORKS_PYTHON ?= $(abspath $(wildcard $(FRAMEWORKS)/bin/python))
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
-	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra rich --extra tensorboard --extra export --extra s3
+	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra rich --extra tensorboard --extra export --extra s3 --extra vision
 
 # A machine with a GPU may have no network: `make gpu-wheels` elsewhere, and carry this folder along.
 WHEELS := build/wheels
-CARRIED := annotated-types|nvidia-ml-py|pillow|prometheus-client|pydantic|pydantic-core|python-dotenv|tqdm|typing-extensions|typing-inspection
+CARRIED := annotated-types|cloudpickle|nvidia-ml-py|prometheus-client|pydantic|pydantic-core|python-dotenv|tqdm|typing-extensions|typing-inspection
 
 .PHONY: help setup setup-dev train check test test-all bench gpu-check gpu-wheels s3rver frameworks lock clean
 
@@ -49,25 +50,47 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: NODES=$$GIVEN_NODES TASK=$$GIVEN_TASK RUN=$$GIVEN_RUN EPOCHS=$$GIVEN_EPOCHS ARGS=$$GIVEN_ARGS"
 
-setup: $(STAMP) ## make .venv with what training needs, pinned, and tandem itself
+setup: $(STAMP) ## make .venv with what training needs, pinned, and tandem itself (TORCH=cpu|cuda)
 
 setup-dev: $(TOOLS) ## and with what a change needs: tests, linters, the type checker
 
-# Packages of a lock file, by uv: four times as fast as pip, with a bar for each that comes. Where it cannot
-# (a mirror or a proxy that only pip is told of), pip does the same.
-installed = index="$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null || true)}"; \
-	$(BIN)/uv pip install --system-certs --python $(BIN)/python --require-hashes $${index:+--default-index "$$index"} -r $(1) \
-	|| { echo "make: uv could not; pip installs $(1), without a word until it is done" >&2; \
-		$(BIN)/pip install --quiet --require-hashes -r $(1); }
+# The build of PyTorch: TORCH=cpu or cuda, or what this machine has a use for (/dev/dxg: a GPU under WSL). CUDA's
+# is PyPI's. That for CPUs is on an index of PyTorch's own, whose hashes no lock made from PyPI has.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BUILD = $(if $(call is_given,TORCH),"$$GIVEN_TORCH",$(if $(wildcard /dev/nvidia0 /dev/dxg),cuda,cpu))
+has_build = compgen -G '$(VENV)/lib/python3*/site-packages/torch-'$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.lock)'.dist-info' >/dev/null
+has_cpu_build = compgen -G '$(VENV)/lib/python3*/site-packages/torch-'$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.lock)'+cpu.dist-info' >/dev/null
+index_answers = timeout 8 $(BIN)/python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=4).read()' \
+	"$${GIVEN_TORCH_INDEX%/}/torch/" 2>/dev/null
+cpu_build = { $(index_answers) && $(BIN)/uv pip install --system-certs --python $(BIN)/python --no-deps \
+	--default-index "$$GIVEN_TORCH_INDEX" --reinstall-package torch --reinstall-package torchvision \
+	$$(grep -oE '^(torch|torchvision)==[0-9.]+' requirements.lock); }
 
-$(STAMP): requirements.lock pyproject.toml
+# Packages of a lock file, by uv: four times as fast as pip, with a bar for each that comes. Where it cannot
+# (a mirror or a proxy that only pip is told of), pip does the same. Beside the build for CPUs, nothing of CUDA.
+installed = lock=$(1); if $(has_cpu_build); then lock=$(VENV)/cpu-$(1); $(BIN)/python docker/cpu_lock.py <$(1) >$$lock; fi; \
+	index="$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null || true)}"; \
+	$(BIN)/uv pip install --system-certs --python $(BIN)/python --require-hashes $${index:+--default-index "$$index"} -r $$lock \
+	|| { echo "make: uv failed; pip installs $$lock instead, without showing progress" >&2; \
+		$(BIN)/pip install --quiet --require-hashes -r $$lock; }
+
+# With TORCH, each time: the build may be another one now.
+.PHONY: torch-asked
+$(STAMP): requirements.lock pyproject.toml $(if $(filter-out file undefined default,$(firstword $(origin TORCH))),torch-asked)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 		|| { echo "make: $(PYTHON) is not Python 3.11 to 3.13; name one that is: make setup PYTHON=python3.11" >&2; exit 2; }
+	@[[ $(BUILD) =~ ^(cuda|cpu)$$ ]] \
+		|| { echo "make: TORCH: invalid value '$$GIVEN_TORCH'; expected cpu or cuda: make setup TORCH=cpu" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); $(MAKE) --silent .venv-package; $(PYTHON) -m venv $(VENV); }
 	@test -x $(BIN)/pip || $(BIN)/python -m ensurepip --upgrade >/dev/null
 	@awk '/^[a-z]/ {uv = /^uv==/} uv' requirements-dev.lock >$(VENV)/uv.lock
 	@$(BIN)/pip install --quiet --require-hashes -r $(VENV)/uv.lock
-	@echo "make: PyTorch with CUDA's libraries comes into $(VENV): 3 GB to load, 6 on the disk"
+	@if [ $(BUILD) = cuda ]; then \
+		$(has_build) || echo "make: installing PyTorch with CUDA libraries into $(VENV) (3 GB download, 6 GB on disk)"; \
+		! $(has_cpu_build) || $(BIN)/uv pip uninstall --quiet --python $(BIN)/python torch torchvision; \
+	elif ! $(has_cpu_build) && ! $(cpu_build); then \
+		echo "make: no PyTorch for this machine from $$GIVEN_TORCH_INDEX; installing PyPI's, with CUDA libraries (3 GB download, 6 GB on disk)" >&2; \
+	fi
 	@$(call installed,requirements.lock)
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@# uv compiles nothing: what a run imports is compiled here, once, also for those who keep Python from it
@@ -84,27 +107,38 @@ $(TOOLS): requirements-dev.lock $(STAMP)
 	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv >/dev/null; \
 	else \
-		echo "make: $(PYTHON) cannot make a virtual environment; install it first: sudo apt-get install python3-venv" >&2; exit 2; \
+		echo "make: $(PYTHON) cannot create a virtual environment; install the missing package: sudo apt-get install python3-venv" >&2; exit 2; \
 	fi
 
 train: setup ## train on NODES simulated nodes of this machine, resumable in RUN
 	@[[ "$$GIVEN_NODES" =~ ^[1-9][0-9]*$$ ]] \
-		|| { echo "make: NODES=$$GIVEN_NODES is not a number of nodes; valid is 1, 2, 3...: make train NODES=2" >&2; exit 2; }
+		|| { echo "make: NODES: invalid value '$$GIVEN_NODES'; expected an integer >= 1: make train NODES=2" >&2; exit 2; }
 	@$(call words_of,ARGS); $(BIN)/tandem launch --nodes "$$GIVEN_NODES" --task "$$GIVEN_TASK" --run-dir "$$GIVEN_RUN" \
 		$${GIVEN_EPOCHS:+--epochs "$$GIVEN_EPOCHS"} "$${args[@]}"
 
-check: setup-dev ## lint, types, layers and unit tests
-	$(BIN)/ruff check src tests benchmarks compose docker k8s monitoring slurm examples
+check: setup-dev site ## lint, types, layers, the docs' site and unit tests
+	$(BIN)/ruff check src tests benchmarks compose docker docs k8s monitoring slurm examples
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(call PYTEST,$(UNIT_LIMIT)) tests/unit
+	$(call PYTEST,$(UNIT_LIMIT)) -m 'not slow and not soak' tests/unit
+
+docs: setup-dev ## generate docs/cli.md, api.md and exit-codes.md, and build the site into build/site
+	$(BIN)/python docs/reference.py
+	$(MAKE) --silent site
+
+.PHONY: docs site
+site: setup-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: setup-dev ## every part once, in minutes; what this machine lacks is skipped with a line
-	$(call PYTEST,$(TEST_LIMIT)) -m 'not slow' tests
+	$(call PYTEST,$(TEST_LIMIT)) -m 'not slow and not soak' tests
 
 test-all: test ## and the long trials
-	$(call PYTEST,$(ALL_LIMIT)) -m slow tests
+	$(call PYTEST,$(ALL_LIMIT)) -m 'slow and not soak' tests
+
+soak: setup-dev ## what test-all proves, at more counts and settings; before a release, about an hour
+	$(call PYTEST,$(SOAK_LIMIT)) -m soak tests
 
 gpu-check: ## ten minutes on one GPU: does all of it work there, and what it costs (without a network: make gpu-wheels)
 	@if compgen -G '$(WHEELS)/*.whl' >/dev/null; then \
@@ -144,7 +178,7 @@ $(AXE): $(ACTIONLINT)
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1
 	@touch $@
 
-frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning and transformers for the tests of scripts, MLflow and wandb for those of trackers, from PyPI into build/
+frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning, transformers and datasets for the tests of scripts and recipes, MLflow and wandb for those of trackers, from PyPI into build/
 
 $(FRAMEWORKS)/.installed: tests/scripts/requirements.txt $(TOOLS)
 	$(PYTHON) -m venv $(FRAMEWORKS)

@@ -68,13 +68,14 @@ def main() -> int:
         shutil.rmtree(folder)
     states = most / size / asked.ranks
     row = Row(
-        f"memory of a resume, {asked.ranks} ranks of {size / 1e9:.1f} GB of state each",
+        f"host memory of a resume, {asked.ranks} ranks with {size / 1e9:.1f} GB of state each",
         1,
-        f"{most / 1e9:.2f} GB at most, {seconds:.0f} s until it is loaded",
-        f"the state {size / 1e9:.2f} GB",
-        f"{states:.2f} states a rank",
+        f"{most / 1e9:.2f} GB peak, {seconds:.0f} s to load",
+        f"state {size / 1e9:.2f} GB",
+        f"{states:.2f} states per rank",
         f"at most {MOST_STATES}",
         states <= MOST_STATES,
+        seconds=seconds,
     )
     return finish([row], asked.json)
 

@@ -69,13 +69,14 @@ def measure(rounds: int) -> Iterator[Row]:
         calm, busy = (statistics.median(pair[which] for pair in found[case]) for which in (0, 1))
         spinning = statistics.median(pair[1] for pair in found[case + 1])
         yield Row(
-            f"a hog on each of {cores} cores, {'1 rank' if ranks == 1 else f'{ranks} ranks'}",
+            f"a CPU hog on each of {cores} cores, {'1 rank' if ranks == 1 else f'{ranks} ranks'}",
             rounds,
-            f"{busy:,.0f} samples/s of {calm:,.0f} without",
-            f"{spinning:,.0f} where threads spin",
+            f"{busy:,.0f} samples/s ({calm:,.0f} without hogs)",
+            f"{spinning:,.0f} with spinning threads",
             f"{busy / calm:.2f}",
-            f"at least {LEAST_SHARE} of the pace without",
+            f"at least {LEAST_SHARE} of the speed without hogs",
             busy / calm >= LEAST_SHARE,
+            rounds,
         )
 
 

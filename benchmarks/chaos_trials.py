@@ -110,10 +110,13 @@ def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
         f"chaos: a fault every {every:g} s",
         sum(counts.values()),
         f"goodput {goodput:.1%}; weights {'equal' if equal else 'DIFFER'}; "
-        f"{summary['restarts']} generations started again ({what})",
-        f"undisturbed {calm_seconds:.0f} s for {steps} steps",
+        f"{summary['restarts']} restarts of all ranks ({what})",
+        f"uninterrupted run: {calm_seconds:.0f} s for {steps} steps",
         target="goodput at least 95%, weights equal",
         passed=equal and goodput >= 0.95,
+        control_trials=2,
+        seconds=ended - began,
+        control_seconds=calm_seconds,
     )
 
 

@@ -225,6 +225,7 @@ def _row(pair: Pair, of_mine: list[Pace], of_control: list[Pace]) -> Row:
         told,
         target,
         is_met,
+        len(control),
     )
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from table import machine
 from tandem.tasks.classification import strided_cnn
 
 PASSES, ROUNDS, STEPS = 7, 3, 100
@@ -191,19 +192,19 @@ def measure_threads() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     context, rows = mp.get_context("spawn"), []
     for kind, count in (("many small layers", 150), ("the digits CNN", 40), ("four large layers", 8)):
-        ratios: dict[str, list[float]] = {"threads": [], "processes": []}
+        seconds: dict[str, list[float]] = {"alone": [], "threads": [], "processes": []}
         for _ in range(5):
             passes(kind, 3)
             began = time.perf_counter()
             passes(kind, 2 * count)
-            alone = time.perf_counter() - began
+            seconds["alone"].append(time.perf_counter() - began)
             threads = [threading.Thread(target=passes, args=(kind, count)) for _ in range(2)]
             began = time.perf_counter()
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            ratios["threads"].append(alone / (time.perf_counter() - began))
+            seconds["threads"].append(time.perf_counter() - began)
             ready, go = context.SimpleQueue(), context.Event()
             others = [context.Process(target=process_passes, args=(kind, count, ready, go)) for _ in range(2)]
             for process in others:
@@ -214,9 +215,14 @@ def measure_threads() -> list[dict[str, Any]]:
             go.set()
             for process in others:
                 process.join()
-            ratios["processes"].append(alone / (time.perf_counter() - began))
-        rows.append({"model": kind, **{way: round(statistics.median(r), 2) for way, r in ratios.items()}})
-        print(rows[-1], ratios, flush=True)
+            seconds["processes"].append(time.perf_counter() - began)
+        faster = {
+            way: statistics.median(a / b for a, b in zip(seconds["alone"], seconds[way], strict=True))
+            for way in ("threads", "processes")
+        }
+        rows.append({"model": kind, **{way: round(each, 2) for way, each in faster.items()}})
+        rows[-1] |= {"rounds": len(seconds["alone"]), "seconds": seconds}
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -258,6 +264,7 @@ def main() -> None:
     for name in options.only:
         found[name] = parts[name]()
         print(name, json.dumps(found[name]), flush=True)
+        found.setdefault("machines", {})[name] = machine()  # the parts may be taken on different days
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

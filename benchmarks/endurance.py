@@ -33,8 +33,8 @@ RECOVERY = 1.2
 HELD = {
     "memory": ("MB", 1.1),
     "threads": ("threads", 1.05),
-    "files open": ("files", 1.05),
-    "files of the run, the temporary folder and /dev/shm": ("files", 1.1),
+    "open files": ("files", 1.05),
+    "files in the run, the temporary directory and /dev/shm": ("files", 1.1),
 }
 """{what: (its unit, at most so many times the first tenth's)}."""
 
@@ -56,18 +56,18 @@ def step_of(run: LiveRun) -> int:
 
 def held(run: LiveRun, temporary: Path) -> dict[str, float]:
     """What the launch holds now."""
-    found = {"memory": 0.0, "threads": 0.0, "files open": 0.0}
+    found = {"memory": 0.0, "threads": 0.0, "open files": 0.0}
     for pid, _ in session_of(run.process.pid):
         process = Path(f"/proc/{pid}")
         found["memory"] += memory_of(pid) / 2**20
         try:
             found["threads"] += len(os.listdir(process / "task"))
-            found["files open"] += len(os.listdir(process / "fd"))
+            found["open files"] += len(os.listdir(process / "fd"))
         except OSError:  # ended meanwhile
             continue
     places = (run.run_dir, temporary, Path("/dev/shm"))
     files = sum(len(names) for place in places for _, _, names in os.walk(place))
-    return {**found, "files of the run, the temporary folder and /dev/shm": float(files)}
+    return {**found, "files in the run, the temporary directory and /dev/shm": float(files)}
 
 
 def kill_one(run: LiveRun) -> float:
@@ -146,11 +146,14 @@ def _recovery(before: list[float], last: list[float], control: list[float]) -> R
     return Row(
         "recovery",
         len(before) + len(last),
-        f"{old:.2f} s after {len(before)} kills (worst ever {max(before + last):.2f})",
-        f"a new launch, killed in turn: {new:.2f} s; this one at its start: {start:.2f} s",
+        f"{old:.2f} s after {len(before)} kills (worst {max(before + last):.2f})",
+        f"a new launch, killed alternately: {new:.2f} s; this launch at its start: {start:.2f} s",
         f"{old / new:.3f}",
         f"at most {RECOVERY}",
         old <= RECOVERY * new,
+        len(control),
+        old,
+        new,
     )
 
 
@@ -161,7 +164,7 @@ def _row(what: str, values: list[float], kills: int) -> Row:
     return Row(
         what,
         kills,
-        f"{last:,.2f} {unit} at the end (worst ever {max(values):,.2f})",
+        f"{last:,.2f} {unit} at the end (worst {max(values):,.2f})",
         f"{first:,.2f} {unit} at the start",
         f"{last / first:.3f}",
         f"at most {limit}",

@@ -216,7 +216,7 @@ CONTENDERS = {
     "lightning": Contender("Lightning", lambda python: torchrun(python, "lightning")),
     "task": Contender("tandem, TensorDataset", lambda _: task("Plain"), 1.05),
     "batch-wise": Contender("tandem, batch-wise dataset", lambda _: task("BatchWise")),
-    "own-loop": Contender("a loop of one's own", lambda _: launched(str(HERE), "--as", "own-loop"), 1.02),
+    "own-loop": Contender("a custom loop", lambda _: launched(str(HERE), "--as", "own-loop"), 1.02),
     "launched": Contender(
         "the bare script under tandem launch", lambda _: launched(str(HERE), "--as", "bare")
     ),
@@ -280,6 +280,9 @@ def _row(contender: Contender, mine: list[float], control: list[float]) -> Row:
         f"{ratio:.3f}",
         f"at most {limit}" if limit else "",
         limit is None or ratio <= limit,
+        len(control),
+        statistics.median(mine) / 1000,
+        statistics.median(control) / 1000,
     )
 
 

@@ -10,11 +10,14 @@ check that ran has failed.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import random
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -120,7 +123,8 @@ def digits(check: Check) -> list[Row]:
 def killed(check: Check) -> list[Row]:
     """Undisturbed, and with its rank killed: the weights, and how long the next step took to come."""
     steps, width, kills, every = (120, 8, 1, 20) if check.played else (8000, 64, 3, 200)
-    words = (*QUIET, "--nproc", 1, "--task", f"{TASKS}:Conv", "--task.width", width, "--batch-size", 32)
+    words = (*QUIET, "--nproc", 1, "--task", f"{TASKS}:ConvBySample", "--task.width", width)
+    words = (*words, "--workers", 2, "--batch-size", 32)
     words = (*words, "--steps", steps, "--device", "cuda", "--deterministic", "--checkpoint-every", every)
     calm, _ = check.run("calm", *words)
     seconds = []
@@ -143,7 +147,7 @@ def killed(check: Check) -> list[Row]:
     median = statistics.median(seconds)
     recovery = Row("from the kill to the next step", kills, f"median {median:.2f} s")
     return [
-        Row("a rank killed, --deterministic", kills, weights, target="the same bits", passed=same),
+        Row("a rank killed, --workers 2", kills, weights, target="the same bits", passed=same),
         recovery if not check.played else _not_measured("from the kill to the next step"),
     ]
 
@@ -184,6 +188,9 @@ def recovery_beside_torchrun(check: Check) -> list[Row]:
             f"{ours / theirs:.2f}",
             "at most 0.5",
             ours <= 0.5 * theirs,
+            3,
+            ours,
+            theirs,
         ),
         Row(
             f"the same, --standby-gpu (holds {held:,.0f} MiB)",
@@ -192,6 +199,9 @@ def recovery_beside_torchrun(check: Check) -> list[Row]:
             f"without {ours:.2f} s",
             f"{opened / ours:.2f}",
             passed=None,
+            control_trials=3,
+            seconds=opened,
+            control_seconds=ours,
         ),
     ]
 
@@ -206,6 +216,55 @@ def verified(check: Check) -> list[Row]:
     said = check.output([sys.executable, "-m", "tandem", "verify-resume", *words, "--device", "cuda"], 150.0)
     verdict = said.strip().splitlines()[-1]
     return [Row("verify-resume", 3, verdict, target="exact", passed="verdict: exact" in verdict)]
+
+
+def two_ranks(check: Check) -> list[Row]:
+    """Two nodes of one rank on one GPU, calm and with a rank killed: NCCL between ranks, and its errors.
+
+    NCCL forbids it but for this variable; each node is a launch of its own, to which the GPU is its first.
+    """
+    steps, width = (40, 8) if check.played else (2000, 64)
+    words = ["--task", f"{TASKS}:Conv", "--task.width", width, "--batch-size", 32, "--steps", steps]
+    words += ["--device", "cuda", "--deterministic", "--checkpoint-every", 20, "--nodes", 2, "--nproc", 1]
+    found, restarts = list[object](), list[object]()
+    for kills in (0, 1):
+        run_dir, nodes = check.folder / f"two-{kills}", list[LiveRun]()
+        with contextlib.ExitStack() as opened, socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = ("--master", f"127.0.0.1:{free.getsockname()[1]}", "--run-dir", run_dir)
+            free.close()
+            for node in (0, 1):
+                folder, more = check.folder / f"two-{kills}-{node}", (*place, "--node-rank", node)
+                variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+                run = LiveRun(check.launcher, folder, *QUIET, *words, *more, variables=variables)
+                nodes.append(opened.enter_context(run))
+            nodes[0].run_dir = run_dir
+            if kills:
+                nodes[0].until(lambda run=nodes[0]: bool(run.events("checkpoint")), "checkpoint")
+                os.kill(nodes[1].ranks()[1], signal.SIGKILL)
+            for run in nodes:
+                if code := run.wait(max(1.0, check.deadline - time.monotonic())):
+                    raise RuntimeError(f"a node ended with {code}: {_end(run.words())}")
+        found.append(_summary(run_dir)["weights_sha256"])
+        restarts.append(_summary(run_dir)["restarts"])
+    same = found[0] == found[1] and restarts == [0, 1]
+    said = "the undisturbed run's bits" if same else f"other weights, or restarts: {restarts}"
+    return [Row("two ranks on one GPU, one killed", 1, said, target="the same bits", passed=same)]
+
+
+def branches(check: Check) -> list[Row]:
+    """fp16 with clipping, and a layer that is frozen in the first epoch: other optimizers' steps."""
+    rows = []
+    for name, task, more in (
+        ("fp16, --clip-norm", "Conv", ("--precision", "fp16", "--clip-norm", 1)),
+        ("a task with freeze()", "Frozen", ()),
+    ):
+        words = ("--nproc", 1, "--task", f"{TASKS}:{task}", "--task.width", 8, "--batch-size", 32)
+        words = (*words, "--steps", 40, "--device", "cuda", *more)
+        run_dir, _ = check.run(f"branch-{task}", *words)
+        loss = float(str(_summary(run_dir)["loss"]))
+        rows.append(Row(name, 1, f"loss {loss:.4f}", target="finite", passed=math.isfinite(loss)))
+    return rows
 
 
 def synchronisations(check: Check) -> list[Row]:
@@ -296,6 +355,9 @@ def beside_bare_loops(
                 f"{ratio:.3f}",
                 "at most 1.00",
                 ratio <= 1.005,
+                rounds,
+                statistics.median(ours) / 1000,
+                statistics.median(theirs) / 1000,
             )
         )
     return rows
@@ -332,6 +394,8 @@ CHECKS: dict[str, tuple[Callable[[Check], list[Row]], bool]] = {
     "doctor": (doctor, True),
     "digits": (digits, True),
     "killed": (killed, True),
+    "two-ranks": (two_ranks, True),
+    "branches": (branches, True),
     "synchronisations": (synchronisations, True),
     "verify-resume": (verified, False),
     "bare-loops": (beside_bare_loops, False),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from tandem.data.datasets import Datasets, TensorRows
 
@@ -186,6 +187,32 @@ class Conv:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class BySample(Dataset[Any]):
+    """Rows that are asked for one at a time, so that loader processes have something to do."""
+
+    def __init__(self, rows: TensorRows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows.inputs[index], self.rows.targets[index]
+
+
+class ConvBySample(Conv):
+    def build_datasets(self) -> Datasets:
+        train: Any = super().build_datasets().train
+        return Datasets(BySample(train), None)
+
+
+class Frozen(Conv):
+    """Its first convolution is trained from the second epoch on."""
+
+    def freeze(self, model: nn.Module, epoch: int) -> None:
+        next(model.parameters()).requires_grad_(epoch > 0)
 
 
 TASKS: dict[str, Callable[[str], Timed]] = {"Resnet50": Resnet50, "Gpt124m": Gpt124m}

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from table import save
+
 HERE = Path(__file__).parent
 KINDS = ("none", "bf16", "fp16", "powersgd")
 RATES = ("", "1gbit", "100mbit")
@@ -149,9 +151,7 @@ def main() -> None:
     print("| rate | compression | bytes a step | step, ms | to none |\n|---|---|---|---|---|")
     for row in rows:
         print("| {rate} | {compression} | {bytes:,} | {step_ms} | {ratio} |".format(**row))
-    given.output.parent.mkdir(exist_ok=True)
-    made = {"width": given.width, "steps": given.steps, "load": os.getloadavg()[0], "rows": rows}
-    given.output.write_text(json.dumps(made, indent=1) + "\n")
+    save({"width": given.width, "steps": given.steps, "rows": rows}, given.output)
 
 
 if __name__ == "__main__":

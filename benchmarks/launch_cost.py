@@ -116,6 +116,8 @@ def beside(
                 f"{ratio:.2f}",
                 f"at most {target:g}",
                 ratio <= target,
+                rounds,
+                *((statistics.median(mine), statistics.median(other)) if unit == "s" else ()),
             )
         )
     return rows
@@ -129,6 +131,7 @@ def simulated(nodes: int) -> Row:
         1,
         f"{found.seconds:.1f} s, {found.megabytes:,.0f} MB",
         passed=None,
+        seconds=found.seconds,
     )
 
 
@@ -138,8 +141,8 @@ def main() -> int:
     parser.add_argument("--nodes", default="2,8,16")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = beside("two ranks on a node", lambda: of_tandem("--nproc", 2), of_torchrun, options.rounds)
-    rows += beside("two nodes of a rank", two_nodes, two_torchruns, options.rounds)
+    rows = beside("two ranks on one node", lambda: of_tandem("--nproc", 2), of_torchrun, options.rounds)
+    rows += beside("two nodes with one rank each", two_nodes, two_torchruns, options.rounds)
     rows += [simulated(int(nodes)) for nodes in options.nodes.split(",") if nodes]
     return finish(rows, options.json)
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from marked import living, marked
+
 HERE = Path(__file__).parent
 TASK = HERE / "small_task.py"
 LIMIT_SECONDS = 120.0
@@ -43,7 +45,7 @@ class LiveRun:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun's restarts often hang
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":")
-        environment |= variables or {}
+        environment = marked(environment | dict(variables or {}))
         with self.output.open("ab") as file:
             self.process = subprocess.Popen(
                 command,
@@ -53,6 +55,7 @@ class LiveRun:
                 start_new_session=True,
                 env=environment,
             )
+        _environs[self.process.pid] = environment
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The lines of events.jsonl of that kind so far."""
@@ -127,20 +130,23 @@ def _parsed(line: str) -> dict[str, Any]:
         return {}
 
 
+_environs: dict[int, Mapping[str, str]] = {}
+
+
 def session_of(leader: int) -> list[tuple[int, str]]:
-    """The living processes (pid, name) of a session."""
-    found = []
+    """The living processes (pid, name) of a run, also those that lead sessions of their own."""
+    return [(each.pid, each.name) for each in living(_environs[leader])]
+
+
+def tree_of(root: int) -> list[int]:
+    """A process and all below it, whichever sessions they are in."""
+    parents = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                pid = int(entry.name)
-                if (
-                    os.getsid(pid) == leader
-                    and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-                ):
-                    found.append((pid, (entry / "comm").read_text().strip()))
-            except (OSError, IndexError):
-                continue
+        with suppress(OSError, ValueError, IndexError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [root]
+    for each in found:
+        found += [pid for pid, parent in parents.items() if parent == each]
     return found
 
 

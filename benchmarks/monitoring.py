@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
+from table import save
 from tandem.config import Settings
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import load
@@ -249,8 +250,7 @@ def main() -> None:
     for name, value in result.items():
         print(f"{name:<28} {value:.4g}")
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, options.json)
 
 
 if __name__ == "__main__":

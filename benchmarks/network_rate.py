@@ -3,7 +3,8 @@
 
 Trains a wide model on two containers without a limit and at lower rates. Exposed communication is the time
 of the backward pass beyond that of one node alone, which exchanges nothing: DDP hides what it can behind the
-backward pass, the rest is waited for. Prints one table and writes network_rate.json.
+backward pass, the rest is waited for. Prints one table and writes
+results/network_rate.json.
 """
 
 import argparse
@@ -19,6 +20,7 @@ sys.path.insert(0, str(HERE.parent / "compose"))
 from cluster import remove_metrics, start  # noqa: E402
 from engine import Cluster, ClusterError, check_engine  # noqa: E402
 from job import Job  # noqa: E402
+from table import save  # noqa: E402
 
 STEPS, LOG_EVERY = 40, 10
 RATES = ("", "1gbit", "100mbit")
@@ -67,12 +69,13 @@ def main() -> int:
     """Measure all rates, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--image", default="tandem:cuda")
-    parser.add_argument("--output", type=Path, default=Path("network_rate.json"))
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "network_rate.json")
     options = parser.parse_args()
     rows: list[Row] = []
     try:
         check_engine()
         alone = measure(options.image, 1, "")
+        rows.append(Row(1, "-", round(alone, 1), 0.0))
         for rate in RATES:
             backward = measure(options.image, 2, rate)
             rows.append(Row(2, rate or "no limit", round(backward, 1), round(backward - alone, 1)))
@@ -82,10 +85,9 @@ def main() -> int:
     finally:
         Cluster(PROJECT, {}).compose("down", "--volumes", "--remove-orphans")
     print("| nodes | rate | backward, ms a step | exposed communication, ms a step |\n|---|---|---|---|")
-    print(f"| 1 | - | {alone:.1f} | 0 |")
     for row in rows:
         print(f"| {row.nodes} | {row.rate} | {row.backward_ms} | {row.exposed_ms} |")
-    options.output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    save({"steps": STEPS, "rows": [asdict(row) for row in rows]}, options.output)
     return 0
 
 

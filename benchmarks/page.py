@@ -1,13 +1,18 @@
-"""docs/benchmarks.md out of benchmarks/results/*.json: one table for each question, with machine and date.
+"""Write every measured figure of README and docs from benchmarks/results/*.json.
 
     python benchmarks/page.py
 
-What no file has is said to be not measured. A row whose target is missed says so.
+docs/benchmarks.md is generated whole: one table per question. In the other pages, what stands between
+`<!-- figure: NAME -->` and `<!-- end -->` is generated. NAME is a key of FIGURES, a result file (its machine
+and its table), or an entry of recorded.json: figures from before their program kept its results.
+A question without a result file is shown as not measured. A row that misses its target shows that.
 """
 
 import json
+import re
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,111 +20,396 @@ from table import Row, render
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
+PAGES = (ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path != PAGE))
+MARK = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 HEAD = """# Benchmarks
-`make bench` measures what a CPU can show, `make gpu-check` what needs a GPU; both write \
-`benchmarks/results/*.json`, and this page is made of those files by `python benchmarks/page.py`. Peers run \
-in the same invocation and take turns; figures are medians, with the smallest and the largest where they are \
-given. Ratios carry over to other machines, seconds do not. A row that misses its target is printed as it is.
+`make bench` runs the CPU benchmarks, and `make gpu-check` runs those that need a GPU. Both write \
+`benchmarks/results/*.json`. `python benchmarks/page.py` generates this page, and the measured figures of \
+README and the other pages, from those files. tandem and its baselines run in the same invocation and take \
+turns. Missed targets are shown, too.
+
+- **Figures** are medians. A range in parentheses is the smallest and the largest value.
+- **Ratios** are ratios of the two medians, except where a section says "ratio of rounds". There, each round \
+gives one ratio, and the table shows the median of those. It can differ from the ratio of the two medians, \
+even in direction. The snapshot rows compare means.
+- **Load:** the load average at the end includes the benchmark itself.
+- **Other machines:** neither times nor ratios carry over. On idle cores, torchrun restarted faster than on \
+busy ones, and [the ratio shrank](reliability.md#recovery).
 """
+CNN = "Over gloo, a CNN of 11,074 parameters."
+SMALL = "Over gloo, a model of 5,059 parameters (`benchmarks/small_task.py`)."
+BY_ROUND = " Ratio of rounds."
 
 
 class Question(NamedTuple):
-    """What is asked, the program that answers, the file of its answer, and how its rows are read there.
+    """What was asked: its title, the benchmark program, its result file, and what was trained.
 
-    A `file` with a star is several, each taken by itself on a machine and day of its own.
+    A `file` with a star matches several files, each measured separately, on its own machine and day. With a
+    `place`, another page shows the table, and this page links to it.
     """
 
     title: str
     program: str
     file: str
-    rows: Callable[[Any], list[Row]]
-
-
-def _rows(found: Any) -> list[Row]:
-    return [Row(**row) for row in found["rows"]]
-
-
-def _compression(found: Any) -> list[Row]:
-    return [
-        Row(
-            f"a step over {row['rate']}, {row['compression']}",
-            found["steps"],
-            f"{row['step_ms']} ms, {row['bytes'] / 1e6:.1f} MB",
-            "uncompressed",
-            f"{row['ratio']:.2f}",
-            passed=None,
-        )
-        for row in found["rows"]
-        if row["compression"] != "none"
-    ]
+    setup: str = ""
+    place: str = ""
 
 
 QUESTIONS = (
-    Question("What a framework costs a step", "framework_cost.py", "framework_cost.json", _rows),
-    Question("Loaders alone, without a model", "data_path.py", "data_path.json", _rows),
-    Question("Time to 98%, from the start of the program", "time_to_98.py", "time_to_98.json", _rows),
+    Question("What a framework costs a step", "framework_cost.py", "framework_cost.json", CNN + BY_ROUND),
+    Question("Data loading alone, without a model", "data_path.py", "data_path.json", BY_ROUND.strip()),
     Question(
-        "Saves and recoveries, short", "reliability.py saves recovery", "saves_and_recovery.json", _rows
+        "Time to 98% accuracy, from program start",
+        "time_to_98.py",
+        "time_to_98.json",
+        f"{CNN} The baseline trains the tutorials' model.{BY_ROUND}",
     ),
-    Question("What stops, saves and recoveries cost", "reliability.py --full", "reliability_*.json", _rows),
-    Question("Host memory of a resume", "big_resume.py", "big_resume.json", _rows),
-    Question("From the command to the first step", "launch_cost.py", "launch_cost.json", _rows),
-    Question("Clocks, second launches, signals", "trust_trials.py", "trust_*.json", _rows),
-    Question("A long run that is killed again and again", "endurance.py", "endurance.json", _rows),
     Question(
-        "A long run that is left alone", "endurance.py --steps 1000000 --kills 0", "long_run.json", _rows
+        "Saves and recoveries, short version",
+        "reliability.py saves recovery",
+        "saves_and_recovery.json",
+        SMALL,
     ),
-    Question("A hog on each core", "busy_machine.py", "busy_machine.json", _rows),
-    Question("Scripts as they are", "script_trials.py", "scripts.json", _rows),
-    Question("Node 0 and rank 0 at 1,024 ranks", "thousand_ranks.py", "thousand_ranks.json", _rows),
+    Question("Host memory of a resume", "big_resume.py", "big_resume.json"),
+    Question("From the command to the first step", "launch_cost.py", "launch_cost.json", CNN),
     Question(
-        "The order of 1,000,000,000 samples",
+        "Clock differences, second launches, secrets, signals", "trust_trials.py", "trust_*.json", SMALL
+    ),
+    Question("A long run that is killed repeatedly", "endurance.py", "endurance.json", SMALL),
+    Question("A long run without faults", "endurance.py --steps 1000000 --kills 0", "long_run.json", SMALL),
+    Question("A CPU hog on each core", "busy_machine.py", "busy_machine.json", CNN),
+    Question("Node 0 and rank 0 at 1,024 ranks", "thousand_ranks.py", "thousand_ranks.json"),
+    Question(
+        "Sample order of 1,000,000,000 samples",
         "thousand_ranks.py --only order --samples 1000000000",
         "order.json",
-        _rows,
+    ),
+    Question("One GPU", "gpu_check.py", "gpu.json", BY_ROUND.strip()),
+    Question(
+        "Recovery",
+        "reliability.py --full recovery",
+        "reliability_recovery.json",
+        SMALL,
+        "reliability.md#recovery",
+    ),
+    Question("Hangs", "reliability.py --full hangs", "reliability_hangs.json", SMALL, "reliability.md#hangs"),
+    Question(
+        "Exact resume",
+        "reliability.py --full resume",
+        "reliability_resume.json",
+        "Over gloo, the model of `benchmarks/hard_task.py`.",
+        "reliability.md#exact-resume",
     ),
     Question(
-        "Compressed gradients on slow networks",
+        "Exact resume of custom loops",
+        "own_loop_trials.py",
+        "own_loops.json",
+        "Over gloo, the models of the examples.",
+        "reliability.md#exact-resume",
+    ),
+    Question(
+        "Unmodified scripts",
+        "script_trials.py",
+        "scripts.json",
+        "Two ranks over gloo, the small models of `tests/scripts/programs`.",
+        "reliability.md#scripts",
+    ),
+    Question(
+        "Saves and snapshots",
+        "reliability.py --full saves",
+        "reliability_saves.json",
+        place="reliability.md#what-safety-costs-a-step",
+    ),
+    Question(
+        "A fault every 5 seconds",
+        "reliability.py --full chaos",
+        "reliability_chaos.json",
+        SMALL,
+        "reliability.md#under-steady-fire",
+    ),
+    Question(
+        "Crashes, damage and power loss",
+        "reliability.py --full store",
+        "reliability_store.json",
+        place="checkpoints.md#trials",
+    ),
+    Question(
+        "Compressed gradients",
         "gradient_compression.py",
         "gradient_compression.json",
-        _compression,
+        place="gradient-compression.md#when-it-helps",
     ),
-    Question("One GPU", "gpu_check.py", "gpu.json", _rows),
+    Question("Monitoring", "monitoring.py", "monitoring.json", place="monitoring.md#what-it-costs"),
+    Question(
+        "DataParallel and DDP", "dp_vs_ddp.py", "dp_vs_ddp.json", place="dp-vs-ddp.md#what-is-sent-in-a-step"
+    ),
 )
 
 
-def _measured_on(found: dict[str, Any]) -> str:
-    machine = found.get("machine")
-    if machine is None:
-        return "The machine was not noted."
-    gpus = machine.get("gpus") or []
-    words = [
-        f"{machine['cores']} cores",
-        *([machine["processor"]] if "processor" in machine else []),
-        *(f"{each}" for each in (gpus if isinstance(gpus, list) else [f"{gpus} GPUs"])),
-        f"torch {machine['torch']}",
-        f"Python {machine['python']}",
-        machine["time"],
+def _load(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _rows(results: Path, name: str) -> list[Row]:
+    return [Row(**row) for row in _load(results, name)["rows"]]
+
+
+def _measured_on(machine: dict[str, Any]) -> str:
+    """Where, when and of which commit, and what an old file does not have."""
+    before, after, cores = machine.get("load_before"), machine.get("load"), machine["cores"]
+    known = {
+        "CPU": machine.get("processor"),
+        "torch": machine.get("torch") and f"torch {machine['torch']}",
+        "Python": machine.get("python") and f"Python {machine['python']}",
+        "date": machine["time"],
+        "commit": machine.get("commit") and f"commit {machine['commit']}",
+        "load before the start": before is not None
+        and f"{'quiet' if before < 0.3 * cores else 'busy'} machine (load {before} before the start)",
+        "load at the end": after is not None and f"15-minute load average {after} at the end",
+    }
+    words = [f"{cores} cores", *(machine.get("gpus") or []), *filter(None, known.values())]
+    unknown = ", ".join(name for name, value in known.items() if not value)
+    added = f" Result added in {machine['added_in']}." if machine.get("added_in") else ""
+    return f"Measured on {', '.join(words)}." + (f" Not recorded: {unknown}.{added}" if unknown else "")
+
+
+def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    lines = [f"| {' | '.join(map(str, line))} |" for line in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def _answer(question: Question, path: Path) -> str:
+    """What was trained, the machine and the table of one result file."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    about = " ".join(filter(None, (question.setup, _measured_on(found["machine"]))))
+    return f"{about}\n\n{render([Row(**row) for row in found['rows']])}"
+
+
+def _cost(results: Path, name: str) -> str:
+    (row,) = (row for row in _rows(results, "framework_cost") if row.name == f"a step of {name}")
+    return row.ratio
+
+
+def _readme(results: Path) -> str:
+    """The table of README."""
+    recovery, hangs = _rows(results, "reliability_recovery")[0], _rows(results, "reliability_hangs")[:3]
+    scripts = [row for row in _rows(results, "scripts") if row.control]
+    (chaos,), resumes = _rows(results, "reliability_chaos"), _rows(results, "reliability_resume")
+    worst = max(float(re.findall(r"worst ([\d.]+) s", row.outcome)[0]) for row in hangs)
+    named, equal = (sum(int(row.outcome.split()[0]) for row in rows) for rows in (hangs, resumes))
+    ours, theirs = ([getattr(row, of) for row in scripts] for of in ("seconds", "control_seconds"))
+    kills = sum(row.trials for row in scripts)
+    goodput = re.findall(r"[\d.]+%", chaos.outcome)[0]
+    costs = {
+        "script": "the bare script under tandem launch",
+        "task": "tandem, TensorDataset",
+        "Accelerate": "Accelerate",
+        "Lightning": "Lightning",
+    }
+    shown = ", ".join(f"{name} {_cost(results, row)}" for name, row in costs.items())
+    page, rounds = "docs/reliability.md", _rows(results, "framework_cost")[0].trials
+    rows = [
+        (
+            f"[from a rank's kill to the next step]({page}#recovery)",
+            f"{recovery.trials}; torchrun {recovery.control_trials}",
+            f"median {recovery.seconds:.2f} s; torchrun {recovery.control_seconds:.2f} s",
+        ),
+        (
+            f"[scripts, to their first output]({page}#scripts)",
+            f"{kills}; torchrun {sum(row.control_trials or 0 for row in scripts)}",
+            f"medians {min(ours):.2f} to {max(ours):.2f} s; "
+            f"torchrun {min(theirs):.2f} to {max(theirs):.2f} s",
+        ),
+        (
+            f"[killed and resumed at 1 to {len(resumes)} ranks]({page}#exact-resume)",
+            sum(row.trials for row in resumes),
+            f"{equal} bit-identical to an uninterrupted run",
+        ),
+        (
+            f"[stopped rank, skipped collective, cut link]({page}#hangs)",
+            sum(row.trials for row in hangs),
+            f"{named} named, at most {worst:.2f} s after the timeout",
+        ),
+        (
+            f"[a fault every 5 s]({page}#under-steady-fire)",
+            f"{chaos.trials} faults",
+            f"{goodput} of the uninterrupted speed",
+        ),
+        (
+            "[step time, DDP = 1](docs/benchmarks.md#what-a-framework-costs-a-step)",
+            f"{rounds} rounds",
+            shown,
+        ),
     ]
-    load = f"; 15 minutes' load was {machine['load']}" if "load" in machine else ""
-    return f"{', '.join(words)}{load}."
+    return _table(("measured", "trials", "outcome"), rows)
+
+
+def _compression(results: Path) -> str:
+    found = _load(results, "gradient_compression")
+    by_rate: dict[str, dict[str, Any]] = {}
+    for row in found["rows"]:
+        by_rate.setdefault(row["rate"], {})[row["compression"]] = row
+    kinds = ("bf16", "fp16", "powersgd")
+    rows = [
+        (rate, f"{row['none']['step_ms']:.0f} ms", *(f"{row[kind]['ratio']:.2f}" for kind in kinds))
+        for rate, row in by_rate.items()
+    ]
+    sent = [found["rows"][place]["bytes"] for place in range(4)]
+    head = ("rate of the link", "none", *(f"{kind}, relative" for kind in kinds))
+    words = ", ".join(f"{size:,} with {kind}" for kind, size in zip(("none", *kinds), sent, strict=True))
+    return (
+        f"{_measured_on(found['machine'])}\n\n{_table(head, rows)}\n\n"
+        f"Medians of {found['steps']} steps each. Bytes per step: {words}."
+    )
+
+
+def _monitoring(results: Path) -> str:
+    found = _load(results, "monitoring")
+    trials, blocks = found["straggler_trials"], f"{found['cost_blocks']} blocks of 50 steps"
+
+    def added(name: str) -> str:
+        return f"{found[name]:+.1%} of the step, standard error {found[f'{name}_error']:.1%}"
+
+    def named(name: str) -> str:
+        return f"{found[name] * trials:.0f}"
+
+    windows = f"{trials} windows of 20 steps"
+    right = f"that rank reported in {named('straggler_named')}, "
+    right += f"another rank in {named('straggler_named_wrongly')}"
+    scrape = f"a scrape of 64 ranks' series ({found['page_bytes'] / 1000:.0f} kB, "
+    scrape += f"{found['page_milliseconds']:.0f} ms) every second on the same cores"
+    watching = "monitoring, compared with a run without clocks, gather and messages"
+    rows = [
+        ("one rank is 1.33 times as slow as the others", windows, right, "at least 99%"),
+        ("no rank is slow", windows, f"a rank reported in {named('straggler_false_alarms')}", "at most 1%"),
+        (watching, blocks, added("cost_of_watching"), "under 1%"),
+        (scrape, blocks, added("cost_of_scraping"), "under 1%"),
+    ]
+    about = f"Over gloo, steps of {found['step_milliseconds']:.1f} ms (2 ranks; 4 for the stragglers)."
+    about = f"{about} {_measured_on(found['machine'])}"
+    return f"{about}\n\n{_table(('what', 'trials', 'outcome', 'target'), rows)}"
+
+
+def _shares(results: Path) -> str:
+    found = _load(results, "dp_vs_ddp")
+    rates, sizes = found["shares"]["samples_per_second"], found["shares"]["auto_sizes"]
+    each = zip(rates["none"], rates["3:1"], rates["auto"], strict=True)
+    rows = [
+        (number, *(f"{rate:,.0f}" for rate in of), f"{of[1] / of[0]:.2f}", f"{of[2] / of[0]:.2f}")
+        for number, of in enumerate(each, 1)
+    ]
+    auto = " or ".join(sorted({":".join(map(str, size)) for size in sizes}))
+    relative = ("`3:1` relative to equal", "`auto` relative to equal")
+    head = ("round", "equal, 32:32", "`3:1`, 48:16", f"`auto`, {auto}", *relative)
+    return f"{_measured_on(found['machines']['shares'])}\n\n{_table(head, rows)}"
+
+
+def _bytes(results: Path) -> str:
+    rows = _load(results, "dp_vs_ddp")["bytes"]
+    off = {size: 0.0 for size in sorted({row["parameters"] for row in rows})}
+    for row in rows:
+        size = row["parameters"]
+        off[size] = max(off[size], abs(row["sent"] / row["formula"] - 1))
+    small, *large = off.values()
+    most = [row for row in rows if row["ranks"] == 4 and row["parameters"] == max(off)]
+    sent = {row["way"]: row for row in most}
+    return (
+        f"At 1 and at 10 million parameters they are within {max(large):.2%} of the formula; at 10 thousand "
+        f"they are up to {small:.1%} above it. For 10 million parameters on 4 ranks, the busiest device "
+        f"sends {sent['server']['sent'] / 1e6:.1f} MB if one device serves all others, and "
+        f"{sent['ring']['sent'] / 1e6:.1f} MB in the ring. Over all links both send "
+        f"{statistics.mean(row['all'] for row in most) / 1e6:.1f} MB."
+    )
+
+
+def _threads(results: Path) -> str:
+    found = _load(results, "dp_vs_ddp")
+    rows = [(row["model"], f"{row['threads']:.2f}", f"{row['processes']:.2f}") for row in found["threads"]]
+    about = _measured_on(found["machines"]["threads"])
+    return f"{about}\n\n{_table(('model', 'threads', 'processes'), rows)}"
+
+
+FIGURES: dict[str, Callable[[Path], str]] = {
+    "readme": _readme,
+    "gradient-compression": _compression,
+    "monitoring": _monitoring,
+    "dp-shares": _shares,
+    "dp-bytes": _bytes,
+    "dp-threads": _threads,
+}
+
+
+def figure(name: str, results: Path = RESULTS) -> str:
+    """What stands between the marks of this name. Raises KeyError for an unknown one."""
+    if name in FIGURES:
+        return FIGURES[name](results)
+    for question in QUESTIONS:
+        if question.place and question.file == f"{name}.json":
+            return _answer(question, results / question.file)
+    entry = _load(results, "recorded")[name]
+    if "text" in entry:
+        return str(entry["text"])
+    return f"{_provenance(entry)}\n\n{_table(entry['head'], entry['rows'])}"
+
+
+def _provenance(entry: dict[str, Any]) -> str:
+    words = [each for each in (entry["trials"], entry["on"], entry["date"]) if each]
+    unknown = ["CPU", "load", "commit", *(name for name in ("trials", "on") if not entry[name])]
+    unknown = [{"on": "machine"}.get(name, name) for name in unknown]
+    added = f"Figure added in {entry['added_in']}"
+    return f"Measured once: {', '.join(words)}. Not recorded: {', '.join(unknown)}. {added}."
+
+
+def fill(text: str, results: Path = RESULTS) -> str:
+    """A page with every figure between its marks. A table gets a line of its own, other text none."""
+
+    def made(match: re.Match[str]) -> str:
+        content = figure(match[2], results)
+        gap = "\n\n" if "\n" in content else ""
+        return f"{match[1]}{gap}{content}{gap}{match[4]}"
+
+    return MARK.sub(made, text)
 
 
 def page(results: Path) -> str:
     """The whole of docs/benchmarks.md."""
     parts = [HEAD]
-    for title, program, file, rows in QUESTIONS:
-        parts.append(f"## {title}\n`python benchmarks/{program}`, `benchmarks/results/{file}`.")
-        answers = sorted(results.glob(file))
+    for question in (each for each in QUESTIONS if not each.place):
+        program = f"`python benchmarks/{question.program}`, `benchmarks/results/{question.file}`."
+        answers = sorted(results.glob(question.file))
         if not answers:
-            parts[-1] += " Not measured.\n"
-        for answer in answers:
-            found = json.loads(answer.read_text())
-            parts[-1] = parts[-1].rstrip("\n") + (f"\n\n`{answer.name}`:" if "*" in file else "")
-            parts[-1] += f" {_measured_on(found)}\n\n{render(rows(found))}\n"
-    return "\n".join(parts)
+            parts.append(f"## {question.title}\n{program} Not measured.\n")
+        elif "*" in question.file:
+            shown = [f"`{answer.name}`: {_answer(question, answer)}\n" for answer in answers]
+            parts.append("\n".join((f"## {question.title}\n{program}\n", *shown)))
+        else:
+            parts.append(f"## {question.title}\n{program} {_answer(question, answers[0])}\n")
+    links = [
+        (f"[{each.title}]({each.place})", f"`{each.program}`", f"`{each.file}`")
+        for each in QUESTIONS
+        if each.place
+    ]
+    parts.append(f"## On other pages\n{_table(('what', 'program', 'results'), links)}\n")
+    return "\n".join([*parts, _recorded(results)])
+
+
+def _recorded(results: Path) -> str:
+    head = "## Recorded without their program's output\n"
+    if not (results / "recorded.json").exists():
+        return head + "None.\n"
+    rows = [(f"`{name}`", _provenance(entry)) for name, entry in _load(results, "recorded").items()]
+    about = "Other pages show these figures of `recorded.json`, one measurement each."
+    return f"{head}{about}\n\n{_table(('figure', 'provenance'), rows)}\n"
+
+
+def main() -> None:
+    """Write the pages whose text changes."""
+    new = {PAGE: page(RESULTS), **{path: fill(path.read_text(encoding="utf-8")) for path in PAGES}}
+    for path, text in new.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"written: {path.relative_to(ROOT)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(RESULTS))
-    print(f"written: {PAGE.relative_to(ROOT)}", file=sys.stderr)
+    main()

@@ -23,7 +23,7 @@ COLUMNS, ROW, TOP, LEFT, LETTER = 112, 18, 30, 14, 7.22
 KILL_AFTER_STEP = 400
 LINGER_SECONDS = 6.0  # the last picture, before it begins anew
 LIMIT_SECONDS = 300
-COLOURS = {"$": "#e3b341", "was killed": "#ff7b72", "going on": "#79c0ff", "finished": "#7ee787"}
+COLOURS = {"$": "#e3b341", "was killed": "#ff7b72", "resuming from": "#79c0ff", "finished": "#7ee787"}
 FLAGS = ("--nodes", "2", "--epochs", "3", "--log-every", "100")
 QUIETLY = ("--metrics-linger", "0", "--metrics-port", "0")
 

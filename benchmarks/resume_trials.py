@@ -9,7 +9,6 @@ scaler, and of the loss log. Where they differ, all of the run's trials count as
 """
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -18,8 +17,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+from table import Row, finish
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome
 from tandem.verify.resume import STEPS, Runner, Trial
@@ -47,16 +46,6 @@ LIMIT_SECONDS = 180
 RESTART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-class Row(NamedTuple):
-    """One line of the table of outcomes."""
-
-    name: str
-    trials: int
-    outcome: str
-    control: str
-    ratio: str
-
-
 def exact_resume(
     worlds: Sequence[int] = (1, 2, 3, 4), trials: int = 25, control: int = 10, device: str = "cpu"
 ) -> list[Row]:
@@ -72,7 +61,15 @@ def exact_resume(
             same = sum(naive_ddp(world_size, control))
             beside = f"naive DDP: {same} of {control} equal"
         rows.append(
-            Row(f"bit-exact resume, {world_size} ranks", trials, f"{equal} of {trials} equal", beside, "")
+            Row(
+                f"bit-exact resume, {world_size} rank{'s' * (world_size > 1)}",
+                trials,
+                f"{equal} of {trials} equal",
+                beside,
+                target="all",
+                passed=equal == trials,
+                control_trials=control if beside else None,
+            )
         )
     return rows
 
@@ -146,11 +143,7 @@ def main() -> None:
     given = parser.parse_args()
     worlds = [int(size) for size in given.worlds.split(",")]
     rows = exact_resume(worlds, given.trials, given.control, given.device)
-    print("| what | trials | outcome | control | ratio |\n|---|---|---|---|---|")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
-    if given.json is not None:
-        given.json.write_text(json.dumps([row._asdict() for row in rows], indent=2) + "\n")
+    sys.exit(finish(rows, given.json))
 
 
 if __name__ == "__main__":

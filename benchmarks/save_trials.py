@@ -102,22 +102,28 @@ def save_stall(megabytes: int, trials: int) -> list[Row]:
     dcp = statistics.median(theirs[1:])
     return [
         Row(
-            f"step held by a save of {megabytes} MB",
+            f"step blocked by a save of {megabytes} MB",
             trials,
             f"{hold * 1000:.1f} ms",
             f"memcpy of the same bytes {copy * 1000:.1f} ms",
             f"{hold / copy:.2f}",
             "at most 1.5",
             hold / copy <= 1.5,
+            trials,
+            hold,
+            copy,
         ),
         Row(
-            f"step held by a save of {megabytes} MB",
+            f"step blocked by a save of {megabytes} MB",
             trials,
             f"{hold * 1000:.1f} ms",
             f"torch.distributed.checkpoint.async_save {dcp * 1000:.1f} ms",
             f"{hold / dcp:.2f}",
             "at most 0.35",
             hold / dcp <= 0.35,
+            trials,
+            hold,
+            dcp,
         ),
     ]
 
@@ -154,13 +160,16 @@ def remote_save_stall(megabytes: int, trials: int) -> Row:
     with object_store() as directory:
         hold, whole, copy = held(directory / "checkpoints", megabytes, trials, lambda step, state: None)
     return Row(
-        f"step held by a save of {megabytes} MB to an object store (moto)",
+        f"step blocked by a save of {megabytes} MB to an object store (moto)",
         trials,
-        f"{hold * 1000:.1f} ms, the save takes {whole:.1f} s beside the steps",
+        f"{hold * 1000:.1f} ms, the save takes {whole:.1f} s in the background",
         f"memcpy of the same bytes {copy * 1000:.1f} ms",
         f"{hold / copy:.2f}",
         "at most 1.5",
         hold / copy <= 1.5,
+        trials,
+        hold,
+        copy,
     )
 
 
@@ -188,6 +197,9 @@ def snapshot_overhead(megabytes: int, ranks: int, steps: int) -> Row:
         f"+{overhead:.1%}",
         f"at most {SNAPSHOT_LIMITS[ranks]:.1%}",
         overhead <= SNAPSHOT_LIMITS[ranks],
+        steps,
+        statistics.mean(with_snapshot),
+        statistics.mean(plain),
     )
 
 

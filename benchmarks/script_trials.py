@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from table import Row, render, write
+from tandem.process import below
 
 PROGRAMS = Path(__file__).parents[1] / "tests" / "scripts" / "programs"
 SCRIPTS = {
@@ -89,15 +90,7 @@ class ScriptRun:
 
     def ready(self) -> int:
         """How many processes of the next generation stand by."""
-        names = (path for path in Path("/proc").glob("[0-9]*/comm"))
-        return sum(self._is_ready(path) for path in names)
-
-    def _is_ready(self, comm: Path) -> bool:
-        try:
-            is_ours = os.getsid(int(comm.parent.name)) == self.process.pid
-            return is_ours and comm.read_text() == "tandem-standby\n"
-        except OSError:
-            return False
+        return sum(each.name == "tandem-standby" for each in below(self.process.pid))
 
     def hit(self, number: signal.Signals) -> tuple[int, float]:
         """Send a signal to a random rank of the running generation: (rank, when)."""
@@ -226,22 +219,27 @@ class Trials:
         worst = f"worst {max(self.delays):.2f} s" if self.delays else "none"
         return [
             Row(
-                f"{self.name}: a rank killed, to the first line of all",
+                f"{self.name}: a rank killed, to the first output line of all ranks",
                 self.trials,
-                f"{len(self.ours)} of {self.trials} go on, median {ours:.2f} s, worst {max(self.ours):.2f} s",
+                f"{len(self.ours)} of {self.trials} recover, median {ours:.2f} s, "
+                f"worst {max(self.ours):.2f} s",
                 f"torchrun, {len(self.theirs)} of {self.controls} kills: median {theirs:.2f} s, "
                 f"best {min(self.theirs, default=0.0):.2f} s",
                 f"{theirs / ours:.1f} times faster",
                 f"all, {TARGET:g} times",
                 len(self.ours) == self.trials and theirs >= TARGET * ours,
+                len(self.theirs),
+                ours,
+                theirs if self.theirs else None,
             ),
             Row(
-                f"{self.name}: a rank stopped, named by rank, node and line",
+                f"{self.name}: a rank frozen, reported by rank, node and line",
                 self.trials,
-                f"{self.named} of {self.trials} named right, {worst} after the timeout; "
-                f"{unasked} restarts unasked for, SIGTERM then {self.code}",
+                f"{self.named} of {self.trials} reported correctly, {worst} after the timeout; "
+                f"{unasked} unexpected restarts, SIGTERM then {self.code}",
                 target="all, none, 143",
                 passed=self.named == self.trials and not unasked and self.code == 143 and self.page_is_right,
+                seconds=statistics.median(self.delays) if self.delays else None,
             ),
         ]
 

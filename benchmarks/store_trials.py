@@ -8,7 +8,6 @@ The functions return rows for `benchmarks/reliability.py` and for the tests, whi
 
 import argparse
 import errno
-import json
 import logging
 import os
 import random
@@ -650,7 +649,7 @@ def _replaced(root: Path, version: int) -> None:
 
 PLAIN: dict[str, Callable[[Path, int], None]] = {
     "written in place": _in_place,
-    "written beside it, then os.replace, no fsync": _replaced,
+    "temporary file, then os.replace, no fsync": _replaced,
 }
 
 
@@ -690,7 +689,7 @@ def rows(full: bool) -> "list[table.Row]":
     """The lines of `reliability.py`: what is promised, without the parts that it is made of."""
     from table import Row as Line
 
-    none = "none lost, none mixed", "none silent, all fall back", "the last acknowledged loads, always"
+    none = "none lost, none mixed", "none silent, all fall back", "the last acknowledged step always loads"
     targets = dict(
         zip(("crash anywhere", *DAMAGES, "power loss"), (none[0], *[none[1]] * 3, none[2]), strict=True)
     )
@@ -704,6 +703,7 @@ def rows(full: bool) -> "list[table.Row]":
             f"{row.ratio:.1f}" if row.ratio is not None else "",
             targets[row.name],
             row.bad == 0,
+            row.control_trials or None,
         )
         for row in found
         if row.name in targets
@@ -734,7 +734,9 @@ def main() -> int:
     rows = rows_of(asked.names, asked.trials, not asked.no_control)
     print(markdown(rows))
     if asked.json:
-        asked.json.write_text(json.dumps([row.to_dict() for row in rows], indent=1) + "\n")
+        import table
+
+        table.save({"rows": [row.to_dict() for row in rows]}, asked.json)
     return int(any(row.bad for row in rows if not row.name.startswith("control")))
 
 

@@ -3,17 +3,23 @@
 import json
 import os
 import platform
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+LOAD_BEFORE = round(os.getloadavg()[0], 1)
+"""The 1-minute load average when the program started, so without the benchmark's own work."""
 
 
 @dataclass(frozen=True)
 class Row:
     """`outcome` of `trials`, that of a `control` in the same run, and whether the target is met.
 
-    `passed` None: there is no target, or it was not measured.
+    `passed` None: there is no target, or it was not measured. `seconds` and `control_seconds` are one trial's
+    median on either side; None where the row times nothing, or where an old file does not have it.
+    `control_trials` None: there is no baseline, or its trials were not counted.
     """
 
     name: str
@@ -23,39 +29,62 @@ class Row:
     ratio: str = ""
     target: str = ""
     passed: bool | None = True
+    control_trials: int | None = None
+    seconds: float | None = None
+    control_seconds: float | None = None
 
 
 MET = {True: "yes", False: "**no**", None: ""}
 
 
 def render(rows: Sequence[Row]) -> str:
-    """A Markdown table."""
-    lines = [
-        "| what | trials | outcome | control | ratio | target | met |",
-        "|---|---:|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.name} | {row.trials or ''} | {row.outcome.replace('|', '/')} | {row.control} | {row.ratio} "
-        f"| {row.target} | {MET[row.passed]} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+    """A Markdown table. A column that no row fills is left out."""
+    columns = {
+        "what": [row.name for row in rows],
+        "trials": [str(row.trials or "") for row in rows],
+        "outcome": [row.outcome.replace("|", "/") for row in rows],
+        "baseline": [row.control for row in rows],
+        "its trials": [str(row.control_trials or "") for row in rows],
+        "ratio": [row.ratio for row in rows],
+        "target": [row.target for row in rows],
+        "met": [MET[row.passed] for row in rows],
+    }
+    shown = {head: cells for head, cells in columns.items() if any(cells)}
+    dashes = ["---:" if head.endswith("trials") else "---" for head in shown]
+    lines = [f"| {' | '.join(line)} |" for line in (shown, *zip(*shown.values(), strict=True))]
+    return "\n".join([lines[0], f"|{'|'.join(dashes)}|", *lines[1:]])
 
 
 def machine() -> dict[str, object]:
-    """What the rows were measured on, and when."""
-    import torch
-
+    """What is measured on, when, of which commit, and how busy the machine was before and at the end."""
+    try:
+        import torch
+    except ImportError:  # a benchmark that needs only Docker
+        release, gpus = None, []
+    else:
+        release = torch.__version__
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "torch": torch.__version__,
+        "torch": release,
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
         "processor": _processor(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": gpus,
+        "load_before": LOAD_BEFORE,
         "load": round(os.getloadavg()[2], 1),
+        "commit": _commit(),
         "time": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def _commit() -> str | None:
+    """Of this checkout, with `-dirty` if a tracked file differs from it; None outside a checkout."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.check_output(words, text=True, stderr=subprocess.DEVNULL, timeout=30).strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _processor() -> str:
@@ -67,11 +96,15 @@ def _processor() -> str:
     return next(named, platform.machine())
 
 
+def save(found: Mapping[str, object], path: Path) -> None:
+    """What was found, and the machine it was measured on, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n")
+
+
 def write(rows: Sequence[Row], path: Path) -> None:
     """The rows and the machine they were measured on, as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"machine": machine(), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    save({"rows": [asdict(row) for row in rows]}, path)
 
 
 def finish(rows: Sequence[Row], path: Path | None) -> int:

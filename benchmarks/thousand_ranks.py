@@ -62,7 +62,9 @@ def cpu_ms(work: Callable[[], object], calls: int = CALLS) -> float:
 def row(name: str, ms: float, every: float | None = None) -> Row:
     """`every`: seconds between two such calls, of what is done all the time."""
     share = f"{ms / 10 / every:.1f}% of a core" if every else ""
-    return Row(name, CALLS, f"{ms:.2f} ms", "", share, f"at most {LIMIT_MS:g} ms", ms <= LIMIT_MS)
+    return Row(
+        name, CALLS, f"{ms:.2f} ms", "", share, f"at most {LIMIT_MS:g} ms", ms <= LIMIT_MS, seconds=ms / 1000
+    )
 
 
 def placement(nodes: int) -> Row:
@@ -95,7 +97,7 @@ def consensus(ranks: int) -> Row:
         exchanged = torch.cat([pack(proposal_slots(False, 1), numbers), torch.zeros(1)])
         return reader.read(1, exchanged)
 
-    return row("consensus: what rank 0 does in a step", cpu_ms(agree, 50))
+    return row("consensus: work of rank 0 per step", cpu_ms(agree, 50))
 
 
 def stragglers(ranks: int, per_node: int) -> Row:
@@ -117,7 +119,7 @@ def page(nodes: int, per_node: int) -> Row:
     registry, said = Registry(), _samples_of_a_node(per_node)
     for node in range(1, nodes):
         registry.apply_node(node, said)
-    return row(f"page of metrics, {len(registry.page()) // 1024} KiB", cpu_ms(registry.page))
+    return row(f"metrics page, {len(registry.page()) // 1024} KiB", cpu_ms(registry.page))
 
 
 def _samples_of_a_node(per_node: int) -> list[Any]:
@@ -187,17 +189,17 @@ def pulse(nodes: int, per_node: int) -> list[Row]:
     samples = statistics.median(read_samples() for _ in range(CALLS))
     judged = cpu_ms(lambda: watchdog._look(time.monotonic()))
     everybody = [beat for node in range(nodes) for beat in beats_of(node, per_node)]
-    hung = [beat.later(100.0, False) for beat in everybody]
+    hung = [beat.later(100.0, 100.0, halted=False) for beat in everybody]
     hung = [type(beat)(**{**vars(beat), "waiting": True}) for beat in hung]
     return [
-        row(f"signs of life of {nodes} nodes read and checked", heard, WATCHDOG_TICK_SECONDS),
+        row(f"heartbeats of {nodes} nodes read and checked", heard, WATCHDOG_TICK_SECONDS),
         row(
-            f"metrics of {len(others[:NODES_AT_ONCE])} nodes read and taken in",
+            f"metrics of {len(others[:NODES_AT_ONCE])} nodes read and applied",
             samples,
             WATCHDOG_TICK_SECONDS,
         ),
-        row(f"{len(everybody)} ranks looked at by the watchdog", judged, WATCHDOG_TICK_SECONDS),
-        row(f"a hang among {len(hung)} ranks named", cpu_ms(lambda: judge(hung))),
+        row(f"{len(everybody)} ranks checked by the watchdog", judged, WATCHDOG_TICK_SECONDS),
+        row(f"a hang among {len(hung)} ranks identified", cpu_ms(lambda: judge(hung))),
     ]
 
 
@@ -227,11 +229,11 @@ def sampler(samples: int) -> list[Row]:
     drawn, held = time.process_time() - began, peak_bytes() - before
     step = order.steps_per_epoch // 2
     sought = cpu_ms(lambda: order.batch(step), 50)
-    each = f"{drawn * 1e9 / samples:.1f} ns a sample"
+    each = f"{drawn * 1e9 / samples:.1f} ns per sample"
     taken = f"{drawn:.2f} s, {held / 1e9:.2f} GB"
     return [
-        Row(f"order of an epoch of {samples:,} samples", 1, taken, "", each, passed=None),
-        row("a step's samples out of that order", sought),
+        Row(f"order of an epoch of {samples:,} samples", 1, taken, "", each, passed=None, seconds=drawn),
+        row("samples of one step from that order", sought),
     ]
 
 

@@ -180,6 +180,9 @@ def _rows(who: str, name: str, mine: list[Taken], control: list[Taken], accuracy
             f"{least}{clock:.1f} times shorter",
             f"at least {target} times" if target else "",
             clock >= target if target else None,
+            len(control),
+            statistics.median(each.seconds for each in mine),
+            statistics.median(each.seconds for each in control),
         ),
         Row(
             f"{what}, CPU time",
@@ -188,6 +191,9 @@ def _rows(who: str, name: str, mine: list[Taken], control: list[Taken], accuracy
             f"{peer} {statistics.median(each.cpu for each in control):.1f} s",
             f"{least}{cpu:.1f} times less",
             passed=None,
+            control_trials=len(control),
+            seconds=statistics.median(each.cpu for each in mine),
+            control_seconds=statistics.median(each.cpu for each in control),
         ),
     ]
 

@@ -4,7 +4,7 @@
         [--signals 100] [--rounds 10]
 
 Clocks: two nodes of which one is seconds ahead or behind; in two of the starts a node is killed.
-Pairs: two launches in one run folder, seconds apart; one is killed, or frozen and continued.
+Pairs: two launches in one run directory, seconds apart; one is killed, or frozen and continued.
 Secret: what a secret of the job costs two nodes that meet at this host's own address: runs with and without
 one in turn, each round beginning with the other; the pace, then three ranks that are killed.
 Signals: SIGTERM, SIGHUP, or SIGINT twice, at a random moment, also in a recovery and beside a frozen agent.
@@ -56,7 +56,7 @@ def clocks(starts: int, kills: int, folder: Path) -> list[Row]:
             wanted = [2, 2] if start < kills else [2]
             right += worlds == wanted and found == weights
         what = f"{starts} starts, {min(kills, starts)} kills"
-        outcome = f"{right} of {starts} in the world asked for, with the undisturbed weights"
+        outcome = f"{right} of {starts} with the requested world size and the weights of an uninterrupted run"
         rows.append(
             Row(
                 f"node 1's clock {offset:+} s",
@@ -138,9 +138,9 @@ def pairs(count: int, folder: Path) -> list[Row]:
     total = sum(outcomes.values())
     return [
         Row(
-            "two launches in one run folder, 0 to 5 s apart",
+            "two launches in one run directory, 0 to 5 s apart",
             count,
-            f"{total} of {count} with one owner at a time and the weights of a run alone "
+            f"{total} of {count} with one owner at a time and the weights of a single run "
             f"(one killed: {outcomes['killed']}, one frozen and continued: {outcomes['frozen']})",
             target="all",
             passed=total == count,
@@ -212,7 +212,7 @@ def signals(count: int, folder: Path) -> list[Row]:
     rows = []
     for place, name in enumerate(kinds):
         tries = len(range(place, count, len(kinds)))
-        outcome = f"{right[name]} of {tries} gone in time, saved, no traceback, no orphan, nothing left"
+        outcome = f"{right[name]} of {tries} ended in time, saved, no traceback, no orphan, nothing left"
         passed = right[name] == tries
         rows.append(Row(f"{name} at a random moment", tries, outcome, target="all", passed=passed))
     worst, limit = max(seconds), SHUTDOWN_SECONDS + 5
@@ -276,13 +276,16 @@ def secret(rounds: int, folder: Path) -> list[Row]:
         spread = statistics.quantiles(pairs, n=4)
         rows.append(
             Row(
-                f"{what}, with a secret of the job",
+                f"{what}, with a job secret",
                 len(found[True]),
                 f"median {1000 * ours:.2f} ms, quartiles of the ratio {spread[0]:.3f} to {spread[2]:.3f}",
                 f"without: median {1000 * theirs:.2f} ms",
                 f"ratio {ours / theirs:.4f}",
                 f"at most {limit}",
                 ours / theirs <= limit,
+                len(found[False]),
+                ours,
+                theirs,
             )
         )
     return rows

@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.fault not in (*FAULTS, "all"):
             raise ClusterError(
-                f"FAULT={options.fault} is not known; valid are {', '.join(FAULTS)} and all: "
+                f"FAULT: invalid value {options.fault!r}; expected all or one of {', '.join(FAULTS)}: "
                 "make chaos FAULT=kill-rank"
             )
         index = checked_node(options.node or "1")

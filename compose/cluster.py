@@ -25,6 +25,7 @@ from engine import (
     WATCHERS,
     Cluster,
     ClusterError,
+    EngineGoneError,
     check_engine,
     docker,
     free_bytes_of_engine,
@@ -43,12 +44,13 @@ from preflight import (
     checked_nodes,
     checked_port,
 )
-from tandem.report.secrets import is_secret
+from tandem.config.secrets import is_secret
 from volume import DEFAULT_IMAGE, remove_volumes
 from work import work_of
 
 START_SECONDS = 300.0
 LAST_LINES_SECONDS = 3.0
+DOWN_TRIES, DOWN_AGAIN_SECONDS = 4, 1.0
 METRICS_PORT = 9469
 
 
@@ -185,7 +187,15 @@ def _without_make() -> dict[str, str]:
 
 def watch(cluster: Cluster) -> None:
     """Start Prometheus and Grafana, or let them run: they outlive the job. Raises ClusterError."""
-    cluster.compose("up", "--detach", *WATCHERS, seconds=START_SECONDS)
+    try:
+        cluster.compose("up", "--detach", *WATCHERS, seconds=START_SECONDS)
+    except EngineGoneError:
+        raise
+    except ClusterError as error:
+        raise ClusterError(
+            f"MONITORING=1: {error}; Prometheus and Grafana need their images here, or a registry; name "
+            "others with PROMETHEUS_IMAGE=NAME GRAFANA_IMAGE=NAME, or leave MONITORING=1 out"
+        ) from None
     for name, (variable, port, page) in WATCHERS.items():
         print(f"{name:<12} http://localhost:{os.environ.get(variable) or port}{page}", flush=True)
 
@@ -193,7 +203,8 @@ def watch(cluster: Cluster) -> None:
 def start(cluster: Cluster) -> None:
     """Start every container of the job anew, in the background; Prometheus and Grafana stay as they are."""
     job = ("node", "metrics")
-    cluster.compose("up", "--detach", "--force-recreate", "--remove-orphans", *job, seconds=START_SECONDS)
+    fresh = ("--force-recreate", "--remove-orphans", "--no-build")
+    cluster.compose("up", "--detach", *fresh, *job, seconds=START_SECONDS)
 
 
 def follow(job: Job) -> None:
@@ -247,13 +258,28 @@ def down(options: argparse.Namespace) -> int:
     cluster = Cluster(options.project, {}, watched=True)
     end(options.project)
     everything = ["--volumes"] if options.volumes == "1" else []
-    cluster.compose("down", "--remove-orphans", *everything, seconds=STOP_SECONDS)
+    remove_all(cluster, everything)
     if everything:
         remove_volumes([f"{options.project}_{name}" for name in VOLUMES])
     job_secret.remove(options.project)
     kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
     print(f"cluster {options.project} is down; volumes {kept}")
     return 0
+
+
+def remove_all(cluster: Cluster, more: Sequence[str]) -> None:
+    """`docker compose down`, which is tried again where it fails: an `up` elsewhere removes its forwarder at
+    the same moment, and reads the volume. Raises ClusterError."""
+    for left in range(DOWN_TRIES, -1, -1):
+        try:
+            cluster.compose("down", "--remove-orphans", *more, seconds=STOP_SECONDS)
+            return
+        except EngineGoneError:
+            raise
+        except ClusterError:
+            if not left:
+                raise
+            time.sleep(DOWN_AGAIN_SECONDS)
 
 
 def end(project: str) -> None:

@@ -14,6 +14,7 @@ MONITORING ?=
 CPUS ?=
 MEMORY ?=
 SHM_SIZE ?=
+TMP_SIZE ?=
 SCRIPT ?=
 SCRIPT_ARGS ?=
 CLUSTER := $(PYTHON) compose/cluster.py
@@ -21,9 +22,9 @@ CLUSTER := $(PYTHON) compose/cluster.py
 COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(value RUN)))
 # The Makefile's own default would hide a task of .env, and a script is no task.
 COMPOSE_TASK := $(if $(filter file,$(origin TASK)),,$(value TASK))
-GIVEN += PROJECT GPUS RATE LATENCY LOSS NODE FAULT VOLUMES TO METRICS_PORT MONITORING SCRIPT SCRIPT_ARGS CPUS MEMORY SHM_SIZE COMPOSE_RUN COMPOSE_TASK
+GIVEN += PROJECT GPUS RATE LATENCY LOSS NODE FAULT VOLUMES TO METRICS_PORT MONITORING SCRIPT SCRIPT_ARGS CPUS MEMORY SHM_SIZE TMP_SIZE COMPOSE_RUN COMPOSE_TASK
 # Read from the environment by compose/; what a person has not given stays out of it, as .env may have it.
-HANDED_ON += CPUS MEMORY SHM_SIZE PROMETHEUS_PORT GRAFANA_PORT RULES
+HANDED_ON += CPUS MEMORY SHM_SIZE TMP_SIZE PROMETHEUS_PORT GRAFANA_PORT RULES
 
 .PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale compose-get chaos
 

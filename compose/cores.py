@@ -6,14 +6,23 @@ from collections.abc import Mapping
 
 from engine import ClusterError, dotenv
 
-LIMITS = ("CPUS", "MEMORY", "SHM_SIZE")
+LIMITS = ("CPUS", "MEMORY", "SHM_SIZE", "TMP_SIZE")
 OURS = "THREADS_ARE_A_SHARE"
 """Among a cluster's variables: nobody has given TANDEM_THREADS, and `compose-scale` counts anew."""
 
 
 def limits_given() -> dict[str, str]:
-    """The limits of each node that the caller's environment has; Compose itself reads those of .env."""
-    return {name: os.environ[name] for name in LIMITS if os.environ.get(name)}
+    """The limits of each node that the caller's environment has; Compose itself reads those of .env.
+
+    Raises ClusterError for a size of /tmp that the kernel would refuse, which knows no `gb` (tmpfs(5)).
+    """
+    found = {name: os.environ[name] for name in LIMITS if os.environ.get(name)}
+    if "TMP_SIZE" in found:
+        size = found["TMP_SIZE"].lower().removesuffix("b")
+        if not re.fullmatch(r"[1-9][0-9]*[kmg]?", size):
+            raise ClusterError(f"TMP_SIZE={found['TMP_SIZE']} is not a size; expected 512m, 2g...")
+        found["TMP_SIZE"] = size
+    return found
 
 
 def share_of(nodes: int, variables: Mapping[str, str]) -> dict[str, str]:
@@ -37,7 +46,7 @@ def checked_cpus(text: str) -> float:
     """Cores that a node may use, 0 for all. Raises ClusterError."""
     if not re.fullmatch(r"([0-9]{1,4}(\.[0-9]*)?)?", text):
         raise ClusterError(
-            f"CPUS={text} is not a number of cores for each node; valid is 0.5, 1, 2...: "
+            f"CPUS: invalid value {text!r}; expected a number of cores per node such as 0.5, 1 or 2: "
             "make compose-up CPUS=2"
         )
     return float(text or 0)

@@ -23,6 +23,7 @@ VARIABLES = "tandem.variables"  # the label that keeps them, for scale and chaos
 sys.path.insert(0, str(ROOT / "src"))  # the rules of exit codes are tandem's own; nothing is installed here
 OLDEST_COMPOSE = (2, 24)  # an `env_file` that need not be there
 UNFINISHED = ("created", "running", "restarting", "paused")
+NO_ENGINE = re.compile(r"cannot connect to the docker daemon|error during connect", re.IGNORECASE)
 CALL_SECONDS = 120.0
 STOP_SECONDS = 120.0
 WATCHERS = {
@@ -36,6 +37,19 @@ class ClusterError(Exception):
     """What the user asked for cannot be; one line that says what to type next."""
 
     exit_code = 2
+
+
+class EngineGoneError(ClusterError):
+    """The engine has stopped answering meanwhile; how the job ended is not known."""
+
+    exit_code = 200  # tandem.errors.PEER_LOST: worth another try
+
+    def __init__(self) -> None:
+        where = os.environ.get("DOCKER_HOST", "its usual socket")
+        super().__init__(
+            f"the container engine no longer answers at {where}; start it: sudo systemctl start docker, then "
+            "see what is left: make compose-ps; the same make compose-up resumes from the newest checkpoint"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,10 @@ class Node:
 def docker(
     *arguments: str, check: bool = True, seconds: float = CALL_SECONDS, text: str | None = None
 ) -> str:
-    """Output of a docker command. Raises ClusterError with its last line when it fails (and `check`)."""
+    """Output of a docker command. Raises ClusterError with its last line when it fails (and `check`).
+
+    Raises EngineGoneError in any case.
+    """
     try:
         ended = subprocess.run(
             ["docker", *arguments], capture_output=True, text=True, timeout=seconds, input=text
@@ -74,6 +91,7 @@ def docker(
         raise ClusterError("docker is not installed; on Debian: sudo make docker-host") from None
     except subprocess.TimeoutExpired:
         raise ClusterError(f"`docker {' '.join(arguments[:3])}` took longer than {seconds:.0f} s") from None
+    raise_if_gone(ended)
     if ended.returncode and check:
         raise ClusterError(f"`docker {' '.join(arguments[:3])}` failed: {telling(ended)}")
     return ended.stdout
@@ -89,6 +107,17 @@ def code_of_removed(identity: str, created: str) -> int | None:
     window = ("--since", created, "--until", f"{time.time():.9f}")
     said = docker("events", *window, *its, "--format", "{{.Actor.Attributes.exitCode}}", check=False).split()
     return int(said[-1]) if said and said[-1].isdigit() else None
+
+
+def raise_if_gone(ended: subprocess.CompletedProcess[str]) -> None:
+    """Raises EngineGoneError where a command failed because no engine answered.
+
+    Compose says the same of a registry that does not (2.26), so the engine itself is asked.
+    """
+    if ended.returncode and NO_ENGINE.search(ended.stderr):
+        asked = ["docker", "version", "--format", "{{.Server.Version}}"]
+        if subprocess.run(asked, capture_output=True, timeout=CALL_SECONDS).returncode:
+            raise EngineGoneError
 
 
 def telling(ended: subprocess.CompletedProcess[str]) -> str:
@@ -190,6 +219,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 line = f"docker compose {arguments[0]} took longer than {seconds:.0f} s"
                 raise ClusterError(line) from None
+        raise_if_gone(ended)
         if ended.returncode:
             raise ClusterError(f"docker compose {arguments[0]} failed: {telling(ended)}")
         return ended.stdout

@@ -138,7 +138,7 @@ def _kill_node(scene: Scene) -> str:
 
 
 def _pause(scene: Scene) -> str:
-    _freeze(scene.node.identity)
+    freeze(scene.node.identity)
     try:
         time.sleep(PAUSE_SECONDS)
     finally:
@@ -146,7 +146,7 @@ def _pause(scene: Scene) -> str:
     return f"froze node {scene.node.index} for {PAUSE_SECONDS:.0f} s"
 
 
-def _freeze(container: str) -> None:
+def freeze(container: str) -> None:
     """The container runtime gives up after a few tries where the host is busy."""
     for _ in range(FREEZE_ATTEMPTS - 1):
         try:

@@ -1,6 +1,7 @@
-"""Hand TCP connections on: `forward.py PORT HOST:PORT`. Runs in a container, standard library only.
+"""Hand TCP connections on: `forward.py PORT HOST:PORT [NAME]`. Runs in a container, standard library only.
 
-The name is resolved for each connection, so a node that comes back under another address is found.
+The name is resolved for each connection, so a node that comes back under another address is found. With NAME,
+which all nodes have in common, it ends when nobody has had that name for a while: the job is over.
 """
 
 import asyncio
@@ -9,6 +10,9 @@ import signal
 import sys
 
 CHUNK_BYTES = 64 * 1024
+POLL_SECONDS = 1.0
+GONE_SECONDS = 20.0  # longer than a node that Docker starts again is away
+START_SECONDS = 120.0  # until the first node is there
 
 
 async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
@@ -18,6 +22,25 @@ async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
             target.write(chunk)
             await target.drain()
         target.write_eof()
+
+
+async def until_gone(name: str) -> None:
+    """Until the name has been unknown for GONE_SECONDS, or for START_SECONDS from the start."""
+    clock, patience = asyncio.get_running_loop(), START_SECONDS
+    known_at = clock.time()
+    while clock.time() - known_at < patience:
+        await asyncio.sleep(POLL_SECONDS)
+        with contextlib.suppress(OSError):
+            await clock.getaddrinfo(name, None)
+            known_at, patience = clock.time(), GONE_SECONDS
+
+
+async def run(port: int, host: str, host_port: int, name: str = "") -> None:
+    """Serve until cancelled, or until the name is gone."""
+    tasks = [asyncio.create_task(serve(port, host, host_port))]
+    tasks += [asyncio.create_task(until_gone(name))] if name else []
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    done.pop().result()  # raises what has ended it
 
 
 async def serve(port: int, host: str, host_port: int) -> None:
@@ -36,5 +59,5 @@ async def serve(port: int, host: str, host_port: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    name, _, number = sys.argv[2].rpartition(":")
-    asyncio.run(serve(int(sys.argv[1]), name, int(number)))
+    host, _, number = sys.argv[2].rpartition(":")
+    asyncio.run(run(int(sys.argv[1]), host, int(number), *sys.argv[3:4]))

@@ -40,7 +40,9 @@ class Shape:
             ("LOSS", self.loss, LOSS, "1%"),
         ):
             if value and not valid.fullmatch(value):
-                raise ClusterError(f"{name}={value} is not valid; give for example {name}={example}")
+                raise ClusterError(
+                    f"{name}: invalid value {value!r}; expected a value such as {name}={example}"
+                )
 
     def commands(self) -> list[str]:
         """The arguments of tc: netem outside, the token bucket inside it or alone."""

@@ -28,7 +28,8 @@ def checked_nodes(text: str) -> int:
     """A number of nodes. Raises ClusterError."""
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text) or int(text) > NODES_LIMIT:
         raise ClusterError(
-            f"NODES={text} is not a number of nodes; valid is 1 to {NODES_LIMIT}: make compose-up NODES=2"
+            f"NODES: invalid value {text!r}; expected an integer from 1 to {NODES_LIMIT}: "
+            "make compose-up NODES=2"
         )
     return int(text)
 
@@ -37,22 +38,22 @@ def check_gpus(text: str) -> None:
     """Nothing, a number of GPUs for each node, or all. Raises ClusterError."""
     if text not in ("", "all") and not re.fullmatch(r"[1-9][0-9]?", text):
         raise ClusterError(
-            f"GPUS={text} is not a number of GPUs for each node; valid is 1, 2, 3..., or all for all of the "
-            "host's on every node: make compose-up NODES=2 GPUS=1"
+            f"GPUS: invalid value {text!r}; expected 1 to 99 GPUs per node, or all "
+            "(every node uses all of the host's GPUs): make compose-up NODES=2 GPUS=1"
         )
 
 
 def checked_node(text: str) -> int:
     """Which node, from 0. Raises ClusterError."""
     if not re.fullmatch(r"0|[1-9][0-9]{0,3}", text):
-        raise ClusterError(f"NODE={text} is not a node; nodes count from 0: make compose-ps")
+        raise ClusterError(f"NODE: invalid value {text!r}; expected an integer >= 0, see make compose-ps")
     return int(text)
 
 
 def checked_port(text: str) -> int:
     """A port number. Raises ClusterError."""
     if not re.fullmatch(r"[1-9][0-9]{0,4}", text) or int(text) > 65535:
-        raise ClusterError(f"METRICS_PORT={text} is not a port; valid is 1 to 65535")
+        raise ClusterError(f"METRICS_PORT: invalid value {text!r}; expected a port from 1 to 65535")
     return int(text)
 
 
@@ -64,9 +65,19 @@ def check_free(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ClusterError(
-                f"port {port} of this host is taken ({error.strerror}); choose another: "
+                f"port {port} of this host is taken ({error.strerror}{_holder(port)}); choose another: "
                 f"make compose-up METRICS_PORT={port + 1}"
             ) from None
+
+
+def _holder(port: int) -> str:
+    """Which container has the port, and of which project; empty where none has."""
+    shown = '{{.Names}} {{.Label "com.docker.compose.project"}}'
+    words = ("--filter", f"publish={port}", "--format", shown)
+    name, _, project = docker("ps", *words, check=False).partition("\n")[0].partition(" ")
+    if not name:
+        return ""
+    return f", by container {name}" + (f": make compose-down PROJECT={project}" if project else "")
 
 
 def check_room_for_a_build(free_bytes: int | None) -> None:

@@ -26,7 +26,7 @@ def work_of(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, 
         found = _task(options, given)
     run = options.run or found["RUN"]
     if not RUN.fullmatch(run):
-        raise ClusterError(f"RUN={run} is not a name; give letters, digits, dots and dashes")
+        raise ClusterError(f"RUN: invalid value {run!r}; expected letters, digits, dots and dashes")
     return {**found, "RUN": run}
 
 
@@ -36,7 +36,9 @@ def _task(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, st
     path, colon, name = task.partition(":")
     if colon and path.endswith(".py"):
         if not Path(path).is_file():
-            raise ClusterError(f"TASK={task}: there is no file {path}; give FILE.py:Class or digits")
+            raise ClusterError(
+                f"TASK: invalid value {task!r}; file {path} does not exist; expected FILE.py:Class or digits"
+            )
         file = _readable(f"TASK={task}", Path(path).resolve())
         found |= {"TASKS": str(file.parent), "TANDEM_TASK": f"/tasks/{file.name}:{name}"}
     found["RUN"] = re.sub(r"[^A-Za-z0-9_.-]+", "-", task.rpartition(":")[2] or task)

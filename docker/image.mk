@@ -16,11 +16,11 @@ docker-host: ## prepare a Debian machine for images: engine, compose, base image
 
 image: ## build the container image (TORCH=cuda|cpu)
 	@[[ "$$GIVEN_TORCH" =~ ^(cuda|cpu)$$ ]] \
-		|| { echo "make: TORCH=$$GIVEN_TORCH is not a build of torch; valid are cuda and cpu: make image TORCH=cuda" >&2; exit 2; }
+		|| { echo "make: TORCH: invalid value '$$GIVEN_TORCH'; expected cuda or cpu: make image TORCH=cuda" >&2; exit 2; }
 	@$(call words_of,BUILD_ARGS); DOCKER_BUILDKIT=1 docker build --file "$$GIVEN_CONTEXT/docker/Dockerfile" --tag "$$GIVEN_IMAGE" \
 		--build-arg BASE_IMAGE="$$GIVEN_BASE_IMAGE" --build-arg TORCH="$$GIVEN_TORCH" \
 		--build-arg REVISION=$$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown) \
-		--build-arg VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+		--build-arg VERSION=$$(sed -n 's/^__version__ = "\(.*\)".*/\1/p' src/tandem/__init__.py) \
 		$${GIVEN_PIP_CONF:+--secret "id=pip_conf,src=$$GIVEN_PIP_CONF"} \
 		$${GIVEN_CA_BUNDLE:+--secret "id=ca_bundle,src=$$GIVEN_CA_BUNDLE"} "$${args[@]}" "$$GIVEN_CONTEXT"
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 CHARACTERS = 128  # ASCII; all else becomes "?"
 

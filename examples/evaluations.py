@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 
 def auc(score: torch.Tensor, label: torch.Tensor) -> float:

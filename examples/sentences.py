@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 UNCOUNTED = -100
 

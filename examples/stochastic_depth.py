@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 
 class Blocks(nn.Module):

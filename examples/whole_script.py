@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 
 class Whole:

@@ -19,7 +19,7 @@ k8s-render: ## print the manifest of OVERLAY (no cluster needed)
 k8s-validate: setup-dev ## check all manifests: schemas, rules, pod security
 	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s validate
 
-k8s-generate: setup-dev ## remake the PrometheusRule and the tests' golden renderings
+k8s-generate: setup-dev ## remake the owner's name in all links, the PrometheusRule and the tests' golden renderings
 	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s generate
 
 k8s-apply: ## start the job of OVERLAY in the current cluster

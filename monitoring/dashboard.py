@@ -117,7 +117,7 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
                   (quantile(0.95, "tandem_step_duration_seconds"), "95%"),
                   (f"{rate('tandem_step_duration_seconds_sum')} / {rate('tandem_step_duration_seconds_count')}", "mean")),
             graph("Phases of a step", "s", (f"{rate('tandem_step_phase_seconds_total')} {PER_STEP}", "{{phase}}"), stacked=True),
-            graph("Gradient synchronisation of a step", "s",
+            graph("Gradient synchronization of a step", "s",
                   (f"{rate('tandem_gradient_sync_seconds_total')} {PER_STEP}", "{{overlap}}"),
                   about="exposed: backward waits for it; hidden: behind backward's own work, estimated"),
         ],
@@ -145,7 +145,7 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             graph("Straggler ratio", "none", (series("instance:tandem_straggler:ratio"), "{{instance}}"), limit=1.2),
         ],
     ],
-    "Optimisation": [
+    "Optimization": [
         [
             graph("Scores", "none", (series("tandem_eval_score"), "{{score}}")),
             graph("Learning rate", "none", (series("tandem_learning_rate"), "group {{group}}")),
@@ -171,7 +171,7 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             graph("Steps at risk", "short", (f"{series('tandem_global_step')} - {series('tandem_checkpoint_last_success_step')}", "since the last checkpoint"),
                   (series("tandem_checkpoint_interval_steps"), "interval")),
             graph("Time of a save", "s", (quantile(0.95, "tandem_checkpoint_save_duration_seconds"), "95%")),
-            graph("Training stands still", "percentunit", (rate("tandem_checkpoint_blocked_seconds_total"), "for checkpoints")),
+            graph("Training blocked", "percentunit", (rate("tandem_checkpoint_blocked_seconds_total"), "for checkpoints")),
             graph("Volume", "bytes", (series("tandem_checkpoint_volume_available_bytes"), "free"), (series("tandem_checkpoint_volume_size_bytes"), "size")),
         ],
     ],

@@ -9,7 +9,8 @@ WATCHERS := PROMETHEUS_PORT="$$GIVEN_PROMETHEUS_PORT" GRAFANA_PORT="$$GIVEN_GRAF
 .PHONY: monitoring-up monitoring-down dashboard dashboard-json rules-check screenshots
 
 monitoring-up: ## Prometheus and Grafana beside the containers (RULES=short.yaml: other rules)
-	[[ -z "$$GIVEN_RULES" ]] || export RULES="$$(realpath --no-symlinks "$$GIVEN_RULES")"; $(WATCHERS) up --detach prometheus grafana
+	[[ -z "$$GIVEN_RULES" ]] || export RULES="$$(realpath --no-symlinks "$$GIVEN_RULES")"; $(WATCHERS) up --detach prometheus grafana \
+		|| { echo "make: where their images cannot be had, name others: PROMETHEUS_IMAGE=NAME GRAFANA_IMAGE=NAME" >&2; exit 2; }
 	@$(MAKE) --silent dashboard
 
 monitoring-down: ## remove them; what they have stored stays in their volumes

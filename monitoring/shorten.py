@@ -16,7 +16,8 @@ RULES = Path(__file__).with_name("rules.yaml")
 def shortened(rules: str) -> str:
     """The rules with short times."""
     rules = re.sub(r"for: \d+[mh]", "for: 2s", rules)
-    rules = re.sub(r"(?<=\[)\d+[mh](?=\])", "10s", rules)
+    rules = re.sub(r"(?<=\[)\d+[mhd](?=[\]:])", "10s", rules)
+    rules = rules.replace("[10s:15s]", "[10s:1s]")
     return re.sub(r", 120\)", ", 5)", rules)
 
 

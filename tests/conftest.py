@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import tree
 from needs import require
 from patience import PATIENCE, patient
 
@@ -34,13 +35,15 @@ DEFAULT_LIMIT_SECONDS = 100.0  # below pytest-timeout's 120, so that the process
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS_EACH = 1000
 REASON_CHARACTERS = 2000
+# Suites that wait for clusters, alerts and lost nodes start first; those that compute fill the rest.
+WAITING_FIRST = ("container", "slurm", "monitoring", "k8s", "faults", "scripts", "multi", "storage")
+ORDER = {name: place for place, name in enumerate(WAITING_FIRST)}
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A module runs on one worker, so that what its fixtures start is started once; what needs the one engine
-    as well. Modules keep their order: the long ones of container/ and faults/ begin, the short ones of unit/
-    fill what is left.
+    """Keep a module on one worker, so that its fixtures start once, and all of container/ too: there is one
+    engine. Modules start in the order of ORDER.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -53,7 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """pytest-timeout's limits are patient, too."""
+    """Start with the tests that mostly wait, and apply TEST_PATIENCE to the limits of pytest-timeout too."""
+    items.sort(key=lambda item: ORDER.get(item.nodeid.split("/")[1], len(ORDER)))
     for item in items if PATIENCE != 1 else ():
         marker = item.get_closest_marker("timeout")
         seconds = float(marker.args[0] if marker else config.getini("timeout"))
@@ -111,7 +115,7 @@ def free_port() -> int:
 
 
 class Processes:
-    """Starts programs, each leader of a session of its own, and ends those sessions, nothing else."""
+    """Starts programs, each leader of a session of its own, and ends all that comes of them, nothing else."""
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[str]] = []
@@ -119,7 +123,9 @@ class Processes:
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """`subprocess.Popen` with text pipes; stderr goes into stdout unless told otherwise."""
         defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(command, start_new_session=True, **{**defaults, **options})
+        environ = tree.marked(options.pop("env", None) or os.environ)
+        process = subprocess.Popen(command, start_new_session=True, env=environ, **{**defaults, **options})
+        tree.remember(process.pid, environ)
         self.started.append(process)
         return process
 
@@ -140,11 +146,12 @@ class Processes:
         return process.returncode, output or ""
 
     def kill(self, process: subprocess.Popen[str]) -> None:
-        """SIGKILL to the whole group; the group outlives its leader, so a finished leader does not matter."""
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        """SIGKILL to all that it has started; they outlive it, so whether it has finished does not matter."""
+        for pid in (-process.pid, *tree.of_launch(process.pid)):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
 
     def end(self) -> None:
         """Kill what still runs, and close the pipes."""

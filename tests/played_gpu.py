@@ -29,6 +29,8 @@ from torch.overrides import TorchFunctionMode
 OURS = "/src/tandem/"
 WAITS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"}
 """Methods for which a tensor on a GPU makes the host wait."""
+COPIES = {"to", "tensor", "as_tensor"}
+"""What copies to a GPU from memory that is not pinned: unless it is told not to, the host waits."""
 NAME, MEMORY = "NVIDIA H200", 141 * 2**30
 
 
@@ -86,6 +88,8 @@ class Played(TorchFunctionMode):
         values = (*args, *kwargs.values())
         if any(_is_gpu(value) for value in values):
             self._notes.count("copy" if name == "to" else "on the GPU")
+            if name in COPIES and not kwargs.get("non_blocking"):
+                self._notes.count("wait")
             args = tuple(torch.device("cpu") if _is_gpu(each) else each for each in args)
             kwargs = {key: torch.device("cpu") if _is_gpu(each) else each for key, each in kwargs.items()}
         return function(*args, **kwargs)
@@ -199,9 +203,21 @@ def play(gpus: int = 1, patch: Callable[[Any, str, Any], None] = setattr) -> tup
         if hasattr(torch.optim.Optimizer, f"_{kind}_graph_capture_health_check"):
             patch(torch.optim.Optimizer, f"_{kind}_graph_capture_health_check", lambda self: None)
     _play_group(notes, patch)
+    _play_loader(patch)
     autocast = torch.autocast
     patch(torch, "autocast", lambda kind, **options: autocast("cpu", **options))
     return Played(notes), notes
+
+
+def _play_loader(patch: Callable[[Any, str, Any], None]) -> None:
+    """A thread beside loader processes would pin what they give, outside of the mode."""
+    begin = torch.utils.data.DataLoader.__init__
+
+    @functools.wraps(begin)
+    def without_pinning(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **{**options, "pin_memory": False})
+
+    patch(torch.utils.data.DataLoader, "__init__", without_pinning)
 
 
 def _play_group(notes: Notes, patch: Callable[[Any, str, Any], None]) -> None:
@@ -226,8 +242,13 @@ def _play_group(notes: Notes, patch: Callable[[Any, str, Any], None]) -> None:
 
 @functools.cache
 def _of_this_process() -> tuple[Played, Notes]:
-    """As many GPUs as PLAYED_GPUS says: opened in advance they are the rank's own later."""
-    return play(int(os.environ.get("PLAYED_GPUS", "1")))
+    """As many GPUs as PLAYED_GPUS says: opened in advance they are the rank's own later.
+
+    None where there is a file "gone" in the current folder: the driver has lost them.
+    """
+    mode, notes = play(gpus := int(os.environ.get("PLAYED_GPUS", "1")))
+    torch.cuda.device_count = lambda: 0 if Path("gone").exists() else gpus  # type: ignore[assignment]
+    return mode, notes
 
 
 def run_rank(job: Any, position: Any, send: Any = None, **more: Any) -> int:

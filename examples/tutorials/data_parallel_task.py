@@ -7,7 +7,7 @@ tandem train --strategy dp --dp-first-share 0.5 --task examples/tutorials/data_p
 from data_parallel_plain import Net, rows  # the tutorial's network and data, as they are
 from torch.nn.functional import mse_loss
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 
 class Rows:

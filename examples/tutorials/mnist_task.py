@@ -9,7 +9,7 @@ from pathlib import Path
 from mnist_ddp import Net, mnist  # the tutorial's network and data, as they are
 from torch.nn.functional import cross_entropy
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.nn.functional import cross_entropy
 from torchvision import datasets, models, transforms
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 NORMALIZE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

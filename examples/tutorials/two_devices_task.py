@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 from two_devices_plain import TwoDevices  # the tutorial's model, as it is
 
-from tandem.data.datasets import Datasets
+from tandem import Datasets
 
 
 class Rows:

@@ -81,6 +81,7 @@ def pod_templates(document: Document) -> Iterator[PodTemplate]:
         for role, replica in (document["spec"].get("pytorchReplicaSpecs") or {}).items():
             prefix = "training.kubeflow.org"
             added = {f"{prefix}/job-name": name, f"{prefix}/replica-type": role.lower()}
+            added[f"{prefix}/replica-index"] = "0"  # of the first pod
             if role == "Master":
                 added[f"{prefix}/job-role"] = "master"
             yield _template(f"PyTorchJob {name} {role}", replica.get("template"), "pytorch", added)

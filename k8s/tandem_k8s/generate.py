@@ -1,6 +1,8 @@
-"""What is made from other files: the PrometheusRule around the rules, and the golden renderings."""
+"""What is made from other files: the owner's name, the PrometheusRule, and the golden renderings."""
 
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -20,6 +22,9 @@ LABELS = {
 }
 
 
+_OWNED = re.compile(r"(github\.com/|--repo )[A-Za-z0-9-]+(/tandem\b)")
+
+
 class _Dumper(yaml.SafeDumper):
     """Block style for texts of several lines, and lists indented below their key."""
 
@@ -32,6 +37,24 @@ def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent)
+
+
+def owner() -> str:
+    """The owner of the repository that pyproject.toml names. Raises ValueError if it names none."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository = project["urls"]["Repository"]
+    match = re.fullmatch(r"https://github\.com/([A-Za-z0-9-]+)/tandem", repository)
+    if match is None:
+        raise ValueError(f"pyproject.toml: Repository is {repository!r}; give its GitHub address, .../tandem")
+    return match[1]
+
+
+def owned() -> dict[Path, str]:
+    """{tracked file that names the repository: its text with the owner's name}."""
+    search = ["git", "grep", "-lIP", _OWNED.pattern]
+    listed = subprocess.check_output(search, cwd=ROOT.parent, text=True).splitlines()
+    texts = {ROOT.parent / name: (ROOT.parent / name).read_text(encoding="utf-8") for name in listed}
+    return {path: _OWNED.sub(rf"\g<1>{owner()}\2", text) for path, text in texts.items()}
 
 
 def prometheus_rule(rules: str) -> str:
@@ -56,7 +79,9 @@ def generated() -> dict[Path, str]:
 
 
 def write() -> list[Path]:
-    """Write the component's files, then the golden renderings of all overlays."""
+    """Write the owner's name, the component's files, then the golden renderings of all overlays."""
+    for target, text in owned().items():
+        target.write_text(text, encoding="utf-8")
     for target, text in generated().items():
         target.write_text(text, encoding="utf-8")
     renderings = {GOLDEN / f"{name}.yaml": golden(name) for name in OVERLAYS}

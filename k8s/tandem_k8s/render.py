@@ -13,6 +13,10 @@ WITHOUT_OPERATOR = ("indexed-job", "jobset", "trainjob")
 BASE = "pytorchjob"
 DEFAULT_IMAGE = "tandem"
 RENDER_SECONDS = 60
+# Components patch what earlier ones have put there: `elastic` comes last, as it takes the master away.
+ORDER = ("cpu", "gpu", "rdma", "kueue", "script", "monitoring", "elastic")
+NEEDS = {"rdma": "gpu"}
+CONTRADICTIONS = (("cpu", "gpu"), ("cpu", "rdma"))
 GET_KUBECTL = "on Debian: sudo apt-get install kubernetes-client; elsewhere: kubernetes.io/docs/tasks/tools"
 
 
@@ -25,12 +29,12 @@ def components() -> list[str]:
 
 
 def render(selection: str, image: str = "") -> str:
-    """The YAML of `selection`: pytorchjob, components of it (`gpu`, or several: `gpu,kueue`), indexed-job,
-    jobset or trainjob; with `image` (NAME[:TAG][@DIGEST]) in place of tandem:cuda.
+    """The YAML of `selection`: pytorchjob, components of it (`gpu`, or several in any order: `gpu,kueue`),
+    indexed-job, jobset or trainjob; with `image` (NAME[:TAG][@DIGEST]) in place of tandem:cuda.
 
     Raises UsageError with one line.
     """
-    parts = [part.strip() for part in selection.split(",") if part.strip()]
+    parts = parts_of(selection)
     if len(parts) == 1 and not image and (ROOT / "overlays" / parts[0]).is_dir():
         return kustomize(ROOT / "overlays" / parts[0])
     with tempfile.TemporaryDirectory(prefix="tandem-k8s-") as name:
@@ -42,18 +46,37 @@ def render(selection: str, image: str = "") -> str:
         return kustomize(folder)
 
 
+def parts_of(selection: str) -> list[str]:
+    """The parts of `selection` and what they need, each once, in an order that works. Raises UsageError."""
+    parts = {part.strip() for part in selection.split(",") if part.strip()}
+    if len(parts) == 1 and parts <= {BASE, *WITHOUT_OPERATOR}:
+        return list(parts)
+    known, manifests = components(), sorted(parts & set(WITHOUT_OPERATOR))
+    if manifests:
+        others = ", ".join(sorted(parts - set(manifests))) or "another manifest"
+        raise UsageError(
+            f"OVERLAY={selection!r}: {manifests[0]} does not go with {others}; components are for {BASE} "
+            "alone, give one manifest or only components: make k8s-render OVERLAY=gpu,kueue"
+        )
+    parts.discard(BASE)
+    if not parts or parts - set(known):
+        wrong = ", ".join(sorted(parts - set(known))) or "nothing"
+        raise UsageError(
+            f"OVERLAY={selection!r}: {wrong} is unknown; expected {', '.join((BASE, *WITHOUT_OPERATOR))}, or "
+            f"one or more of {', '.join(known)}: make k8s-render OVERLAY=gpu,kueue"
+        )
+    for one, other in CONTRADICTIONS:
+        if {one, other} <= parts:
+            raise UsageError(f"OVERLAY={selection!r}: {one} contradicts {other}; leave one of them out")
+    parts |= {NEEDS[part] for part in parts if part in NEEDS}
+    return sorted(parts, key=ORDER.index)
+
+
 def _sources(parts: Sequence[str], folder: Path) -> list[str]:
     """The kustomization's resources and components, as its lines; plain manifests are copied beside it."""
     if len(parts) == 1 and parts[0] in (BASE, *WITHOUT_OPERATOR):
         shutil.copyfile(ROOT / f"{parts[0]}.yaml", folder / f"{parts[0]}.yaml")
         return [f"resources: [{parts[0]}.yaml]"]
-    known = components()
-    unknown = [part for part in parts if part not in known]
-    if unknown or not parts:
-        raise UsageError(
-            f"OVERLAY={','.join(parts)!r} is not known; valid are {', '.join((BASE, *WITHOUT_OPERATOR))}, or "
-            f"one or more of {', '.join(known)}: make k8s-render OVERLAY=gpu,kueue"
-        )
     lines = [f"resources: [{os.path.relpath(ROOT / 'base', folder)}]", "components:"]
     return [*lines, *(f"- {os.path.relpath(ROOT / 'components' / part, folder)}" for part in parts)]
 

@@ -51,7 +51,10 @@ def restart_policy(documents: list[Document]) -> Problems:
         for role, replica in _replicas(job).items():
             policy = replica.get("restartPolicy")
             if policy not in RESTART_POLICIES:
-                yield f"{title(job)} {role}: restartPolicy {policy!r}; valid are {_list(RESTART_POLICIES)}"
+                yield (
+                    f"{title(job)} {role}: restartPolicy: invalid value {policy!r}; "
+                    f"expected one of {_list(RESTART_POLICIES)}"
+                )
             elif policy != "ExitCode":
                 yield f"{title(job)} {role}: restartPolicy {policy} ignores exit codes; use ExitCode"
 
@@ -61,7 +64,10 @@ def clean_pod_policy(documents: list[Document]) -> Problems:
     for job in _jobs(documents):
         policy = (job["spec"].get("runPolicy") or {}).get("cleanPodPolicy")
         if policy not in CLEAN_POD_POLICIES:
-            yield f"{title(job)}: cleanPodPolicy {policy!r}; valid are {_list(CLEAN_POD_POLICIES)}"
+            yield (
+                f"{title(job)}: cleanPodPolicy: invalid value {policy!r}; "
+                f"expected one of {_list(CLEAN_POD_POLICIES)}"
+            )
         elif policy != "Running":
             yield f"{title(job)}: cleanPodPolicy {policy}; Running keeps the logs and frees what still runs"
 
@@ -69,7 +75,7 @@ def clean_pod_policy(documents: list[Document]) -> Problems:
 def replica_keys(documents: list[Document]) -> Problems:
     for job in _jobs(documents):
         for role in set(_replicas(job)) - set(ROLES):
-            yield f"{title(job)}: replica {role!r} is ignored; valid are {' and '.join(ROLES)}"
+            yield f"{title(job)}: replica {role!r} is ignored; expected {' or '.join(ROLES)}"
 
 
 def container_name(documents: list[Document]) -> Problems:
@@ -97,7 +103,7 @@ def managed_by(documents: list[Document]) -> Problems:
     for job in _jobs(documents):
         manager = (job["spec"].get("runPolicy") or {}).get("managedBy")
         if manager is not None and manager not in MANAGERS:
-            yield f"{title(job)}: managedBy {manager!r}: nobody would; valid are {' and '.join(MANAGERS)}"
+            yield f"{title(job)}: managedBy: invalid value {manager!r}; expected {' or '.join(MANAGERS)}"
 
 
 def mounts_have_volumes(documents: list[Document]) -> Problems:

@@ -5,20 +5,31 @@ TYPE_CHECKING = False  # not typing's: `python -m tandem` still looks in the cur
 if TYPE_CHECKING:
     from typing import Any
 
+    from tandem.data.datasets import Datasets as Datasets
     from tandem.errors import TandemError as TandemError
+    from tandem.launch.from_python import launch as launch
     from tandem.own_loop.run import Run as Run
     from tandem.own_loop.run import start as start
+    from tandem.tasks.base import Task as Task
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the only place; the build reads it from here
 
-_PUBLIC = {"start": "tandem.own_loop.run", "Run": "tandem.own_loop.run", "TandemError": "tandem.errors"}
-__all__ = ["Run", "TandemError", "start"]
+_PUBLIC = {
+    "Datasets": "tandem.data.datasets",
+    "Run": "tandem.own_loop.run",
+    "Task": "tandem.tasks.base",
+    "TandemError": "tandem.errors",
+    "start": "tandem.own_loop.run",
+}
+__all__ = ["Datasets", "Run", "TandemError", "Task", "launch", "start"]
 
 
 def __getattr__(name: str) -> "Any":
-    """The public names, imported when they are asked for: most verbs need no torch."""
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    """Import a public name when it is asked for: most verbs need no torch."""
     from importlib import import_module
 
+    if name == "launch":
+        return import_module("tandem.launch")  # the package can be called
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

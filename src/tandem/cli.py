@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
     from tandem.config import Parser
 
-HELP = """tandem: multi-node PyTorch training that survives, and tells you what it is doing.
+HELP = """tandem: fault-tolerant multi-node PyTorch training.
 
 {verbs}
-  tandem --version
 
-`tandem VERB --help` lists what a verb takes, `tandem help TOPIC` tells of one setting (help epochs), a group
-of them (help settings) or the exit codes (help exit-codes). Settings are flags (--epochs 3), variables
-(TANDEM_EPOCHS=3), keys of a --config FILE.toml or lines of .env, in this order of precedence.
-Start here: tandem launch --nodes 2
+`tandem VERB -h` shows a verb's common settings, `tandem VERB --help` shows all of them. `tandem help TOPIC`
+describes one setting (help epochs), a group of settings (help settings) or the exit codes (help exit-codes).
+Settings are flags (--epochs 3), variables (TANDEM_EPOCHS=3), keys of a --config FILE.toml, or lines of .env,
+in this order of precedence.
+Start here: tandem demo
 """
 
 
@@ -38,7 +38,9 @@ def main() -> None:
     try:
         code = run(verb, sys.argv[2:], os.environ)
     except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        from tandem.log import printable
+
+        print("\n".join(map(printable, f"tandem: {error}".split("\n"))), file=sys.stderr)
         code = error.exit_code
         if verb == "launch" and isinstance(error, ConfigError):
             from tandem.signals import left_at_stop_signals
@@ -58,6 +60,9 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     if "torch" in sys.modules:
+        from tandem.json_output import drain
+
+        drain()  # where the interpreter exits by itself, atexit calls it
         os._exit(code)  # threads of gloo and of the store abort some interpreters at a normal exit
     sys.exit(code)
 
@@ -68,9 +73,9 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         print(_help_on(words[0]), end="")
         return FINISHED
     if verb in ("-h", "--help", "help"):
-        print(HELP.format(verbs="\n".join(_line(name) for name in VERBS)), end="")
+        print(HELP.format(verbs="\n\n".join(map(_group, GROUPS.items()))), end="")
         return FINISHED
-    if verb in ("--version", "version"):
+    if verb in ("-V", "--version", "version"):
         print(f"tandem {__version__}")
         return FINISHED
     if verb not in VERBS:
@@ -78,14 +83,15 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
 
         near = get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean `tandem {near[0]}`?" if near else "see `tandem --help`"
-        raise ConfigError(f"unknown verb {verb!r}; valid are {', '.join(VERBS)}; {hint}")
+        raise ConfigError(f"unknown verb {verb!r}; expected one of {', '.join(VERBS)}; {hint}")
     program = None
     if verb == "launch":  # whose program's words are its own
         from tandem.launch.program import split
+        from tandem.launch.torchrun_flags import translated
 
-        words, program = split(words)
+        words, program = split(translated(words, environ))
     if "-h" in words or "--help" in words:
-        print(parser_of(verb).format_help(), end="")
+        print(parser_of(verb, is_short="--help" not in words).format_help(), end="")
         return FINISHED
     if verb == "health" and not words:  # asked every few seconds, by probes: it builds no parser
         return place.health(None, environ)
@@ -94,12 +100,12 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
     return VERBS[verb].run(options, environ)
 
 
-def parser_of(verb: str) -> "Parser":
-    """The parser of one verb, which also makes its help."""
+def parser_of(verb: str, is_short: bool = False) -> "Parser":
+    """The parser of one verb, which also formats its help. `is_short`: for `-h`."""
     from tandem.config import Parser
 
     _, usage, summary, add_options, takes_settings = VERBS[verb]
-    parser = Parser(verb, usage, summary, takes_settings)
+    parser = Parser(verb, usage, summary, takes_settings, is_short)
     if add_options is not None:
         add_options(parser)
     return parser
@@ -111,6 +117,11 @@ def _help_on(topic: str) -> str:
     from tandem.config.topics import told
 
     return told(topic, list(VERBS))
+
+
+def _group(group: tuple[str, Sequence[str]]) -> str:
+    title, names = group
+    return "\n".join([f"{title}:", *map(_line, names)])
 
 
 def _line(verb: str) -> str:
@@ -136,6 +147,16 @@ VERBS: Mapping[str, Verb] = {
     **runs.VERBS,
     **place.VERBS,
     "completion": Verb(
-        completion, "bash|zsh|fish", "a script for your shell's Tab key", _completion_options, False
+        completion, "bash|zsh|fish", "print a completion script for your shell", _completion_options, False
     ),
 }
+
+GROUPS: Mapping[str, Sequence[str]] = {
+    "Run": ("demo", "launch", "train"),
+    "Write": ("init", "check"),
+    "Inspect": ("runs", "page", "report", "checkpoints", "eval", "health", "doctor"),
+    "Use": ("export", "track"),
+    "Prove": ("verify-resume", "bench", "kill"),
+    "Settings": ("config", "completion"),
+}
+"""The verbs as `tandem --help` lists them."""

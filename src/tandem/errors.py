@@ -4,16 +4,20 @@
     ├── ConfigError             2    what the user asked for cannot be (never retried)
     ├── RunTakenError           2    another launch has taken the run directory over (never retried)
     ├── CheckpointError         1    saving or reading a checkpoint failed
-    │   └── CorruptCheckpointError   its bytes are not the bytes that were written
+    │   ├── CorruptCheckpointError   its bytes are not the bytes that were written
+    │   └── UnloadableError     2    its bytes are, and no state can be made of them
     ├── CrashLoopError          1    the run ends again and again before it has saved anything (never retried)
     ├── NonFiniteError          1    loss or gradients are not finite (never retried)
     ├── ReplicaMismatchError    1    the ranks do not train the same weights (never retried)
+    ├── RunFailedError          n    a run that this process started has ended with that code
     ├── StoppedError          137    stopped by a signal before a checkpoint could be written
+    ├── StuckError            137    a process of the last generation cannot be ended
     └── PeerLostError         200    another rank or the master is gone (retried)
 
-The message of each is one line: what was got, what is valid, what to type next.
+The message of each is one line: what is wrong, what was expected, what to do.
 """
 
+import signal
 from typing import ClassVar
 
 FINISHED = 0
@@ -21,14 +25,36 @@ FAILED = 1
 MISCONFIGURED = 2
 INTERRUPTED_TWICE = 130
 GPU_FAILED = 134
-"""What a process ends with that NCCL's watchdog aborts (SIGABRT) when CUDA fails: one fault has one code."""
+"""A rank whose own GPU has failed exits with it. SIGABRT gives the same number in a shell; for the agent they
+differ (launch/workers.py)."""
 KILLED = 137
 STOPPED = 143
 PEER_LOST = 200
 
 
+SIGNALS = frozenset(signal.valid_signals())
+
+
+def was_killed(code: int) -> bool:
+    """By a signal, as a shell reports it: 128+n. No signal gives 255 and others: a program chose those."""
+    return code - 128 in SIGNALS and code != STOPPED
+
+
+def is_own(code: int) -> bool:
+    """The program's own end, which it would have again: neither well, nor stopped, killed or out of peers."""
+    return code not in (FINISHED, STOPPED, PEER_LOST) and not was_killed(code)
+
+
+def text_of(error: BaseException) -> str:
+    """The error's text, also where its own `__str__` raises: then what a traceback shows instead."""
+    try:
+        return str(error)
+    except (Exception, SystemExit):
+        return "<exception str() failed>"
+
+
 class TandemError(Exception):
-    """Base of the tree; `exit_code` is the code of the process that it ends."""
+    """Base of all errors of tandem; `exit_code` is the exit code of a process that it ends."""
 
     exit_code: ClassVar[int] = FAILED
 
@@ -53,6 +79,12 @@ class CorruptCheckpointError(CheckpointError):
     """A file's size or SHA-256 differs from the manifest."""
 
 
+class UnloadableError(CheckpointError):
+    """A file's hash is right, and its state cannot be loaded: of unknown types, or larger than the file."""
+
+    exit_code: ClassVar[int] = MISCONFIGURED
+
+
 class CrashLoopError(TandemError):
     """Start after start has saved nothing new."""
 
@@ -65,8 +97,28 @@ class ReplicaMismatchError(TandemError):
     """The weights of a rank are not those of the others."""
 
 
+class GpuLostError(TandemError):
+    """A rank's GPU worked in an earlier generation, and does not now."""
+
+    exit_code: ClassVar[int] = GPU_FAILED
+
+
+class RunFailedError(TandemError):
+    """A run that this process started has failed: why, in one line, and with which exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code  # type: ignore[misc]
+
+
 class StoppedError(TandemError):
     """A signal ended the run before a checkpoint was written."""
+
+    exit_code: ClassVar[int] = KILLED
+
+
+class StuckError(TandemError):
+    """A process that must not live any more cannot be ended on this machine."""
 
     exit_code: ClassVar[int] = KILLED
 

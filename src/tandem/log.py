@@ -10,14 +10,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 from tandem import rotation
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, text_of
 
 LOGGER_NAME = "tandem"
 CLEAR, PLAIN = "\r\x1b[K", "\x1b[0m"
@@ -56,12 +58,18 @@ def redirect_output(path: Path) -> None:
 
     From now on `renew_outputs` keeps the file bounded.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
+    outlive_the_terminal()  # nor does a full disk end a program that prints
     keep_bounded(path, *(stream.fileno() for stream in (sys.stdout, sys.stderr)))
+
+
+def writes_to_file() -> bool:
+    """Whether `redirect_output` sent the output of this process, or of its parent, to a file."""
+    return bool(_outputs)
 
 
 class Unbroken:
@@ -109,17 +117,44 @@ def renew_outputs() -> None:
             output.renew()
 
 
+def _not_through_a_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def _file_handler(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return FileHandler(path, mode="a", encoding="utf-8")
+        return FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"cannot write the log {path}: {reason}; give a --run-dir you can write") from error
+        raise ConfigError(
+            f"cannot write the log {path}: {reason}; use a --run-dir that you can write to"
+        ) from error
 
 
 class FileHandler(logging.FileHandler):
-    """One that begins a new file when its own is full, or was put aside by another process."""
+    """One that begins a new file when its own is full, or was put aside by another process.
+
+    A link is not followed: it may lead to the log of another run. That it cannot write (a full disk) is said
+    once, on the terminal.
+    """
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            text = f"cannot write the log {self.baseFilename}: {error.strerror or error}"
+            told = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING", "msg": text})
+            for other in logging.getLogger(LOGGER_NAME).handlers:
+                if isinstance(other, TerminalHandler):
+                    other.handle(told)
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", -1, "utf-8", "backslashreplace", opener=_not_through_a_link)
 
     def emit(self, record: logging.LogRecord) -> None:
         path = Path(self.baseFilename)
@@ -226,9 +261,40 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def printable(text: str) -> str:
-    """What may come from anybody, as people can be shown it: no control characters."""
-    return "".join(each if each.isprintable() else " " for each in text)
+@contextmanager
+def reporting(what: str) -> Iterator[None]:
+    """A block that only reports on a run, whose end is decided: what fails in it is a warning."""
+    try:
+        yield
+    except Exception as error:
+        said = f"{type(error).__name__}: {text_of(error)}"
+        logging.getLogger(LOGGER_NAME).warning(
+            "cannot %s (%s); this does not change the run's exit code", what, said
+        )
+
+
+def log_warnings() -> None:
+    """From now on Python's warnings are lines of the log, on the terminal and in the file."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = text_of(message) if isinstance(message, Warning) else message
+        said = "%s: %s (%s line %d)", category.__name__, text, filename, lineno
+        logging.getLogger(f"{LOGGER_NAME}.python").warning(*said)
+
+    warnings.showwarning = show
+
+
+def printable(text: str, longest: int = sys.maxsize) -> str:
+    """Text that may come from anybody, as a line for any terminal: nothing that it cannot print."""
+    shown = "".join(each if each.isprintable() else " " for each in text[:longest])
+    return shown if len(text) <= longest else f"{shown[:-1]}…"
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,17 +13,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from tandem.reading import OLDER, opened
+
 LOG_BYTES = 32 * 2**20
 """A file of log/ is full; with the one before it a rank's output takes twice that at most, or little more."""
 EVENTS_BYTES = 2 * 2**20
-"""events.jsonl is full. Less than `journal.TAIL_BYTES`, so that readers see all of both files."""
+"""events.jsonl is full. Less than `reading.TAIL_BYTES`, so that readers see all of both files."""
 TRIES, PAUSE_SECONDS = 200, 0.005
 """Looks whether a rename is over: it takes milliseconds, or tenths of a second where events are counted."""
 
 
 def older(path: Path) -> Path:
     """The file before this one."""
-    return path.with_name(f"{path.name}.1")
+    return path.with_name(path.name + OLDER)
 
 
 def is_at(path: Path, descriptor: int) -> bool:
@@ -71,7 +73,7 @@ def exclusively(path: Path, limit: int) -> Iterator[BinaryIO]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             if not is_at(path, file.fileno()) or os.fstat(file.fileno()).st_size < limit:
-                raise FileNotFoundError(f"{path} is not full any more")
+                raise FileNotFoundError(f"{path} is no longer full")
             yield file
         finally:  # a process that was forked meanwhile has the file open, too
             fcntl.flock(file, fcntl.LOCK_UN)
@@ -108,18 +110,20 @@ def _is_shared(file: BinaryIO) -> bool:
 def tail(path: Path, count: int) -> tuple[bytes, bool]:
     """The last `count` bytes of what was written to `path`, and whether there are more before them.
 
-    They begin in the older file where `path` is shorter. Raises OSError where neither is there.
+    They begin in the older file where `path` is shorter. Neither it nor its folder may be a link. Raises
+    OSError, also where neither is there.
     """
     for _ in range(TRIES):
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             files = []
             for each in (path, older(path)):  # the other way round, a rename between them would hide one
                 with suppress(FileNotFoundError):
-                    files.append(opened.enter_context(each.open("rb")))
+                    place = Path(each.parent.name, each.name)
+                    files.append(stack.enter_context(opened(each.parent.parent, str(place))))
             if len(files) == 2 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
                 continue  # renamed between the two
             if not files:
-                raise FileNotFoundError(f"{path} is not there")
+                raise FileNotFoundError(f"{path} does not exist")
             found, is_cut = b"", False
             for file in files:
                 size, left = file.seek(0, os.SEEK_END), count - len(found)
@@ -127,7 +131,7 @@ def tail(path: Path, count: int) -> tuple[bytes, bool]:
                 found = file.read(left) + found
                 is_cut = is_cut or size > left
             return found, is_cut
-    raise FileNotFoundError(f"{path} is renamed all the time")
+    raise FileNotFoundError(f"{path} is being renamed repeatedly")
 
 
 class Output:
@@ -147,7 +151,9 @@ class Output:
         if os.getpid() != self._process or not ours or not has_gone(self._path, ours[0], LOG_BYTES):
             return
         with suppress(OSError):  # no space, say: it goes on in the older one, and is tried again
-            new = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            new = os.open(
+                self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            )
             for each in ours:
                 os.dup2(new, each, os.get_inheritable(each))
             self._stat = os.fstat(new)

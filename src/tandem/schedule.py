@@ -106,7 +106,7 @@ def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) 
     linear: Goyal et al. 2017 (SGD). sqrt: Krizhevsky 2014, arXiv:1404.5997. See `scaling_rule`.
     """
     if batch_size < 1 or base_batch_size < 1:
-        raise ValueError(f"batch sizes {batch_size} and {base_batch_size}: both must be at least 1")
+        raise ValueError(f"batch sizes {batch_size} and {base_batch_size}: expected integers >= 1")
     ratio = batch_size / base_batch_size
     match rule:
         case "none":
@@ -115,7 +115,7 @@ def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) 
             return lr * ratio
         case "sqrt":
             return lr * math.sqrt(ratio)
-    raise ValueError(f"learning-rate scaling {rule!r}: valid are none, auto, linear, sqrt")
+    raise ValueError(f"learning-rate scaling: invalid value {rule!r}; expected none, auto, linear or sqrt")
 
 
 def warmup_share(step: int, warmup_steps: int, mode: WarmupMode, factor: float = WARMUP_FACTOR) -> float:
@@ -131,7 +131,7 @@ def warmup_share(step: int, warmup_steps: int, mode: WarmupMode, factor: float =
             return step / warmup_steps
         case "constant":
             return factor
-    raise ValueError(f"warm-up {mode!r}: valid are linear, constant, zero")
+    raise ValueError(f"warm-up: invalid value {mode!r}; expected linear, constant or zero")
 
 
 def learning_rate(
@@ -166,4 +166,6 @@ def learning_rate(
         case "step":
             passed = sum(step / max(1, steps_planned) >= milestone for milestone in milestones)
             return float(peak * factor**passed)
-    raise ValueError(f"learning-rate schedule {schedule!r}: valid are constant, linear, cosine, step")
+    raise ValueError(
+        f"learning-rate schedule: invalid value {schedule!r}; expected constant, linear, cosine or step"
+    )

@@ -1,19 +1,22 @@
 """Signals become a flag, and nothing else: whoever reads the flag decides what it means."""
 
+import ctypes
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from tandem import running
 from tandem.errors import StoppedError
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-IGNORED_BY_FORK_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SCHEDULERS_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers send some time before they end a job, where they are told to."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *SCHEDULERS_SIGNALS)
+IGNORED_BY_FORK_SERVER = (*STOP_SIGNALS, signal.SIGHUP)
 
 
 def handed_on(number: int) -> int:
@@ -53,10 +56,13 @@ class StopFlag:
     def install(self) -> "StopFlag":
         """Take over the stop signals of this process (main thread only).
 
-        A hangup (the terminal is closed) is one of them, unless it is ignored already, as under nohup.
+        A hangup (the terminal is closed) is one of them, unless it is ignored already, as under nohup. A
+        script's own handler for what schedulers send stays.
         """
-        for number in (*STOP_SIGNALS, *_hangup()):
+        own = [number for number in SCHEDULERS_SIGNALS if callable(signal.getsignal(number))]
+        for number in {*STOP_SIGNALS, *_hangup()}.difference(own):
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+        running.now()  # begins outside of a handler
         hear_stop_signals()
         return self
 
@@ -119,10 +125,10 @@ class StopFlag:
         elif self._wake is None:
             self._count(number)
         else:  # the listener counts: this may come late, and seem another one
-            self._is_first(number, time.monotonic())
+            self._is_first(number, running.now())
 
     def _count(self, number: int) -> None:
-        now = time.monotonic()
+        now = running.now()
         is_interrupt = number == signal.SIGINT or (self.is_torchruns and self.interrupts > 0)
         if now - self._last > REPEAT_WINDOW_SECONDS and is_interrupt:
             self.interrupts += 1
@@ -135,6 +141,18 @@ class StopFlag:
     def _is_first(self, number: int, now: float) -> None:
         if self.signal_number is None:
             self.signal_number, self.at = number, now
+
+
+def stop_together(with_this_process: Callable[[int], None]) -> None:
+    """Have Ctrl-Z stop what is in other process groups, too: `with_this_process` sends it a signal."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        with_this_process(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # until somebody sends SIGCONT
+        with_this_process(signal.SIGCONT)
+
+    if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+        signal.signal(signal.SIGTSTP, stop)
 
 
 def _be_woken_no_more() -> None:
@@ -177,10 +195,26 @@ def hear_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def default_signals() -> None:
-    """Python's own handlers instead of a fork server's deafness; what was sent meanwhile is heard."""
+def default_signals(spares: bool = False) -> None:
+    """Python's own handlers instead of a fork server's deafness; what was sent meanwhile is heard.
+
+    `spares`: see `spare_who_does_not_know`.
+    """
     default_handlers()
+    if spares:
+        spare_who_does_not_know()
     hear_stop_signals()
+
+
+def spare_who_does_not_know() -> None:
+    """A program without a handler for SIGUSR1 and SIGUSR2 does not end by them.
+
+    A scheduler sends them to the whole process tree, and the agent asks such a program to stop by SIGTERM.
+    Python is not told that they are ignored: some programs install no handler where they find another one.
+    """
+    for number in SCHEDULERS_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).signal(int(number), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 def default_handlers(hears_hangups: bool = True) -> None:

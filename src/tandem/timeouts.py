@@ -26,13 +26,23 @@ STORE_RETRY_SECONDS = 1.0
 CLOCK_SKEW_SECONDS = 2.0
 """A node's clock is said to differ: more than what its words take through the store on a busy machine."""
 SHORTEST_HANG_SECONDS = 10.0
-"""No phase is called hung before, however short its steps: a busy disk takes seconds."""
+"""Silence, and ranks in different collectives, are no hang before: a busy disk takes seconds."""
 STARTING_HANG_SECONDS = 60.0
 """The same until a rank has trained: imports and compilation may starve the thread that speaks."""
+IDLE_HANG_SECONDS = 180.0
+"""A rank that neither computes nor runs Python is no hang before: an upload, or a download, looks so."""
+AGAIN_SECONDS = 30.0
+"""The same for a rank that stands where the last generation has hung."""
+RUNNING_TICK_SECONDS = 0.2
+"""Between two looks at the clock of the time while a process ran (running.py)."""
+LONGEST_GAP_SECONDS = 1.0
+"""What lies between two such looks counts for no more: the process was stopped."""
 SLOW_RANKS_SECONDS = 5.0
 """Node 0 compares the ranks of a script; one that is marked in six looks is named."""
-STACKS_SECONDS = 0.5
-"""Between asking hung ranks for their stacks and killing them: faulthandler needs milliseconds."""
+STACKS_SECONDS = 2.0
+"""Hung ranks are asked for their stacks: until the last one has written, which takes milliseconds."""
+NO_ANSWER_SECONDS = 0.5
+"""A rank that has not written its stacks by then runs no Python: its handler in C is asked."""
 
 NAME_SECONDS = 10.0
 """About how long a rank has to be marked until it is named (telemetry/stragglers.py).
@@ -51,8 +61,17 @@ STANDBY_SECONDS = 0.2
 """Between two forks of standby processes, 30 ms each: a training generation keeps its cores."""
 ENDING_SECONDS = 10.0
 """The other ranks' time after one has ended for good: rank 0 may be saving, and has to say what is wrong."""
+UNMET_SECONDS = 3.0
+"""Ranks before their first step end by themselves so long after another node has ended the job; node 0 waits
+longer than this for the others to hear it."""
 KILLED_SECONDS = 10.0
 """Until a rank killed by SIGKILL is gone; longer only in an uninterruptible wait for a volume."""
+END_LOOK_SECONDS = 0.005
+"""Between two looks whether killed processes are gone: a restart waits for them."""
+PIPE_SECONDS = 1.0
+"""From the end of a pipe to a helper process until that has ended: whether a signal has ended it."""
+LEFT_BEHIND_SECONDS = 1.0
+"""What ranks that have ended well leave running has SIGTERM and this long, then SIGKILL."""
 DISMISSED_SECONDS = 1.0
 """Until a standby process whose pipe was closed is gone."""
 LEAVING_SECONDS = 10.0
@@ -186,5 +205,10 @@ STEP_POLL_SECONDS = 0.001
 """Looks for the step to kill at: a step of the smallest task takes 3 ms."""
 END_POLL_SECONDS = 0.05
 """Looks whether a run has ended."""
+CHECK_SAYS_SECONDS = 10.0
+"""`check` says that it is still at a part after so long without a line."""
 CHECK_SECONDS = 600.0
 """What `check` gives a rank to make data, model and two batches: the first time may download."""
+
+TOOL_ANSWER_SECONDS = 20.0
+"""`tandem doctor` waits so long for another program's --version or --help."""

@@ -12,13 +12,17 @@ there in 2.6.
 | `Optimizer._step_supports_amp_scaling` | the host reads in each step whether to take it |
 | `_foreach_copy_` | one copy for each tensor, slower |
 | `DistributedDataParallel._get_ddp_logging_data` | no figure for hidden communication |
-| `_dump_fr_trace_json` | the report of a hang has no list of collectives |
+| `_dump_fr_trace_json`, `_dump_nccl_trace_json` | the report of a hang has no list of collectives |
 | `dynamic_rendezvous._delay`, `_state_holder._cache_duration` | a rendezvous takes up to 1 s longer |
 | `dynamic_rendezvous.get_method_name` | a rendezvous takes 0.25 s longer |
 | `_state_holder.state.participants` | who is waited for is not counted |
 | `dynamic_rendezvous._RendezvousState`, `_NodeDesc` | `tandem launch` ends with 2 |
 | `DynamicRendezvousHandler._stop_heartbeats` | the engine may complain of a lost store at the end |
 | `_RendezvousExitOp`, `_op_executor` | an elastic job goes on 5 s after a node has left it, not at once |
+| `_workers`, `_shutdown`, `_remove_worker_pids` of a DataLoader | a rank that fails waits for its loaders |
+| `torch._dynamo.callback_handler` | a compilation after the first step counts as the phase it is in |
+| `torch._inductor.config.deterministic` | --deterministic: a new container may compile other kernels |
+| `distributed_c10d._world.pg_map` | the store of a group is known by MASTER_ADDR and MASTER_PORT alone |
 | `torch._dynamo` | the first ranks start a few seconds later |
 
 Not here: the methods that torch's SimpleElasticAgent documents for its subclasses (launch/generations.py),
@@ -29,10 +33,11 @@ tests/unit/test_torch_private.py takes them away one by one; pyproject.toml boun
 
 import contextlib
 import inspect
+import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +98,27 @@ def around_the_wait(before: Callable[[], None], behind: Callable[[], None]) -> N
         queue(then)
 
 
+def around_compilation(before: Callable[[], None], behind: Callable[[], None]) -> None:
+    """Call `before()` and `behind()` around each compilation in this process, on the thread that compiles.
+
+    Only where something has imported the compiler: nothing else can compile.
+    """
+    handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
+    if handler is not None:
+        with contextlib.suppress(AttributeError):
+            handler.register_start_callback(lambda *_: before())
+            handler.register_end_callback(lambda *_: behind())
+
+
+def compile_deterministically() -> None:
+    """Let torch.compile choose no kernel by timing it."""
+    with contextlib.suppress(ImportError):
+        from torch._inductor import config
+
+        if hasattr(config, "deterministic"):
+            config.deterministic = True
+
+
 def note_nonfinite(tensors: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
     """Set the scalar `found` to 1 if any value is not finite; all on one device and of one type.
 
@@ -124,7 +150,7 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def copy_all(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
     """Copy each source into its target."""
     copy = getattr(torch, "_foreach_copy_", None)
-    if copy is not None:
+    if copy is not None and targets:  # it refuses empty lists
         copy(targets, sources, non_blocking=non_blocking)
         return
     for target, source in zip(targets, sources, strict=True):
@@ -150,14 +176,26 @@ def flight_record() -> bytes:
     """
     with contextlib.suppress(Exception):
         import torch.distributed as dist
-        from torch._C import _distributed_c10d
 
         if dist.is_initialized():
-            try:
-                return bytes(_distributed_c10d._dump_fr_trace_json(backend=dist.get_backend()))
-            except TypeError:  # until 2.11 there was one recorder
-                return bytes(_distributed_c10d._dump_fr_trace_json())
+            records = [*_records(dist.get_backend())]
+            return next((each for each in records if json.loads(each).get("entries")), records[-1])
     return b""
+
+
+def _records(backend: str) -> Iterator[bytes]:
+    """What each recorder has that may be a group's: NCCL's older group keeps its own, and the one of torch
+    2.15 that is called "nccl", too, writes under another name."""
+    from torch._C import _distributed_c10d
+
+    if backend == "nccl":
+        with contextlib.suppress(Exception):
+            yield bytes(_distributed_c10d._dump_nccl_trace_json())  # type: ignore[attr-defined,unused-ignore]
+    try:
+        for name in ("nccl2", backend) if backend == "nccl" else (backend,):
+            yield bytes(_distributed_c10d._dump_fr_trace_json(backend=name))
+    except TypeError:  # until 2.11 there was one recorder
+        yield bytes(_distributed_c10d._dump_fr_trace_json())
 
 
 def hasten_rendezvous(poll_seconds: float) -> None:
@@ -229,7 +267,7 @@ def rendezvous_kinds() -> tuple[Any, Any]:
         return dynamic_rendezvous._RendezvousState, dynamic_rendezvous._NodeDesc
     except AttributeError as error:
         raise ConfigError(
-            f"tandem does not know how nodes meet in torch {torch.__version__}; install torch 2.6 to 2.15"
+            f"tandem does not support the rendezvous of torch {torch.__version__}; install torch 2.6 to 2.15"
         ) from error
 
 
@@ -262,3 +300,32 @@ def import_what_ddp_imports() -> None:
     """Import now what DDP's constructor imports when it is called: 900 modules."""
     with contextlib.suppress(ImportError):
         import torch._dynamo  # noqa: F401
+
+
+def end_loader_processes(iterator: Any) -> None:
+    """Kill the processes of a DataLoader's iterator, and keep it from waiting for them at its own end.
+
+    torch 2.6 to 2.15 (dataloader.py, _shutdown_workers): it may hang where one of them was killed.
+    """
+    if getattr(iterator, "_worker_pids_set", False) and hasattr(torch._C, "_remove_worker_pids"):
+        torch._C._remove_worker_pids(id(iterator))  # else their end is an error of this process
+        iterator._worker_pids_set = False
+    iterator._shutdown = True
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()
+
+
+def stores_of_groups() -> list[Any]:
+    """The stores below the process groups that are open in this process, without their prefixes."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        return [without_prefixes(store) for _, store in c10d._world.pg_map.values()]  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        return []
+
+
+def without_prefixes(store: Any) -> Any:
+    """The store that a PrefixStore is on."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store

@@ -8,7 +8,7 @@ import pytest
 
 import big_resume
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multi, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 def ended(folder: Path, steps: int) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def test_two_ranks_go_on_from_a_large_state_as_if_they_had_not_stopped(tmp_path:
     assert ended(tmp_path / "parts", 3)["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.soak
 def test_its_memory_is_measured(tmp_path: Path) -> None:
     size, most, seconds = big_resume.measured(tmp_path / "run", 1, 0.3)
     assert size > 2.9e8 and most > size and seconds > 0

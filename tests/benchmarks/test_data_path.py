@@ -70,7 +70,7 @@ def test_who_is_not_there_in_time_has_the_limit(tmp_path: Path) -> None:
         time_to(0.98, [sys.executable, "-c", "print('accuracy 0.5')"], tmp_path, limit=patient(60))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.multi
 @pytest.mark.timeout(400)
 def test_recipes_and_tandem_come_to_an_accuracy(few: Path, processes: Any) -> None:

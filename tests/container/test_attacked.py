@@ -121,7 +121,9 @@ class Job:
         job_secret.remove(self.project)
 
 
-@pytest.fixture(params=[True, False], ids=["with a secret", "without one"])
+@pytest.fixture(
+    params=[pytest.param(True, marks=pytest.mark.soak), False], ids=["with a secret", "without one"]
+)
 def job(request: pytest.FixtureRequest, image: str, tmp_path: Path) -> Iterator[Job]:
     tmp_path.chmod(0o755)
     (tmp_path / "small.py").write_text(TASK)

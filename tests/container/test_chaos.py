@@ -95,8 +95,8 @@ def test_all_of_them_cost_no_bit(scenes: Scenes, calm: str, broken: Cluster) -> 
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (["FAULT=melt"], "FAULT=melt is not known; valid are kill-rank, "),
-    (["FAULT=kill-rank", "NODE=x"], "NODE=x is not a node; nodes count from 0: make compose-ps"),
+    (["FAULT=melt"], "FAULT: invalid value 'melt'; expected all or one of kill-rank, "),
+    (["FAULT=kill-rank", "NODE=x"], "NODE: invalid value 'x'; expected an integer >= 0"),
     (["FAULT=kill-rank", "PROJECT=nobody"], "there is no cluster nobody here; start one: make compose-up"),
 ])  # fmt: skip
 def test_what_cannot_be_broken(image: str, words: list[str], line: str) -> None:

@@ -1,6 +1,7 @@
 """The image: what it is, what it can do without rights, and how little a change of the source rebuilds."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def test_what_the_image_declares(image: str) -> None:
     assert config["StopSignal"] == "SIGTERM" and config["Healthcheck"]["Test"] == ["CMD", "tandem", "health"]
     assert "NVIDIA_VISIBLE_DEVICES" not in environment, "the runtime would give GPUs to who asked for none"
     assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    assert environment["NVIDIA_REQUIRE_CUDA"] == "cuda>=13.0"
     assert config["Labels"]["org.opencontainers.image.title"] == "tandem"
     assert config["Labels"]["org.opencontainers.image.version"] not in ("", "0")
     assert config["Labels"]["org.opencontainers.image.revision"] not in ("", "unknown")
@@ -98,7 +100,8 @@ def test_a_node_without_a_heartbeat_is_not_healthy(image: str) -> None:
 @pytest.mark.slow
 def test_a_change_of_the_source_keeps_every_heavy_layer(image: str, tmp_path: Path) -> None:
     """The packages' layers are shared with the image that is there; only tandem's own is new."""
-    for name in ("LICENSE", "pyproject.toml", "requirements.lock", "requirements-cpu.lock", ".dockerignore"):
+    named = re.findall(r"^!(\S+\.\w+|LICENSE)$", (ROOT / ".dockerignore").read_text(), re.M)
+    for name in (*named, ".dockerignore"):
         shutil.copy2(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "docker", tmp_path / "docker")
     left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from clusters import IMAGE, ROOT, TestedCluster, docker
 
+from faults import freeze
 from patience import patient
 
 pytestmark = pytest.mark.timeout(900)
@@ -158,7 +159,7 @@ def test_alerts_fire_in_the_cluster_and_resolve(
     (tmp_path / "slow").unlink()
     watched.resolves("TandemStraggler")
 
-    docker("pause", nodes[1])
+    freeze(nodes[1])
     watched.fires("TandemTrainingStalled")
     docker("unpause", nodes[1])
     watched.resolves("TandemTrainingStalled")
@@ -206,7 +207,9 @@ def test_an_image_of_grafana_that_cannot_be_had(cluster: TestedCluster) -> None:
     code, output = cluster.up(
         "--nodes", "1", "--monitoring", "1", GRAFANA_IMAGE=image, PROMETHEUS_IMAGE=image
     )
-    assert code == 2 and output.splitlines()[-1].startswith("tandem: docker compose up failed: ")
+    said = output.splitlines()[-1]
+    assert code == 2 and said.startswith("tandem: ")
+    assert [word for word in ("PROMETHEUS_IMAGE=", "GRAFANA_IMAGE=") if word not in said] == [], said
     assert not subprocess.run(
         ["docker", "ps", "-q", "-f", f"name={cluster.project}-node"], capture_output=True
     ).stdout

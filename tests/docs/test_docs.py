@@ -63,12 +63,22 @@ def anchors(page: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "examples/tutorials/README.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "examples/tutorials/README.md",
+        "docs/tutorial-task.md",
+        "docs/tutorial-slurm.md",
+        "docs/debug-a-rank.md",
+    ],
+)
 def test_readme_names_known_flags_only(page: str) -> None:
     found = commands((ROOT / page).read_text(encoding="utf-8").replace("\\\n", ""))
     assert len(found) >= 6, found
     for words in found:
-        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
         helped = parser_of(words[0]).format_help() if words[0] in VERBS else ""
         known = {*re.findall(r"--[\w.-]+", helped), "--help", "--version"}
         known |= {flag.replace("--", "--no-", 1) for flag in known}

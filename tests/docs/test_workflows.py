@@ -24,15 +24,34 @@ console.log(JSON.stringify(process.argv.slice(1).flatMap((path) => lint(readFile
 
 
 def test_which_there_are() -> None:
-    assert [path.name for path in WORKFLOWS] == ["release.yml", "torch.yml"]
+    assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml", "torch.yml"]
 
 
 def test_the_oldest_torch_of_the_bounds_is_read_from_them() -> None:
     """As torch.yml does."""
-    command = re.search(r"oldest=\$\((.*)\)$", (WORKFLOWS[0].parent / "torch.yml").read_text(), re.MULTILINE)
+    workflow = (ROOT / ".github" / "workflows" / "torch.yml").read_text()
+    command = re.search(r"oldest=\$\((.*)\)$", workflow, re.MULTILINE)
     assert command is not None
     done = subprocess.run(["bash", "-c", command[1]], cwd=ROOT, capture_output=True, text=True, check=True)
     assert re.fullmatch(r"2\.\d+\n", done.stdout)
+
+
+def test_a_release_fails_until_the_owner_is_named(tmp_path: Path) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    (step,) = [
+        step for step in workflow["jobs"]["test"]["steps"] if "GITHUB_REPOSITORY" in step.get("run", "")
+    ]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    link = re.compile(r"(?<=https://github.com/)[A-Za-z0-9-]+(?=/tandem\b)")
+    for name, code in (("ORG", 2), ("acme-fork", 2), ("acme", 0)):
+        (tmp_path / "pyproject.toml").write_text(link.sub(name, project))
+        done = subprocess.run(
+            ["bash", "-e", "-c", step["run"]], cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "GITHUB_REPOSITORY": "acme/tandem"},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        told = f"Repository in pyproject.toml is {name}/tandem, not acme/tandem; set it, then: "
+        assert done.stderr == (f"{told}make k8s-generate\n" if code else "")
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

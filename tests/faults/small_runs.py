@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import patient
+from tree import of_launch
 
 TASK = """
 import time
@@ -124,16 +125,7 @@ class Runs:
             time.sleep(0.05)
 
 
-def rank_processes(session: int) -> dict[str, int]:
-    """{"tandem-rank-0": pid, ...} of one session."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                name = (entry / "comm").read_text().strip()
-                if name.startswith("tandem-rank-") and os.getsid(int(entry.name)) == session:
-                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                        found[name] = int(entry.name)
-            except OSError:
-                continue
-    return found
+def rank_processes(launch: int) -> dict[str, int]:
+    """{"tandem-rank-0": pid, ...} of one launch: loader processes have the name of the rank above them."""
+    named = {pid: name for pid, name in of_launch(launch).items() if name.startswith("tandem-rank-")}
+    return {name: min(pid for pid, other in named.items() if other == name) for name in named.values()}

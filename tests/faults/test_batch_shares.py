@@ -55,12 +55,12 @@ def test_the_shares_are_measured_once_and_a_killed_run_has_the_bits_of_one_from_
     assert again["weights_sha256"] == summary["weights_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_shares_for_another_number_of_ranks_are_a_configuration_error(runs: Runs) -> None:
     (runs.folder / "slow.py").write_text(SLOW)
     said = {
-        ("--batch-shares", "2:1:1"): "is for 3 ranks, and there are 2; give one number for each rank",
-        ("--batch-shares", "3:1", "--elastic", "1:2"): "give --batch-shares auto",
+        ("--batch-shares", "2:1:1"): "is for 3 ranks, but there are 2",
+        ("--batch-shares", "3:1", "--elastic", "1:2"): "use --batch-shares auto",
     }
     started = {words: runs.start("launch", str(len(words)), *FLAGS, *words) for words in said}
     for words, process in started.items():

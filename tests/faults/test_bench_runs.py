@@ -22,7 +22,7 @@ def test_it_runs_what_can_run_here_and_says_what_cannot(runs: Runs) -> None:
     found = json.loads((runs.folder / "found.json").read_text())
     assert (found["steps"], found["rounds"], found["reference"]) == (25, 1, "single")
     dp, single, ddp = found["strategies"]
-    assert dp["problem"] == "nn.DataParallel needs two GPUs, and torch sees 0" and dp["problem"] in output
+    assert dp["problem"] == "nn.DataParallel needs two GPUs, but torch sees 0" and dp["problem"] in output
     assert not dp["samples_per_second"] and dp["loss_difference"] is None
     assert (single["ranks"], single["ratio"], single["loss_difference"]) == (1, 1.0, 0.0)
     assert ddp["ranks"] == 2 and ddp["ratio"] > 0 and ddp["loss_difference"] < 0.5
@@ -32,7 +32,7 @@ def test_it_runs_what_can_run_here_and_says_what_cannot(runs: Runs) -> None:
     assert [line.split()[0] for line in output.splitlines()[-4:]] == ["strategy", "dp", "single", "ddp"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_fails_is_a_row_with_its_last_words(runs: Runs) -> None:
     code, output = bench(runs, "--compare", "single", "--batch-shares", "3:1")
-    assert code == 1 and "failed: --batch-shares 3:1 is for 2 ranks, and there are 1" in output, output
+    assert code == 1 and "failed: --batch-shares 3:1 is for 2 ranks, but there are 1" in output, output

@@ -128,7 +128,7 @@ def test_data_that_differ_between_ranks_are_named_by_line(tasks: Path, tmp_path:
     settings = Settings().replace(task=f"{tasks}:UnseededRows")
     (found,) = compared(facts_of_ranks(settings, os.environ, tmp_path))
     assert found.level == "wrong" and f"line {line('build_datasets', 'UnseededRows')}: " in found.place
-    assert re.match(r"samples: ranks have different ones \([0-9a-f]{12}, [0-9a-f]{12}\)", found.text)
+    assert re.match(r"samples: different on each rank \([0-9a-f]{12}, [0-9a-f]{12}\)", found.text)
 
 
 def check(runs: Runs, *flags: object) -> tuple[int, str]:
@@ -139,16 +139,17 @@ def check(runs: Runs, *flags: object) -> tuple[int, str]:
     return int(code), str(output)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_sound_task_passes(runs: Runs) -> None:
     code, output = check(runs)
     lines = output.splitlines()
     assert code == 0 and lines[-1] == "verdict: sound", output
-    assert [each.split()[0] for each in lines[1:-1]] == ["1", "ok", "2", "ok", "3", "ok", "4", "ok"], output
+    told = [each.split()[0] for each in lines[1:-1] if each.split()[0] != "..."]
+    assert told == ["1", "ok", "2", "ok", "3", "ok", "4", "ok"], output
     assert not (runs.folder / "unused").exists(), "everything happens elsewhere"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_state_that_no_checkpoint_holds_is_found(runs: Runs) -> None:
     counting = TASK.replace(
         "        out = model(x)",
@@ -163,7 +164,7 @@ def test_a_state_that_no_checkpoint_holds_is_found(runs: Runs) -> None:
 def test_a_task_that_cannot_train_is_one_line_with_its_code(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(TASK.replace("return Datasets(rows,", "return (rows,"))
     code, output = check(runs)
-    assert code == 2 and "build_datasets gives a tuple of 2" in output and "Traceback" not in output, output
+    assert code == 2 and "build_datasets returns a tuple of 2" in output and "Traceback" not in output, output
     begin = output.splitlines()[:2]
     assert begin[0].startswith("check: small.py:Small, 2 ranks on CPUs: ") and "half a minute" in begin[0]
     assert begin[1] == "  1 of 4 a run of 20 steps on 2 ranks"

@@ -48,7 +48,7 @@ def said_until(process: Any, line: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [("--nodes", 2), ("--nproc", 1)])
+@pytest.mark.parametrize("layout", [("--nodes", 2)])
 def test_a_slow_start_says_what_it_is_at(layout: tuple[object, ...], runs: Runs) -> None:
     """Six seconds and more without a word, from the folders to the live page, and again to the first step."""
     (runs.folder / "small.py").write_text(
@@ -60,7 +60,7 @@ def test_a_slow_start_says_what_it_is_at(layout: tuple[object, ...], runs: Runs)
     assert re.match(r"run +first\n", said), said
     (runs.folder / "go").touch()
     code, more = runs.processes.wait(process)
-    assert code == 0 and more.count("still making data and model") == 1, more
+    assert code == 0 and more.count("still building data and model") == 1, more
     assert "still importing torch\n" not in more, more
 
 

@@ -67,5 +67,5 @@ def test_the_others_go_round_again_and_train_with_the_node_that_comes_in_its_pla
     node_1 = runs.start("launch", "run", "--node-rank", 1, *silent.flags)
     code, output = ended(runs, silent.node_0, 50)
     assert code == 0, output
-    assert "a node has come, and is gone: 1 of 2 are here; going round again" in output
+    assert "a node joined and left again: 1 of 2 remain" in output
     assert ended(runs, node_1, 30)[0] == 0

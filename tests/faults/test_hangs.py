@@ -48,7 +48,7 @@ def named(runs: Runs, run: str) -> dict[str, Any]:
     return event
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
     process = runs.start("launch", "stopped", "--nodes", 2, *FLAGS, delay=SLOW)
@@ -76,7 +76,7 @@ def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["sleep", "skip"])
+@pytest.mark.parametrize("how", [pytest.param("sleep", marks=pytest.mark.soak), "skip"])
 def test_a_rank_that_leaves_the_others_waiting_is_named(runs: Runs, how: str) -> None:
     (runs.folder / "leaving.py").write_text(LEAVING)
     flags = (*FLAGS, "--task", "leaving.py:Leaving", "--task.how", how)
@@ -156,12 +156,9 @@ def link(require: Callable[..., None]) -> Iterator[Link]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("secret", ["", "a secret of this job"], ids=["no secret", "secret"])
-def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(
-    runs: Runs, link: Link, secret: str
-) -> None:
+def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Runs, link: Link) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
-    runs.environment |= {"GLOO_SOCKET_IFNAME": "cable", "TANDEM_JOB_SECRET": secret}
+    runs.environment |= {"GLOO_SOCKET_IFNAME": "cable", "TANDEM_JOB_SECRET": "a secret of this job"}
     place = ("--nodes", 2, "--master", "10.77.0.1:29500")
     nodes = [
         runs.processes.start(

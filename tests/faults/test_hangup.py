@@ -120,7 +120,7 @@ def test_closing_the_terminal_saves_and_stops(runs: Runs, chatty: tuple[object, 
     assert summary["last_checkpoint_step"] == summary["global_step"] >= 20
 
 
-@pytest.mark.parametrize("verb", ["launch", pytest.param("train", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verb", ["launch", pytest.param("train", marks=pytest.mark.soak)])
 def test_a_reader_that_goes_ends_no_run(runs: Runs, chatty: tuple[object, ...], verb: str) -> None:
     """`| head -1` has read enough before the nodes start."""
     nodes = ("--nodes", 2) if verb == "launch" else ()
@@ -143,7 +143,7 @@ def test_closing_the_terminal_stops_a_script(runs: Runs) -> None:
     assert "heard" in log.read_text() and "Traceback" not in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_under_nohup_outlives_its_terminal(runs: Runs) -> None:
     def ignore_hangups() -> Any:
         return signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -165,7 +165,7 @@ def nothing_left(runs: Runs) -> Iterator[None]:
         assert [name for name in os.listdir(folder) if name != f"torchinductor_{getpass.getuser()}"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("nothing_left")
 def test_a_second_interrupt_ends_a_run_with_a_frozen_agent(runs: Runs) -> None:
     process = runs.start("launch", "frozen", "--nodes", 2, *LONG, delay=0.01)
@@ -188,7 +188,7 @@ def test_a_stop_ends_a_run_with_a_frozen_agent_and_saves(runs: Runs) -> None:
     os.kill(processes_of(runs.folder / "stuck")["node", 1], signal.SIGSTOP)
     process.send_signal(signal.SIGHUP)
     code, output = runs.processes.wait(process)
-    assert code == 137 and "asked to stop, and still here: killing node 1" in output, output
+    assert code == 137 and "killing node 1" in output, output
     summary = runs.summary("stuck")
     assert summary["state"] == "stopped" and summary["last_checkpoint_step"] == summary["global_step"]
     runs.until(lambda: not rank_processes(process.pid), "end of all ranks")
@@ -205,7 +205,7 @@ def test_nodes_cut_off_from_their_launcher_save_and_are_waited_for(runs: Runs) -
     assert standard_input == {"/dev/null"}, "what a rank starts would read the terminal"
     os.kill(fork_server, signal.SIGKILL)
     code, output = runs.processes.wait(process)
-    assert code == 200 and "the process that nodes are forked from is gone" in output, output
+    assert code == 200 and "forks the nodes was killed" in output, output
     assert not rank_processes(process.pid), "they have ended before the launcher did"
     summary = runs.summary("cut-off")
     assert summary["state"] == "stopped" and summary["last_checkpoint_step"] == summary["global_step"]

@@ -7,7 +7,7 @@ from small_runs import Runs
 
 from tandem.checkpoint.store import CheckpointStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
 
 def test_the_best_one_stays_over_a_restart(runs: Runs) -> None:

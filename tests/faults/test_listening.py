@@ -78,7 +78,7 @@ def test_what_is_open_to_all_is_seen() -> None:
     "flags",
     [
         pytest.param(("--nodes", 2), id="simulated nodes"),
-        pytest.param(("--nproc", 2), id="one node", marks=pytest.mark.slow),
+        pytest.param(("--nproc", 2), id="one node", marks=pytest.mark.soak),
     ],
 )
 def test_a_launch_on_one_machine_listens_on_loopback_alone(runs: Runs, flags: tuple[Any, ...]) -> None:
@@ -108,7 +108,7 @@ def test_ranks_of_a_script_listen_on_loopback_alone(runs: Runs) -> None:
     runs.processes.wait(launch, LIMIT)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ranks_by_hand_on_one_machine_listen_on_loopback_alone(runs: Runs, free_port: int) -> None:
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
     command = runs.command("train", "run", "--steps", 100_000, "--checkpoint-every", 20, delay=0.02)

@@ -1,6 +1,5 @@
 """Ranks without an agent say what a stop does, and a second Ctrl-C ends them, whatever they are at."""
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,11 +10,12 @@ from small_runs import Runs
 
 from tandem.checkpoint.listing import list_checkpoints, newest_step
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
+from tree import of_launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 SAVES = ("--checkpoint-every", "20", "--steps", "100000")
-AGAIN = "Ctrl-C again ends it at once"
+AGAIN = "press Ctrl-C again"
 
 STAND = """
 import ctypes, pathlib
@@ -70,19 +70,6 @@ def write(runs: Runs, **modules: str) -> None:
         (runs.folder / f"{name}.py").write_text(text)
 
 
-def of_session(session: int) -> list[str]:
-    """The processes of a session that have not ended."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(entry.name)) == session:
-                if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append((entry / "comm").read_text())
-        except OSError:
-            continue
-    return found
-
-
 def stands(runs: Runs) -> None:
     runs.until((runs.folder / "stands").exists, "rank that stands")
     runs.until(lambda: bool(newest_step(next(runs.folder.glob("*/checkpoints"))) == 20), "save")
@@ -95,7 +82,7 @@ def interrupt_twice(process: Any) -> None:
 
 
 def nothing_is_left(runs: Runs, process: Any, run: str, temporary: Path) -> None:
-    runs.until(lambda: not of_session(process.pid), "end of all processes", limit=20)
+    runs.until(lambda: not of_launch(process.pid), "end of all processes", limit=20)
     assert not list(temporary.glob("tandem-*"))
     assert runs.summary(run)["exit_code"] == 130
     (row,) = list_checkpoints(runs.folder / run / "checkpoints", verify=True)
@@ -110,7 +97,7 @@ def test_the_first_signal_of_a_lone_process_is_answered_with_a_line(runs: Runs) 
     code, output = runs.processes.wait(process)
     assert code == 143, output
     (line,) = [line for line in output.splitlines() if AGAIN in line]
-    assert "SIGTERM: the step that runs is finished, then saved in alone/checkpoints" in line
+    assert "SIGTERM: " in line and "alone/checkpoints" in line
     assert "the last save took" in line
     summary = runs.summary("alone")
     assert summary["last_checkpoint_step"] == summary["global_step"]
@@ -127,12 +114,12 @@ def test_a_second_interrupt_ends_a_lone_process_that_waits_in_c(runs: Runs, tmp_
     interrupt_twice(process)
     code, output = runs.processes.wait(process, 30)
     assert code == 130, output
-    assert output.count(AGAIN) == 1 and "second Ctrl-C: ending at once" in output, output
-    assert "the newest checkpoint is of step 20" in output and "Traceback" not in output, output
+    assert output.count(AGAIN) == 1 and "second Ctrl-C" in output, output
+    assert "newest checkpoint is step 20" in output and "Traceback" not in output, output
     nothing_is_left(runs, process, "stuck", temporary)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_second_interrupt_ends_a_loop_of_ones_own(runs: Runs, tmp_path: Path) -> None:
     write(runs, loop=LOOP)
     temporary = tmp_path / "tmp"

@@ -70,7 +70,9 @@ class Cluster:
         return self.runs.summary(self.run)
 
 
-@pytest.mark.parametrize("node", [1, 0], ids=["another node", "the store's node"])
+@pytest.mark.parametrize(
+    "node", [pytest.param(1, marks=pytest.mark.soak), 0], ids=["another node", "the store's node"]
+)
 def test_a_node_comes_back_and_the_survivor_spends_no_budget(runs: Runs, free_port: int, node: int) -> None:
     """Nor does it flood its log, as the keep-alive of a rendezvous did whose store had gone."""
     undisturbed = runs.undisturbed("--steps", 150)
@@ -107,12 +109,13 @@ def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, fre
     assert summary["samples_seen"] == 600 * 24
 
 
+@pytest.mark.soak
 def test_an_elastic_run_waits_for_nodes_that_are_seconds_away(runs: Runs, free_port: int) -> None:
     """It opened with one node, and began anew when the other came."""
     flags = ("--elastic", "1:2", "--steps", 20, "--elastic-settle", 60)
     cluster = Cluster(runs, free_port, "settles", *flags, nodes=1)
     log = runs.folder / "settles/log/node-0.log"
-    runs.until(lambda: log.is_file() and "1 of 2 nodes are here" in log.read_text(), "word of node 0")
+    runs.until(lambda: log.is_file() and "1 of 2 nodes have joined" in log.read_text(), "word of node 0")
     cluster.nodes.append(cluster.start(1))
     cluster.finish()
     assert [event["world_size"] for event in runs.events("settles", "world")] == [2]
@@ -134,6 +137,7 @@ def test_a_node_that_is_asked_to_stop_leaves_an_elastic_run(runs: Runs, free_por
     assert summary["global_step"] == 400 and summary["samples_seen"] == 400 * 24
 
 
+@pytest.mark.soak
 def test_all_nodes_of_an_elastic_run_stop_together(runs: Runs, free_port: int) -> None:
     """Its platform asks one after another; those that come later have nothing more to do."""
     cluster = Cluster(runs, free_port, "deleted", "--steps", 5000, "--elastic", "1:2")
@@ -148,12 +152,11 @@ def test_all_nodes_of_an_elastic_run_stop_together(runs: Runs, free_port: int) -
     assert saved == runs.summary("deleted")["global_step"]
 
 
-@pytest.mark.parametrize("seconds", [-30, -6, 30])
-def test_clocks_that_differ_change_nothing(runs: Runs, free_port: int, seconds: float) -> None:
+def test_clocks_that_differ_change_nothing(runs: Runs, free_port: int) -> None:
     """torch's rendezvous compares the wall clocks of nodes: one 6 s behind was taken for dead, and the rest
     trained without it."""
     undisturbed = runs.undisturbed("--steps", 150)
-    cluster = Cluster(runs, free_port, "clocks", "--steps", 150, clocks=seconds)
+    cluster = Cluster(runs, free_port, "clocks", "--steps", 150, clocks=-6)
     runs.wait_for_step("clocks", 30)
     cluster.kill(1)
     time.sleep(1)
@@ -162,8 +165,7 @@ def test_clocks_that_differ_change_nothing(runs: Runs, free_port: int, seconds: 
     assert summary["weights_sha256"] == undisturbed
     assert [event["world_size"] for event in runs.events("clocks", "world")] == [2, 2]
     log = (runs.folder / "clocks/log/node-0.log").read_text()
-    side = "ahead of" if seconds > 0 else "behind"
-    assert f"the clock of node 1 is {abs(seconds)} s {side} node 0's" in log
+    assert "the clock of node 1 is 6 s behind node 0's" in log
 
 
 def test_a_job_that_is_resized_trains_on_and_comes_back_with_the_new_number(
@@ -175,19 +177,20 @@ def test_a_job_that_is_resized_trains_on_and_comes_back_with_the_new_number(
     said = runs.folder / "newcomer.txt"
     with said.open("w") as file:
         newcomer = cluster.start(2, "--nodes", 3, stdout=file, stderr=file)
-    runs.until(lambda: "waiting outside" in said.read_text(), "word of the newcomer", limit=60)
+    runs.until(lambda: "but node 2 for 3" in said.read_text(), "word of the newcomer", limit=60)
     saved = len(runs.events("resized", "checkpoint"))
     runs.until(lambda: len(runs.events("resized", "checkpoint")) > saved + 1, "save beside the newcomer")
     assert len(runs.events("resized", "world")) == 1
     cluster.kill(0)  # its platform starts it again, with today's number
     cluster.nodes[0] = cluster.start(0, "--nodes", 3)
     code, output = runs.processes.wait(cluster.nodes[1], patient(150))
-    assert code == 200 and "node 0 was started for 3 nodes, and node 1 for 2" in output, output
+    assert code == 200 and "started for 3 nodes, but node 1 for 2" in output, output
     cluster.nodes[1:] = [cluster.start(1, "--nodes", 3), newcomer]
     assert cluster.finish()["nodes"] == 3
     assert [event["world_size"] for event in runs.events("resized", "world")] == [2, 3]
 
 
+@pytest.mark.soak
 def test_node_0_of_a_complete_run_says_what_it_waits_for_and_hears_ctrl_c(runs: Runs, free_port: int) -> None:
     """It stood there in silence for half a minute, deaf to signals."""
     runs.finish("launch", "done", "--nproc", 1, "--steps", 4)

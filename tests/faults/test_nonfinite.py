@@ -75,7 +75,7 @@ def test_skip_leaves_no_trace_of_the_step(spoiled: Runs) -> None:
     assert events == [(LOSS_STEP, "nonfinite_loss"), (GRADIENT_STEP, "nonfinite_grad")]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stop_keeps_the_last_good_checkpoint(spoiled: Runs) -> None:
     code, output = launch(spoiled)
     assert code == 1, output
@@ -88,7 +88,7 @@ def test_stop_keeps_the_last_good_checkpoint(spoiled: Runs) -> None:
     assert len(spoiled.events("run", "world")) == 1, "not retried"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_raise_names_the_first_tensor_and_its_rank(spoiled: Runs) -> None:
     code, output = launch(spoiled, "--on-nonfinite", "raise")
     assert code == 1, output

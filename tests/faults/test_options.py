@@ -9,7 +9,7 @@ from small_runs import Runs
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_loss_that_is_not_finite_ends_the_run(runs: Runs) -> None:
     flags = ("--nodes", 2, "--lr", "1e30", "--schedule", "constant", "--steps", 40)
     code, output = runs.processes.wait(runs.start("launch", "nan", *flags))
@@ -31,8 +31,8 @@ def test_a_run_again_from_its_config_json_has_the_same_bits(runs: Runs) -> None:
     launch = [sys.executable, "-m", "tandem", "launch", "--config", "first/config.json"]
     code, output = runs.processes.wait(runs.processes.start(launch, cwd=runs.folder, env=runs.environment))
     assert code == 0, output
-    left_out = "first/config.json: where that run was is left out: run_dir, node_rank, master"
-    assert output.count(left_out) == output.count("left out") == 1, output
+    ignored = "first/config.json: ignoring the other run's paths and addresses: run_dir, node_rank, master"
+    assert output.count(ignored) == output.count("ignoring") == 1, output
     (again,) = (runs.folder / "runs").iterdir()
     summary = json.loads((again / "summary.json").read_text())
     assert summary["weights_sha256"] == first["weights_sha256"] and summary["nodes"] == 2
@@ -49,12 +49,12 @@ class Own(Small):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_typed_default_is_warned_of_and_the_summary_has_what_was_used(runs: Runs) -> None:
     (runs.folder / "own.py").write_text(OWN_OPTIMIZER)
     flags = ("--task", "own.py:Own", "--steps", 3, "--eval-every", "never", "--lr", "0.1")
     code, output = runs.processes.wait(runs.start("launch", "own", *flags))
     assert code == 0, output
-    assert output.count("without effect beside the task's own optimizer: --lr 0.1\n") == 1, output
+    assert output.count("the task has its own optimizer: --lr 0.1\n") == 1, output
     summary = runs.summary("own")
     assert (summary["optimizer"], summary["lr"], summary["schedule"]) == ("Adam", 0.003, None)

@@ -66,7 +66,7 @@ def test_pickles_and_junk_in_the_store_run_nothing_and_change_nothing(runs: Runs
         enemy.join()
     assert not file.exists(), "a command of somebody else's ran"
     assert [code for code, _ in ended] == [0, 0], ended
-    assert "the store holds what is no state of a rendezvous" in ended[0][1] + ended[1][1]
+    assert "invalid rendezvous state" in ended[0][1] + ended[1][1]
     assert "Traceback" not in ended[0][1] + ended[1][1]
     summary = runs.summary("poisoned")
     assert summary["global_step"] == 200 and summary["weights_sha256"] == undisturbed

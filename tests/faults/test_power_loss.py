@@ -28,7 +28,7 @@ def test_the_last_acknowledged_step_loads(processes: Any, tmp_path: Path) -> Non
     ours = {name: row for name, row in found.items() if not name.startswith("control")}
     assert {name: row["outcome"] for name, row in ours.items() if row["bad"]} == {}
     assert sum("EIO at each of" in name for name in ours) == sum("power loss: " in name for name in ours) // 2
-    for name in ("control: written in place", "control: written beside it, then os.replace, no fsync"):
+    for name in ("control: written in place", "control: temporary file, then os.replace, no fsync"):
         assert found[name]["bad"] > 0, "or else the disk forgets nothing"
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from small_runs import Runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
 FLAGS = (
     "--device", "cpu", "--threads", 1, "--log-every", 5, "--checkpoint-every", 10, "--eval-every", "never",

@@ -42,11 +42,12 @@ def test_a_bug_on_one_node_is_the_last_line_of_all(runs: Runs) -> None:
     there = (runs.folder / "bug" / "log" / "node-1.log").read_text().splitlines()
     assert "ended with code 1" in there[-1] and SAID in there[-1], there
     assert not any("recvValue" in line for line in there), "no stack trace of torch's store"
-    assert runs.summary("bug")["reason"].endswith(SAID)
+    reason = runs.summary("bug")["reason"]
+    assert SAID in reason and reason.endswith("(buggy.py line 8)"), reason
     assert runs.summary("bug")["exit_code"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_that_takes_long_to_leave_is_waited_for(runs: Runs) -> None:
     """Its node lost the store of node 0, which left after 10 s, and waited for a new one in vain."""
     (runs.folder / "late.py").write_text(LATE)
@@ -54,29 +55,20 @@ def test_a_rank_that_takes_long_to_leave_is_waited_for(runs: Runs) -> None:
     code, output = runs.processes.wait(runs.start("launch", "late", *flags), LIMIT)
     assert code == 0, output
     log = (runs.folder / "late" / "log" / "node-1.log").read_text()
-    assert "going round again" not in log, log
+    assert "rejoining the rendezvous" not in log, log
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mistake", "line"),
-    [
-        ("--epochs x", "--epochs got 'x', valid is "),
-        ("--epoks 3", "unknown flag --epoks; did you mean --epochs?"),
-    ],
-)
-def test_a_mistake_in_one_nodes_settings_ends_the_other_and_is_named_there(
-    runs: Runs, free_port: int, mistake: str, line: str
-) -> None:
+@pytest.mark.soak
+def test_a_mistake_in_one_nodes_settings_ends_the_others(runs: Runs, free_port: int) -> None:
     """It is found before the node knows its place, and node 0 waited for --master-timeout."""
     own = ("--nodes", 2, "--master", f"127.0.0.1:{free_port}", "--steps", 5, "--node-rank")
-    flags = ((0,), (1, *mistake.split()))
+    flags = ((0,), (1, "--epoks", "3"))
     nodes = [runs.start("launch", "mistaken", *own, *more) for more in flags]
     ended = [runs.processes.wait(node, LIMIT) for node in nodes]
     assert [code for code, _ in ended] == [2, 2], ended
-    assert f"tandem: {line}" in ended[1][1].splitlines()[0], ended
+    assert "--epoks" in ended[1][1].splitlines()[0], ended
     said = ended[0][1].splitlines()[-1]
-    assert f"ended with code 2: another node ended the job with code 2: node 1: {line}" in said, ended
+    assert "node 1" in said and "--epoks" in said, ended
 
 
 @pytest.mark.slow
@@ -88,7 +80,7 @@ def test_a_mistake_in_node_zeros_settings_ends_the_other(runs: Runs, free_port: 
     ]
     ended = [runs.processes.wait(node, LIMIT) for node in nodes]
     assert [code for code, _ in ended] == [2, 2], ended
-    assert "another node ended the job with code 2: --epochs got 'x'" in ended[1][1], ended
+    assert "another node ended the job with code 2: --epochs: invalid value 'x'" in ended[1][1], ended
 
 
 @pytest.mark.slow
@@ -103,7 +95,7 @@ def test_a_poisoned_verdict_of_0_does_not_end_a_job_that_is_not_done(runs: Runs,
     os.kill(pid, signal.SIGKILL)
     ended = [runs.processes.wait(node, LIMIT) for node in nodes]
     assert [code for code, _ in ended] == [0, 0], ended
-    assert "the store says that the job has finished, and it has not" in ended[0][1] + ended[1][1]
+    assert "the job has finished, but it has not" in ended[0][1] + ended[1][1]
     summary = runs.summary("poisoned")
     assert summary["global_step"] == 200 and summary["weights_sha256"] == undisturbed
     assert (runs.folder / "poisoned" / "checkpoints" / "step-000000200").is_dir()

@@ -131,7 +131,7 @@ def test_nodes_with_the_secret_recover_and_an_enemy_changes_nothing(
     assert enemy.poll() is None, "it has ended before the job"
     assert codes == [0, 0], output
     assert "has no secret" not in output and "Traceback" not in output
-    assert output.count("was not let in: it has another secret") == 1  # of the node 0 that ended
+    assert output.count("it has a different secret") == 1  # of the node 0 that ended
     summary = runs.summary("run")
     assert summary["global_step"] == 300 and summary["weights_sha256"] == undisturbed
     written = [each for each in (runs.folder / "run").rglob("*") if each.is_file()]
@@ -148,11 +148,11 @@ def test_who_has_another_secret_or_none_is_told_so_and_the_others_train_on(
     (runs.folder / "hold").touch()
     job = Job(runs, network, *FLAGS, "--task", "held.py:Held", "--hang-timeout", 900)
     runs.wait_for_step("run", 20)
-    says = {SECRET + "!": "node 0 has another secret", "": "node 0 has a secret, and here is none"}
+    says = {SECRET + "!": "node 0 has a different secret", "": "node 0 has a secret, but this node has none"}
     strangers = [job.start(1, 2, secret, "--master-timeout", 2) for secret in says]
     for stranger, words in zip(strangers, says.values(), strict=True):
         code, output = runs.processes.wait(stranger, LIMIT)
-        line = f"{network[0].address}:{PORT} does not let this node in: {words}"
+        line = f"{network[0].address}:{PORT} refused this node: {words}"
         assert code == 200 and f"ended with code 200: {line}" in output, output
         assert output.count(words) == 2, f"as it begins to ask, and at its end: {output}"
         assert "Exception raised" not in output
@@ -172,13 +172,13 @@ def test_a_job_with_a_secret_saves_and_stops(runs: Runs, network: Sequence[Machi
     assert codes == [143, 143], output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_job_without_a_secret_says_once_what_is_open(runs: Runs, network: Sequence[Machine]) -> None:
     job = Job(runs, network, "--steps", 20, secret="")
     codes, output = job.ended()
     assert codes == [0, 0], output
     assert output.count("no secret") == 1
-    assert f"(TANDEM_JOB_SECRET): whoever reaches port {PORT} can end it" in output
+    assert f"(TANDEM_JOB_SECRET): anyone who can reach port {PORT} can end it" in output
 
 
 def test_a_mistake_of_one_node_is_told_through_the_gate(runs: Runs, network: Sequence[Machine]) -> None:
@@ -190,7 +190,7 @@ def test_a_mistake_of_one_node_is_told_through_the_gate(runs: Runs, network: Seq
     assert "ended with code 2: another node ended the job with code 2: node 1: unknown flag --epoks" in output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ranks_of_a_script_meet_through_the_gate(runs: Runs, network: Sequence[Machine]) -> None:
     (runs.folder / "script.py").write_text(SCRIPT)
     own = ["--nodes", "2", "--master", f"{network[0].address}:{PORT}", "--run-dir", "run"]

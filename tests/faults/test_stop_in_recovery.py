@@ -21,13 +21,12 @@ def logged(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "number"),
     [
-        pytest.param(("--nproc", 2), id="one node"),
-        pytest.param(("--nodes", 2), id="two nodes", marks=pytest.mark.slow),
+        pytest.param(("--nproc", 2), signal.SIGTERM, id="one node"),
+        pytest.param(("--nodes", 2), signal.SIGHUP, id="two nodes", marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_it_saves_what_no_checkpoint_has(runs: Runs, layout: tuple[Any, ...], number: int) -> None:
     process = runs.start("launch", "run", *layout, *FLAGS, delay=0.02)
     runs.until(lambda: logged(runs.folder / "run"), "steps")

@@ -89,7 +89,7 @@ class Small:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", ["false", "true"])
+@pytest.mark.parametrize("plain", ["false", pytest.param("true", marks=pytest.mark.soak)])
 def test_killed_and_stopped_in_a_stream_is_continued_with_equal_bits(runs: Runs, plain: str) -> None:
     (runs.folder / "small.py").write_text(TASK)
     flags = ("--nproc", 2, "--task.plain", plain, "--steps", 120, "--checkpoint-every", 20)

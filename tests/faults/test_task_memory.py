@@ -97,7 +97,7 @@ def test_a_kill_at_any_place_changes_no_bit_of_it(remembers: Runs) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks_end_together_and_the_run_is_complete(remembers: Runs) -> None:
     flags = (*FLAGS, "--eval-every", 20, "--checkpoint-every", 30)
     (remembers.folder / "die-at").write_text("evaluation 5")  # one of the ranks; the agent starts them again
@@ -107,7 +107,7 @@ def test_two_ranks_end_together_and_the_run_is_complete(remembers: Runs) -> None
     calm = remembers.finish("launch", "calm", "--nproc", 2, *flags)
     assert calm["weights_sha256"] == summary["weights_sha256"]
     code, output = remembers.processes.wait(remembers.start("launch", "run", "--nproc", 2, *flags))
-    assert code == 0 and "is complete at step 100" in output, output
+    assert code == 0 and "already finished at step 100" in output, output
     longer = [*flags[:-5], 160, *flags[-4:]]
     lines = (remembers.folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line)["step"] for line in lines) == 100
@@ -133,7 +133,7 @@ class Thaws(Small):
 
 
 @pytest.mark.multi
-@pytest.mark.slow
+@pytest.mark.soak
 def test_layers_that_are_thawed_later_are_so_exactly_over_kills(remembers: Runs) -> None:
     """10 steps an epoch; killed where a layer is frozen, and right after its first step."""
     (remembers.folder / "thaws.py").write_text(THAWS)

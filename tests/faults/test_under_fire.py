@@ -7,7 +7,7 @@ import pytest
 from chaos_trials import under_fire
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_twenty_mixed_faults_leave_no_trace(tmp_path: Path) -> None:
     row = under_fire(faults=20, every=1.0, folder=tmp_path)

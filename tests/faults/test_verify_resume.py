@@ -30,13 +30,13 @@ def verify(runs: Runs, trials: int, *flags: object) -> tuple[int, str]:
     return int(code), str(output)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_sound_task_passes(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(GLOBAL_GENERATORS)
     code, output = verify(runs, 2, "--optimizer", "adamw", "--clip-norm", 1)
     lines = output.splitlines()
     assert code == 0, output
-    assert lines[-1] == "verdict: exact; 2 of 2 killed runs have the bits of the undisturbed one"
+    assert lines[-1] == "verdict: exact; 2 of 2 killed runs are bit-identical to the uninterrupted run"
     assert [line.split(":")[0] for line in lines[2:4]] == ["trial 1 of 2", "trial 2 of 2"]
     assert "40 steps on 2 ranks" in lines[0] and lines[3].count("at step") == 2, "twice in a row"
     assert not (runs.folder / "unused").exists(), "everything happens elsewhere"
@@ -48,11 +48,11 @@ def test_a_generator_of_ones_own_is_found(runs: Runs) -> None:
     code, output = verify(runs, 1)
     assert code == 1, output
     verdict = output.splitlines()[-1]
-    assert verdict.startswith("verdict: not exact; 1 of 1 killed runs differ; undisturbed runs agree:")
+    assert verdict.startswith("verdict: not exact; 1 of 1 killed runs differ; uninterrupted runs agree:")
     assert "loss of step" in output and "weights differ at the end, first" in output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_task_that_cannot_run_is_said_with_its_code(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(TASK.replace("out = model(x)", "out = model(undefined)"))
     code, output = verify(runs, 1)
@@ -61,7 +61,7 @@ def test_a_task_that_cannot_run_is_said_with_its_code(runs: Runs) -> None:
     assert code == 2 and "--lr" in output, output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nothing_is_left_after_a_stop(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:
     scratch = tmp_path_factory.mktemp("scratch")  # short: a fork server's socket is below it
     environment = {**runs.environment, "TMPDIR": str(scratch)}

@@ -18,4 +18,4 @@ def rows(processes: Any, folder: Path, name: str, trials: int) -> dict[str, dict
     path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
     code, output = processes.run(command, limit=240, env={**os.environ, "PYTHONPATH": path})
     assert code in (0, 1), output
-    return {row["name"]: row for row in json.loads(found.read_text())}
+    return {row["name"]: row for row in json.loads(found.read_text())["rows"]}

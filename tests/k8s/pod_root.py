@@ -53,6 +53,11 @@ def run_container() -> None:
         else:
             inside.touch()
         mount("--bind", source, str(inside))
+    # A checkout below /tmp would be hidden by the pod's own /tmp.
+    checkout = root / wanted["checkout"].lstrip("/")
+    checkout.mkdir(parents=True, exist_ok=True)
+    mount("--bind", wanted["checkout"], str(checkout))
+    mount("-o", "remount,bind,ro", str(checkout))
     if wanted["read_only"]:
         mount("-o", "remount,ro", str(root))
     socket.sethostname(wanted["hostname"])

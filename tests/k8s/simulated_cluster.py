@@ -166,6 +166,7 @@ class Cluster:
             "user": plan.template.spec["securityContext"]["runAsUser"],
             "read_only": container["securityContext"]["readOnlyRootFilesystem"],
             "volumes": volumes,
+            "checkout": str(REPOSITORY),
             "command": list(plan.command),
             "environment": {**self.image_environment, **plan.environment},
         }

@@ -47,7 +47,11 @@ def warnings(pod: Pod) -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "shape",
-    [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])],
+    [
+        SHAPES[0],
+        pytest.param(SHAPES[1], marks=pytest.mark.soak),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[2:]),
+    ],
     ids=lambda shape: f"{shape.manifest}-{shape.nproc}",
 )
 def test_trains_to_completion_without_a_warning_and_again_when_a_pod_is_killed(
@@ -90,7 +94,7 @@ OWN_LOOP = ("    loss_c =", "    time.sleep(0.1)\n    loss_c =")
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", ["plain", "own loop"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("own loop", marks=pytest.mark.soak)])
 def test_a_script_goes_on_when_a_pod_is_killed(cluster: Callable[[], Cluster], kind: str) -> None:
     run = Run(cluster(), "script", TANDEM_CHECKPOINT_EVERY="5", TANDEM_BATCH_SIZE="96")
     folder, saved = run.cluster.folder / "script", run.folder / "snapshot.pt"

@@ -1,5 +1,6 @@
 """`kubectl kustomize` of every overlay, its golden text, and what each overlay is for."""
 
+import itertools
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -9,7 +10,7 @@ import pytest
 from tandem_k8s import generate
 from tandem_k8s.contract import plan
 from tandem_k8s.documents import OVERLAYS, ROOT, Document, find, load, pod_templates, title
-from tandem_k8s.render import UsageError, kinds, render
+from tandem_k8s.render import CONTRADICTIONS, ORDER, UsageError, components, kinds, parts_of, render
 from tandem_k8s.validate import problems
 
 
@@ -126,6 +127,25 @@ def test_components_combine() -> None:
     assert list(find(elastic, "PyTorchJob")["spec"]["pytorchReplicaSpecs"]) == ["Worker"]
 
 
+def test_components_combine_in_any_order() -> None:
+    """Whatever goes together renders, and keeps all rules."""
+    assert set(ORDER) == set(components())
+    for pair in itertools.combinations(ORDER, 2):
+        if pair not in CONTRADICTIONS:
+            assert parts_of(",".join(pair)) == parts_of(",".join(reversed(pair))) != []
+    for selection in ("elastic,monitoring,script,kueue,rdma", "elastic,cpu", "monitoring,kueue,rdma"):
+        assert problems(load(render(selection))) == [], selection
+    assert parts_of("gpu, gpu,pytorchjob") == ["gpu"] and parts_of("rdma") == ["gpu", "rdma"]
+
+
+def test_monitoring_scrapes_worker_0_where_there_is_no_master() -> None:
+    documents = load(render("elastic,monitoring"))
+    chosen = find(documents, "PodMonitor")["spec"]["selector"]["matchLabels"]
+    (worker,) = pod_templates(find(documents, "PyTorchJob"))
+    assert chosen.items() <= worker.labels.items()
+    assert chosen["training.kubeflow.org/replica-index"] == "0"
+
+
 @pytest.mark.parametrize("selection", ["pytorchjob", "indexed-job", "jobset", "trainjob", "cpu", "gpu,kueue"])
 def test_image_is_replaced_everywhere(selection: str) -> None:
     image = "registry.example:5000/team/tandem:1.2"
@@ -140,7 +160,10 @@ def test_image_is_replaced_everywhere(selection: str) -> None:
     [
         ("gpuu", "", ["'gpuu'", "gpu", "indexed-job"]),
         ("gpu,jobset", "", ["jobset"]),
-        ("", "", ["valid are"]),
+        ("", "", ["indexed-job", "gpu"]),
+        ("gpu,cpu", "", ["cpu", "gpu"]),
+        ("rdma,kueue,cpu", "", ["cpu", "rdma"]),
+        ("jobset,trainjob", "", ["jobset", "trainjob"]),
         ("cpu", "two words", ["'two words'", "NAME[:TAG]"]),
     ],
 )

@@ -49,7 +49,7 @@ def one_node(documents: list[Document]) -> list[Document]:
 
 
 @pytest.mark.parametrize(
-    "name", [MANIFESTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MANIFESTS[1:])]
+    "name", [MANIFESTS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in MANIFESTS[1:])]
 )
 def test_a_pod_runs_as_restricted_and_its_probes_answer(podman: Podman, name: str, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(TASK)

@@ -1,7 +1,6 @@
 """A real Prometheus with its own port and data, for one test module; and a task whose ranks can be slowed."""
 
 import json
-import os
 import time
 import urllib.error
 import urllib.parse
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import patient
+from tree import of_launch
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "monitoring" / "rules.yaml"
@@ -76,31 +76,37 @@ def until(condition: Callable[[], Any], what: str, limit: float = 60.0) -> Any:
         time.sleep(0.1)
 
 
-def pid_of_rank(rank: int, session: int) -> int:
-    """The process of a rank in a session that a test has started; 0 if there is none."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if (entry / "comm").read_text().strip() == f"tandem-rank-{rank}":
-                if os.getsid(int(entry.name)) == session:
-                    return int(entry.name)
-        except OSError:
-            continue
-    return 0
+def pid_of_rank(rank: int, launch: int) -> int:
+    """The process of a rank of a launch that a test has started; 0 if there is none."""
+    return next((pid for pid, name in of_launch(launch).items() if name == f"tandem-rank-{rank}"), 0)
 
 
 class Prometheus:
-    """Scrapes `target` as job "tandem" every `interval` (such as 5s), with the rules in `rules`."""
+    """Scrapes `target` as job "tandem" every `interval` (such as 5s), with the rules in `rules`.
+
+    Several targets are given with commas between them; `alertmanager` is the port of one that is told.
+    """
 
     def __init__(
-        self, processes: Any, folder: Path, port: int, target: str, interval: str, rules: str
+        self,
+        processes: Any,
+        folder: Path,
+        port: int,
+        target: str,
+        interval: str,
+        rules: str,
+        alertmanager: int | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "rules.yaml").write_text(rules)
-        config = {
+        config: dict[str, Any] = {
             "global": {"scrape_interval": interval, "evaluation_interval": "1s"},
             "rule_files": ["rules.yaml"],
-            "scrape_configs": [{"job_name": "tandem", "static_configs": [{"targets": [target]}]}],
+            "scrape_configs": [{"job_name": "tandem", "static_configs": [{"targets": target.split(",")}]}],
         }
+        if alertmanager is not None:
+            told = [{"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}]
+            config["alerting"] = {"alertmanagers": told}
         (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
         self.url = f"http://127.0.0.1:{port}"
         self.process = processes.start(

@@ -139,7 +139,7 @@ def test_the_straggler_is_named(scraped: Scraped) -> None:
     assert named[0]["metric"]["rank"] == "1" and named[0]["metric"]["node"] == "1"
     excess = scraped.prometheus.query("last_over_time(tandem_straggler_excess_seconds[5m])")
     assert {each["metric"]["phase"] for each in excess} == {"forward"}
-    assert "rank 1 on node 1 holds the others back" in scraped.output
+    assert "straggler: rank 1 on node 1" in scraped.output
 
 
 def test_promtool_finds_no_fault_with_the_page(scraped: Scraped, require: Any) -> None:

@@ -85,7 +85,7 @@ def url(run_dir: Path, ending: dict[str, object]) -> Iterator[str]:
     history, about = History(run_dir), About(run_dir)
     rows = [{"rank": rank, "node": 0, "own_ms": 20.0 + 10 * rank, "straggler": rank == 1,
              "phases_ms": {"forward": 12.0, "backward": 8.0 + rank}} for rank in range(2)]  # fmt: skip
-    history.take(Ranks(rows, "rank 1 on node 0 holds the others back"))
+    history.take(Ranks(rows, "straggler: rank 1 on node 0"))
     status: dict[str, object] = {
         "run": "mine", "task": "mine", "state": "training", "platform": "none", "nodes": 1, "step": 600,
         "steps_planned": 1200, "loss": 0.7, "samples_per_second": 1600.0, "restarts": 2, "seconds_left": 75.0,
@@ -198,12 +198,10 @@ def test_events_are_sentences_and_noise_is_folded(browser: Browser, url: str) ->
     )
     assert said[0].startswith("The checkpoint of step 300 cannot be used")
     assert said[1] == "a new kind: words [1,2]"
-    assert said[2] == "Rank 0 on node 0 hangs in train at step 350, for 10 s now; all ranks are started again"
+    assert said[2] == "Rank 0 on node 0 has hung in train at step 350 for 10 s; restarting all ranks"
     assert said[3] == "Training again after 1.5 s, 2 steps lost"
     assert said[4] == "Rank 1 on node 0 was killed (SIGKILL); training again after 500 ms, 0 steps lost"
-    assert said[5].startswith(
-        "Rank 1 on node 0 holds the others back: 30 ms of its own in a step, the median rank 20 ms"
-    )
+    assert said[5].startswith("Rank 1 on node 0 is a straggler: it needs 30 ms per step (median 20 ms)")
     assert said[6] == "3 checkpoints saved, the newest of step 300; 2 routine events more"
     assert len(said) == 7
     browser.run("document.querySelector('#events details').open = true")

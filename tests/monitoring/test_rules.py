@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from patience import patient
 from prometheus import DASHBOARD, ROOT, RULES
 
 pytestmark = pytest.mark.monitoring
@@ -40,9 +41,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
+LIMIT = patient(120)
+
+
 def promtool(*arguments: str, cwd: Path = FOLDER) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["promtool", *arguments], cwd=cwd, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=60
+        ["promtool", *arguments], cwd=cwd, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=LIMIT
     )
 
 

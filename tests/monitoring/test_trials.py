@@ -11,7 +11,7 @@ import pytest
 from prometheus import ROOT
 
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "6"))
-pytestmark = [pytest.mark.slow, pytest.mark.monitoring, pytest.mark.multi]
+pytestmark = [pytest.mark.soak, pytest.mark.monitoring, pytest.mark.multi]
 pytestmark += [pytest.mark.timeout(120 + 20 * TRIALS)]
 
 

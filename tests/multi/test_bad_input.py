@@ -92,13 +92,8 @@ BINARY = ("--task", TASK, "--batch-size", "20", "--device", "cpu", "--metrics-po
 
 FLAG_CASES = {
     "unknown-task": (["--task", "digit"], ["'digit'", "did you mean 'digits'"]),
-    "missing-task-file": (["--task", "absent.py:Mine"], ["absent.py", "does not exist"]),
-    "task-file-is-a-directory": (["--task", "folder.py:Mine"], ["folder.py"]),
     "task-file-syntax": (["--task", "broken.py:Mine"], ["broken.py", "SyntaxError", "line 1"]),
-    "task-class-missing": (["--task", "wide.py:Wyde"], ["'Wyde'", "Wide"]),
     "task-class-missing-on-two-nodes": (["--nodes", "2", "--task", "wide.py:Wyde"], ["'Wyde'", "Wide"]),
-    "task-field-unknown": (["--task", TASK, "--task.sample", "9"], ["sample"]),
-    "epochs-0": (["--epochs", "0"], ["--epochs", "'0'", "at least 1"]),
     "unknown-flag": (["--epoch", "3"], ["--epoch;", "did you mean --epochs?"]),
     "batch-larger-than-the-set": (["--task", TASK, "--batch-size", "101"], ["101", "--batch-size 100"]),
     "run-dir-below-a-file": ([*BINARY, "--run-dir", "file/run"], ["file/run", "--run-dir"]),
@@ -106,20 +101,16 @@ FLAG_CASES = {
 }
 
 
-# Each is the whole program; these ask again what unit/test_tasks.py asks of the parser alone.
-AGAIN = {
-    *("missing-task-file", "task-file-is-a-directory", "task-class-missing", "task-field-unknown"),
-    *("epochs-0", "task-file-syntax", "task-class-missing-on-two-nodes"),
-}
+# Each is the whole program; unit/test_tasks.py has more, of the parser alone.
+LONG = {"task-file-syntax", "task-class-missing-on-two-nodes"}
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in AGAIN else ()) for case in FLAG_CASES]
+    "case", [pytest.param(case, marks=pytest.mark.soak if case in LONG else ()) for case in FLAG_CASES]
 )
 def test_wrong_flags_exit_2_with_one_line(case: str, run_tandem: Tandem, tmp_path: Path) -> None:
     arguments, expected = FLAG_CASES[case]
     (tmp_path / "broken.py").write_text("class Mine(:\n")
-    (tmp_path / "folder.py").mkdir()
     (tmp_path / "wide.py").write_text(WIDE_TASK.format(width=3))
     (tmp_path / "file").write_text("not a directory")
     code, output = run_tandem("launch", "--metrics-port", "0", *arguments)
@@ -157,7 +148,7 @@ def test_a_batch_that_does_not_divide_names_two_that_do(run_tandem: Tandem, tmp_
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_busy_metrics_port_is_only_a_warning(run_tandem: Tandem, tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -171,14 +162,17 @@ def test_a_busy_metrics_port_is_only_a_warning(run_tandem: Tandem, tmp_path: Pat
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 5
 
 
-@pytest.mark.parametrize("verb", ["launch", pytest.param("train", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "variables",
-    [{"RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}],
-    ids=lambda variables: "+".join(variables),
+    ("verb", "variables"),
+    [
+        ("launch", {"RANK": "0"}),
+        ("train", {"MASTER_ADDR": "127.0.0.1"}),
+        ("launch", {"WORLD_SIZE": "2"}),
+        ("train", {"RANK": "1", "WORLD_SIZE": "2"}),
+    ],
 )
 def test_half_of_a_distributed_environment_exits_2(
-    variables: dict[str, str], verb: str, run_tandem: Tandem
+    verb: str, variables: dict[str, str], run_tandem: Tandem
 ) -> None:
     code, output = run_tandem(verb, *BINARY, "--steps", "5", "--run-dir", "run", **variables)
     line = the_error(output)
@@ -243,7 +237,7 @@ def test_cuda_that_is_not_there_exits_2(verb: str, run_tandem: Tandem) -> None:
 MNIST = ("--task", "mnist", "--batch-size", "16", "--steps", "3", "--device", "cpu", "--metrics-port", "0")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mnist_files_that_are_there_train_without_network(run_tandem: Tandem, tmp_path: Path) -> None:
     write_mnist(tmp_path / "data" / "MNIST" / "raw")
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
@@ -265,7 +259,7 @@ def test_a_truncated_mnist_file_is_named(run_tandem: Tandem, tmp_path: Path) -> 
     assert str(broken) in line and str(16 + 64 * 784) in line, line
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mnist_files_that_are_missing_say_where_to_put_them(run_tandem: Tandem, tmp_path: Path) -> None:
     code, output = run_tandem("launch", *MNIST, "--run-dir", "run", "--data-dir", "nothing")
     line = the_error(output)

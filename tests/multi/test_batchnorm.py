@@ -193,7 +193,7 @@ def in_processes(size: int, port: int, what: Any, folder: Path) -> list[Any]:
     return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(size)]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_statistics_and_gradients_are_those_of_one_process(size: int, free_port: int, tmp_path: Path) -> None:
     ranks = in_processes(size, free_port, cases, tmp_path)
     assert all(torch.equal(each["bits"], ranks[0]["bits"]) for each in ranks)  # so replicas stay replicas
@@ -232,7 +232,7 @@ open(f"means-{run.rank}", "w").write(str(norm.running_mean.tolist()))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_loop_of_ones_own_honours_the_setting(
     tmp_path: Path, processes: Any, module_ports: list[int]
 ) -> None:

@@ -63,10 +63,10 @@ def everything(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def ranks(request: Any, tmp_path_factory: Any, module_ports: list[int]) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any, module_ports: list[int]) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("compressed")
-    return in_processes("ddp", request.param, module_ports[request.param], everything, folder)
+    return in_processes("ddp", 2, module_ports[0], everything, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -154,7 +154,7 @@ def rank_1(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_has_the_rank_of_the_factors_arrives_whole(tmp_path: Path, free_port: int) -> None:
     for found in in_processes("ddp", 2, free_port, rank_1, tmp_path):
         (said, matrix), (plain_said, plain) = found["powersgd"], found["none"]
@@ -189,9 +189,9 @@ def test_a_loop_of_ones_own_compresses_too(tmp_path: Path, free_port: int) -> No
             torch.testing.assert_close(found[kind][1], found["none"][1], rtol=precision, atol=1.0 * precision)
             assert torch.equal(found[kind][1], ranks[0][kind][1])
             assert not torch.equal(found[kind][1], found["none"][1])
-    with pytest.raises(ConfigError, match="powersgd is for tasks"):
+    with pytest.raises(ConfigError, match="powersgd works only in tasks"):
         check_settings(Settings().replace(gradient_compression="powersgd"))
-    with pytest.raises(ConfigError, match="--static-graph is for tasks"):
+    with pytest.raises(ConfigError, match="--static-graph works only in tasks"):
         check_settings(Settings().replace(static_graph=True))
 
 
@@ -204,7 +204,7 @@ def test_what_only_ddp_does_is_refused_elsewhere(name: str) -> None:
         (ExchangeConfig(bucket_mb=5.0), "--bucket-mb"),
         (ExchangeConfig(find_unused=True), "--find-unused"),
     ):
-        with pytest.raises(ConfigError, match=f"{flag} is for --strategy ddp"):
+        with pytest.raises(ConfigError, match=f"{flag} works only with --strategy ddp"):
             strategies.load(name, group, given)
     with pytest.raises(ConfigError, match="--precision bf16 or fp32"):
         check_together(ExchangeConfig(gradient_compression="powersgd"), ComputeConfig(precision="fp16"))
@@ -213,7 +213,7 @@ def test_what_only_ddp_does_is_refused_elsewhere(name: str) -> None:
 def test_a_compiled_model_wants_buckets_of_a_mebibyte() -> None:
     """torch asserted so with a stack trace, in the first step."""
     check_together(ExchangeConfig(bucket_mb=1), ComputeConfig(compile=True))
-    with pytest.raises(ConfigError, match="--bucket-mb 0.5 with --compile, for which 1 is the least"):
+    with pytest.raises(ConfigError, match="--bucket-mb: invalid value 0.5"):
         check_together(ExchangeConfig(bucket_mb=0.5), ComputeConfig(compile=True))
 
 
@@ -248,7 +248,7 @@ def unused(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
 
 def test_parameters_without_a_gradient_are_named(tmp_path: Path, free_port: int) -> None:
     for never, later, found, static in in_processes("ddp", 2, free_port, unused, tmp_path):
-        assert never[0] == "ConfigError" and "no gradient to spare.weight, spare.bias:" in never[1]
+        assert never[0] == "ConfigError" and "no gradient for spare.weight, spare.bias;" in never[1]
         assert "--find-unused" in never[1]
         assert later[0] == "UnusedParametersError" and "spare.weight, spare.bias" in later[1]
         assert len(found) == len(static) == STEPS

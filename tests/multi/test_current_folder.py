@@ -67,7 +67,7 @@ def command(*words: object) -> list[str]:
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(("launch", "--nodes", 2), marks=pytest.mark.slow), ("train",), ("doctor",)],
+    [pytest.param(("launch", "--nodes", 2), marks=pytest.mark.soak), ("train",), ("doctor",)],
     ids=["launch", "train", "doctor"],
 )
 def test_nothing_of_the_current_folder_is_run(
@@ -80,7 +80,7 @@ def test_nothing_of_the_current_folder_is_run(
     assert ran(folder) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nor_by_python_m(folder: Path, processes: Any) -> None:
     (folder / "own" / "plain.py").write_text("import sys\nprint(*sys.modules)\n")
     code, modules = processes.run([sys.executable, "-m", "plain"], cwd=folder / "own")
@@ -96,7 +96,7 @@ def test_nor_by_python_m(folder: Path, processes: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", [(), pytest.param(("--cold",), marks=pytest.mark.slow)], ids=["warm", "cold"]
+    "how", [(), pytest.param(("--cold",), marks=pytest.mark.soak)], ids=["warm", "cold"]
 )
 def test_a_script_finds_its_own_folder_first_and_nothing_of_the_current_one(
     folder: Path, processes: Any, how: tuple[str, ...]

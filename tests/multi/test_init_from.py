@@ -100,11 +100,11 @@ def test_what_is_refused_is_one_line_and_2(
     flags = ("--init-from", "other.pt", "--init-min", 0.9)
     code, output = train(processes, tmp_path, "train", "other", *flags)
     assert code == 2 and "Traceback" not in output, output
-    assert "has 70.8% of the model's parameters (165 of 233), and --init-min asks for 90.0%" in output
+    assert "has 70.8% of the model's parameters (165 of 233), but --init-min requires 90.0%" in output
     assert "wrong shape      2" in output and "loaded           2" in output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_loop_of_ones_own_starts_from_them(
     tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
 ) -> None:

@@ -66,7 +66,7 @@ def test_each_forward_pass_is_seeded_once_and_with_a_seed_of_its_own(processes: 
 
 @pytest.mark.parametrize(
     ("precision", "expected"),
-    [("bf16", "torch.bfloat16"), pytest.param("fp32", "torch.float32", marks=pytest.mark.slow)],
+    [("bf16", "torch.bfloat16"), pytest.param("fp32", "torch.float32", marks=pytest.mark.soak)],
 )
 def test_every_pass_is_of_the_precision_asked_for(
     precision: str, expected: str, processes: Any, tmp_path: Path

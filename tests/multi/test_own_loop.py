@@ -22,7 +22,7 @@ def scripts(tmp_path: Path, processes: Any) -> Scripts:
     return scripts
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_and_started_again_alone_it_ends_with_the_same_bits_and_lines(scripts: Scripts) -> None:
     assert scripts.alone("small.py", "calm")[0] == 0
     code, output = scripts.alone("small.py", "killed", SIGNAL=SIGKILL, SIGNAL_AT=23)

@@ -12,7 +12,9 @@ from own_loops import Scripts
 pytestmark = pytest.mark.multi
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("gan", "ema_frozen", "stream_lm", "distillation", "own_collective")
+SOAK = ("ema_frozen", "distillation", "own_collective")
 MOST_CHANGED_LINES = 12
+RANKS = 2
 KILLS, TRIES = 2, 6
 
 
@@ -31,23 +33,24 @@ def test_at_most_twelve_lines_make_a_plain_script_one_of_many_ranks(name: str) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in SOAK else name for name in NAMES]
+)
 def test_killed_at_random_steps_it_ends_with_the_same_bits(
-    name: str, ranks: int, scripts: Scripts, module_ports: list[int]
+    name: str, scripts: Scripts, module_ports: list[int]
 ) -> None:
     script, ports, chance = EXAMPLES / f"{name}.py", list(module_ports), random.Random()
-    ended = scripts.ranks(script, "calm", ports[0], ranks)
-    assert [code for code, _ in ended] == [0] * ranks, ended
+    ended = scripts.ranks(script, "calm", ports[0], RANKS)
+    assert [code for code, _ in ended] == [0] * RANKS, ended
     kills = 0
     for attempt in range(TRIES):
-        started = scripts.begin(script, "killed", ports[1 + attempt % 3], ranks)
+        started = scripts.begin(script, "killed", ports[1 + attempt % 3], RANKS)
         if kills < KILLS and reached(scripts, chance.randint(4, 20) * (kills + 1), started):
             for each in started:
                 scripts.processes.kill(each)
             kills += 1
         codes = [scripts.processes.wait(each)[0] for each in started]
-        if codes == [0] * ranks:
+        if codes == [0] * RANKS:
             break
     assert kills > 0, "every run was over before it could be killed"
     summary = scripts.summary("killed")

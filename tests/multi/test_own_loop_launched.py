@@ -39,7 +39,7 @@ def test_a_killed_rank_goes_on_from_memory_to_the_same_bits_and_lines(scripts: S
     assert code == 0, output
     said = logs(scripts, "killed")
     assert "rank 1 on node 1 (127.0.0.102) was killed (SIGKILL)" in said
-    assert re.search(r"going on from step 2[23], kept in the node's memory", said), said
+    assert re.search(r"resuming from step 2[23] \(in-memory snapshot\)", said), said
     assert scripts.summary("killed")["restarts"] == 1
     assert scripts.summary("killed")["weights_sha256"] == scripts.summary("calm")["weights_sha256"]
     assert scripts.lines("killed") == scripts.lines("calm")
@@ -61,10 +61,10 @@ def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Script
     assert f"fp32, {counted(share, 'thread')}" in output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_script_that_leaves_its_loop_by_sys_exit_has_not_ended_well(scripts: Scripts) -> None:
     scripts.write("left.py", SMALL.replace("    seen += 1\n", "    raise SystemExit(0)\n"))
     code, output = scripts.processes.wait(scripts.launch([], "left.py", "run"), LIMIT_SECONDS)
     assert code == 1, output
-    assert "the script ended in its loop after step" in output
+    assert "the script left its loop after step" in output
     assert "Traceback" not in output

@@ -76,7 +76,7 @@ def test_ranks_of_srun_and_mpirun_find_each_other(
     assert summary["weights_sha256"] == scripts.summary("by-hand")["weights_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_behind_a_command_a_killed_rank_goes_on_from_the_newest_checkpoint(scripts: Scripts) -> None:
     words = ["--nproc", "2", "--", sys.executable]
     killed = scripts.launch(words, "small.py", "run", SIGNAL=9, SIGNAL_AT=23, TO_RANK=1)

@@ -30,9 +30,29 @@ SOUNDS_LIKE = [
     RuntimeError("my gloo and nccl settings are wrong: Connection closed by peer"),
     RuntimeError("size mismatch in store.weight"),
     RuntimeError("Got the following error when running the callback: KeyError: gloo"),
+    RuntimeError("NCCL AllReduce failed: invalid argument (run with NCCL_DEBUG=WARN for details)"),
+    RuntimeError("NCCL Send failed in scatter: invalid usage (run with NCCL_DEBUG=WARN for details)"),
+    RuntimeError("NCCL AllReduce failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+    RuntimeError("my check says: NCCL AllReduce failed: remote process exited"),
     ValueError("[/x/gloo/transport/tcp/pair.cc:1] Connection closed by peer"),
     ConnectionResetError("connection reset by peer"),
 ]
+
+
+REMOTE = "remote process exited or there was a network error \nNCCL Last Error: Connection closed"
+NCCL2 = [
+    f"NCCL AllReduce failed: {REMOTE}",
+    f"NCCL Send failed in all_to_all_v_single: {REMOTE}",
+    "NCCL GroupEnd failed: unhandled system error (run with NCCL_DEBUG=INFO for details) \nNCCL Last Error: ",
+    "NCCL Broadcast failed: internal error - please report this issue to the NCCL developers \n",
+    f"NCCL commInitRankConfig failed during reconfigure: {REMOTE}",
+    f"NCCL Async Error: {REMOTE}",
+    f"Failed to initialize NCCL communicator: {REMOTE}",
+    "Failed to get NCCL unique ID: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    "NCCL operation timed out",
+    "NCCL communicator was aborted after a previous error",
+]
+"""What torch 2.15's newer group raises, as RuntimeErrors (nccl2/ProcessGroupNCCL.cpp)."""
 
 
 @pytest.mark.parametrize("error", SOUNDS_LIKE, ids=str)
@@ -57,6 +77,7 @@ def test_typed_errors_and_nccl_messages_mean_a_lost_peer_but_not_in_a_world_of_o
             "[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: W"
         ),
         RuntimeError("Operation timed out!"),
+        *(RuntimeError(text) for text in NCCL2),
         RuntimeError(
             "Got the following error when running the callback: RuntimeError: Got the following error when "
             "running the callback: RuntimeError: [/x/gloo/transport/tcp/pair.cc:1] Connection closed by peer"

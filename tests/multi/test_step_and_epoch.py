@@ -68,7 +68,7 @@ def test_step_and_epoch_are_those_of_the_step(processes: Any, tmp_path: Path) ->
     assert json.loads(said.splitlines()[-1])["eval"] == pytest.approx(again["eval"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_loss_by_step_resumes_exactly(processes: Any, tmp_path: Path) -> None:
     (tmp_path / "fades.py").write_text(TASK)
     calm = trained(processes, tmp_path, "calm", 12)

@@ -24,7 +24,7 @@ def trained(processes: Any, folder: Path, run: str, task: str, *flags: object) -
     return dict(json.loads((folder / run / "summary.json").read_text()))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_scores_of_two_sets_and_all_outputs_end_a_run(processes: Any, tmp_path: Path) -> None:
     flags = ("--epochs", 50, "--eval-every", 20, "--keep-best", "val/auc", "--batch-size", 120)
     flags += ("--lr", 0.5, "--checkpoint-every", 20)
@@ -71,7 +71,7 @@ def test_a_rare_class_is_drawn_as_often_as_the_other(processes: Any, tmp_path: P
 DEPTH = ("--batch-size", 120, "--schedule", "constant", "--lr", 0.05, "--strategy", "ddp")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_blocks_that_are_left_out_need_find_unused(processes: Any, tmp_path: Path) -> None:
     task = "stochastic_depth.py:StochasticDepth"
     seen = trained(processes, tmp_path, "run", task, *DEPTH, "--steps", 40, "--find-unused", "--nproc", 1)
@@ -91,7 +91,7 @@ def test_two_ranks_leave_out_blocks_of_their_own_and_resume_exactly(processes: A
     assert code in (1, 2) and "--find-unused" in output, output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rare_class_on_two_ranks(processes: Any, tmp_path: Path) -> None:
     flags = ("--batch-size", 120, "--steps", 100, "--lr", 0.1, "--schedule", "constant", "--nproc", 2)
     seen = trained(processes, tmp_path, "run", "rare_class.py:RareClass", *flags)

@@ -139,7 +139,7 @@ def test_an_evaluation_that_fails_does_not_cost_its_epoch(others: dict[str, Ende
 def test_a_score_that_needs_more_samples_is_no_mistake(others: dict[str, Ended]) -> None:
     ended = others["NeedsMoreSamples"]
     assert ended.code == 0, ended.output
-    assert ended.output.count("evaluate_all was tried on a few samples") == 1, ended.output
+    assert ended.output.count("a test of evaluate_all failed") == 1, ended.output
     assert json.loads((ended.folder / "summary.json").read_text())["eval"]["score"] == pytest.approx(1 / 38)
 
 
@@ -147,6 +147,6 @@ def test_the_first_answer_of_after_evaluation_is_checked(others: dict[str, Ended
     """It hears of scores first after an epoch: that is the first call, and its epoch is kept."""
     ended = others["AnswersInWords"]
     assert ended.code == 2 and "Traceback" not in ended.output, ended.output
-    [line] = [line for line in ended.output.splitlines() if "after_evaluation gives" in line]
-    assert re.search(r"mistaken_tasks\.py line \d+: after_evaluation gives a str; return True to end", line)
+    [line] = [line for line in ended.output.splitlines() if "after_evaluation returns" in line]
+    assert re.search(r"mistaken_tasks\.py line \d+: after_evaluation returns a str; return True to end", line)
     assert CheckpointStore(ended.folder / "checkpoints").steps() == [5]

@@ -89,7 +89,7 @@ def test_buffers_are_rank_0s_in_plain_ddp_and_in_a_loop_of_ones_own(tutorials: T
     assert {first[3], second[3]} == {first[0] + second[0]}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_buffers_are_each_ranks_own_without_ddps_broadcast_and_alone_count_the_same(
     tutorials: Tutorials,
 ) -> None:
@@ -112,12 +112,12 @@ def test_mnist_by_hand_set_variables_is_mnist_under_tandem_launch(
     assert (tutorials.folder / "mnist_cnn.pt").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mnist_as_a_task_by_hand_set_variables(tutorials: Tutorials, free_port: int) -> None:
     settings = ["--task", f"{TUTORIALS / 'mnist_task.py'}:Mnist", "--batch-size", 120, "--lr", 0.02]
     settings += ["--epochs", 2, "--log-every", 5]
     said = tutorials.by_hand(free_port, "-m", "tandem", "train", "--run-dir", "task", *settings)
-    assert f"rank 0 | meeting the other 1 of 2 ranks at 127.0.0.1:{free_port}" in said
+    assert f"rank 0 | waiting for the other 1 of 2 ranks at 127.0.0.1:{free_port}" in said
     summary = tutorials.summary("task")
     assert (summary["platform"], summary["world_size"], summary["global_step"]) == ("by-hand", 2, 20)
     assert [line["step"] for line in tutorials.lines("task")].count(20) >= 1

@@ -87,7 +87,7 @@ def uneven(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
         rest = [int(index) for batch in again if batch is not None for index in batch[2]]
         counts = [data.order.samples(step) for step in range(stop)], data.order.samples_before(stop + 50)
         found[str(micro)] = losses, seen, rest, counts, model.state_dict()
-    with pytest.raises(ConfigError, match="gives 199, 120, 0"):
+    with pytest.raises(ConfigError, match="returns 199, 120, 0"):
         data.load({"sizes": [199, 120]})
     scored = evaluation_batches(Parts(), group.rank, group.size, 7, device=group.device)
     found["scored"] = [int(index) for batch in scored for index in batch[2]]
@@ -131,13 +131,13 @@ def test_ranks_end_together_with_the_gradients_of_one_process(tmp_path: Path, fr
 
 
 def test_what_cannot_be_is_said_in_one_line() -> None:
-    for sizes, batch, said in (((0, 0), 4, "no sample to any rank"), ((5, 3, 2), 4, "over 3 ranks")):
+    for sizes, batch, said in (((0, 0), 4, "no samples for any rank"), ((5, 3, 2), 4, "over 3 ranks")):
         config = Settings().replace(batch_size=batch).data
         gathered = list(sizes)
         reader = Reader(config, 0, 0, len(sizes), None, torch.device("cpu"), lambda size, all=gathered: all)  # type: ignore[misc]
         with pytest.raises(ConfigError, match=said):
             training_data(Parts(sizes), reader, None)
-    with pytest.raises(ConfigError, match="is for tasks"):
+    with pytest.raises(ConfigError, match="works only in tasks"):
         training_data(Parts((5,)), Reader(config, 0, 0, 1, None, torch.device("cpu")), None)
 
 

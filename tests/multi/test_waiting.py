@@ -37,7 +37,7 @@ def test_ranks_under_an_agent_wait_passively_unless_told_otherwise(processes: An
     assert min(spins(processes, tmp_path, [*words, "busy"], OWN_POLICY)) > 1_000_000
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_nodes_of_a_laptop_are_forked_from_one_process_that_has_torch(
     processes: Any, tmp_path: Path
 ) -> None:
@@ -47,7 +47,7 @@ def test_all_nodes_of_a_laptop_are_forked_from_one_process_that_has_torch(
     assert "3 ranks on 3 nodes" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_lone_rank_and_an_evaluation_wait_passively(processes: Any, tmp_path: Path) -> None:
     words = ["train", "--task", f"{TASK}:MyTask", *SHORT, "--run-dir", "run"]
     assert spins(processes, tmp_path, list(words), {}) == [0]
@@ -55,7 +55,7 @@ def test_a_lone_rank_and_an_evaluation_wait_passively(processes: Any, tmp_path: 
     assert spins(processes, tmp_path, ["eval", "run"], OWN_SPINS) == [700]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_scripts_wait_passively(processes: Any, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["launch", "--metrics-port", 0, "--progress", "off", "--run-dir", "run", "script.py"]

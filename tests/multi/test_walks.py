@@ -14,7 +14,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("what", "most_stays", "most_returns"), [("settings", 20, 8), ("loop", 15, 8)])
 def test_no_part_is_given_more_than_it_needs(
     what: str, most_stays: int, most_returns: int, processes: Any, tmp_path: Path

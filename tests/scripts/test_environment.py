@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tree import MARK
+
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 SHOW = """
@@ -18,7 +20,7 @@ DIFFERENT = {
     "MASTER_ADDR", "MASTER_PORT",  # a store of the agent's, wherever it is
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS",
 }  # fmt: skip
-NOT_SET_BY_EITHER = {"_", "PYTHONPATH"}
+NOT_SET_BY_EITHER = {"_", "PYTHONPATH", MARK}
 
 
 def environments(folder: Path) -> dict[str, dict[str, str]]:
@@ -83,7 +85,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "how", ["script", *(pytest.param(how, marks=pytest.mark.slow) for how in ("module", "cold"))]
+    "how", ["script", *(pytest.param(how, marks=pytest.mark.soak) for how in ("module", "cold"))]
 )
 def test_a_program_finds_itself_as_under_python(how: str, scripts: Any) -> None:
     package = scripts.folder / "pack"

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from unchanged import PROGRAMS
 
+from patience import patient
+
 pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("program, package", [
-    ("imagenet_structure.py", "torch"), ("with_accelerate.py", "accelerate"),
-    ("with_lightning.py", "lightning"), ("with_transformers.py", "transformers"),
+    ("with_accelerate.py", "accelerate"),
+    pytest.param("with_lightning.py", "lightning", marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_a_killed_and_a_stopped_rank(
     program: str, package: str, scripts: Any, require: Any, free_port: int
@@ -27,7 +29,7 @@ def test_a_killed_and_a_stopped_rank(
     found = subprocess.run([python, "-c", look], check=False).returncode == 0
     require("frameworks", found, f"no package {package}: make frameworks")
     scripts.python = python
-    ours = scripts.tandem("--nodes", 2, "--hang-timeout", 6, "--metrics-port", free_port)
+    ours = scripts.tandem("--nodes", 2, "--hang-timeout", patient(6), "--metrics-port", free_port)
     process = scripts.start([*ours, str(PROGRAMS / program), "--epochs", "1000000", "--pause", "0.05"])
 
     def page() -> str:
@@ -53,11 +55,11 @@ def test_a_killed_and_a_stopped_rank(
     assert all(f'tandem_rank_memory_bytes{{node="{rank}",rank="{rank}"}}' in text for rank in (0, 1)), text
     process.send_signal(signal.SIGTERM)
     code, said = scripts.wait(process)
-    # Lightning's ranks do not agree on the step to stop after: seldom one waits for another that has left.
-    is_race = package == "lightning" and "waits in another collective than the others" in said
+    # Lightning's ranks do not agree on the step to stop after: seldom they wait for each other for ever.
+    is_race = package == "lightning" and "error: hang: " in said.partition("SIGTERM: asking")[2]
     assert code == (137 if is_race else 143), said
-    who = r"hang: rank 0 on node 0 \(127\.0\.0\.101\) (cannot be heard|does not get on) since [\d.]+ s, "
-    assert re.search(rf"{who}in phase {re.escape(program)}:\d+ of step \d+", said), said
+    who = r"hang: rank 0 on node 0 \(127\.0\.0\.101\) has .+ for [\d.]+ s "
+    assert re.search(rf"{who}\(phase {re.escape(program)}:\d+, step \d+\)", said), said
     summary = json.loads((scripts.folder / "run" / "summary.json").read_text())
     end = ("failed", 137) if is_race else ("stopped", 143)
     assert (summary["state"], summary["exit_code"], summary["restarts"]) == (*end, 2)

@@ -121,7 +121,7 @@ def test_the_lines_are_those_of_the_documentation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", CHANGES)
+@pytest.mark.parametrize("package", [pytest.param("torch", marks=pytest.mark.soak), "transformers"])
 def test_a_killed_script_goes_on_from_its_own_checkpoint(package: str, scripts: Any, require: Any) -> None:
     python = os.environ.get("FRAMEWORKS_PYTHON") or sys.executable
     look = f"import importlib.util as util; exit(util.find_spec('{package}') is None)"

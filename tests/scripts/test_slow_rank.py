@@ -45,5 +45,5 @@ def test_a_slow_rank_of_a_script_is_named_with_its_line(scripts: Any, free_port:
     _, said = scripts.wait(process)
     assert re.search(r'^tandem_straggler_excess_seconds{node="1",phase="other",rank="1"} 0\.', metrics, re.M)
     assert [row["straggler"] for row in status["ranks"]] == [False, True], status["ranks"]
-    line = rf"rank 1 on node 1 holds the others back: .*; most of it at slow\.py:{LINE}$"
+    line = rf"straggler: rank 1 on node 1 .*; most of it at slow\.py:{LINE}$"
     assert len(re.findall(line, said, re.M)) == 1, said

@@ -9,9 +9,16 @@ import pytest
 from servers import SERVERS, ObjectServer, s3rver
 
 
+@pytest.fixture(scope="module")
+def started() -> dict[str, ObjectServer]:
+    """The servers of this module: pytest makes `server` again where tests name other parameters for it."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=SERVERS)
 def server(
     request: pytest.FixtureRequest,
+    started: dict[str, ObjectServer],
     tmp_path_factory: pytest.TempPathFactory,
     module_processes: Any,
     module_ports: list[int],
@@ -19,9 +26,12 @@ def server(
 ) -> ObjectServer:
     if request.param == "s3rver":
         require("s3rver", s3rver() is not None, "type: make s3rver")
-    first = 2 * SERVERS.index(request.param)
-    folder = tmp_path_factory.mktemp(request.param)
-    return ObjectServer(request.param, folder, module_processes, module_ports[first : first + 2])
+    if request.param not in started:
+        first = 2 * SERVERS.index(request.param)
+        folder = tmp_path_factory.mktemp(request.param)
+        ports = module_ports[first : first + 2]
+        started[request.param] = ObjectServer(request.param, folder, module_processes, ports)
+    return started[request.param]
 
 
 @pytest.fixture

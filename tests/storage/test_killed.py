@@ -29,7 +29,12 @@ def damaged(step: int, problem: str) -> None:
     raise AssertionError(f"step {step}: {problem}")
 
 
-@pytest.mark.parametrize("rule", ["kill before", "kill after"])
+@pytest.mark.parametrize(
+    ("server", "rule"),
+    [("moto", "kill before"), ("s3rver", "kill after")],
+    indirect=["server"],
+    scope="module",
+)
 def test_a_writer_killed_at_every_request(
     server: ObjectServer, store_address: str, processes: Any, rule: str
 ) -> None:

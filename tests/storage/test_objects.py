@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import ObjectServer
+from servers import SERVERS, ObjectServer
 
 from tandem.checkpoint.claim import claim
 from tandem.checkpoint.listing import list_checkpoints
@@ -106,10 +106,20 @@ def test_of_two_writers_one_is_refused(store_address: str) -> None:
     assert one.read(1)[0] == b"later"
 
 
-QUICK, LONG = ("500", "cut answer"), ("503", "reset", "lose answer", "truncate", "stall")
+QUICK = [(server, rule) for server in SERVERS for rule in ("500", "cut answer")]
+# One server each: what is tried is the client, whichever server answers.
+LONG = [
+    *(("moto", rule) for rule in ("reset", "truncate")),
+    *(("s3rver", rule) for rule in ("503", "lose answer", "stall")),
+]
 
 
-@pytest.mark.parametrize("rule", [*QUICK, *(pytest.param(rule, marks=pytest.mark.slow) for rule in LONG)])
+@pytest.mark.parametrize(
+    ("server", "rule"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)],
+    indirect=["server"],
+    scope="module",
+)
 def test_a_network_that_damages(server: ObjectServer, store_address: str, rule: str) -> None:
     """Each request of a save is hit once: what is acknowledged is there, what is there is whole."""
     store = CheckpointStore(address(store_address))

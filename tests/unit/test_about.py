@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tandem.config import Settings
+from tandem.config.secrets import HIDDEN, hidden, hide, is_secret, secrets_in
 from tandem.report import about as about_module
 from tandem.report.about import LINE_CHARACTERS, LOG_LINES, About
-from tandem.report.secrets import HIDDEN, hide, is_secret, secrets_in
 
 
 def test_a_launch_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +126,39 @@ def test_what_sounds_like_a_secret() -> None:
     assert not any(map(is_secret, ("sort_key", "metrics_token_file", "lr", "tokenizer")))
     environ = {"HF_TOKEN": "a", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "b"}
     assert secrets_in(environ) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ({"auth": {"password": "horse", "user": "me"}}, {"auth": {"password": HIDDEN, "user": HIDDEN}}),
+        ({"login": {"api_key": ["a", {"b": "c"}]}}, {"login": {"api_key": [HIDDEN, {"b": HIDDEN}]}}),
+        ({"pin": {"db_password": 1234, "on": True}}, {"pin": {"db_password": HIDDEN, "on": True}}),
+        ([{"name": "HF_TOKEN", "value": "abc"}], [{"name": "HF_TOKEN", "value": HIDDEN}]),
+        (["--password", "horse", "--lr", "1"], ["--password", HIDDEN, "--lr", "1"]),
+        ({"url": ["s3://key:word@host/b"]}, {"url": [f"s3://{HIDDEN}@host/b"]}),
+        ({"hf_abcdefghijklmnopqrstuv": 1}, {HIDDEN: 1}),
+        ({"depth": 3, "tokenizer": "bpe", "none": None}, {"depth": 3, "tokenizer": "bpe", "none": None}),
+    ],
+)
+def test_secrets_are_not_shown_however_deep(tmp_path: Path, value: object, shown: object) -> None:
+    assert hidden(value, is_setting=True) == shown
+    (tmp_path / "config.json").write_text(json.dumps({"task_fields": {"field": value}, "other": value}))
+    rows = {row["name"]: row["value"] for row in About(tmp_path).read()["settings"]}
+    assert rows == {"task.field": shown, "other": shown}
+
+
+def test_a_metric_that_is_called_like_a_secret_is_a_number() -> None:
+    assert hidden({"loss_per_token": 0.5}) == {"loss_per_token": 0.5}
+
+
+def test_a_log_that_a_link_leads_to_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "rank-0.log").write_text("canary\n")
+    for name in ("file", "folder"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file" / "log").mkdir()
+    (tmp_path / "file" / "log" / "rank-0.log").symlink_to(tmp_path / "outside" / "rank-0.log")
+    (tmp_path / "folder" / "log").symlink_to(tmp_path / "outside")
+    for name in ("file", "folder"):
+        assert About(tmp_path / name).log() == {"file": None, "lines": []}

@@ -137,7 +137,7 @@ def test_a_report_of_a_run_that_was_never_on_this_machine(
 
 def test_a_report_makes_no_folder_for_a_run_that_is_not_there(drawer: str, tmp_path: Path) -> None:
     for place in (drawer, str(tmp_path / "none")):
-        with pytest.raises(ConfigError, match="holds no run"):
+        with pytest.raises(ConfigError, match="is not a run"):
             run("report", [place], {})
         assert not local_folder(place).exists()
 
@@ -145,14 +145,14 @@ def test_a_report_makes_no_folder_for_a_run_that_is_not_there(drawer: str, tmp_p
 @pytest.mark.parametrize("setting", ["run_dir", "init_from", "resume"])
 @pytest.mark.parametrize("text", ["s3://me:secret@bucket/run", "ftp:/me:secret@host:21/run@5"])
 def test_a_password_in_an_address_is_refused_and_not_shown(setting: str, text: str) -> None:
-    with pytest.raises(ConfigError, match="holds a password") as caught:
+    with pytest.raises(ConfigError, match="contains a password") as caught:
         resolve({setting: Given(text, "flag", "--" + setting)}, {}, None)
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
     assert "FSSPEC_" in str(caught.value)
 
 
 def test_an_unknown_scheme_is_refused_and_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="ftp://host/run: valid are a folder, s3://, gs://, az://"):
+    with pytest.raises(ConfigError, match="ftp://host/run; .*s3://, gs://, az://"):
         resolve({"run_dir": Given("ftp://host/run", "flag", "--run-dir")}, {}, None)
 
 
@@ -163,13 +163,13 @@ def test_what_looks_like_an_address_and_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "library"), [("az", "adlfs"), ("dropbox", "fsspec and what it has for dropbox")]
+    ("scheme", "library"), [("az", "adlfs"), ("dropbox", "fsspec .*dropbox")]
 )
 def test_a_store_whose_library_is_missing_names_it(
     scheme: str, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is no row of ours was a KeyError."""
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    needed = f"{scheme}:// needs a library that is missing; pip install {library}"
+    needed = f"{scheme}:// needs a library.*pip install {library}"
     with pytest.raises(ConfigError, match=needed):
         Objects(scheme, "bucket")

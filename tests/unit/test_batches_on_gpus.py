@@ -108,13 +108,13 @@ def test_a_step_left_out_puts_buffers_back_in_one_piece(gpu: Notes) -> None:
 
 def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
     model = nn.BatchNorm1d(2)
-    kept = KeptBuffers(model.buffers)
+    kept = KeptBuffers(model.modules)
     kept.keep()
     model.running_mean = model.running_mean + 1
     model.num_batches_tracked.add_(3)
     kept.put_back(torch.tensor(1.0))
     assert model.running_mean.tolist() == [0.0, 0.0] and model.num_batches_tracked == 0
-    KeptBuffers(nn.Linear(1, 1).buffers).put_back()
+    KeptBuffers(nn.Linear(1, 1).modules).put_back()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

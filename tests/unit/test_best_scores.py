@@ -40,7 +40,7 @@ def test_a_score_that_nobody_gives_is_named(caplog: pytest.LogCaptureFixture) ->
     warn_of_missing_score(None, 100, {"loss": 1.0})
     assert not caplog.records
     warn_of_missing_score("acuracy:max", 100, {"accuracy": 0.5, "loss": 1.0})
-    assert "the evaluation at step 100 gave accuracy, loss" in caplog.text
+    assert "the evaluation at step 100 returned only accuracy, loss" in caplog.text
 
 
 def test_scores_belong_to_the_step_of_their_evaluation() -> None:

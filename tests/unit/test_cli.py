@@ -94,13 +94,13 @@ def test_examples_in_the_help_are_command_lines_that_hold(verb: str) -> None:
         (["report", ".", "--ouput", "x"], "unknown flag --ouput; did you mean --output?"),
         (["report"], "the following arguments are required: RUN_DIR. See `tandem report --help`"),
         (["eval"], "the following arguments are required: RUN. See `tandem eval --help`"),
-        (["export", "run", "--format", "onxx"], "--format invalid choice: 'onxx' (choose from "),
-        (["verify-resume", "--trials", "0"], "--trials got '0', valid is a whole number of at least 1"),
-        (["verify-resume", "--trials"], "--trials needs a value: a whole number of at least 1"),
-        (["verify-resume", "--script", "nothing.py"], "there is no script nothing.py in "),
+        (["export", "run", "--format", "onxx"], "--format: invalid choice: 'onxx' (choose from "),
+        (["verify-resume", "--trials", "0"], "--trials: invalid value '0'; expected "),
+        (["verify-resume", "--trials"], "--trials: missing value; expected "),
+        (["verify-resume", "--script", "nothing.py"], "no script nothing.py found"),
         (
             ["verify-resume", "--script", __file__, "--task", "digits"],
-            f"--task names a task, and {__file__} is a program of its own; give one of them",
+            f"--task names a task, but {__file__} is a program",
         ),
         (["doctor", "--epoch", "1"], "unknown flag --epoch; did you mean --epochs?"),
         (["health", "--fast"], "unknown flag --fast. See `tandem health --help`"),
@@ -113,7 +113,7 @@ def test_every_verb_suggests_the_nearest(arguments: list[str], said: str) -> Non
 
 
 def test_trials_come_from_the_environment_too() -> None:
-    with pytest.raises(ConfigError, match="^TANDEM_TRIALS got 'x', valid is a whole number"):
+    with pytest.raises(ConfigError, match="^TANDEM_TRIALS: invalid value 'x'"):
         cli.run("verify-resume", [], {"TANDEM_TRIALS": "x"})
 
 
@@ -160,7 +160,7 @@ def test_a_batch_that_cannot_be_shared_out_is_told_before_torch_is_imported(tmp_
     done = watched(tmp_path, "launch", "--nodes", "7", "--device", "cpu", "--run-dir", "run")
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     said, heavy = done.stderr.splitlines()
-    assert said == "tandem: --batch-size 240 does not divide over 7 ranks; use 238 or 245"
+    assert said == "tandem: --batch-size 240 does not divide evenly over 7 ranks; use 238 or 245"
     assert "torch" not in heavy
 
 
@@ -169,11 +169,11 @@ def test_a_launch_says_what_it_leaves_out_of_a_config_json(tmp_path: Path) -> No
     done = watched(tmp_path, "launch", "--config", "config.json", "--run-dir", "run")
     assert done.returncode == 2
     newer, problem, _ = done.stderr.splitlines()
-    assert newer.endswith("config.json: unknown to this version, and left out: newer")
-    assert problem == "tandem: --batch-size 240 does not divide over 7 ranks; use 238 or 245"
+    assert newer.endswith("config.json: ignoring settings unknown to this version: newer")
+    assert problem == "tandem: --batch-size 240 does not divide evenly over 7 ranks; use 238 or 245"
     alone = watched(tmp_path, "config", "--config", "config.json")
     assert alone.stdout.startswith("# The run and its task") and "run_dir = \"none\"" in alone.stdout
-    assert "tandem: config.json: where that run was is left out: run_dir" in alone.stderr
+    assert "tandem: config.json: ignoring the other run's paths and addresses: run_dir" in alone.stderr
 
 
 def test_checkpoints_of_a_missing_directory_exit_2(tmp_path: Path) -> None:

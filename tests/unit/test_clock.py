@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.telemetry import clock as clock_module
-from tandem.telemetry.clock import RING_STEPS, Clock
+from tandem.telemetry.clock import RING_STEPS, STEP_PHASES, Clock
 
 
 class Work(torch.autograd.Function):
@@ -185,3 +185,24 @@ def test_what_is_between_two_steps_makes_no_step_longer() -> None:
         with clock.phase("eval"):
             time.sleep(0.2)
     assert clock.longest_step < 0.2
+
+
+def test_a_compilation_in_mid_run_is_a_phase_of_its_own() -> None:
+    """A second shape compiles again, for tens of seconds on a GPU: a step's phase had 10 s for it."""
+    clock, seen = Clock(), list[str]()
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        seen.append(clock.current)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
+    clock.begin("train")
+    for size in (2, 2, 3):
+        clock.begin_step()
+        clock.enter("forward")
+        before = clock.since
+        compiled(torch.ones(size))
+        assert clock.current == "forward"
+        clock.end_step()
+    assert seen == ["forward", "compile"] and "compile" not in STEP_PHASES and clock.since > before

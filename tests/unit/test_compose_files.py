@@ -129,12 +129,10 @@ def test_threads_of_a_rank_are_a_share_of_the_host_or_its_nodes_limit(
 
 
 def test_cpus_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "CPUS=two is not a number of cores for each node; valid is 0.5, 1, 2...: make compose-up CPUS=2"
     monkeypatch.delenv("TANDEM_THREADS", raising=False)
     monkeypatch.setenv("CPUS", "two")
-    with pytest.raises(engine.ClusterError) as error:
+    with pytest.raises(engine.ClusterError, match="^CPUS: invalid value 'two'; .*make compose-up CPUS=2$"):
         variables()
-    assert str(error.value) == line
 
 
 def test_scale_counts_threads_anew_and_keeps_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +292,9 @@ def test_what_tc_is_told(shape: Shape, commands: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("shape", "line"), [
-    (Shape("100"), "RATE=100 is not valid; give for example RATE=100mbit"),
-    (Shape("", "20"), "LATENCY=20 is not valid; give for example LATENCY=20ms"),
-    (Shape("", "", "1;ls"), "LOSS=1;ls is not valid; give for example LOSS=1%"),
+    (Shape("100"), "RATE: invalid value '100'; expected a value such as RATE=100mbit"),
+    (Shape("", "20"), "LATENCY: invalid value '20'; expected a value such as LATENCY=20ms"),
+    (Shape("", "", "1;ls"), "LOSS: invalid value '1;ls'; expected a value such as LOSS=1%"),
 ])  # fmt: skip
 def test_what_tc_would_not_take(shape: Shape, line: str) -> None:
     with pytest.raises(engine.ClusterError) as error:
@@ -365,8 +363,7 @@ def test_a_build_of_torch_that_there_is_not() -> None:
         ["make", "--no-print-directory", "image", "TORCH=tpu"],
         cwd=ROOT, capture_output=True, text=True, timeout=30,
     )  # fmt: skip
-    line = "make: TORCH=tpu is not a build of torch; valid are cuda and cpu: make image TORCH=cuda\n"
-    assert ended.returncode == 2 and ended.stderr.startswith(line)
+    assert ended.returncode == 2 and ended.stderr.startswith("make: TORCH: invalid value 'tpu'; ")
 
 
 def test_only_root_prepares_a_host() -> None:
@@ -386,7 +383,7 @@ def test_gpus_of_a_node_are_a_number_or_all(text: str) -> None:
     preflight.check_gpus("")
     preflight.check_gpus("all")
     preflight.check_gpus("2")
-    with pytest.raises(engine.ClusterError, match=f"GPUS={text} is not a number of GPUs for each node"):
+    with pytest.raises(engine.ClusterError, match=f"^GPUS: invalid value '{text}'"):
         preflight.check_gpus(text)
 
 
@@ -404,10 +401,10 @@ def test_a_freeze_that_a_busy_host_refuses_is_tried_again(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(faults.time, "sleep", lambda seconds: None)
     if tries == 3:
-        faults._freeze("node")
+        faults.freeze("node")
     else:
         with pytest.raises(engine.ClusterError, match=refusal):
-            faults._freeze("node")
+            faults.freeze("node")
     assert len(tried.read_text()) == tries
 
 

@@ -16,6 +16,7 @@ from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.recorder import Recorder
+from tandem.training.groups import groups_of
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import load_state
 from tandem.training.step import Readings
@@ -90,6 +91,6 @@ def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: f
     state["step"] = 0  # type: ignore[assignment]
     new, schedule = optimizer_and_schedule(0.5)
     alone = Single(ProcessGroup(Position(), torch.device("cpu")), ExchangeConfig(), ComputeConfig())
-    load_state(state, alone, model, new, schedule)
+    load_state(state, alone, model, new, schedule, groups_of(new, model.named_parameters()))
     assert new.param_groups[0]["weight_decay"] == expected
     assert new.state_dict()["state"].keys() == old.state_dict()["state"].keys()

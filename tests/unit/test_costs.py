@@ -1,14 +1,20 @@
 """FLOPs against counts by hand; the GPU table."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from needs import require
+from patience import patient
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import Strategy as Single
 from tandem.training import flops
-from tandem.training.flops import buffers_kept, flops_of, peak_flops
+from tandem.training.buffers import buffers_kept
+from tandem.training.flops import flops_of, peak_flops
 
 gradients = Single(ProcessGroup(Position(), torch.device("cpu")), ExchangeConfig(), ComputeConfig()).gradients
 
@@ -65,3 +71,33 @@ def test_tf32_is_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops(gpu, "fp32") == 15.7e12  # has none
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1))
     assert flops.convolves(model) and not flops.convolves(torch.nn.Linear(1, 1))
+
+
+TF32 = """
+import os, sys
+import torch
+from tandem.training.flops import peak_flops
+
+torch.cuda.get_device_name = lambda device: "NVIDIA A40"
+gpu = torch.device("cuda", 0)
+for settings in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(settings)
+        print(peak_flops(gpu, "fp32"), peak_flops(gpu, "fp32", convolves=True), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+PEAKS = {
+    'torch.backends.fp32_precision = "tf32"': (74.8e12, 74.8e12),
+    'torch.backends.cuda.matmul.fp32_precision = "tf32"': (74.8e12, 74.8e12),
+    'torch.backends.cudnn.conv.fp32_precision = "ieee"': (37.4e12, 37.4e12),
+    'torch.backends.cuda.matmul.fp32_precision = "ieee"': (37.4e12, 74.8e12),
+}
+
+
+def test_tf32_is_found_by_its_names_of_torch_2_9() -> None:
+    """The older names cannot be read after that: the run ended with 1, on GPUs alone."""
+    require("torch.backends.fp32_precision", hasattr(torch.backends, "fp32_precision"), "torch 2.9 has it")
+    command = [sys.executable, "-c", TF32, *PEAKS]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
+    assert [tuple(map(float, line.split())) for line in found.stdout.splitlines()] == [*PEAKS.values()], found

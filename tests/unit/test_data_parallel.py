@@ -113,18 +113,18 @@ def test_without_two_gpus_it_says_that_nothing_is_split(caplog: pytest.LogCaptur
     assert record.levelname == "WARNING" and "there is no GPU here, so nothing is split" in record.message
     assert "there is 1 GPU here" in limits([0], 1.0)
     assert all("\n" not in limits(devices, 0.5) for devices in ([], [0], [0, 1]))
-    assert "2 GPUs" in limits([0, 1], 0.5) and "0.5 of what another does" in limits([0, 1], 0.5)
+    assert "2 GPUs" in limits([0, 1], 0.5) and "0.5 of another GPU's work" in limits([0, 1], 0.5)
 
 
 def test_a_first_share_is_for_dp_alone() -> None:
     compute = Settings().replace(dp_first_share=0.5).compute
     strategies.load("dp", ProcessGroup(Position(), CPU), compute=compute)
     for name in ("single", "ddp"):
-        with pytest.raises(ConfigError, match="--dp-first-share is for --strategy dp"):
+        with pytest.raises(ConfigError, match="--dp-first-share works only with --strategy dp"):
             strategies.load(name, ProcessGroup(Position(), CPU), compute=compute)
 
 
 @pytest.mark.parametrize("value", ["0", "1.1", "-1", "nan"])
 def test_a_first_share_is_above_0_and_up_to_1(value: str) -> None:
-    with pytest.raises(Exception, match="dp_first_share.*a number above 0, up to 1"):
+    with pytest.raises(Exception, match="dp_first_share.*a number > 0 and <= 1"):
         Settings.from_dict({"dp_first_share": value})

@@ -1,6 +1,7 @@
 """IDX files, the drawn digits, and datasets that answer for whole batches."""
 
 import gzip
+import hashlib
 import struct
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -47,8 +48,8 @@ WHOLE = struct.pack(">HBB3I", 0, 8, 3, 2, 3, 4) + bytes(24)
         ("a", WHOLE[:3] + b"\x01" + WHOLE[4:], "magic 0x0803), got magic 0x0801"),
         ("a", b"\0\0\x0d" + WHOLE[3:], "got magic 0x0d03"),
         ("a", struct.pack(">HBB3I", 0, 8, 3, 0, 3, 4), "at least one element"),
-        ("a.gz", WHOLE, "a whole gzip file"),
-        ("a.gz", gzip.compress(WHOLE, mtime=0)[:-9], "a whole gzip file"),
+        ("a.gz", WHOLE, "a complete gzip file"),
+        ("a.gz", gzip.compress(WHOLE, mtime=0)[:-9], "a complete gzip file"),
     ],
 )
 def test_a_broken_file_is_named_with_what_was_expected(
@@ -91,6 +92,13 @@ def test_digits_do_not_depend_on_the_number_of_threads() -> None:
     assert images.shape == (500, 28, 28) and images.dtype == torch.uint8
     assert set(labels.tolist()) == set(range(10))
     assert not torch.equal(images, digits.draw(500, seed=4)[0])
+
+
+def test_the_strokes_of_digits_are_the_same_bytes_everywhere() -> None:
+    glyphs = digits._glyphs()
+    assert hashlib.sha256(glyphs.numpy().tobytes()).hexdigest()[:16] == "e79a19325bc27b11"
+    assert not glyphs[:, [0, -1]].any() and not glyphs[:, :, [0, -1]].any(), "it stands for all outside"
+    assert len({glyph.numpy().tobytes() for glyph in glyphs}) == 60
 
 
 @pytest.fixture

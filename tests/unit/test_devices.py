@@ -1,9 +1,11 @@
 """What a rank computes on: kernels that repeat themselves, and threads that fit its cores."""
 
 import copy
+import importlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,21 @@ from torch import nn
 
 from tandem.checkpoint.state import weights_sha256
 from tandem.config import Settings
+from tandem.config.slices import ComputeConfig
 from tandem.distributed import devices
 from tandem.distributed.devices import UNLIMITED, compute_deterministically, quota_of
+from tandem.distributed.gpu_failures import is_gpu_failure
+from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Position
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, GpuLostError, PeerLostError
+from tandem.launch.restarts import is_retried
 from tandem.signals import StopFlag
 from tandem.tasks.recompute import recomputed
 from tandem.training.layout import lay_out
+from tandem.training.learner import check_compilation
 from tandem.training.precision import precision_of
 from tandem.training.resume import on_their_devices
-from tandem.verify import resume
+from tandem.verify import doctor, machine, resume
 
 
 @pytest.fixture
@@ -140,7 +147,7 @@ def test_channels_last_changes_how_pictures_lie_and_nothing_else() -> None:
     untouched = copy.deepcopy(plain)
     lay_out(untouched, channels_last=False)
     assert untouched[0].weight.is_contiguous() and not untouched._forward_pre_hooks
-    with pytest.raises(ConfigError, match="--channels-last is not for --strategy fsdp"):
+    with pytest.raises(ConfigError, match="--channels-last .*--strategy fsdp"):
         lay_out(turned, channels_last=True, shares="--strategy fsdp")
 
 
@@ -237,3 +244,117 @@ def test_a_driver_that_is_too_old_is_one_line(
     with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device here") as caught:
         devices.choose_devices("cuda", 0)
     assert f"({expected})" in str(caught.value) if expected else "(" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_a_driver_that_counts_gpus_and_is_too_old_for_cuda_is_one_line_and_exit_2(
+    wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NVML answers with any driver: the GPU was there, and what CUDA said later was a lost peer, for ever."""
+
+    def init(*_: Any) -> None:
+        raise RuntimeError(TOO_OLD)
+
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat")
+    monkeypatch.setattr(devices, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_init", init, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", init, raising=False)
+    with pytest.raises(ConfigError, match="535.104.05.*--device cpu") as caught:
+        devices.choose_devices(wanted, 0)
+    assert "too old (found version 12040)" in str(caught.value) and "\n" not in str(caught.value)
+    assert devices.choose_devices("cpu", 0) == (torch.device("cpu"),)
+    with pytest.raises(ConfigError, match="too old"):
+        ProcessGroup.open(Position(), torch.device("cuda", 0), 5.0)
+    finding = machine.gpus(wanted)
+    assert finding.state == "fail" and "too old" in finding.said
+    assert "too old" in dict(doctor._torch())["GPUs"]
+
+
+def test_a_gpu_that_this_torch_has_no_code_for_is_one_line_and_exit_2(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
+    assert devices.choose_devices("auto", 0) == (torch.device("cuda", 0),)
+    assert machine.gpus("auto").state == "pass"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    with pytest.raises(ConfigError, match="7.0.*sm_75"):
+        devices.choose_devices("auto", 0)
+    assert machine.gpus("auto").state == "fail" and "7.0" in dict(doctor._torch())["GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "expected"),
+    [
+        ((8, 6), ["sm_80"], True), ((8, 9), ["sm_86"], True), ((8, 0), ["sm_86"], False),
+        ((7, 0), ["sm_75", "sm_80"], False), ((9, 0), ["sm_80"], False), ((9, 0), ["compute_80"], True),
+        ((12, 0), ["sm_100"], False), ((10, 3), ["sm_100"], True), ((9, 0), ["sm_90a"], True),
+        ((12, 1), ["sm_120a"], False), ((12, 1), ["sm_75", "compute_120"], True),
+    ],
+)  # fmt: skip
+def test_which_code_runs_on_which_gpu(capability: tuple[int, int], archs: list[str], expected: bool) -> None:
+    assert devices.has_code_for(capability, archs) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("CUDA error: out of memory", ConfigError),
+        ("CUDA out of memory. Tried to allocate 2.00 MiB.", ConfigError),
+        ("CUDA error: no kernel image is available for execution on the device", ConfigError),
+        ("Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1", ConfigError),
+        ("[/x/gloo/transport/tcp/pair.cc:1] Connection closed by peer", PeerLostError),
+    ],
+)
+def test_what_cuda_says_while_the_group_opens_is_no_lost_peer(
+    text: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    with pytest.raises(kind):
+        ProcessGroup.open(Position(), torch.device("cpu"), 5.0)
+
+
+def test_what_a_new_process_may_mend_is_raised_at_the_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: Any) -> None:
+        raise RuntimeError(
+            "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+            "NumCudaDevices() that might have already set an error? Error 802: system not yet initialized"
+        )
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_init", init, raising=False)
+    with pytest.raises(RuntimeError, match="802") as caught:
+        devices.choose_devices("auto", 0)
+    assert is_gpu_failure(caught.value) and machine.gpus("auto").state == "fail"
+
+
+@pytest.mark.parametrize(("seen", "local_rank"), [(0, 0), (1, 1)])
+def test_a_gpu_that_was_there_is_retried_and_never_a_cpu(
+    seen: int, local_rank: int, gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    socket = str(tmp_path / "samples.sock")
+    first, again = (Position(sample_socket=socket, restart=restart) for restart in (0, 1))
+    assert not again.had_gpu
+    first.note_gpu()
+    assert again.had_gpu and not first.had_gpu and not Position(restart=1).had_gpu
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(GpuLostError) as caught:
+            devices.choose_devices(wanted, local_rank, had_gpu=True)
+        assert is_retried(caught.value.exit_code)
+
+
+def test_kernels_chosen_by_timing_are_refused_where_each_process_needs_the_same() -> None:
+    timed = ComputeConfig(compile=True, compile_mode="max-autotune", deterministic=True)
+    with pytest.raises(ConfigError, match="max-autotune.*--deterministic"):
+        check_compilation(timed)
+    for allowed in (replace(timed, deterministic=False), replace(timed, compile=False)):
+        check_compilation(allowed)
+    inductor = importlib.import_module("torch._inductor.config")
+    if hasattr(inductor, "deterministic"):
+        with inductor.patch(deterministic=False):
+            check_compilation(replace(timed, compile_mode="default"))
+            assert inductor.deterministic

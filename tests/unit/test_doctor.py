@@ -37,7 +37,7 @@ def test_it_names_the_versions_and_the_place(tmp_path: Path) -> None:
 
 def test_a_placement_that_contradicts_is_a_line_of_its_own() -> None:
     code, lines = run(RANK="1", WORLD_SIZE="2")
-    assert code == 1 and lines["placement"].startswith("cannot be told: RANK=1")
+    assert code == 1 and lines["placement"].startswith("unknown: RANK=1")
 
 
 def test_a_setting_that_is_not_valid_is_an_error() -> None:

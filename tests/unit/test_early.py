@@ -113,7 +113,7 @@ def test_who_tells_the_others_says_so_and_the_first_signal_ends_it_at_once(
     command = [sys.executable, "-m", "tandem", "launch", *AT.split(), "--epoks", "3"]
     process = processes.start(command, cwd=tmp_path, env=environment)
     assert process.stdout.readline().startswith("tandem: unknown flag --epoks")
-    told = "tandem: telling the other nodes why this one ends, for up to 30 s; Ctrl-C ends it at once\n"
+    told = "tandem: telling the other nodes why this one exits, for up to 30 s; press Ctrl-C to exit now\n"
     assert process.stdout.readline() == told
     process.send_signal(number)
     code, said = processes.wait(process, 10)
@@ -130,4 +130,4 @@ def test_a_complete_run_says_that_it_waits_for_the_others_and_hears_a_signal(
     announce(MeetingPlace(Placement("by-hand", 2, 0, 1, "127.0.0.1", free_port), None), FINISHED, stop=stop)
     assert time.monotonic() - began < 20
     setup(None, None, 0, to_terminal=False, json_lines=False)
-    assert "still telling the other nodes, for up to 30 s; Ctrl-C ends it" in capsys.readouterr().err
+    assert "still telling the other nodes, for up to 30 s" in capsys.readouterr().err

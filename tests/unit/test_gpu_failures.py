@@ -1,4 +1,4 @@
-"""Which CUDA errors a new process may mend, by code and by words; what a rank ends with then."""
+"""Which CUDA errors a new process may fix, by code and by words; what a rank ends with then."""
 
 from typing import Any
 

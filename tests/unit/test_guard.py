@@ -92,7 +92,7 @@ def test_a_node_with_the_secret_uses_the_store_as_if_it_were_here(store: TCPStor
 
 
 def test_a_node_with_another_secret_or_for_another_door_is_refused(store: TCPStore, gate: Gate) -> None:
-    with pytest.raises(RefusedError, match="another secret"):
+    with pytest.raises(RefusedError, match="different secret"):
         Way(("127.0.0.1", gate.port), OTHER, NAME).check()
     elsewhere = Way(("127.0.0.1", gate.port), KEY, store.port)  # what nobody has opened
     with socket.create_connection(("127.0.0.1", elsewhere.port), timeout=patient(20)) as plain:
@@ -227,10 +227,26 @@ def test_the_secret_is_taken_from_a_variable_or_a_file(tmp_path: Path) -> None:
     assert take_key({}) is None and take_key({"TANDEM_JOB_SECRET": "", "TANDEM_JOB_SECRET_FILE": ""}) is None
 
 
+def test_a_secret_in_the_dotenv_file_counts_where_the_environment_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, other = "0123456789abcdef", "fedcba9876543210"
+    (tmp_path / ".env").write_text(f"TANDEM_JOB_SECRET={text}\n")
+    assert take_key({}) == take_key({"TANDEM_JOB_SECRET": text}) is not None
+    assert take_key({"TANDEM_JOB_SECRET": other}) != take_key({})
+    (tmp_path / "secret").write_text(other)
+    (tmp_path / ".env").write_text("TANDEM_JOB_SECRET_FILE=secret\n")
+    assert take_key({}) == take_key({"TANDEM_JOB_SECRET": other})
+    (tmp_path / ".env").write_text("TANDEM_JOB_SECRET=short\n")
+    with pytest.raises(ConfigError, match="5 characters"):
+        take_key({})
+
+
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"TANDEM_JOB_SECRET": "short"}, "5 characters, valid are 16 to 4096"),
+        ({"TANDEM_JOB_SECRET": "short"}, "5 characters; expected 16 to 4096"),
         ({"TANDEM_JOB_SECRET": "x" * 20, "TANDEM_JOB_SECRET_FILE": "/x"}, "both set"),
         ({"TANDEM_JOB_SECRET_FILE": "/nowhere/secret"}, "cannot read /nowhere/secret"),
         ({"TANDEM_JOB_SECRET_FILE": "/dev/zero"}, "4097 characters"),

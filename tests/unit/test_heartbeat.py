@@ -31,4 +31,4 @@ def test_signs_of_life_go_on_after_an_error(
     heartbeat.Heartbeats(0, Clock(), send, Settings().reliability, tmp_path)
     assert thrice.wait(LIMIT_SECONDS)
     (record,) = caplog.records  # said once
-    assert "a sign of life failed" in record.message
+    assert "sending a heartbeat failed" in record.message

@@ -14,10 +14,11 @@ import torch
 from tandem.checkpoint.decision import decide_resume
 from tandem.checkpoint.listing import list_checkpoints, newest_step, rule_of, table
 from tandem.checkpoint.manifest import seal
-from tandem.checkpoint.state import deserialize, serialize
+from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.state import deserialize, deserialize_file, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
-from tandem.errors import CheckpointError, CorruptCheckpointError
+from tandem.errors import CheckpointError, CorruptCheckpointError, UnloadableError
 from tandem.report.history import History
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,7 +74,7 @@ MALFORMED: dict[str, Change] = {
     "bytes are text": files("state.pt", bytes="9"),
     "bytes are negative": files("state.pt", bytes=-1),
     "bytes are true": files("state.pt", bytes=True),
-    "no digest": files("state.pt", sha256=None),
+    "not a digest": files("state.pt", sha256=None),
     "a digest of another length": files("state.pt", sha256="00"),
     "the step is text": lambda body: body.update(step="2"),
     "the step is gone": lambda body: body.pop("step"),
@@ -171,7 +172,7 @@ def test_what_is_no_file_of_that_size_is_not_read(
 
 def test_a_size_that_the_file_has_not_is_not_believed(store: CheckpointStore) -> None:
     rewrite(store, files("state.pt", bytes=TIB))
-    with pytest.raises(CorruptCheckpointError, match=f"has 9 bytes, {TIB} were written"):
+    with pytest.raises(CorruptCheckpointError, match=f"has 9 bytes, expected {TIB}"):
         store.read(2)
 
 
@@ -235,3 +236,86 @@ def test_a_damaged_directory_of_records_is_one_line() -> None:
     raw = serialize({"w": torch.zeros(8)})
     with pytest.raises(CheckpointError):
         deserialize(raw[:-30])
+
+
+HUGE = 1 << 34
+
+
+def many_names() -> dict[str, torch.Tensor]:
+    one = torch.zeros(1 << 16)
+    return {f"a{number}": one.view(-1) for number in range(2000)}
+
+
+def laughs() -> list[Any]:
+    found: list[Any] = []
+    for _ in range(40):
+        found = [found] * 10
+    return found
+
+
+def itself() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+BOMBS: dict[str, Callable[[], Any]] = {
+    "stride 0": lambda: torch.zeros(1).expand(HUGE),
+    "stride 0 in one dimension": lambda: torch.zeros(1 << 10).expand(1 << 20, 1 << 10),
+    "overlapping rows": lambda: torch.zeros(1 << 16).as_strided((1 << 12, 1 << 12), (1, 1)),
+    "meta": lambda: torch.empty(HUGE, device="meta"),
+    "sparse": lambda: torch.sparse_coo_tensor(torch.tensor([[5]]), torch.tensor([1.0]), (HUGE,)),
+    "sparse rows": lambda: torch.sparse_csr_tensor(
+        torch.tensor([0, 1]), torch.tensor([5]), torch.ones(1), (1, HUGE)
+    ),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8).expand(HUGE),
+    "names for one storage": many_names,
+    "views of one storage": lambda: (lambda one: [one[n:] for n in range(200)])(torch.zeros(1 << 18)),
+    "a list in a list": laughs,
+    "a list in itself": itself,
+}
+
+
+@pytest.mark.parametrize("where", ["model", "optimizer"])
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_state_that_needs_more_than_its_file_is_refused(name: str, where: str, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save({"model": {}, "optimizer": {}, where: {"state": {0: {"w": BOMBS[name]()}}}}, buffer)
+    (tmp_path / "state.pt").write_bytes(buffer.getvalue())
+    for load in (lambda: deserialize(buffer.getvalue()), lambda: deserialize_file(tmp_path / "state.pt", {})):
+        with pytest.raises(UnloadableError) as caught:
+            load()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400 and caught.value.exit_code == 2
+
+
+def test_a_tied_weight_is_no_bomb() -> None:
+    weight = torch.zeros(1 << 20)
+    buffer = io.BytesIO()
+    torch.save({"model": {f"layers.{number}": weight for number in range(12)}}, buffer)
+    assert len(deserialize(buffer.getvalue())["model"]) == 12
+
+
+def test_an_unloadable_checkpoint_is_passed_over_and_left_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (1, 2):
+        store.save(step, serialize({"model": {}, "step": step}), INFO)
+    buffer = io.BytesIO()
+    torch.save({"model": {"w": torch.zeros(1).expand(HUGE)}}, buffer)
+    for step in (3, 4):
+        store.save(step, buffer.getvalue(), INFO)
+    told: list[int] = []
+
+    def look(fresh: CheckpointStore) -> tuple[int, Any] | None:
+        return fresh.newest(
+            lambda step: deserialize(fresh.read(step)[0]),
+            lambda *_: pytest.fail("its bytes are right"),
+            on_unloadable=lambda step, problem: told.append(step),
+        )
+
+    found = look(store)
+    assert found is not None and found[0] == found[1]["step"] == 2 and told == [4, 3]
+    assert store.steps() == [4, 3, 2, 1] and store.set_aside() == []
+    store.save(5, serialize({"model": {}, "step": 5}), INFO)
+    store.save(3, serialize({"model": {}, "step": 3}), INFO)  # trained once more
+    assert store.prune(Retention(2)) == [1, 2], "those that cannot be loaded neither count nor go"
+    assert store.steps() == [5, 4, 3] and store.unloadable == {4}

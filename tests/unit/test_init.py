@@ -44,14 +44,26 @@ def test_golden() -> None:
 def test_what_is_there_already_stays(project: Path) -> None:
     (project / "task.py").write_text("mine\n")
     (project / "Dockerfile").unlink()
-    with pytest.raises(ConfigError, match=r"has task\.py, test_task\.py, .* already; give a folder without"):
+    with pytest.raises(ConfigError, match=r"has task\.py, test_task\.py, .* already; choose another"):
         init(project)
     assert (project / "task.py").read_text() == "mine\n" and not (project / "Dockerfile").exists()
 
 
+@pytest.mark.parametrize("name", ["task.py", "k8s/kustomization.yaml", "k8s"])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
+    """A link that leads nowhere was no file that is there, and what it named was written."""
+    outside, link = tmp_path / "outside", tmp_path / "project" / name
+    outside.mkdir()
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside if name == "k8s" else outside / "new")
+    with pytest.raises(ConfigError, match="choose another directory"):
+        init(tmp_path / "project")
+    assert list(outside.iterdir()) == [] and not (tmp_path / "project" / "test_task.py").exists()
+
+
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written: Not a directory; give another folder"):
+    with pytest.raises(ConfigError, match="cannot write .*: Not a directory; choose another directory"):
         init(tmp_path / "file" / "project")
 
 

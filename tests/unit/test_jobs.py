@@ -28,17 +28,21 @@ def settings_of(folder: Path, resume: str = "auto") -> Settings:
     return Settings().replace(run_dir=folder, resume=resume)
 
 
+def joined(placement: Placement, port: int) -> TCPStore:
+    return join_store(placement, ("127.0.0.1", port), 10, lambda: False)
+
+
 def test_two_tasks_of_an_array_never_share_a_run_directory(tmp_path: Path) -> None:
     settings = settings_of(tmp_path / "run")
     assert of_this_job(settings, task_of_array(1)) == settings
     of_this_job(settings, task_of_array(1, restarts=1))  # it comes back
-    with pytest.raises(ConfigError, match=r"is the run of task 1 of array 3, and this is task 2; give each"):
+    with pytest.raises(ConfigError, match=r"task 1 of array 3, but this is task 2"):
         of_this_job(settings, task_of_array(2))
     of_this_job(settings_of(tmp_path / "other"), task_of_array(2))
     of_this_job(settings, replace(task_of_array(1), array=("8", "2")))  # another array goes on with the run
     other = replace(task_of_array(1), node_rank=1)
     assert of_this_job(settings, other) == settings
-    with pytest.raises(ConfigError, match="is the run of task 1"):  # instead of waiting for a refused node 0
+    with pytest.raises(ConfigError, match="belongs to task 1"):  # instead of waiting for a refused node 0
         of_this_job(settings, replace(other, array=task_of_array(2).array))
     of_this_job(settings_of(Path("/proc/nothing")), other)  # the volume need not be there
     with pytest.raises(ConfigError, match="cannot write to the run directory"):
@@ -59,9 +63,9 @@ def test_a_requeued_job_goes_on_though_it_began_with_never(tmp_path: Path) -> No
 def test_nodes_of_another_job_are_not_let_in(free_port: int) -> None:
     first = Placement("slurm", 2, 0, None, "127.0.0.1", free_port, job="slurm-4.0")
     store = host_store(first)
-    assert join_store(replace(first, node_rank=1), ("127.0.0.1", free_port)).check(["tandem/job"])
-    with pytest.raises(PeerLostError, match="is served by slurm-4.0, and this is slurm-135.0"):
-        join_store(replace(first, node_rank=1, job="slurm-135.0"), ("127.0.0.1", free_port))
+    assert joined(replace(first, node_rank=1), free_port).check(["tandem/job"])
+    with pytest.raises(PeerLostError, match="belongs to slurm-4.0, not to slurm-135.0"):
+        joined(replace(first, node_rank=1, job="slurm-135.0"), free_port)
     del store
 
 
@@ -92,7 +96,7 @@ def test_the_gate_leads_to_the_agents_store_after_each_generation_of_a_script(fr
 def test_a_port_that_is_taken_is_said(free_port: int) -> None:
     with socket.create_server(("", free_port)):
         place = MeetingPlace(Placement("by-hand", 2, 0, None, "localhost", free_port), None)
-        said = f"cannot serve at localhost:{free_port}: .*another job on this port"
+        said = f"cannot listen on localhost:{free_port}: .*--master HOST:PORT"
         with pytest.raises(PeerLostError, match=said):
             place.host()
 
@@ -108,7 +112,7 @@ def test_two_versions_in_one_job_are_refused_in_one_line(free_port: int, theirs:
     with pytest.raises(
         ConfigError, match=f"node 1 has tandem .* node 0 has {theirs or 'an older'}"
     ) as caught:
-        join_store(replace(first, node_rank=1), ("127.0.0.1", free_port))
+        joined(replace(first, node_rank=1), free_port)
     assert "\n" not in str(caught.value) and "same version" in str(caught.value)
     with pytest.raises(rendezvous.VerdictError, match="code 2: node 1 has tandem"):
         rendezvous.raise_verdict(store)

@@ -13,6 +13,7 @@ import pytest
 from tandem.cli import run
 from tandem.errors import ConfigError
 from tandem.launch.kill import processes_of
+from tandem.log import redirect_output, setup
 
 WRITER = """
 import os, sys, time
@@ -20,6 +21,7 @@ from tandem.process import name_process
 name_process("tandem-rank-1")
 file = open(sys.argv[1], sys.argv[2])
 if os.fork() == 0:  # as a loader's worker does, it inherits what is open
+    more = open(sys.argv[3], "a") if sys.argv[3:] else None
     time.sleep(60)
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -32,11 +34,11 @@ def start() -> Iterator[Start]:
     """A process that has a file open, with a child that has it, too."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(path: Path, mode: str = "a") -> subprocess.Popen[str]:
+    def begin(path: Path, mode: str = "a", of_child: Path | None = None) -> subprocess.Popen[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), mode],
+            [sys.executable, "-c", WRITER, str(path), mode, *([str(of_child)] if of_child else [])],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -83,12 +85,12 @@ def test_a_node_is_stopped_and_goes_on(start: Start, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{run}", "--rank", "3"], "has no rank 3 on this machine; ranks that run here: 1"),
-        (["{run}", "--node", "0"], "has no node 0 on this machine; nodes that run here: none"),
-        (["{run}"], "give --rank N or --node N"),
-        (["{run}", "--rank", "1", "--node", "1"], "give --rank N or --node N"),
-        (["{run}/log", "--rank", "1"], "is no run"),
-        (["{run}/early", "--rank", "1"], "early has not begun: it has no log folder"),
+        (["{run}", "--rank", "3"], "has no rank 3 on this machine; ranks running here: 1"),
+        (["{run}", "--node", "0"], "has no node 0 on this machine; nodes running here: none"),
+        (["{run}"], "give either --rank N or --node N"),
+        (["{run}", "--rank", "1", "--node", "1"], "give either --rank N or --node N"),
+        (["{run}/log", "--rank", "1"], "is not a run"),
+        (["{run}/early", "--rank", "1"], "early has not started"),
         (["{run}", "--rank", "1", "--signal", "SEGV"], "invalid choice: 'SEGV'"),
     ],
 )
@@ -97,3 +99,48 @@ def test_what_cannot_be_is_one_line(start: Start, tmp_path: Path, words: list[st
     (tmp_path / "early" / "owner").mkdir(parents=True)
     with pytest.raises(ConfigError, match=said):
         run("kill", [word.format(run=tmp_path) for word in words], {})
+
+
+def test_no_link_leads_to_the_processes_of_another_run(start: Start, tmp_path: Path) -> None:
+    """Neither a linked folder, nor a linked log, nor another run's log that is a link to this one's."""
+    theirs = start(tmp_path / "theirs" / "log" / "rank-1.log")
+    for name in ("folder", "file", "mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "folder" / "log").symlink_to(tmp_path / "theirs" / "log")
+    (tmp_path / "file" / "log").mkdir()
+    (tmp_path / "file" / "log" / "rank-1.log").symlink_to(tmp_path / "theirs" / "log" / "rank-1.log")
+    for name, said in (("folder", "is a link"), ("file", "has no rank 1")):
+        with pytest.raises(ConfigError, match=said):
+            run("kill", [str(tmp_path / name), "--rank", "1"], {})
+    assert theirs.poll() is None
+
+
+def test_a_rank_whose_agent_is_of_another_run_is_not_this_run_s(start: Start, tmp_path: Path) -> None:
+    log = tmp_path / "mine" / "log" / "rank-1.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    agent = start(tmp_path / "theirs" / "log" / "node-0.log", "a", log)
+    assert processes_of(tmp_path / "mine") == {} and processes_of(tmp_path / "theirs") == {
+        ("node", 0): agent.pid
+    }
+
+
+def test_our_process_is_meant_where_a_person_s_writes_to_the_log_too(start: Start, tmp_path: Path) -> None:
+    log = tmp_path / "log" / "rank-1.log"
+    log.parent.mkdir()
+    tee = subprocess.Popen(["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        rank = start(log)
+        assert processes_of(tmp_path) == {("rank", 1): rank.pid}
+    finally:
+        tee.communicate()
+
+
+def test_logs_are_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "theirs.log").touch()
+    (tmp_path / "rank-0.log").symlink_to(tmp_path / "theirs.log")
+    with pytest.raises(ConfigError, match=r"rank-0\.log"):
+        setup(tmp_path / "rank-0.log", 0, 0, False, False)
+    with pytest.raises(OSError):
+        redirect_output(tmp_path / "rank-0.log")
+    assert (tmp_path / "theirs.log").read_bytes() == b""

@@ -108,7 +108,12 @@ def test_restarts_are_counted_over_launches(events: list[dict[str, Any]], counte
     restarts = Restarts(events[:2])
     for event in events[2:]:
         restarts.take(event["kind"], event)
-    assert restarts.total == sum(counted.values())
+    stops = counted.get("preemption", 0)
+    assert (restarts.total, restarts.planned_stops) == (sum(counted.values()) - stops, stops)
+    registry = Registry()
+    registry.apply(Restarts(events).earlier(anew=False))
+    page = registry.page().decode()
+    assert f"tandem_planned_stops_total {float(stops)}" in page and 'reason="preemption"} 0.0' in page
 
 
 def test_signals_are_counted_once() -> None:

@@ -55,12 +55,12 @@ def folder(tmp_path: Path) -> Path:
 def test_runs_are_listed_newest_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("runs", [str(folder)], {}) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "state", "step", "saved", "scores", "last", "word", "MB"]
+    assert lines[0].split() == ["run", "state", "step", "saved", "scores", "last", "update", "MB"]
     assert [line.split()[0] for line in lines[1:5]] == ["training", "broken", "killed", "good"]
     assert lines[4].split() == "good finished 12 10 accuracy 0.5, loss 0.25 2 h ago 0.0".split()
     assert lines[1].split()[:4] == ["training", "open", "10", "10"]
     assert lines[3].split()[:3] == ["killed", "not", "begun"]
-    assert lines[5].startswith("open: killed, or on another machine")
+    assert lines[5].startswith("open: killed, or running on another machine")
 
 
 def test_a_run_whose_launch_is_seen_is_running(tmp_path: Path) -> None:
@@ -110,3 +110,62 @@ def test_what_may_still_be_of_use_stays(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(make(tmp_path / "elsewhere" / "run", "failed", saved=False))
     rows = find_runs(tmp_path)
     assert len(rows) == 6 and clean(rows) == []
+
+
+def test_a_score_that_is_not_finite_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "bad", None, saved=False)
+    summary = '{"state": "finished", "global_step": 60, "eval": {"recall": "NaN", "loss": "Infinity"}}'
+    (tmp_path / "bad" / "summary.json").write_text(summary)
+    assert run("runs", [str(tmp_path)], {}) == 0
+    assert "loss inf, recall nan" in capsys.readouterr().out
+    assert run("runs", [str(tmp_path), "--clean"], {}) == 0
+
+
+def test_one_broken_run_is_a_line_and_the_others_are_listed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "killed" / "summary.json").symlink_to(folder / "good" / "summary.json")
+    (folder / "broken" / "summary.json").write_text('{"state": "fail')
+    assert run("runs", [str(folder)], {}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith(("good ", "training "))]) == 2
+    assert [line for line in lines if line.startswith("killed: ")] == ["killed: summary.json is a link"]
+    assert any(line.startswith("broken: summary.json") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        "log/notes.txt",
+        "log/plots/a.png",
+        "log/rank-0.log.gz",
+        "tensorboard/mine.csv",
+        "profile/mine.json",
+        "wandb/x.py",
+    ],
+)
+def test_a_file_of_a_person_in_one_of_our_folders_stays(tmp_path: Path, theirs: str) -> None:
+    """`--clean` took log/, tensorboard/, profile/ and wandb/ for its own, whatever was in them."""
+    made = make(tmp_path / "broken", "failed", saved=False)
+    (made / theirs).parent.mkdir(exist_ok=True, parents=True)
+    (made / theirs).write_text("mine")
+    assert clean(find_runs(tmp_path)) == [] and (made / theirs).read_text() == "mine"
+
+
+def test_a_link_in_one_of_our_folders_stays(tmp_path: Path) -> None:
+    made = make(tmp_path / "broken", "failed", saved=False)
+    (tmp_path / "elsewhere").write_text("mine")
+    (made / "log" / "node-1.log").symlink_to(tmp_path / "elsewhere")
+    assert clean(find_runs(tmp_path)) == []
+
+
+def test_all_that_we_write_about_a_run_goes(tmp_path: Path) -> None:
+    names = ["log/node-0.log.1", "log/tracker.log", "log/flight-rank-0.json", "log/stacks-rank-1.txt"]
+    names += ["log/ended-0a1b.json", "tensorboard/events.out.tfevents.17.host.1.0", "profile/rank-0.json"]
+    made = make(tmp_path / "broken", "failed", saved=False, **{"report.html": "x", "events.jsonl.1": ""})
+    (made / "wandb" / "run-20260101_000000-ab" / "files").mkdir(parents=True)
+    (made / "wandb" / "latest-run").symlink_to("run-20260101_000000-ab")
+    for name in names:
+        (made / name).parent.mkdir(exist_ok=True)
+        (made / name).touch()
+    assert [row.path for row in clean(find_runs(tmp_path))] == [made] and not made.exists()

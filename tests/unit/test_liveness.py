@@ -70,7 +70,7 @@ def test_a_node_that_says_nothing_more_is_out_after_its_time(monkeypatch: pytest
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     true, off = holders(store)
     now = [100.0]
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness.running, "now", lambda: now[0])
     for index, holder in enumerate((true, off)):
         holder.sync()
         holder.state.participants[NODES[index]] = 0

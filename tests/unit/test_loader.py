@@ -1,5 +1,6 @@
 """Batches: the same samples and the same randomness whatever the ranks, micro-batches and workers."""
 
+import contextlib
 import gc
 import os
 import random
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
+from tandem import process
 from tandem.config.slices import DataConfig
 from tandem.data.datasets import TensorImages, TensorRows, random_crop_flip
 from tandem.data.fetch import answers_in_batches
@@ -417,3 +419,22 @@ def test_a_collate_function_gets_the_rows_of_a_tensor_dataset() -> None:
     rows = TensorDataset(torch.arange(30.0).view(30, 1), torch.arange(30))
     batches = evaluation_batches(rows, 0, 1, 20, collate=lambda samples: {"n": len(samples)}, device=CPU)
     assert [batch["n"] for batch in batches] == [20, 10]
+
+
+class Holding(Noisy):
+    """How many descriptors of /dev/zero and of /dev/full the process that makes a sample has."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        names = []
+        for each in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                names.append(os.readlink(f"/proc/self/fd/{each}"))
+        return torch.tensor([index, names.count("/dev/zero"), names.count("/dev/full")])
+
+
+def test_loader_processes_hold_no_device_file_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver frees a killed rank's memory when nobody has its files open: /dev/zero plays one."""
+    monkeypatch.setattr(process, "DEVICE_FILES", ("/dev/zero", "/dev/infiniband/"))
+    with open("/dev/zero", "rb") as gpu, open("/dev/zero", "rb") as twice, open("/dev/full", "rb"):
+        assert {tuple(row[1:]) for row in run(Holding(), workers=2)} == {(0, 1)}
+        assert gpu.read(1) == twice.read(1) == b"\0"  # the rank keeps its own

@@ -93,7 +93,7 @@ def training(
         timetable=Timetable({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
         recorder=recorder,
         clock=clock,
-        nonfinite=Policy(policy, "fp32", recorder),
+        nonfinite=Policy(policy, lambda: False, recorder),
         stop=stop,
         shares=cast(Any, SimpleNamespace(after_step=lambda step: None)),
         batches=batches(),

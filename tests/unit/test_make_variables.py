@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 TARGETS = {
     "train": "NODES TASK RUN EPOCHS ARGS",
     "compose-up": "PROJECT NODES TASK EPOCHS RUN SCRIPT SCRIPT_ARGS ARGS GPUS RATE LATENCY LOSS METRICS_PORT "
-    "MONITORING IMAGE CPUS MEMORY SHM_SIZE",
+    "MONITORING IMAGE CPUS MEMORY SHM_SIZE TMP_SIZE",
     "compose-down": "VOLUMES",
     "compose-shell": "NODE",
     "compose-get": "PROJECT RUN TO IMAGE",
@@ -57,7 +57,7 @@ def test_nothing_of_what_is_given_is_run(target: str, stubs: dict[str, str], tmp
 
 
 def test_what_compose_reads_from_its_environment_is_there_when_it_was_given(stubs: dict[str, str]) -> None:
-    names = ("CPUS", "MEMORY", "SHM_SIZE", "PROMETHEUS_PORT", "GRAFANA_PORT", "RULES")
+    names = ("CPUS", "MEMORY", "SHM_SIZE", "TMP_SIZE", "PROMETHEUS_PORT", "GRAFANA_PORT", "RULES")
     clean = {name: value for name, value in stubs.items() if name not in names}
 
     def seen(*words: str, **environ: str) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """A thousand nodes' words on node 0: what does not grow with them, and what is bounded."""
 
 import json
-import time
 from collections import Counter
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem import running
 from tandem.launch.rendezvous import read_all
 from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog
 from tandem.telemetry import metrics
@@ -65,8 +65,8 @@ def test_metrics_of_a_node_are_taken_in_when_they_change_or_were_dropped(
 
     assert [read(50.0), read(50.0), read(60.0)] == [50.0, 50.0, 60.0]
     assert len(taken) == 2  # what says the same once more is not taken in again
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + STALE_SECONDS + 1)
+    now = running.now()
+    monkeypatch.setattr(running, "now", lambda: now + STALE_SECONDS + 1)
     assert read(60.0, again=True) is None  # nothing new for long: the node is gone
     assert read(60.0) == 60.0
 
@@ -80,6 +80,7 @@ def test_all_nodes_have_their_turn_before_one_is_stale() -> None:
 )
 def test_a_beat_is_checked_field_by_field(wrong: dict[str, Any]) -> None:
     right = dict(rank=1, step=2, activity="train", phase="data", quiet=1, limit=2.0, hang=3.0, trained=True,
+                 idle=0, idle_limit=9.0,
                  waiting=False, own=None, quick=0.5, doing=None, node=0, node_name="n", silent=0.0,
                  halted=False)  # fmt: skip
     assert checked(Beat, json.loads(json.dumps(right))).rank == 1

@@ -2,7 +2,9 @@
 
 import ctypes
 import logging
+import socket
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,16 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tandem.config import Settings
-from tandem.distributed.meeting import DUMP_SIGNAL, check_same_kind, forget_dump_signal, open_store
+from tandem.distributed import meeting
+from tandem.distributed.meeting import (
+    DUMP_SIGNAL,
+    check_same_kind,
+    connect_store,
+    forget_dump_signal,
+    open_store,
+)
 from tandem.distributed.position import Position
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, PeerLostError
 from tandem.launch import gpus
 
 SECOND = timedelta(seconds=20)
@@ -74,9 +83,10 @@ def test_fewer_gpus_than_simulated_ranks_are_used_by_none(caplog: pytest.LogCapt
     assert shares(["0"], 2) == [{"CUDA_VISIBLE_DEVICES": ""}] * 2
     (record,) = caplog.records
     assert record.message == (
-        "2 simulated nodes need 2 GPUs and 1 can be seen: all ranks train on CPUs (--nodes 1 would use them)"
+        "2 simulated nodes need 2 GPUs, but only 1 visible; all ranks train on CPUs "
+        "(use --nodes 1 to train on GPUs)"
     )
-    with pytest.raises(ConfigError, match="--device cuda: 2 simulated nodes need 4 GPUs and 3 can be seen"):
+    with pytest.raises(ConfigError, match="--device cuda: 2 simulated nodes need 4 GPUs, but only 3 visible"):
         shares(["0", "1", "2"], 2, 2, device="cuda")
     assert shares(["0"], 1, devices_per_rank=2) == [{"CUDA_VISIBLE_DEVICES": ""}]
 
@@ -92,9 +102,9 @@ def test_a_replica_takes_gpus_of_its_own() -> None:
     four = [gpus.share_of_replica(["0", "1", "2", "3"], "2", node, 2) for node in (0, 1)]
     assert four == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
     assert gpus.share_of_replica(["0"], "all", 1, 2) == {} == gpus.share_of_replica(["0"], None, 1, 2)
-    with pytest.raises(ConfigError, match="GPUS=2 on 3 nodes is 6 GPUs, and the host has 4; give NODES=2, a"):
+    with pytest.raises(ConfigError, match="GPUS=2 on 3 nodes needs 6 GPUs, .* has 4; set NODES=2, a"):
         gpus.share_of_replica(["0", "1", "2", "3"], "2", 0, 3)
-    with pytest.raises(ConfigError, match="is no number of GPUs"):
+    with pytest.raises(ConfigError, match="TANDEM_COMPOSE_GPUS"):
         gpus.share_of_replica(["0"], "0", 0, 1)
 
 
@@ -132,3 +142,21 @@ def test_without_nvidias_library_device_files_count(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ctypes, "CDLL", missing)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")])
     assert gpus.gpus_of({}) == ["0"]
+
+
+def test_a_port_that_another_program_has_is_not_waited_for_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It accepts connections and says nothing: torch's own constructor would wait for ever."""
+    monkeypatch.setattr(meeting, "WAITING_WORD_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other, caplog.at_level(logging.INFO):
+        port, began = other.getsockname()[1], time.monotonic()
+        with pytest.raises(PeerLostError, match=f":{port} accepts connections.*--master"):
+            connect_store("127.0.0.1", port, timedelta(seconds=1), 1.0)
+        with pytest.raises(PeerLostError):
+            connect_store("127.0.0.1", port, timedelta(seconds=1), 600.0, lambda: True)
+        assert time.monotonic() - began < 60
+    assert any(f":{port} accepts connections" in line for line in caplog.messages)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect_store("127.0.0.1", store.port, SECOND, 20.0).set("key", "value")
+    assert store.get("key") == b"value"

@@ -33,7 +33,7 @@ def test_two_numbers_of_any_kind(pair: Any) -> None:
     "pair", [0.5, None, (1,), (1, 2, 3), "ab", torch.ones(3), torch.ones(2, 2), (torch.ones(2), 1), (1, "2")]
 )
 def test_anything_else_is_named(pair: Any) -> None:
-    with pytest.raises(ConfigError, match=r"test_mistakes\.py line \d+: method gives .*'score'"):
+    with pytest.raises(ConfigError, match=r"test_mistakes\.py line \d+: method returns .*'score'"):
         check_sums(method, {"score": pair})
 
 

@@ -1,7 +1,10 @@
 """What a node's agent shows, while its state folder is full for a moment."""
 
 import logging
+import signal
+import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.launch import view
 from tandem.platforms.placement import detect
+from tandem.signals import StopFlag
 from tandem.telemetry import health
 
 LIMIT_SECONDS = 20.0
@@ -57,3 +61,50 @@ def test_the_end_of_a_run_shorter_than_a_tick_is_in_its_health(tmp_path: Path) -
     node.ended(0, "")
     node.close()
     assert health.check(tmp_path / "state") == (True, "succeeded at step 0")
+
+
+@pytest.mark.parametrize(("code", "is_stopped", "state"), [
+    (0, False, "succeeded"),
+    (143, True, "stopped"),
+    (137, True, "stopped"),  # before there was anything to save
+    (137, False, "failed"),
+    (1, True, "failed"),
+    (200, False, "failed"),
+])  # fmt: skip
+def test_how_a_run_ended_waits_for_the_last_scrape(
+    tmp_path: Path, code: int, is_stopped: bool, state: str
+) -> None:
+    """A planned stop has a state of its own, and is scraped as any other end; the run's name is there."""
+    stop = StopFlag()
+    settings = Settings().replace(metrics_port=0, metrics_linger=60.0, run_dir=tmp_path / "llm")
+    (tmp_path / "llm").mkdir()
+    node = view.NodeView(
+        settings, detect({}, "here"), None, tmp_path / "scratch", tmp_path / "llm", None, stop
+    )
+    try:
+        assert node._server is not None
+        url, seen = f"{node._server.url}/metrics", list[str]()
+        asked = threading.Event()
+
+        def scrape() -> None:
+            asked.set()
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                seen.append(answer.read().decode())
+
+        scrape()
+        assert 'run="llm"' in seen[0]
+        if is_stopped:
+            stop.signal_number, stop.at = signal.SIGTERM, time.monotonic()
+        node.ended(code, "why")
+        asked.clear()
+        scraper = threading.Timer(0.3, scrape)
+        scraper.start()
+        node.linger(stop)
+        assert asked.is_set(), "it waited"
+        scraper.join(60)
+        assert len(seen) == 2 and f'tandem_run_state{{tandem_run_state="{state}"}} 1.0' in seen[1]
+        stop.interrupts = 2
+        node._server._last_read["/metrics"] = 0.0
+        node.linger(stop)  # nobody comes, and a second Ctrl-C does not wait
+    finally:
+        node.close()

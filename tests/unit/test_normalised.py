@@ -77,10 +77,10 @@ def test_bytes_are_laid_out_with_the_channels_last(pictures: torch.Tensor) -> No
 
 
 def test_floats_and_lengths_that_differ_are_refused(pictures: torch.Tensor) -> None:
-    with pytest.raises(ConfigError, match=r"given pictures of torch.float32: give it torch.uint8"):
+    with pytest.raises(ConfigError, match=r"torch.float32; expected torch.uint8"):
         normalised(Net(), MEAN, STD)(pictures.float())
     for mean, std in ((MEAN, STD[:2]), ((), ()), (MEAN, (1.0, 0.0, 1.0))):
-        with pytest.raises(ConfigError, match="give both one number for each channel"):
+        with pytest.raises(ConfigError, match="expected one number per channel"):
             normalised(Net(), mean, std)
 
 

@@ -84,7 +84,7 @@ def test_where_it_cannot_be_a_line_says_so(
         beside(root, FIRST, text)
     bind_to_node([FIRST], root)
     assert caplog.messages == [
-        "--numa-binding node has no effect: the kernel does not tell which CPUs are beside the GPU"
+        "--numa-binding node has no effect: the kernel does not report which CPUs are close to the GPU"
     ]
     assert os.sched_getaffinity(0) == set(cpus)
 

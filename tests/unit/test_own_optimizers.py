@@ -77,18 +77,18 @@ GIVEN = {"lr": 0.3, "weight_decay": 0.0, "warmup": "5%", "schedule": "step", "cl
         ({"build_optimizer": adam}, {}, ""),
         (
             {"build_optimizer": adam}, {"lr": 0.1, "optimizer": "sgd"},  # the defaults, typed by somebody
-            "without effect beside the task's own optimizer: --optimizer sgd, --lr 0.1",
+            "no effect, because the task has its own optimizer: --optimizer sgd, --lr 0.1",
         ),
         ({"build_scheduler": one_cycle}, {"lr": 0.1}, ""),
         ({"build_optimizer": adam}, {"clip_norm": 1.0}, ""),
         (
             {"build_optimizer": adam}, GIVEN,
-            "without effect beside the task's own optimizer: --lr 0.3, --weight-decay 0.0, --schedule step, "
-            "--warmup 5%",
+            "no effect, because the task has its own optimizer: --lr 0.3, --weight-decay 0.0, "
+            "--schedule step, --warmup 5%",
         ),
         (
             {"build_scheduler": one_cycle}, GIVEN,
-            "without effect beside the task's own scheduler: --schedule step, --warmup 5%",
+            "no effect, because the task has its own scheduler: --schedule step, --warmup 5%",
         ),
     ],
 )  # fmt: skip
@@ -107,12 +107,12 @@ def test_settings_without_effect_are_named_in_one_line(
         ),
         (
             {"build_optimizer": adam}, {},
-            {"optimizer": "Adam", "lr": 0.003, "schedule": None}, "lr by the task's own optimizer, Adam",
+            {"optimizer": "Adam", "lr": 0.003, "schedule": None}, "lr from the task's own optimizer, Adam",
         ),
         (
             {"build_scheduler": one_cycle}, {"optimizer": "adamw"},
             {"optimizer": "AdamW", "lr": 0.02, "schedule": "OneCycleLR"},
-            "lr by the task's own scheduler, OneCycleLR",
+            "lr from the task's own scheduler, OneCycleLR",
         ),
     ],
 )  # fmt: skip
@@ -227,7 +227,7 @@ def test_a_scheduler_of_fewer_steps_than_the_run_is_a_mistake() -> None:
 
     made({}, 20, build_scheduler=fixed)
     with pytest.raises(
-        ConfigError, match=r"line \d+: fixed gives .*OneCycleLR of 20 steps to a run of 40; make"
+        ConfigError, match=r"line \d+: fixed returns .*OneCycleLR of 20 steps for a run of 40;"
     ):
         made({}, 40, build_scheduler=fixed)
 
@@ -246,6 +246,6 @@ def test_a_scheduler_that_cannot_be_brought_to_its_place_is_one_line() -> None:
     state: Any = {"planned": 20, "scheduler": {}}
     schedule, _ = made({}, 40, build_scheduler=stubborn)
     with pytest.raises(
-        ConfigError, match=r"cannot be at step 20 of 40 \(ValueError: I step by hand\); make it"
+        ConfigError, match=r"cannot reach step 20 of 40 \(ValueError: I step by hand\);"
     ):
         schedule.load(state, 20)

@@ -88,9 +88,9 @@ def test_a_second_launch_is_refused_in_one_line_until_the_first_has_ended(run: P
     with pytest.raises(ConfigError) as refused:
         claim(run)
     line = str(refused.value)
-    assert f"process {first.pid} on {os.uname().nodename}, since 20" in line and f"kill {first.pid}" in line
+    assert f"process {first.pid} on {os.uname().nodename}, started 20" in line and f"kill {first.pid}" in line
     assert "another --run-dir" in line and "\n" not in line
-    with pytest.raises(ConfigError, match="belongs to another launch"):
+    with pytest.raises(ConfigError, match="in use by another launch"):
         refuse_if_owned(run)
     assert first.communicate("\n", timeout=20) and first.returncode == 0
     refuse_if_owned(run)
@@ -107,7 +107,7 @@ def test_a_killed_owner_is_taken_over_with_a_line(
     with caplog.at_level("INFO"):
         mine = claim(run)
     (line,) = (record.getMessage() for record in caplog.records)
-    assert f"taking {run} over from process {first.pid}" in line and "which is gone" in line
+    assert f"taking {run} over from process {first.pid}" in line and "which has exited" in line
     assert mine.token is not None and mine.token.number == 2
     mine.close()
     again = claim(run)

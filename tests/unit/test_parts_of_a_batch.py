@@ -66,5 +66,5 @@ def test_parts_are_the_batch(batch: Any) -> None:
 
 @pytest.mark.parametrize("count", [0, 8, -1])
 def test_as_many_parts_as_there_are_samples(count: int) -> None:
-    with pytest.raises(ConfigError, match=rf"batch, {count}\) of a batch of 7 samples; give 1 to 7"):
+    with pytest.raises(ConfigError, match=rf"invalid value {count}; expected 1 to 7"):
         list(Parts(0, 0, cast(Backward, Exchanges())).of(X, count, step=0))

@@ -4,6 +4,9 @@ Those of SageMaker and Azure ML are put together from their documentation, the o
 """
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +17,9 @@ from hypothesis import strategies as st
 import tandem.platforms
 from tandem.config.slices import LaunchConfig
 from tandem.errors import ConfigError
-from tandem.platforms.placement import Placement, detect, platforms
-from tandem.platforms.slurm import expand_nodelist, expand_tasks
+from tandem.platforms.by_hand import unplaced
+from tandem.platforms.placement import Placement, detect, on_this_host, platforms
+from tandem.platforms.slurm import expand_nodelist, expand_tasks, without_inherited_step
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
 
@@ -180,7 +184,8 @@ def test_platforms_without_a_capture() -> None:
 
 
 def test_no_platform_and_by_hand() -> None:
-    assert detect({}, "laptop") == Placement("none", 1, 0, None, "127.0.0.1", 0, None, "127.0.0.1")
+    alone = Placement("none", 1, 0, None, "127.0.0.1", 0, None, "127.0.0.1", starts_all=True)
+    assert detect({}, "laptop") == alone
     many = detect({}, "laptop", LaunchConfig(nodes=3, nproc=2))
     assert (many.nodes, many.nproc, many.nodes_share_host) == (3, 2, True)
     hand = detect({}, "b", LaunchConfig(nodes=2, node_rank=1, master="a:29500", nproc="auto"))
@@ -188,13 +193,96 @@ def test_no_platform_and_by_hand() -> None:
     assert detect({}, "b", LaunchConfig(nodes=2, node_rank=1, master="127.0.0.101:29500")).nodes_share_host
     assert detect({}, "laptop", LaunchConfig(elastic="1:3")).elastic == (1, 3)
     assert str(place("pytorchjob-nproc2-worker-0")) == (
-        "node 1 of 2 (kubeflow-v1), 2 processes here, master nproc2-master-0:23456"
+        "node 1 of 2 (kubeflow-v1), 2 processes, master nproc2-master-0:23456"
     )
 
 
-def test_slurm_single_allocation_needs_no_srun() -> None:
-    alone = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
-    assert (detect(alone, "n1").platform, detect(alone, "n1").nodes) == ("slurm", 1)
+SALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1"}
+OTHER_STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_NODELIST": "n7",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_NODEID": "0",
+}
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"SLURM_STEP_ID": "4294967290"}, {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, OTHER_STEP,
+], ids=["salloc", "interactive step", "master set by hand", "another job's step"])  # fmt: skip
+def test_a_slurm_allocation_of_one_node_needs_no_srun(more: dict[str, str]) -> None:
+    """One node, or as many simulated ones as on a laptop: this process starts them all."""
+    here = {**SALLOC, **more}
+    one, two = detect(here, "n1"), detect(here, "n1", LaunchConfig(nodes=2))
+    assert (one.platform, one.nodes, one.master_port, one.starts_all) == ("slurm", 1, 0, True)
+    assert (two.nodes, two.nodes_share_host, two.starts_all, two.job) == (2, True, True, "slurm-7.batch")
+    master = f"{two.master_host}:20999"
+    child = detect(unplaced(here), "n1", LaunchConfig(nodes=2, node_rank=1, master=master))
+    assert (child.platform, child.starts_all) == ("by-hand", False)
+
+
+def test_a_slurm_allocation_of_several_tasks_needs_srun_or_a_number_of_ranks() -> None:
+    four = {**SALLOC, "SLURM_NTASKS": "4"}
+    with pytest.raises(ConfigError, match="srun"):
+        detect(four, "n1")
+    assert detect(four, "n1", LaunchConfig(nproc=4)).nproc == 4
+    with pytest.raises(ConfigError, match="SLURM_JOB_NUM_NODES=2"):
+        detect({**four, "SLURM_JOB_NUM_NODES": "2"}, "n1", LaunchConfig(nproc=4))
+
+
+def test_several_tasks_of_a_step_outside_the_job_are_a_contradiction() -> None:
+    """They may be real: each alone would be a world of one."""
+    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST=n1.*SLURM_STEP_NODELIST=n7,n8"):
+        many = {"SLURM_STEP_NODELIST": "n[7-8]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
+        detect({**SALLOC, **OTHER_STEP, **many}, "n1")
+
+
+@pytest.mark.parametrize(("daemon", "is_kept"), [
+    ("slurmstepd: [7.0]", True),
+    ("slurmstepd: [7.batch]", False),
+    ("slurmstepd: [3.0]", False),
+    ("bash", True),
+])  # fmt: skip
+def test_step_variables_count_in_that_step_only(daemon: str, is_kept: bool) -> None:
+    """On the same node only the name of the daemon above the process tells two jobs' steps apart."""
+    command = ["bash", "-c", f"exec -a '{daemon}' bash -c 'sleep 60 & echo $!; wait'"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    task = int(process.stdout.readline())
+    try:
+        environ = {**SALLOC, **OTHER_STEP, "SLURM_STEP_NODELIST": "n1"}
+        found = without_inherited_step(environ, task)
+        assert ("SLURM_STEP_ID" in found) is is_kept and found["SLURM_JOB_ID"] == "7"
+    finally:
+        os.kill(task, signal.SIGKILL)
+        process.wait(timeout=30)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("name", ["slurm-step-0", "torchrun-rank-0"])
+def test_verbs_with_ranks_of_their_own_run_where_one_process_was_started(name: str) -> None:
+    alone = {**SALLOC, "MASTER_ADDR": "n1"}
+    interactive = {**SALLOC, **OTHER_STEP, "SLURM_STEP_NODELIST": "n1"}
+    for environ in (alone, {**alone, **OTHER_STEP}, interactive, {"HOME": "/"}, captured("slurm-batch")[0]):
+        found = on_this_host("check", environ, "n1")
+        assert detect(found, "n1").platform == "none"
+    with pytest.raises(ConfigError, match="check starts its own ranks"):
+        on_this_host("check", captured(name)[0], "n1")
+
+
+@pytest.mark.parametrize(("environ", "asked"), [
+    ({}, {"nodes": 2, "node_rank": 0, "master": "127.0.0.1:0"}),
+    ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "0"}, {}),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, {}),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {"init_method": "tcp://localhost:0"}),
+])  # fmt: skip
+def test_port_zero_is_no_port_to_meet_at(environ: dict[str, str], asked: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="port 0"):
+        detect(environ, "a", LaunchConfig(**asked))  # type: ignore[arg-type]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    assert detect(alone, "a").master_port == 0
 
 
 def test_a_flag_fills_in_what_the_platform_leaves_to_auto() -> None:
@@ -240,7 +328,7 @@ WRONG: list[tuple[str, dict[str, object], list[str]]] = [
     ("slurm-step-1", {"nodes": 3}, ["--nodes=3", "SLURM_STEP_NUM_NODES=2"]),
     ("slurm-het-batch", {}, ["SLURM_HET_SIZE=2", "heterogeneous", "sbatch --nodes"]),
     ("slurm-het-step-1", {}, ["SLURM_HET_SIZE=2", "alike"]),
-    ("slurm-array-1-node-1", {"SLURM_RESTART_COUNT": "often"}, ["SLURM_RESTART_COUNT='often'"]),
+    ("slurm-array-1-node-1", {"SLURM_RESTART_COUNT": "often"}, ["SLURM_RESTART_COUNT", "'often'"]),
     ("slurm-two-per-node-1", {"nproc": 1}, ["SLURM_PROCID=1", "--nproc=1"]),
     ("slurm-two-per-node-1", {"elastic": "1:2"}, ["--elastic"]),
     ("torchrun-rank-1", {"RANK": None}, ["RANK", "LOCAL_RANK=1"]),

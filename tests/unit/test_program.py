@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: p
     Path("binary.py").write_bytes(b"\x7fELF\0\0")
     Path("folder").mkdir()
     cases = {
-        "there is no script train.py in": Program("script", "train.py"),
-        "a built-in task is --task digits": Program("script", "digits"),
+        "no script train.py found": Program("script", "train.py"),
+        "for a built-in task use --task digits": Program("script", "digits"),
         "folder is a directory": Program("script", "folder"),
         "broken.py, line 2 is not Python": Program("script", "broken.py"),
         "binary.py is not Python": Program("script", "binary.py"),
-        "there is no module 'nowhere'": Program("module", "nowhere.train"),
-        "there is no such command": Program("command", "no-such-command"),
+        "no module 'nowhere'": Program("module", "nowhere.train"),
+        "no-such-command: command not found": Program("command", "no-such-command"),
     }
     for text, program in cases.items():
         with pytest.raises(ConfigError) as caught:
@@ -101,7 +102,7 @@ def test_where_each_process_is_a_rank_already_a_program_is_not_launched_again(
     command = [sys.executable, "-m", "tandem", "launch", "--run-dir", "run", "train.py"]
     code, output = processes.run(command, 60, cwd=tmp_path, env=clean | place)
     assert code == 2 and output.count("\n") == 1
-    assert "starts each rank itself, and `tandem launch train.py` would start them again" in output
+    assert "already starts each rank; `tandem launch train.py` would start them again" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -174,3 +175,39 @@ def test_a_place_is_a_line_of_a_file() -> None:
     made: dict[str, Any] = {"where": where, "sys": sys}
     exec("def asked(): return where(sys._getframe())", made)
     assert made["asked"]()[0].startswith("test_program.py:")
+
+
+TASK_FILE = """
+from torch import nn
+
+class Mine:
+    def build_model(self): return nn.Linear(1, 1)
+    def build_datasets(self): return None
+    def loss(self, model, batch): return model(batch).sum()
+"""
+
+
+def test_a_task_can_be_given_in_place_of_a_script() -> None:
+    words = ["--nodes", "2", "mine.py:Mine", "--epochs", "3", "--task.width", "4"]
+    task = ["--nodes", "2", "--task", "mine.py:Mine", "--epochs", "3", "--task.width", "4"]
+    assert split(words) == (task, None)
+    for words in (["--task=mine.py:Mine", "--epochs", "3"], ["--nodes", "2", "--task", "mine.py:Mine"]):
+        assert split(words) == (words, None)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_refused"),
+    [
+        ("", True),
+        ("import os\nWIDTH = 3", True),
+        ("main()", False),
+        ("if __name__ == '__main__': main()", False),
+        (TASK_FILE.replace("Mine", "Other"), False),
+    ],
+)
+def test_a_file_that_only_defines_a_task_is_refused(tmp_path: Path, more: str, is_refused: bool) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(TASK_FILE + more)
+    with pytest.raises(ConfigError) if is_refused else nullcontext() as caught:
+        check(Program("script", str(path), ()), {})
+    assert not is_refused or "mine.py:Mine" in str(caught)

@@ -47,7 +47,7 @@ def test_a_rank_that_was_killed_elsewhere_is_named_when_its_node_comes_back(
         second.failed(TWO[1], {0: 137})
         first.failed(TWO[0], {0: None})
         first.interrupted(2)
-    assert caplog.messages == ["rank 1 on node 1 was killed (SIGKILL): starting generation 2"]
+    assert caplog.messages == ["rank 1 on node 1 was killed (SIGKILL); restarting all ranks (generation 2)"]
 
 
 def test_a_node_that_is_new_names_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,7 +57,7 @@ def test_a_node_that_is_new_names_nobody(caplog: pytest.LogCaptureFixture) -> No
         first.interrupted(2)
         first.trains()
     joined, again = caplog.messages
-    assert joined == "a node wants to join: starting generation 2"
+    assert joined == "a node wants to join; restarting all ranks (generation 2)"
     assert re.fullmatch(r"training again after [\d.]+ \w+", again), again
     assert [event["kind"] for event in view.events] == ["recovered"]
 
@@ -74,3 +74,33 @@ def test_steps_lost_are_said_of_a_task_whose_steps_are_known(
     assert line.startswith("rank 0 on node 0 was killed (SIGKILL); training again after ")
     assert line.endswith(f", {lost} steps lost") == (lost is not None) == ("lost" in line)
     assert event.get("steps_lost") == lost and event["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("here", "aborted", "there", "theirs", "blames_others"),
+    [
+        (134, {0}, 137, set(), True),  # NCCL's watchdog, after a rank of the other node was killed
+        (134, {0}, 134, set(), True),  # ... or its GPU has failed: it exits with that number
+        (134, {0}, 134, {0}, False),  # nobody knows which of two aborts came first
+        (134, {0}, None, set(), False),  # a bug aborts it
+        (134, set(), 137, set(), False),  # this node's GPU has failed
+        (139, set(), 137, set(), False),
+    ],
+)
+def test_an_abort_after_a_kill_elsewhere_is_no_incident(
+    here: int, aborted: set[int], there: int | None, theirs: set[int], blames_others: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("tandem.launch.recovery.OTHERS_SECONDS", 0.1)
+    (first, second), _ = two_nodes()
+    second.failed(TWO[1], {0: there}, theirs)
+    first.failed(TWO[0], {0: here}, aborted)
+    assert first.has_lost_others() == blames_others
+
+
+def test_a_failed_gpu_is_not_called_a_kill(caplog: pytest.LogCaptureFixture) -> None:
+    (first, second), _ = two_nodes()
+    first.failed(TWO[0], {0: 134}, {0})
+    second.failed(TWO[1], {0: 134})
+    first.trains()
+    assert "the GPU of rank 1 on node 1 failed" in caplog.text and "rank 0" not in caplog.text

@@ -69,9 +69,10 @@ def test_an_answer_that_is_none_ends(answer: bytes, monkeypatch: pytest.MonkeyPa
 
 def test_only_the_resolver_is_heard() -> None:
     """Anybody's datagram was an answer."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server, socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as stranger:
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger,
+    ):
         server.bind(("127.0.0.1", 0))
 
         def answer() -> None:
@@ -106,7 +107,7 @@ def test_nothing_is_asked_where_nothing_is_open(environ: dict[str, str]) -> None
 @pytest.mark.parametrize("name", ["other-node-1.other_default", "demo-metrics-1.demo_default", "demo-node-x"])
 def test_a_container_that_is_no_replica(name: str) -> None:
     with resolver(pointer(name, False)) as address:
-        with pytest.raises(ConfigError, match="is no replica") as error:
+        with pytest.raises(ConfigError, match="is not a replica") as error:
             replica.with_index(PROJECT, address)
     assert name in str(error.value) and "\n" not in str(error.value)
 
@@ -127,7 +128,28 @@ def test_an_end_that_may_be_retried_is_no_reason_to_stay_down(tmp_path: Path, co
     assert replica.stay_down_code(tmp_path, "4f3c") is None
 
 
-def test_notes_never_fail(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code, final", [(1, True), (127, True), (255, True), (241, True), (139, False)])
+def test_an_end_is_final_also_on_a_volume_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, final: bool
+) -> None:
+    """A file in the place of log/ is as good as a full or a read-only volume, also to root."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log").write_text("")
+    for name in ("notes", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(replica, "NOTES", tmp_path / "notes")
+    monkeypatch.setattr(replica.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    replica.note_end(tmp_path / "run", "4f3c", code)
+    assert replica.stay_down_code(tmp_path / "run", "4f3c") == (code if final else None)
+    assert replica.stay_down_code(tmp_path / "run", "other") is None
+    assert not list((tmp_path / "tmp").iterdir()), "the first place that takes it has it"
+    replica.note_end(tmp_path / "run", "4f3c", 0)
+    assert replica.stay_down_code(tmp_path / "run", "4f3c") is None
+
+
+def test_notes_never_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "NOTES", tmp_path / "none")
+    monkeypatch.setattr(replica.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
     file = tmp_path / "file"
     file.write_text("")
     replica.note_end(file, "4f3c", 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import run
 from tandem.errors import ConfigError
 from tandem.report.pages import live_page, report_page
@@ -87,5 +88,47 @@ def test_what_was_not_said_is_asked_for(arguments: list[str]) -> None:
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         run("report", [str(tmp_path)], {})
+
+
+def test_a_broken_run_is_a_line_and_the_others_are_compared(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "secret.json").write_text('{"canary": 1}')
+    (tmp_path / "bad" / "config.json").symlink_to(tmp_path / "secret.json")
+    (run_dir / "about.json").symlink_to(tmp_path / "secret.json")
+    output = tmp_path / "both.html"
+    assert run("report", [str(run_dir), "--compare", str(tmp_path / "bad"), "--output", str(output)], {}) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "about.json is a link" in lines[0] and "config.json is a link" in lines[1]
+    assert b"canary" not in output.read_bytes() and output.read_bytes().count(b'"name": "digits"') == 1
+    with pytest.raises(ConfigError, match=r"is not a run: config\.json is a link"):
+        run("report", [str(tmp_path / "bad")], {})
+
+
+def test_checkpoints_that_a_link_leads_to_are_not_shown(run_dir: Path, tmp_path: Path) -> None:
+    CheckpointStore(tmp_path / "other" / "checkpoints").save(7, b"state", {"eval": {"canary": 0.5}})
+    (run_dir / "checkpoints").symlink_to(tmp_path / "other" / "checkpoints")
+    report = read_run(run_dir)
+    assert report["checkpoints"] == []
+    assert any("checkpoints is a symbolic link" in each for each in report["problems"])
+    for words in (["checkpoints", "ls", str(run_dir)], ["checkpoints", "ls", str(run_dir / "checkpoints")]):
+        if words[-1].endswith("digits"):
+            with pytest.raises(ConfigError, match="checkpoints is a symbolic link"):
+                run(words[0], words[1:], {})
+        else:  # as it was typed
+            assert run(words[0], words[1:], {}) == 0
+
+
+def test_a_step_that_a_link_leads_to_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    CheckpointStore(tmp_path / "other" / "checkpoints").save(7, b"state", {"eval": {"canary": 0.5}})
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    store.save(5, b"state", {})
+    (store.directory / "step-000000007").symlink_to(tmp_path / "other" / "checkpoints" / "step-000000007")
+    assert run("checkpoints", ["ls", str(tmp_path / "run")], {}) == 1
+    said = capsys.readouterr().out
+    assert "canary" not in said and "step-000000007 is a link" in said
+    found = store.newest(store.info, lambda *_: None, quarantine=False)
+    assert found is not None and found[0] == 5

@@ -61,7 +61,7 @@ def test_nobody_is_waited_for_longer_than_for_a_read_of_the_store(
     store: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "STORE_READ_SECONDS", 0.05)
-    with pytest.raises(StoreLostError, match="has come, and has said nothing for 0.05 s"):
+    with pytest.raises(StoreLostError, match="sent nothing for 0.05 s"):
         RoundStore(store, nothing, 0.005).get("never")
 
 

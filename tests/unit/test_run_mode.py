@@ -76,7 +76,7 @@ def test_what_is_no_mode_is_one_line(mode: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="becomes another user")
 @pytest.mark.parametrize(
-    ("mode", "may"), [("private", False), pytest.param("world", True, marks=pytest.mark.slow)]
+    ("mode", "may"), [("private", False), pytest.param("world", True, marks=pytest.mark.soak)]
 )
 def test_another_user_of_the_machine(mode: str, may: bool) -> None:
     with tempfile.TemporaryDirectory() as name:

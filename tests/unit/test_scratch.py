@@ -80,5 +80,5 @@ def test_where_no_socket_fits_another_place_is_taken_and_none_is_one_line(
         assert str(mine.parent) in module.ELSEWHERE
     assert not mine.exists()
     monkeypatch.setattr(module, "ELSEWHERE", ("/nowhere",))
-    with pytest.raises(ConfigError, match="cannot make a temporary folder in /nowhere: No such file.*TMPDIR"):
+    with pytest.raises(ConfigError, match="in /nowhere: No such file.*TMPDIR"):
         scratch().__enter__()

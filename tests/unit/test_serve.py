@@ -79,7 +79,7 @@ def test_it_is_read_anew_and_a_run_that_went_away_is_said(folder: Path, serve: o
     for file in (folder / "one").iterdir():
         file.unlink()
     code, said, _ = ask(f"{url}/")
-    assert code == 404 and b"holds no run" in said
+    assert code == 404 and b"is not a run" in said
 
 
 def test_it_is_as_guarded_as_the_live_page(folder: Path, serve: object) -> None:
@@ -90,7 +90,7 @@ def test_it_is_as_guarded_as_the_live_page(folder: Path, serve: object) -> None:
 
 
 def test_what_cannot_be_served_is_one_line(folder: Path, tmp_path: Path) -> None:
-    for place, words in ((folder / "no run", "is no run"), (tmp_path / "nothing", "is not a directory")):
+    for place, words in ((folder / "no run", "is not a run"), (tmp_path / "nothing", "is not a directory")):
         with pytest.raises(ConfigError, match=words):
             run("page", [str(place)], {})
     with pytest.raises(ConfigError, match="--token-file"):
@@ -105,3 +105,21 @@ def test_the_verb_serves_until_ctrl_c(folder: Path) -> None:
         assert sorted(names(ask(url)[1])) == ["one", "two"]
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(timeout=60) == 0
+
+
+def test_a_broken_run_is_left_out_and_the_others_are_served(
+    folder: Path, serve: object, tmp_path: Path
+) -> None:
+    (tmp_path / "secret.json").write_text('{"canary": 1}')
+    for name in ("one", "three"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "summary.json").symlink_to(tmp_path / "secret.json")
+    (folder / "three" / "config.json").symlink_to(tmp_path / "secret.json")
+    assert callable(serve)
+    url = serve(sorted(runs_in([folder])))
+    code, page, _ = ask(f"{url}/")
+    assert code == 200 and names(page) == ["one", "two"] and b"canary" not in page
+    assert b'"links": ["/1", "/3"]' in page and b"config.json is a link" in page
+    code, said, _ = ask(f"{url}/2")
+    assert code == 404 and said.count(b"\n") == 1 and b"config.json is a link" in said
+    assert ask(f"{url}/3")[0] == 200

@@ -86,8 +86,8 @@ def test_the_shares_of_three_to_one() -> None:
 @pytest.mark.parametrize(
     ("text", "batch", "ranks", "micro", "said"),
     [
-        ("3:1", 64, 3, None, "is for 2 ranks, and there are 3; give one number for each rank, or auto"),
-        ("3:1", 64, 1, None, "is for 2 ranks, and there are 1"),
+        ("3:1", 64, 3, None, "is for 2 ranks, but there are 3"),
+        ("3:1", 64, 1, None, "is for 2 ranks, but there are 1"),
         ("30:1", 62, 2, 4, "leaves a rank 2 of 62 samples.*15 micro-batches.*larger --micro-batch-size"),
         ("1:1:1", 2, 3, None, "--batch-size 3 or more"),
     ],
@@ -158,7 +158,7 @@ def launched(placement: Placement, environ: Mapping[str, str], folder: Path, **v
 def test_an_unequal_batch_is_refused_at_the_launch_where_the_ranks_are_known(
     placement: Placement, environ: dict[str, str], values: dict[str, object], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="^--batch-size 1[05] does not divide over (3|12) ranks; use "):
+    with pytest.raises(ConfigError, match="^--batch-size 1[05] does not divide evenly over (3|12) ranks;"):
         launched(placement, environ, tmp_path, **values)
 
 
@@ -191,7 +191,7 @@ def test_a_run_that_goes_on_may_have_unequal_shares_unless_it_begins_anew(tmp_pa
 
 
 def test_the_next_batch_that_divides_is_named_once() -> None:
-    with pytest.raises(ConfigError, match="--batch-size 1 does not divide over 2 ranks; use 2$"):
+    with pytest.raises(ConfigError, match="--batch-size 1 does not divide evenly over 2 ranks; use 2$"):
         check_even(1, 2)
 
 

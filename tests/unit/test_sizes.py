@@ -1,10 +1,10 @@
-"""A room that one can take in: no module beyond 300 lines, no function of the loop beyond a screen."""
+"""A room that one can take in: no module beyond 500 lines, no function of the loop beyond a screen."""
 
 import ast
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "tandem"
-MOST_LINES, A_SCREEN = 300, 60
+MOST_LINES, A_SCREEN = 500, 60
 
 
 def test_no_module_has_outgrown_a_room() -> None:

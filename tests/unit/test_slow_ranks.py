@@ -45,7 +45,7 @@ def test_the_slow_rank_of_a_script_is_named_with_its_line(
         watch.look([SLOW, BEAT])
     assert len(heard.events) == 1 and heard.events[0][0] == "straggler"
     assert heard.events[0][1].items() >= {"rank": 1, "node": 1, "place": "train.py:31"}.items()
-    assert "rank 1 on node 1 holds the others back: 80.0 ms of its own in a step" in caplog.text
+    assert "straggler: rank 1 on node 1 needs 80.0 ms per step" in caplog.text
     assert "most of it at train.py:31" in caplog.text
     page = heard.registry.page().decode()
     assert 'tandem_straggler_excess_seconds{node="1",phase="other",rank="1"} 0.06' in page

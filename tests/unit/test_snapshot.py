@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,13 @@ from hypothesis import strategies as st
 
 import played_gpu
 from tandem.checkpoint import memory as memory_module
+from tandem.checkpoint import snapshot as snapshot_module
 from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.pinned import Pinned
 from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_snapshot
+from tandem.errors import ConfigError
+from tandem.process import memory_left
 
 FORMS = st.lists(
     st.tuples(
@@ -59,7 +64,9 @@ def same(one: object, other: object) -> bool:
 def test_parts_cover_every_element_once(
     forms: list[tuple[str, tuple[int, ...]]], ranks: int, data: st.DataObject
 ) -> None:
-    own = data.draw(st.sets(st.integers(0, max(len(forms) - 1, 0)), max_size=len(forms))) if forms else set()
+    own = (
+        data.draw(st.sets(st.integers(0, max(len(forms) - 1, 0)), max_size=len(forms))) if forms else set()
+    )
     layout = Layout.of(forms, own, ranks)
     for index, (_, shape) in enumerate(forms):
         written = [
@@ -219,7 +226,7 @@ def test_a_kill_in_the_middle_costs_one_step_at_most(trial: int) -> None:
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
-    with pytest.raises(ValueError, match="marshal"):
+    with pytest.raises(ConfigError, match="what"):
         Snapshots([NodeMemory()], 0, None).take(1, {"model": {"w": torch.ones(1)}, "what": object()}, own=())
 
 
@@ -273,3 +280,118 @@ def test_a_gpus_state_is_copied_into_pinned_memory_and_waited_for_once(
     assert "wait" not in notes.counts
     found = newest_snapshot(regions)
     assert found is not None and found.step == 3 and same(found.state, state_at(3))
+
+
+def test_snapshots_that_a_containers_memory_does_not_hold_are_refused_before_they_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond the limit of a control group the kernel kills a process, without an error."""
+    state = {"weights": torch.ones(2**20), "step": 1}  # 4 MiB: 8 of them for two slots, and 4 for a save
+    need = 3 * 4 * 2**20
+    monkeypatch.setattr(snapshot_module, "memory_left", lambda root: need - 1)
+    regions = [NodeMemory(), NodeMemory()]
+    for rank in (0, 1):
+        with pytest.raises(OSError, match="--snapshot-every never"):
+            Snapshots(regions, rank, None).take(1, state, set())
+    assert [region.present() for region in regions] == [0, 0]
+    monkeypatch.setattr(snapshot_module, "memory_left", lambda root: need)
+    Snapshots(regions, 0, None).take(1, state, set())
+    monkeypatch.setattr(snapshot_module, "memory_left", lambda root: need - regions[0].present())
+    Snapshots(regions, 1, None).take(1, state, set())
+    monkeypatch.setattr(snapshot_module, "memory_left", lambda root: 0)  # a restart has it already
+    assert (found := newest_snapshot(regions)) is not None and found.step == 1
+    Snapshots(regions, 0, found.slot).take(2, state, set())
+
+
+def group(folder: str, version: int, limit: object, used: int, cached: int) -> dict[str, str]:
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("memory.max", "memory.current")
+    )
+    total = "total_" if version == 1 else ""
+    stat = f"anon 7\n{total}inactive_file {cached}\n{total}active_file 1\n"
+    files = (names[0], str(limit)), (names[1], str(used)), ("memory.stat", stat)
+    return {f"sys/fs/cgroup/{folder}{name}": text for name, text in files}
+
+
+OUTERMOST = {"proc/self/cgroup": "0::/\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                **group("a/", 2, 1000, 900, 74),
+                **group("a/b/", 2, "max", 5, 0),
+            },
+            175,
+        ),
+        ({**OUTERMOST, **group("", 2, 1000, 1200, 1)}, 0),
+        ({"proc/self/cgroup": "4:memory:/pod\n", **group("memory/pod/", 1, 1000, 600, 29)}, 430),
+        (
+            {
+                **OUTERMOST,
+                **group("", 2, "max", 1, 1),
+                "proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 2 kB\n",
+            },
+            2048,
+        ),
+        ({**OUTERMOST, "sys/fs/cgroup/memory.max": "nonsense"}, None),
+        ({}, None),
+    ],
+)
+def test_memory_that_is_left_is_that_of_the_tightest_group(
+    files: dict[str, str], left: int | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_left(tmp_path) == left
+
+
+class Refusing:
+    """CUDA's runtime; it keeps its last error, as CUDA does, for the next kernel."""
+
+    def __init__(self, codes: list[int]) -> None:
+        self.codes, self.calls = codes, list[tuple[str, int]]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("register", size))
+        return self.codes.pop(0)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+def test_memory_that_cuda_does_not_pin_is_said_once_and_its_error_is_used_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime, raised = Refusing([2]), list[object]()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+
+    def kernel(*size: int, device: str) -> torch.Tensor:
+        raised.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "ones", kernel)
+    pinned, memory = Pinned(), torch.zeros(64, dtype=torch.uint8)
+    for _ in range(3):
+        pinned.hold(memory)
+    pinned.release()
+    assert runtime.calls == [("register", 64)] and raised == ["cuda"]
+    assert len(caplog.messages) == 1 and "ulimit -l" in caplog.messages[0]
+
+
+def test_memory_of_another_size_at_the_same_address_is_pinned_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Refusing([0, 0])
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pinned, memory = Pinned(), torch.zeros(64, dtype=torch.uint8)
+    for piece in (memory[:32], memory[:32], memory):
+        pinned.hold(piece)
+    assert runtime.calls == [("register", 32), ("unregister", memory.data_ptr()), ("register", 64)]

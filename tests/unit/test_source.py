@@ -181,7 +181,7 @@ def test_a_stream_that_is_shorter_than_it_says_is_named() -> None:
 
 
 def test_loader_processes_for_a_stream_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--workers is 2"):
+    with pytest.raises(ConfigError, match="--workers: invalid value 2"):
         opened(Plain, 0, 1, None, workers=2)
 
 

@@ -54,7 +54,7 @@ def test_an_end_that_no_platform_mends_counts_for_nothing(tmp_path: Path, code: 
 def test_a_start_that_waited_in_vain_for_others_does_not_count(tmp_path: Path) -> None:
     begin(tmp_path).end(200, "killed twice", generations=2)
     for _ in range(5):
-        begin(tmp_path).end(200, "not all of 3 nodes came within 300 s", generations=0)
+        begin(tmp_path).end(200, "not all of 3 nodes joined within 300 s", generations=0)
     assert counted(tmp_path) == Record(1, 0, "code 200, killed twice")
 
 
@@ -114,4 +114,4 @@ def test_what_is_no_record_counts_nothing(tmp_path: Path, content: str) -> None:
 def test_a_volume_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     begin(tmp_path / "file")._timer.cancel()
-    assert "cannot count this start" in caplog.text
+    assert "cannot record this start" in caplog.text

@@ -159,7 +159,7 @@ def test_missing_and_swapped_files_are_damage(store: CheckpointStore) -> None:
     assert newest is not None and newest[0] == 1
     assert "is missing" in told[0] and "SHA-256" in told[1]
     os.rename(store.path(1), store.path(9))
-    with pytest.raises(CorruptCheckpointError, match="step 1, its directory of 9"):
+    with pytest.raises(CorruptCheckpointError, match="step 1, its directory for step 9"):
         store.verify(9)
 
 
@@ -437,7 +437,7 @@ def test_the_table(store: CheckpointStore) -> None:
     lines = table(rows, store.directory).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["step", "3", "2", "1"]
     assert "verified  newest" in lines[1] and "accuracy 0.3333" in lines[1]
-    assert "DAMAGED   the next to go" in lines[2] and "best accuracy:max" in lines[3]
+    assert "DAMAGED   next to delete" in lines[2] and "best accuracy:max" in lines[3]
     assert "0 bytes" in lines[4] and lines[5].endswith(": corrupt-step-000000004-1")
 
 
@@ -467,7 +467,7 @@ def test_locate(store: CheckpointStore) -> None:
             assert (found.directory, at) == (store.directory, step)
     found, at = locate(f"{store.path(200)}")
     assert (found.directory, at) == (store.directory, 200)
-    wrong = {f"{run}@150": "has 200, 100", f"{run}/no": "no directory", str(run.parent): "no checkpoint"}
+    wrong = {f"{run}@150": "200, 100", f"{run}/no": "not a directory", str(run.parent): "no checkpoint"}
     for text, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
             locate(text)
@@ -492,6 +492,6 @@ def test_a_step_whose_manifest_is_gone_is_named(store: CheckpointStore) -> None:
     for verify in (False, True):
         rows = list_checkpoints(store.directory, verify)
         assert [(row.step, row.verified) for row in rows] == [(2, False), (1, True if verify else None)]
-        assert "step 2: its manifest is gone" in table(rows, store.directory)
+        assert "step 2: its manifest is missing" in table(rows, store.directory)
         assert rows[0].bytes == (store.path(2) / "state.pt").stat().st_size, "it takes room, too"
     assert store.newest_valid(no_corruption) == (1, STATE, INFO)

@@ -80,12 +80,12 @@ def test_fields_are_converted_by_their_type(task_file: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"width": "x"}, "--task.width is 'x': give a whole number"),
-        ({"rate": "x"}, "give a number"),
-        ({"fast": "x"}, "give true or false"),
-        ({"kind": "x"}, "give one of a, b"),
-        ({"limit": "x"}, "give a whole number, or none"),
-        ({"names": "x"}, "cannot be set from text"),
+        ({"width": "x"}, "--task.width: invalid value 'x'; expected an integer"),
+        ({"rate": "x"}, "expected a number"),
+        ({"fast": "x"}, "expected true or false"),
+        ({"kind": "x"}, "expected one of a, b"),
+        ({"limit": "x"}, "expected an integer, or none"),
+        ({"names": "x"}, "cannot be set from the command line"),
         ({"widht": "1"}, "did you mean --task.width"),
         ({"data_dir": "x"}, "--data-dir"),
         ({"width": "0"}, "width must be positive"),
@@ -109,11 +109,11 @@ def test_any_text_for_a_number_is_taken_or_refused_in_one_line(text: str) -> Non
         ("digit", "did you mean 'digits'"),
         ("", "unknown task"),
         ("nothing.py:A", "nothing.py does not exist"),
-        ("no_such_module:A", "there is no module 'no_such_module'"),
-        ("tandem.nothing:A", "there is no module 'tandem.nothing'"),
+        ("no_such_module:A", "no module named 'no_such_module'"),
+        ("tandem.nothing:A", "no module named 'tandem.nothing'"),
         ("tandem.tasks.digits:Digit", "task classes in it: Digits"),
-        ("tandem.errors:ConfigError", "is no task: add build_model, build_datasets, loss"),
-        ("tandem.errors", "started without --task: tandem launch -m tandem.errors"),
+        ("tandem.errors:ConfigError", "is not a task: add build_model, build_datasets, loss"),
+        ("tandem.errors", "without --task: tandem launch -m tandem.errors"),
     ],
 )
 def test_a_task_that_is_not_there_is_explained(name: str, says: str) -> None:
@@ -237,18 +237,71 @@ def test_image_folder_trains_through_the_data_loader(tmp_path: Path) -> None:
         load("image-folder", tmp_path / "val").build_model()
 
 
-def test_a_torchvision_that_does_not_import_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+LEFT = ".ipynb_checkpoints __MACOSX @eaDir lost+found .Trash-1000 $RECYCLE.BIN".split()
+
+
+def test_what_tools_leave_in_a_data_folder_is_no_class_and_no_picture(tmp_path: Path) -> None:
+    """At the top, where only one of the two parts has it, and inside a class."""
+    pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
+    for part in ("train", "val"):
+        left = [*(LEFT if part == "train" else LEFT[:1]), "cat/@eaDir", "dog/.ipynb_checkpoints"]
+        for kind in ("cat", "dog", *left):
+            (tmp_path / part / kind).mkdir(parents=True)
+            Image.new("RGB", (40, 40)).save(tmp_path / part / kind / "1.png")
+        (tmp_path / part / "cat" / "._1.png").write_bytes(b"a resource fork")
+    task = load("image-folder", tmp_path, image_size="32")
+    train, evaluation = task.build_datasets()
+    assert train.classes == evaluation.classes == ["cat", "dog"]
+    assert len(train) == len(evaluation) == 2 and [train[0][1], train[1][1]] == [0, 1]
+    assert task.build_model()(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape == (2, 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture", None])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_picture_is_named(tmp_path: Path, content: bytes | None, workers: int) -> None:
+    pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+        Image.new("RGB", (64, 64), (200, 30, 90)).save(tmp_path / part / "cat" / "1.jpg")
+    torn = tmp_path / "train" / "cat" / "1.jpg"
+    torn.write_bytes(torn.read_bytes()[:400] if content is None else content)
+    dataset = load("image-folder", tmp_path, image_size="32").build_datasets().train
+    with pytest.raises(OSError, match="train/cat/1.jpg"):
+        next(iter(torch.utils.data.DataLoader(dataset, num_workers=workers)))
+
+
+TYPE = r"; type: pip install 'tandem-train\[vision\]'$"
+
+
+def test_a_torchvision_that_does_not_import_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(ConfigError, match="task cifar10 needs torchvision") as caught:
+    with pytest.raises(ConfigError, match=rf"^task cifar10 needs torchvision, .*{TYPE}"):
         load("cifar10").build_datasets()
-    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=rf"^task mnist needs torchvision, .*{TYPE}"):
+        load_task("mnist", {}, tmp_path, download=True).prepare()  # type: ignore[attr-defined]
+    (tmp_path / "seeing.py").write_text("from torchvision import models\n")
+    with pytest.raises(ConfigError, match=rf"^task file .*seeing.py cannot be imported .*{TYPE}"):
+        load(f"{tmp_path}/seeing.py")
+    (tmp_path / "blind.py").write_text("import no_such_module\n")
+    with pytest.raises(ConfigError, match=r"no_such_module[^;]*$"):
+        load(f"{tmp_path}/blind.py")
+
+
+def test_a_torchvision_of_another_build_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(ConfigError, match="nms does not exist.*; install the torchvision of the same build"):
+        load("cifar10").build_datasets()
 
 
 def test_a_download_that_fails_is_one_line() -> None:
     def fail() -> None:
         raise RuntimeError("Error downloading\nx")
 
-    with pytest.raises(ConfigError, match="could not be downloaded .RuntimeError: Error downloading x"):
+    with pytest.raises(ConfigError, match="cannot download .*RuntimeError: Error downloading x"):
         datasets.download("mnist", fail)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +184,7 @@ def test_a_torch_whose_nodes_meet_otherwise_is_one_line(without: Any, name: str)
     if hasattr(dynamic_rendezvous, name):
         assert getattr(dynamic_rendezvous, name) in torch_private.rendezvous_kinds()
     else:
-        with pytest.raises(ConfigError, match=r"how nodes meet in torch .*; install torch"):
+        with pytest.raises(ConfigError, match=r"rendezvous of torch .*; install torch"):
             torch_private.rendezvous_kinds()
 
 
@@ -192,7 +193,7 @@ def test_fsdp_is_refused_on_cpus_where_torch_has_it_on_gpus_alone(monkeypatch: p
     monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
     strategy: Any = object.__new__(FullyShardedStrategy)
     strategy.check(SimpleNamespace(device=torch.device("cuda", 0)))
-    with pytest.raises(ConfigError, match="--strategy fsdp on CPUs is not in torch .*; .*--strategy ddp"):
+    with pytest.raises(ConfigError, match="--strategy fsdp on CPUs needs torch .*; .*--strategy ddp"):
         strategy.check(SimpleNamespace(device=torch.device("cpu")))
 
 
@@ -207,3 +208,19 @@ def test_signs_of_life_are_asked_as_often_as_torch_lets_one() -> None:
     known = torch_private.handler_pace(1, 5, 0.5)
     wanted = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "cas_backoff_max_seconds": 0.5}
     assert known.items() <= wanted.items()
+
+
+@pytest.mark.parametrize("recorder", ["_dump_nccl_trace_json", "_dump_fr_trace_json"])
+def test_the_flight_record_of_nccl_is_that_of_its_group(
+    recorder: str, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older group has a recorder of its own, the newer one is called "nccl2" there: "nccl" is empty."""
+    found = b'{"entries": [{"collective_seq_id": 1}]}'
+
+    def dump(name: str, backend: str = "nccl2") -> bytes:
+        return found if (name, backend) == (recorder, "nccl2") else b'{"entries": []}'
+
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        monkeypatch.setattr(torch._C._distributed_c10d, name, partial(dump, name), raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    assert torch_private.flight_record() == found

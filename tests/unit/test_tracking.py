@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import queue
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -123,8 +124,8 @@ def test_a_tracker_that_is_away_is_one_warning(
     assert pauses == [0.0, 2.0, 4.0, 8.0, 16.0, 2.0]
     assert kept.steps() == [10] and kept.states == ["finished"]
     away, back = [said.get_nowait().getMessage() for _ in range(said.qsize())]
-    assert away.startswith("mlflow takes no rows (nobody is at http://[hidden]@there); training goes on")
-    assert back == "mlflow answers again; 1 rows sent that had waited"
+    assert away.startswith("mlflow does not accept rows (nobody is at http://[hidden]@there)")
+    assert back == "mlflow is back; sent 1 rows that had been kept"
 
 
 def test_a_torn_line_is_read_when_it_is_whole(kept: Kept, tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_numbers_have_the_names_of_tensorboard() -> None:
 
 def test_one_sender_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"tracker": null}')
-    with pytest.raises(ConfigError, match="this run has no tracker; give one: --tracker mlflow"):
+    with pytest.raises(ConfigError, match="this run has no tracker; use --tracker mlflow"):
         run("track", [str(tmp_path)], {})
     with tracking.alone(tmp_path, wait=True), pytest.raises(ConfigError, match="wait until it has ended"):
         with tracking.alone(tmp_path, wait=False):
@@ -177,7 +178,7 @@ def test_one_sender_at_a_time(tmp_path: Path) -> None:
 
 
 def test_track_wants_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run: it has no config.json"):
+    with pytest.raises(ConfigError, match="is not a run: it has no config.json"):
         run("track", [str(tmp_path)], {})
 
 
@@ -187,7 +188,7 @@ def test_a_missing_package_is_one_line_before_anything_starts(name: str, tmp_pat
         pytest.skip(f"{name} is installed here")
     settings = resolve({"tracker": Given(name, "flag --tracker", "--tracker")}, {}).settings
     settings = settings.replace(run_dir=tmp_path / "run")
-    typed = rf"type: pip install 'tandem-train\[{name}\]', or leave --tracker out"
+    typed = rf"run: pip install 'tandem-train\[{name}\]', or omit --tracker"
     with pytest.raises(ConfigError, match=typed):
         prepare_run_dir(settings, Claim(tmp_path / "run"), ResumeDecision("fresh"))
     assert not (tmp_path / "run").exists()
@@ -204,3 +205,22 @@ def test_a_journal_that_is_longer_again_than_before_its_cut_is_read_from_its_sta
         journal.metrics(step, again=True)
     assert [at for at, _ in reader.read()] == [(10, 1), (20, 1), (30, 1), (40, 1), (50, 1)]
     assert list(reader.read()) == []
+
+
+def test_rows_that_are_none_are_left_out_and_links_are_not_read(kept: Kept, tmp_path: Path) -> None:
+    rows: list[object] = [{"step": 1, "loss": "low", "more": 2.0}, {"step": 2, "eval": [1]}]
+    rows += [{"step": "3"}, {"step": 4, "eval": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert sending(tmp_path).send() == 3 and kept.steps() == [1, 2, 4]
+    assert [row.numbers for row in kept.rows_there] == [{"train/more": 2.0}, {}, {}]
+    (tmp_path / "outside.jsonl").write_text('{"step": 9, "canary": 1.0}\n')
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "outside.jsonl")
+    assert sending(tmp_path).send() == 0
+
+
+@pytest.mark.timeout(30)
+def test_a_line_without_an_end_is_not_read_whole(kept: Kept, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    os.truncate(tmp_path / "metrics.jsonl", 1 << 40)
+    assert sending(tmp_path).send() == 0

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem import running
 from tandem.launch import watchdog
 from tandem.launch.watchdog import Watchdog
 from tandem.telemetry import metrics
-from tandem.telemetry.hangs import Beat, judge
+from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, judge
 from tandem.telemetry.messages import Heartbeat
 from tandem.telemetry.registry import Registry
 
@@ -31,7 +32,7 @@ WELL = Beat(
     waiting=False,
     halted=False,
 )
-STUCK = replace(WELL, waiting=True, quiet=11.0)
+STUCK = replace(WELL, waiting=True, quiet=11.0, idle=11.0)
 
 
 def test_nobody_is_named_while_somebody_computes_within_its_limit() -> None:
@@ -46,7 +47,7 @@ def test_a_rank_that_cannot_be_heard_comes_first() -> None:
     halted = replace(WELL, rank=2, node=1, silent=10.5, halted=True)
     alarm = judge([STUCK, replace(STUCK, rank=1, waiting=False), halted])
     assert alarm is not None and (alarm.rank, alarm.node) == (2, 1)
-    assert "cannot be heard since 10.5 s" in alarm.text and "step 7" in alarm.text
+    assert "no heartbeat for 10.5 s" in alarm.text and "step 7" in alarm.text
     assert judge([WELL, replace(halted, silent=9.0)]) is None
 
 
@@ -66,6 +67,90 @@ def test_all_may_wait_as_long_as_a_start_takes() -> None:
     starting = replace(STUCK, phase="rendezvous", quiet=85.0, limit=1800.0, hang=60.0)
     assert judge([starting]) is None
     assert judge([starting, replace(starting, rank=1)]) is None
+
+
+IDLE = replace(WELL, rank=1, phase="forward", quiet=70.0, idle=60.0, idle_limit=180.0, limit=1800.0)
+
+
+def test_long_work_is_told_from_idling_and_the_line_says_what_to_set() -> None:
+    waits = replace(STUCK, idle=70.0, idle_limit=180.0, limit=1800.0)
+    assert judge([waits, IDLE]) is None
+    assert judge([waits, replace(IDLE, quiet=900.0, idle=0.2)]) is None, "it computes"
+    alarm = judge([waits, replace(IDLE, quiet=900.0, idle=181.0)])
+    assert alarm is not None and (alarm.rank, alarm.seconds) == (1, 181.0)
+    assert "--hang-timeout 370" in alarm.text
+    starting = judge([replace(IDLE, trained=False, quiet=1801.0)])
+    assert starting is not None and "--first-step-timeout" in starting.text
+
+
+def test_all_in_one_place_have_minutes_and_in_different_ones_seconds() -> None:
+    waits = replace(STUCK, idle=11.0, idle_limit=180.0, limit=1800.0)
+    assert judge([waits, replace(waits, rank=1)]) is None
+    assert judge([replace(waits, idle=181.0), replace(waits, rank=1, idle=181.0)]) is not None
+    assert getattr(judge([waits, replace(waits, rank=1, step=8)]), "rank", None) == 1
+    lines = replace(waits, phase="train.py:7"), replace(waits, rank=1, phase="train.py:9")
+    assert judge(lines) is not None, "a script's"
+
+
+def hung(**fields: object) -> Alarm:
+    return replace(Alarm(1, 0, "forward", 7, 180.0, "hang"), **fields)  # type: ignore[arg-type]
+
+
+def test_the_same_hang_is_known_sooner_and_said_to_be_the_same() -> None:
+    first_step = replace(IDLE, trained=False, idle=31.0, idle_limit=1800.0, hang=60.0)
+    waits = replace(STUCK, trained=False, idle=31.0, idle_limit=1800.0, limit=1800.0, hang=60.0)
+    past = NOTHING_BEFORE.after(hung(), [])
+    assert judge([waits, first_step]) is None
+    alarm = judge([waits, first_step], past)
+    assert alarm is not None and alarm.again and alarm.rank == 1
+    both = judge([waits, replace(waits, rank=1)], NOTHING_BEFORE.after(hung(together=True, step=8), []))
+    assert both is not None and both.again, "all wait, and another is named"
+    for other in (hung(step=6), hung(rank=2), hung(halted=True)):
+        assert judge([waits, first_step], NOTHING_BEFORE.after(other, [])) is None
+    assert judge([waits, replace(first_step, hang=120.0)], past) is None, "--hang-timeout 120"
+    at_line = replace(first_step, phase="train.py:7", step=0, activity="startup")
+    alarm = judge([waits, at_line], NOTHING_BEFORE.after(hung(phase="train.py:7", step=30), []))
+    assert alarm is not None and alarm.again, "a script counts from 0 again"
+
+
+def test_limits_that_steps_gave_last_into_the_next_generation() -> None:
+    past = NOTHING_BEFORE.after(None, [replace(IDLE, idle_limit=400.0)]).after(hung(halted=True), [])
+    late = replace(IDLE, idle=300.0)
+    assert judge([late]) is not None and judge([late], past) is None
+    asked = replace(late, limit=10.0, idle_limit=10.0)
+    assert judge([asked], past) is not None, "--hang-timeout 10"
+
+
+def test_an_agent_that_is_silent_while_ranks_get_on_is_no_hang() -> None:
+    """Its ranks take part in those steps; a link that is down lets nobody finish one."""
+    dog = Watchdog(0, "here", 0, lambda: pytest.fail("not started"), Registry())
+    dog.begin_generation("generation/1", {0: os.getpid()}, range(2))
+    heard = Heartbeat(0, 7, "train", "backward", 0.0, 1800.0, 10.0, trained=True, waiting=False)
+    remote = replace(WELL, rank=1, node=1)
+    dog._nodes[1] = watchdog._Heard([remote], 1, running.now() - 30)
+    dog.hear(heard)
+    dog.hear(replace(heard, step=8))
+    dog._look(running.now())
+    assert dog.alarm is None and dog._unheard == {1}
+    dog._look(running.now() + 11)
+    assert dog.alarm is not None and (dog.alarm.rank, dog.alarm.halted) == (1, True)
+
+
+def test_a_node_that_cannot_reach_node_0_keeps_its_connections_while_its_ranks_get_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = list[int]()
+    monkeypatch.setattr(watchdog, "cut_connections", cut.append)
+    dog = Watchdog(1, "there", 5, lambda: pytest.fail("not started"), Registry())
+    dog.begin_generation("generation/1", {1: os.getpid()}, range(2))
+    dog._last_exchange = running.now() - 30
+    heard = Heartbeat(1, 7, "train", "backward", 0.0, 1800.0, 10.0, trained=True, waiting=False)
+    dog.hear(heard)
+    dog.hear(replace(heard, step=8))
+    dog._look(running.now())
+    assert cut == [] and dog._unheard == {0}
+    dog._look(running.now() + 11)
+    assert cut == [5]
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -156,9 +241,9 @@ def test_the_silence_of_a_store_that_is_gone_is_none_of_the_next_generations(
     cut = list[int]()
     monkeypatch.setattr(watchdog, "cut_connections", cut.append)
     dog = Watchdog(1, "there", free_port, lambda: pytest.fail("not started"), Registry())
-    dog._last_exchange = time.monotonic() - 60
+    dog._last_exchange = running.now() - 60
     dog.begin_generation("generation/2", {}, range(2))
-    dog._look(time.monotonic() + 5)
+    dog._look(running.now() + 5)
     assert cut == []
-    dog._look(time.monotonic() + 15)
+    dog._look(running.now() + 15)
     assert cut == [free_port], "its own silence counts"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.verify.watched_run import last_words
+from tandem.launch.endings import last_error
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ from tandem.verify.watched_run import last_words
 )
 def test_it_is_said_once_and_without_the_name_of_the_program(lines: list[str], words: str) -> None:
     """`tandem verify-resume` puts its own name before it: it was there twice."""
-    assert last_words(lines) == words
+    assert last_error(lines) == words

@@ -245,7 +245,7 @@ def test_a_stop_between_fork_and_handlers_is_not_lost(tmp_path: Path) -> None:
 def test_a_fork_server_that_dies_is_one_line(tmp_path: Path) -> None:
     done = agent(tmp_path, "dying")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("200: the process that ranks are forked from is gone ("), done.stderr
+    assert done.stderr.startswith("200: the process that forks the ranks was killed ("), done.stderr
 
 
 def test_a_standby_with_an_open_gpu_becomes_the_rank_of_that_gpu(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_rank_that_does_not_end_when_it_is_killed_is_said(tmp_path: Path) -> N
     codes, _, pid = done.stdout.strip().rpartition(" ")
     assert codes == "{0: 137, 1: 137}"
     said = [line for line in done.stderr.splitlines() if "after SIGKILL" in line]
-    assert len(said) == 1 and said[0].startswith(f"rank 1 (process {pid}) has not ended 1 s after SIGKILL")
+    assert len(said) == 1 and said[0].startswith(f"rank 1 (process {pid}) has not exited 1 s after SIGKILL")
 
 
 def test_a_standby_whose_agent_has_just_ended_does_not_warm_up(tmp_path: Path) -> None:

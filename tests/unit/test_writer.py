@@ -45,20 +45,7 @@ def test_a_save_waits_for_its_scores_with_the_manifest_alone(tmp_path: Path) -> 
     writer.save(1, {"weight": torch.ones(3)}, lambda: {"eval": dict(scores.value())})
     assert store.steps() == []
     scores.give({"accuracy": 0.5})
-    scores.give(None)  # only the first counts
+    scores.give({})  # only the first counts
     writer.wait()
     assert store.steps() == [1] and store.scores(1) == {"accuracy": 0.5}
     assert writer.last_step == 1
-
-
-def test_a_save_that_is_abandoned_leaves_nothing_and_is_no_failure(tmp_path: Path) -> None:
-    store, scores = CheckpointStore(tmp_path / "checkpoints"), Later()
-    writer = CheckpointWriter(store, Retention(2), 0)
-    writer.save(1, {"weight": torch.ones(3)}, lambda: {"eval": dict(scores.value())})
-    scores.give(None)
-    writer.wait()
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-    assert writer.last_step is None and writer.failures_in_a_row == 0
-    writer.save(2, {"weight": torch.ones(3)}, {})
-    writer.wait()
-    assert store.steps() == [2]

@@ -52,7 +52,7 @@ class Claim:
                 self.lost = str(error)
             except OSError as error:
                 if not self._has_failed:
-                    log.warning("cannot renew the claim on %s: %s; trying again", self._run_dir, error)
+                    log.warning("cannot renew the lease on %s: %s; will keep trying", self._run_dir, error)
                 self._has_failed = True
 
     def _renew(self, notes: Notes) -> None:
@@ -91,7 +91,7 @@ class Claim:
             else:
                 notes.rewrite(self.token.number, replace(self._note, is_over=True).render())
         except (RunTakenError, OSError) as error:  # the next launch finds that this process is gone
-            log.debug("the claim on %s is not ended: %s", self._run_dir, error)
+            log.debug("the lease on %s was not released: %s", self._run_dir, error)
 
 
 def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = lambda: False) -> Claim:
@@ -144,8 +144,8 @@ def _lives(found: Note, here: Note) -> bool:
 
 def _refusal(run_dir: PurePath, found: Note) -> ConfigError:
     return ConfigError(
-        f"{run_dir} belongs to another launch: {found}; let it end, stop it (`kill {found.process}` on "
-        f"{found.host}), or give another --run-dir"
+        f"{run_dir} is in use by another launch ({found}); wait for it to end, stop it "
+        f"(`kill {found.process}` on {found.host}), or use another --run-dir"
     )
 
 
@@ -169,7 +169,7 @@ def _may_take(
     elif _lives(found, here):
         raise _refusal(run_dir, found)
     elif found.is_seen_from(here) and found.is_gone(here):
-        why = "which is gone"
+        why = "which has exited"
     elif here.job and found.job == here.job:
         why = "an earlier start of this job"
     else:
@@ -195,14 +195,18 @@ def _watch(
     deadline, found = time.monotonic() + seconds, Note.parse(raw)
     if seconds > 0:
         owner = found or "an unknown launch"
-        log.info("%s belongs to %s: waiting up to %.0f s for a sign of life", run_dir, owner, seconds)
+        log.info(
+            "%s is in use by %s: waiting up to %.0f s to see whether it is alive", run_dir, owner, seconds
+        )
     while time.monotonic() < deadline:
         if should_stop():
-            raise StoppedError(f"stopped while {run_dir} belonged to another launch; nothing to save")
+            raise StoppedError(
+                f"stopped while waiting for another launch to release {run_dir}; nothing to save"
+            )
         time.sleep(OWNER_LOOK_SECONDS)
         if (now := notes.read(number)) != raw:
             seen = Note.parse(now)
             if seen is None or seen.is_over:
                 return ""
             raise _refusal(run_dir, seen)
-    return f"which has said nothing for {OWNER_EXPIRY_SECONDS:.0f} s"
+    return f"which has not renewed its lease for {OWNER_EXPIRY_SECONDS:.0f} s"

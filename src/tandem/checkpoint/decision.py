@@ -12,6 +12,7 @@ from tandem.checkpoint.locate import locate
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.config.address import address
+from tandem.config.secrets import hidden, is_secret
 from tandem.errors import ConfigError, CorruptCheckpointError
 
 log = logging.getLogger("tandem.run")
@@ -82,21 +83,21 @@ def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
 def nothing_valid(directory: PurePath) -> str:
     """What is said when a checkpoint has to be there and none is whole."""
     return (
-        f"{directory} holds no valid checkpoint, and --resume asks for one; "
-        "check --run-dir, or give --resume auto to begin afresh"
+        f"{directory} contains no valid checkpoint, and --resume requires one; "
+        "check --run-dir, or use --resume auto to start from scratch"
     )
 
 
 def say_damaged(step: int, problem: str) -> None:
     """One line on a checkpoint that is passed over."""
-    log.warning("checkpoint step %d is damaged (%s): using the one before", step, problem)
+    log.warning("checkpoint step %d is damaged (%s): falling back to the previous one", step, problem)
 
 
 def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     here = store.newest(store.info, say_damaged, quarantine=False)
     if here is not None and _is_same_command(here[1], settings):
         decision = _begin_at(here[0], _look(settings, store, here[0]), needed=True)
-        said = f"going on from step {here[0]} here, which this same --resume has reached"
+        said = f"resuming from step {here[0]} of this run, which the same --resume has already reached"
         with suppress(ConfigError):
             decision = replace(decision, elsewhere=_candidates(*locate(settings.checkpoint.resume)))
         return replace(decision, changes=(*decision.changes, said))
@@ -134,10 +135,11 @@ def _look(
         store.verify(step)  # bytes that do not hold are passed over, whatever run they were of
         raise
     if "train_samples" not in info:
-        raise CorruptCheckpointError(f"the manifest of {store.path(step)} does not say its train_samples")
+        raise CorruptCheckpointError(f"the manifest of {store.path(step)} has no train_samples")
     steps_per_epoch = int(info["train_samples"]) // settings.data.batch_size
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
-    complete = step >= planned or info.get("ended_of") == planned  # the task ended this very run
+    is_last = step >= planned or info.get("ended_of") == planned  # the task ended this very run
+    complete = is_last and not info.get("owes_evaluation")
     if whole or complete:
         store.verify(step)
     return complete, (*unknown, *_changes(info, settings))
@@ -160,35 +162,41 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
     known = old.keys() & new.keys()
     was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
     differing = [
-        f"{key} was {was.get(key, 'not given')} and is {now.get(key, 'not given')} now"
+        f"{key} was {_told(key, was)} and is {_told(key, now)} now"
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != now.get(key)
     ]
     if differing:
         raise ConfigError(
-            f"cannot resume {path}: {', '.join(differing)}; give the old value, "
-            "another --run-dir, or --resume never"
+            f"cannot resume {path}: {', '.join(differing)}; restore the old value, or use "
+            "another --run-dir or --resume never"
         )
     return [
-        f"{key} is {old.get(key, new.get(key))!r}, which {'this' if key in old else 'the saving'} version "
-        "of tandem does not know: not compared"
+        f"{key} is {_told(key, {**new, **old})!r}; not compared, because the version of tandem that "
+        f"{'is running' if key in old else 'saved the checkpoint'} does not have this setting"
         for key in sorted((old.keys() - settings.to_dict().keys()) | (new.keys() - old.keys()))
     ]
 
 
 def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
     old, new = _saved(info), _plain(settings.to_dict())
-    same = {*settings.fingerprint_fields(), "resume", "master", "node_rank"}  # where a node is, is no matter
+    no_matter = {"resume", "master", "node_rank", "on_data_change"}
+    same = {*settings.fingerprint_fields(), *no_matter}
     return [
-        f"{key} was {_given(old.get(key))} and is {_given(new[key])} now"
-        + (" (the weights may differ in their last bits)" if key in BITS_MAY_DIFFER else "")
+        f"{key} was {_given(_told(key, old))} and is {_given(_told(key, new))} now"
+        + (" (the last bits of the weights may differ)" if key in BITS_MAY_DIFFER else "")
         for key in new
         if key not in same and old.get(key) != new[key]
     ]
 
 
+def _told(name: str, values: Mapping[str, Any]) -> object:
+    """What a line may say of a setting: logs and reports are shown to others than the checkpoint is."""
+    return hidden(values[name], is_named=is_secret(name), is_setting=True) if name in values else "not set"
+
+
 def _given(value: object) -> object:
-    return "not given" if value is None or value == "" else value
+    return "not set" if value is None or value == "" else value
 
 
 def _saved(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,21 +9,41 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.checkpoint.plain import TYPES, VALID, Plain, RefusedError, shown
+from tandem.errors import ConfigError
+
 HERE_WAS_A_TENSOR = ...
-"""Stands for a tensor in a skeleton; marshal and torch.save both know it."""
+"""Stands for a tensor in a skeleton; marshal knows it, and no plain state has one."""
+OF_A_LOOP = ("objects", "tensors", "numbers", "per_rank")
+"""Parts whose keys are names that a script has chosen: they say more than the part's."""
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
-    """(skeleton, tensors): containers copied; the tensors detached, in order of appearance."""
+    """(skeleton, tensors): containers copied, in plain types; the tensors detached, in order of appearance.
+
+    `unflatten` gives a plain state, and `plain.restored` what it was made of. Raises ConfigError, naming the
+    place, for what cannot be saved.
+    """
     tensors: list[Tensor] = []
 
-    def take(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        tensors.append(value.detach())
+    def take(value: Tensor) -> Any:
+        tensors.append(value)
         return HERE_WAS_A_TENSOR
 
-    return {key: _mapped(value, take) for key, value in state.items()}, tensors
+    skeleton, converted = dict[Any, Any](), list[Any]()
+    for name, value in state.items():
+        plain = Plain(take)
+        try:
+            skeleton[name] = plain.of(value)
+        except RefusedError as error:
+            path = [name, *error.path]
+            where = shown(path[1:] if name in OF_A_LOOP and len(path) > 1 else path)
+            advice = "" if ";" in error.what else f"; {VALID}"
+            raise ConfigError(f"cannot save the state: {where} is {error.what}{advice}") from error
+        converted += [((name, *reversed(keys)), was) for keys, was in plain.converted]
+    if converted:
+        skeleton[TYPES] = converted
+    return skeleton, tensors
 
 
 def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[Any, Any]:

@@ -32,5 +32,5 @@ def through(
     try:
         store.verify(step, from_disk=False)
     except CorruptCheckpointError as error:
-        raise CheckpointError(f"changed while it was loaded; start again: {error}") from error
+        raise CheckpointError(f"the file changed while it was being loaded; start again: {error}") from error
     return made, store.info(step)

@@ -7,6 +7,9 @@ from pathlib import PurePath
 from tandem.checkpoint.retention import Best, Retention, Scores
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError, CorruptCheckpointError
+from tandem.log import printable
+
+MOST_SCORES, LONGEST_CELL, LONGEST_LINE = 8, 100, 600
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def list_checkpoints(
         return _row(store, step, sizes.get(step, 0), verify, now, tuple(why.get(step, ())))
 
     def damaged(step: int) -> CheckpointRow:
-        size, lost = sizes.get(step, 0), "its manifest is gone"
+        size, lost = sizes.get(step, 0), "its manifest is missing"
         return CheckpointRow(step, store.path(step), size, 0.0, False, lost, kept=("not counted",))
 
     rows = [*map(row, store.steps()), *map(damaged, store.without_manifest())]
@@ -83,17 +86,23 @@ def rule_of(
 
 def table(rows: list[CheckpointRow], directory: PurePath) -> str:
     """Aligned lines, and one on what lies beside the checkpoints."""
-    cells = [("step", "bytes", "age", "", "kept as", "scores")]
+    cells: list[tuple[str, ...]] = [("step", "bytes", "age", "", "kept as", "scores")]
     for row in rows:
         state = {None: "", True: "verified", False: "DAMAGED"}[row.verified]
-        scores = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row.scores.items()))
-        kept = ", ".join(row.kept) or "the next to go"
-        cells.append((str(row.step), f"{row.bytes:,}", age_in_words(row.age_seconds), state, kept, scores))
+        scores = scores_in_words(row.scores)
+        kept = ", ".join(row.kept) or "next to delete"
+        line = (str(row.step), f"{row.bytes:,}", age_in_words(row.age_seconds), state, kept, scores)
+        cells.append(tuple(printable(cell, LONGEST_CELL) for cell in line))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [_line(line, widths) for line in cells] if rows else [f"no checkpoints in {directory}"]
-    lines += [f"step {row.step}: {row.problem}" for row in rows if row.problem]
+    lines = (
+        [_line(line, widths) for line in cells]
+        if rows
+        else [f"no checkpoints in {printable(str(directory))}"]
+    )
+    lines += [printable(f"step {row.step}: {row.problem}", LONGEST_LINE) for row in rows if row.problem]
     if aside := CheckpointStore(directory).set_aside():
-        lines.append(f"set aside as damaged, yours to look at and remove: {', '.join(aside)}")
+        said = f"damaged checkpoints were set aside; inspect or delete them: {', '.join(aside)}"
+        lines.append(printable(said, LONGEST_LINE))
     return "\n".join(lines)
 
 
@@ -101,6 +110,13 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     numbers = [cell.rjust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
     words = [cell.ljust(width) for cell, width in zip(cells[3:], widths[3:], strict=True) if width]
     return "  ".join([*numbers, *words]).rstrip()
+
+
+def scores_in_words(scores: Scores) -> str:
+    """`accuracy 0.98, loss 0.061`, the first MOST_SCORES of them."""
+    told = [f"{name} {value:.4g}" for name, value in sorted(scores.items())]
+    more = [f"{len(told) - MOST_SCORES} more"] if len(told) > MOST_SCORES else []
+    return ", ".join(told[:MOST_SCORES] + more)
 
 
 def age_in_words(seconds: float) -> str:

@@ -7,10 +7,22 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import ConfigError
 
+LINKED = "checkpoints is a symbolic link, which tandem does not follow"
+
+
+def is_linked(run_dir: PurePath) -> bool:
+    """Whether a link in the run leads to its checkpoints: for who only looks they are another's."""
+    return isinstance(run_dir, Path) and (run_dir / "checkpoints").is_symlink()
+
 
 def checkpoints_of(run: str | PurePath) -> PurePath:
-    """Where the checkpoints of a run lie, or `run` itself where that is a directory of checkpoints."""
+    """Where the checkpoints of a run lie, or `run` itself where that is a directory of checkpoints.
+
+    Raises ConfigError where a link in the run leads to them.
+    """
     path = address(run)
+    if is_linked(path):
+        raise ConfigError(f"{path}: {LINKED}; give the directory it points to")
     inner = path / "checkpoints"
     return inner if (inner.is_dir() if isinstance(inner, Path) else CheckpointStore(inner).steps()) else path
 
@@ -25,15 +37,17 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
     path = address(text if step is None else name)
     if isinstance(path, Path):
         if not path.is_dir():
-            raise ConfigError(f"{path} is no directory; give a run, its checkpoints, or one step-... of them")
+            raise ConfigError(
+                f"{path} is not a directory; give a run, its checkpoints directory, or one step-... in it"
+            )
         path = path.resolve()
     if step is None and (match := STEP_NAME.fullmatch(path.name)):
         path, step = path.parent, int(match[1])
     store = CheckpointStore(checkpoints_of(path))
     steps = store.steps()
     if not steps:
-        raise ConfigError(f"{store.directory} holds no checkpoint; give a run that has saved one")
+        raise ConfigError(f"{store.directory} contains no checkpoint; give a run that has saved one")
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-        raise ConfigError(f"{store.directory} has no checkpoint of step {step}; it has {there}")
+        raise ConfigError(f"{store.directory} has no checkpoint of step {step}; available steps: {there}")
     return store, step

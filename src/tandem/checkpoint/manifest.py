@@ -2,20 +2,19 @@
 
 import hashlib
 import json
-import math
+import os
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tandem.checkpoint.storage.protocol import Reader
 from tandem.errors import CheckpointError, CorruptCheckpointError
+from tandem.reading import DEEPEST, LARGEST, Shape, count, finite, is_deep, text, typed
 
 FORMAT = 1
 CHUNK_BYTES = 2**20
 LARGEST_BYTES = 16 * 2**20
 """Of a manifest; a thousand times what one has."""
-DEEPEST, LARGEST = 16, 2**63
 STATE_NAME = re.compile(r"state(-[0-9a-f]{1,32})?\.pt")
 
 
@@ -38,104 +37,93 @@ def parse_manifest(path: object, raw: bytes) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         whole = False
     if not whole:
-        raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not hold")
-    if _is_natural(body.get("format")) and body["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {body['format']}; this tandem reads {FORMAT}, use a newer")
+        raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not match")
+    if type(body.get("format")) is int and 0 <= body["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {body['format']}, expected {FORMAT}; use a newer tandem")
     if problem := _problem(body):
-        raise CorruptCheckpointError(f"{path} is no manifest of tandem's: {problem}")
+        raise CorruptCheckpointError(f"{path} is not a manifest written by tandem: {problem}")
     manifest: dict[str, Any] = body
     return manifest
 
 
 def _problem(body: dict[str, Any]) -> str:
-    """What is not as `render_manifest` writes it, in a few words; "": nothing. One schema for all readers."""
-    if _is_deep(body):
+    """What is not as `render_manifest` writes it, in a few words; "": nothing. One schema for all readers.
+
+    Values are not shown: a task's settings may have a password among them.
+    """
+    if is_deep(body):
         return f"it is nested deeper than {DEEPEST} levels"
-    for name, is_valid in FIELDS.items():
-        if not is_valid(body.get(name)):
-            return f"its {name} is {_shown(body.get(name))}"
-    for name, is_valid in INFO_FIELDS.items():
-        if name in body["info"] and not is_valid(body["info"][name]):
-            return f"its info.{name} is {_shown(body['info'][name])}"
+    for shape, values, where in ((MANIFEST, body, ""), (INFO, body.get("info"), "info.")):
+        try:
+            _, wrong = typed(values, shape)
+        except ValueError as error:
+            return f"it {error}"
+        if wrong:
+            return f"its {where}{wrong[0]} has the wrong type"
     return ""
 
 
-def _shown(value: object) -> str:
-    return "missing" if value is None else repr(value)[:80]
+def _table(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("not an object")
+    return value
 
 
-def _is_deep(value: object) -> bool:
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [
-            item
-            for each in level
-            if isinstance(each, dict | list)
-            for item in (each.values() if isinstance(each, dict) else each)
-        ]
-    return bool(level)
-
-
-def _is_natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
-
-
-def _is_finite(value: object) -> bool:
-    return _is_natural(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_one_file(value: object) -> bool:
+def _only_the_state(value: object) -> object:
     """The state, and nothing else, under a name of ours: no path to another place."""
     if not isinstance(value, dict) or len(value) != 1:
-        return False
+        raise TypeError("not one file")
     ((name, entry),) = value.items()
-    if STATE_NAME.fullmatch(name) is None or not isinstance(entry, dict):
-        return False
-    digest = entry.get("sha256")
-    return _is_natural(entry.get("bytes")) and isinstance(digest, str) and len(digest) == 64
+    entry = {} if STATE_NAME.fullmatch(name) is None else _table(entry)
+    count(entry.get("bytes"))
+    if len(text(entry.get("sha256"))) != 64:
+        raise ValueError("not a digest")
+    return value
 
 
-def _are_scores(value: object) -> bool:
+def _scores(value: object) -> object:
     """Numbers may be of any size as floats only: others have none."""
-    if not isinstance(value, dict):
-        return False
-    return all(not isinstance(each, int) or abs(each) < LARGEST for each in value.values())
+    if any(isinstance(each, int) and abs(each) >= LARGEST for each in _table(value).values()):
+        raise ValueError("a number out of range")
+    return value
 
 
-def _is_fingerprint(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("task_fields", {}), dict)
+def _fingerprint(value: object) -> object:
+    _table(_table(value).get("task_fields", {}))
+    return value
 
 
-FIELDS: dict[str, Callable[[object], bool]] = {
-    "format": _is_natural,
-    "step": _is_natural,
-    "written_at": _is_finite,
-    "files": _is_one_file,
-    "info": _is_dict,
-}
-INFO_FIELDS: dict[str, Callable[[object], bool]] = {
-    "settings": _is_dict,
-    "fingerprint": _is_fingerprint,
-    "eval": _are_scores,
-    "train_samples": _is_natural,
-}
+MANIFEST = Shape(
+    {"format": count, "step": count, "written_at": finite, "files": _only_the_state, "info": _table},
+    required=frozenset({"format", "step", "written_at", "files", "info"}),
+)
+INFO = Shape({
+    "settings": _table, "fingerprint": _fingerprint, "eval": _scores, "train_samples": count,
+    "steps_per_epoch": count, "steps_planned": count, "ended_of": count, "task": text,
+    "data": _table,
+})  # fmt: skip
 """What this version reads of `info`, which a later one may have more of."""
 
 
 def check_size(path: object, wanted: dict[str, Any], size: int) -> None:
     """Before anything is read."""
     if size != wanted["bytes"]:
-        raise CorruptCheckpointError(f"{path} has {size} bytes, {wanted['bytes']} were written")
+        raise CorruptCheckpointError(f"{path} has {size} bytes, expected {wanted['bytes']}")
+
+
+def check_fits(path: object, size: int) -> None:
+    """Before a file is read into memory. Raises CheckpointError: it may be whole, and of a larger machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise CheckpointError(
+            f"{path} has {size:,} bytes, but this machine has only {memory:,} bytes of memory"
+        )
 
 
 def check(path: object, wanted: dict[str, Any], size: int, digest: str) -> None:
     check_size(path, wanted, size)
     if digest != wanted["sha256"]:
-        raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 is not that of the bytes written")
+        raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not match the manifest")
 
 
 def measured(file: Reader) -> tuple[int, str]:

@@ -29,6 +29,10 @@ class NodeMemory:
         """Bytes."""
         return os.fstat(self._descriptor).st_size
 
+    def present(self) -> int:
+        """Bytes of it that take up memory; a region that has only grown so far takes up none."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
     def map(self, size: int) -> mmap.mmap:
         """The first `size` bytes, grown to that where smaller, and present: writing takes no page fault.
 

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import RunTakenError
+from tandem.log import printable
 from tandem.process import stat_of
+from tandem.reading import moment, parsed
 
 FOLDER = "owner"
 NOTE_BYTES = 1024
@@ -78,17 +80,18 @@ class Note:
     def parse(cls, raw: bytes | None) -> "Note | None":
         """None for what is not one."""
         try:
-            found: dict[str, Any] = json.loads(raw or b"")
+            found: dict[str, Any] = parsed(raw or b"")
             kinds: dict[str, Any] = {name: field.type for name, field in cls.__dataclass_fields__.items()}
             if found.keys() == kinds.keys() and all(isinstance(found[name], kinds[name]) for name in kinds):
+                moment(found["since"])
                 return cls(**found)
-        except (ValueError, AttributeError, RecursionError):
+        except (ValueError, AttributeError):
             pass
         return None
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"process {self.process} on {self.host}, since {since}"
+        return printable(f"process {self.process} on {self.host}, started {since}")
 
     def is_seen_from(self, here: "Note") -> bool:
         """Whether its process can be looked for here: it is gone, or among this machine's."""
@@ -154,6 +157,6 @@ def check(notes: Notes, run_dir: PurePath, token: Token, note: Note | None = Non
     if last > token.number or found is None or found.word != token.word:
         owner = Note.parse(notes.read(last))
         raise RunTakenError(
-            f"{run_dir} was taken over by {owner or 'another launch'}; nothing more is written there by this "
-            "one; to start again, stop that one first or give another --run-dir"
+            f"{run_dir} was taken over by {owner or 'another launch'}; this launch writes no more there. "
+            "To start again, stop the other launch first or use another --run-dir"
         )

@@ -3,8 +3,13 @@
 torch's own pinned memory is rounded up to a power of two, tensor by tensor: up to twice the state.
 """
 
+import logging
+from contextlib import suppress
+
 import torch
 from torch import Tensor
+
+log = logging.getLogger("tandem.run")
 
 ALIGNMENT = 64
 
@@ -13,22 +18,39 @@ class Pinned:
     """One piece of memory at a time; without CUDA's consent copies run all the same, and the host waits."""
 
     def __init__(self) -> None:
-        self._address = 0
+        self._held = (0, 0)  # address, bytes
+        self._is_refused = False
 
     def hold(self, memory: Tensor) -> None:
         """Pin `memory`, which whoever calls keeps, instead of the piece before; the same again is nothing."""
-        address = memory.data_ptr()
-        if address == self._address:
+        wanted = (memory.data_ptr(), memory.nbytes)
+        if wanted == self._held or self._is_refused:
             return
         self.release()
-        torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)  # type: ignore[no-untyped-call]
-        self._address = address
+        result = int(torch.cuda.cudart().cudaHostRegister(*wanted, 0))  # type: ignore[no-untyped-call]
+        if result == 0:
+            self._held = wanted
+            return
+        self._is_refused = True
+        log.warning(
+            "CUDA cannot pin %.2f GiB of host memory (error %d): copies from the GPU will delay steps; raise "
+            "the limit on locked memory (ulimit -l unlimited), or add memory",
+            *(memory.nbytes / 2**30, result),
+        )
+        with suppress(RuntimeError):  # the error is kept, and would be raised for the next kernel of anybody
+            torch.ones(1, device="cuda")
 
     def release(self) -> None:
         """To be called before the piece's memory goes."""
-        if self._address:
-            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
-        self._address = 0
+        if self._held[0]:
+            torch.cuda.cudart().cudaHostUnregister(self._held[0])  # type: ignore[no-untyped-call]
+        self._held = (0, 0)
+
+
+def streams_of(sources: list[Tensor]) -> list[torch.cuda.Stream]:
+    """Those on which copies from `sources` run: one for each of their GPUs."""
+    devices = {source.device for source in sources if source.is_cuda}
+    return [torch.cuda.current_stream(device) for device in devices]
 
 
 def homes_in_one_piece(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -28,7 +28,9 @@ class Best:
         """
         metric, colon, end = text.partition(":")
         if not metric or (colon and end not in ("min", "max")):
-            raise ValueError(f"{text!r}: valid is METRIC, METRIC:min or METRIC:max, such as accuracy")
+            raise ValueError(
+                f"invalid value {text!r}; expected METRIC, METRIC:min or METRIC:max, such as accuracy"
+            )
         return cls(metric, end == "max" if end else not metric.lower().endswith(LOWER_IS_BETTER))
 
     def step(self, scores: Mapping[int, Scores]) -> int | None:

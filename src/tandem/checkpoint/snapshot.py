@@ -15,12 +15,14 @@ all of them write into the same slot, so ranks that are started again are told w
 a killed rank do not say it, because its last one may be torn.
 """
 
+import errno
 import hashlib
 import marshal
 import mmap
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,9 @@ from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.memory import NodeMemory
-from tandem.checkpoint.pinned import Pinned
+from tandem.checkpoint.pinned import Pinned, streams_of
+from tandem.checkpoint.plain import restored
+from tandem.process import memory_left
 from tandem.torch_private import copy_all
 
 SLOT = struct.Struct("<Qq")  # fingerprint, step
@@ -38,6 +42,8 @@ LENGTH = struct.Struct("<q")
 HEADER_BYTES = 64
 ALIGNMENT = 64
 SKELETON_SLACK = 2  # numbers in it may grow longer
+PER_RANK, OF = "per_rank", "of"
+"""Parts of a state: what each rank has of its own; in a snapshot of that, [rank, world size]."""
 
 TensorForm = tuple[str, tuple[int, ...]]
 """dtype such as "float32", shape."""
@@ -107,7 +113,8 @@ class Snapshots:
     """
 
     def __init__(self, regions: Sequence[NodeMemory], local_rank: int, kept: int | None) -> None:
-        self._region, self._rank, self._ranks = regions[local_rank], local_rank, len(regions)
+        self._regions, self._region = regions, regions[local_rank]
+        self._rank, self._ranks = local_rank, len(regions)
         self._layout: Layout | None = None
         self._memory: mmap.mmap | None = None
         self._part: list[tuple[int, int, int, int]] = []
@@ -127,7 +134,7 @@ class Snapshots:
         """Copy this rank's part of `state` as of `step` (1 and up).
 
         `own`: indices, in order of appearance, of the tensors of which rank 0 has the true values.
-        Raises ValueError for what is neither tensor, number, text, list nor dict; OSError without memory.
+        Raises ConfigError for a state that cannot be saved, OSError without memory.
         """
         skeleton, tensors = flatten(state)
         forms = [_form(tensor) for tensor in tensors]
@@ -153,12 +160,14 @@ class Snapshots:
             assert self._memory is not None
             self._pinned.hold(torch.frombuffer(self._memory, dtype=torch.uint8))
         copy_all(self._targets[self._slot], sources, non_blocking=on_gpu)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for stream in streams_of(sources):
+            stream.synchronize()
 
     def _lay_out(self, forms: Sequence[TensorForm], own: Collection[int], text_bytes: int) -> None:
         """Give both slots their places; a restarted rank takes over those of its forerunner."""
         layout = Layout.of(forms, own, self._ranks)
+        self._pinned.release()
+        self._check_room(layout.cuts[-1])
         data = _aligned(LENGTH.size + text_bytes * SKELETON_SLACK)
         slot_bytes = data + layout.cuts[self._rank + 1] - layout.cuts[self._rank]
         memory = self._region.map(max(self._region.size(), _slot_start(2, slot_bytes)))
@@ -181,6 +190,21 @@ class Snapshots:
             for slot in (0, 1)
         )
         self._targets = first, second
+
+    def _check_room(self, state_bytes: int) -> None:
+        """Raise OSError where the node has not the memory for both slots, and for a copy that a save writes.
+
+        Asked of all of the node's ranks together, which ask at the same time.
+        """
+        missing = 2 * state_bytes - sum(region.present() for region in self._regions)
+        left = memory_left(Path("/"))
+        if left is not None and missing > 0 and missing + state_bytes > left:
+            gib = [f"{each / 2**30:.2f}" for each in (2 * state_bytes, state_bytes, left)]
+            raise OSError(
+                errno.ENOMEM,
+                f"they need {gib[0]} GiB of this node's memory and a save needs {gib[1]}, but only {gib[2]} "
+                "are left (see the container's limit); add memory, or use --snapshot-every never",
+            )
 
 
 def _slot_start(slot: int, slot_bytes: int) -> int:
@@ -209,26 +233,33 @@ class Snapshot(NamedTuple):
     slot: int
 
 
-def newest_snapshot(regions: Sequence[NodeMemory]) -> Snapshot | None:
-    """The newest snapshot that all of the node's ranks have finished; None without one.
+def newest_snapshot(regions: Sequence[NodeMemory], among: Collection[int] | None = None) -> Snapshot | None:
+    """The newest snapshot that all of the node's ranks have finished, of the steps `among`; None without one.
 
     The tensors are copies: the regions may be written again. To be called while no rank writes.
     """
+    slots = whole_slots(regions)
+    steps = [step for step in slots if among is None or step in among]
+    return read_slot(regions, max(steps), slots[max(steps)]) if steps else None
+
+
+def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, int]:
+    """{step: its slot} of the snapshots, at most two, that all of the node's ranks have finished."""
     if not regions or any(region.size() <= HEADER_BYTES for region in regions):
-        return None
+        return {}
+    heads = [region.map(HEADER_BYTES) for region in regions]
+    marks = [{SLOT.unpack_from(head, slot * SLOT.size) for head in heads} for slot in (0, 1)]
+    return {
+        next(iter(mark))[1]: slot for slot, mark in enumerate(marks) if len(mark) == 1 and max(mark)[1] > 0
+    }
+
+
+def read_slot(regions: Sequence[NodeMemory], step: int, slot: int) -> Snapshot:
+    """The snapshot of `step`, which lies in `slot`; as `newest_snapshot`."""
     memories = [region.map(region.size()) for region in regions]
-    marks = [{SLOT.unpack_from(memory, slot * SLOT.size) for memory in memories} for slot in (0, 1)]
-    whole = [
-        (next(iter(mark))[1], slot) for slot, mark in enumerate(marks) if len(mark) == 1 and max(mark)[1] > 0
-    ]
-    if not whole:
-        return None
-    step, slot = max(whole)
     places = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
     starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in places]
-    (length,) = LENGTH.unpack_from(memories[0], starts[0])
-    text = memories[0][starts[0] + LENGTH.size : starts[0] + LENGTH.size + length]
-    skeleton, forms, own = marshal.loads(text)
+    skeleton, forms, own = _said(memories[0], starts[0])
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in forms]
     layout = Layout.of(forms, own, len(regions))
     for rank, memory in enumerate(memories):
@@ -236,4 +267,18 @@ def newest_snapshot(regions: Sequence[NodeMemory]) -> Snapshot | None:
         for index, first, count, offset in layout.part(rank):
             source = _typed(raw, starts[rank] + places[rank][0] + offset, forms[index][0], count)
             tensors[index].reshape(-1)[first : first + count].copy_(source)
-    return Snapshot(step, unflatten(skeleton, tensors), slot)
+    return Snapshot(step, restored(unflatten(skeleton, tensors)), slot)
+
+
+def skeleton_in(region: NodeMemory, slot: int) -> dict[Any, Any]:
+    """What the first of a node's regions says of the snapshot in `slot`, without its tensors."""
+    memory = region.map(region.size())
+    _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
+    skeleton: dict[Any, Any] = _said(memory, _slot_start(slot, slot_bytes))[0]
+    return skeleton
+
+
+def _said(memory: mmap.mmap, start: int) -> Any:
+    """(skeleton, forms of the tensors, which are rank 0's) of the slot that begins at `start`."""
+    (length,) = LENGTH.unpack_from(memory, start)
+    return marshal.loads(memory[start + LENGTH.size : start + LENGTH.size + length])

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from tandem.checkpoint.manifest import (
     LARGEST_BYTES,
     check,
+    check_fits,
     check_size,
     measured,
     parse_manifest,
@@ -27,7 +28,7 @@ from tandem.checkpoint.manifest import (
 from tandem.checkpoint.retention import Retention, Scores, why_kept
 from tandem.checkpoint.storage import storage_at
 from tandem.checkpoint.storage.protocol import MANIFEST, STEP_NAME, Entries, Payload, Reader, unstale
-from tandem.errors import CheckpointError, CorruptCheckpointError, RunTakenError
+from tandem.errors import CheckpointError, CorruptCheckpointError, RunTakenError, UnloadableError
 
 T = TypeVar("T")
 OnCorrupt = Callable[[int, str], None]  # step, problem
@@ -54,6 +55,8 @@ class CheckpointStore:
         self.directory, self._storage, self._fence = directory, storage_at(directory), fence
         self._ours: set[int] | None = None  # steps that a save may replace
         self._scores: dict[int, Scores] = {}
+        self.unloadable: set[int] = set()
+        """Steps whose bytes are right and make no state here; they stay, and are not among those to keep."""
 
     def path(self, step: int) -> PurePath:
         return self.directory / f"step-{step:09d}"
@@ -95,7 +98,7 @@ class CheckpointStore:
         Raises CheckpointError (full, read-only or failing volume; another writer has saved this step) and
         RunTakenError; older checkpoints are as they were.
         """
-        free = "free space or mend the volume there; older checkpoints are untouched"
+        free = "free space or repair the volume; older checkpoints are untouched"
         with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
             if self._ours is None:
                 self.open_for_writing()
@@ -115,8 +118,8 @@ class CheckpointStore:
             size = self._storage.commit(self.path(step), payload, sealed, step in self._ours)
         except FileExistsError as error:
             raise CheckpointError(
-                f"step {step} in {self.directory} was saved by another writer meanwhile; "
-                "let one run alone write there, or give another --run-dir"
+                f"step {step} in {self.directory} was saved by another writer in the meantime; "
+                "let only one run write there, or use another --run-dir"
             ) from error
         try:
             self._fence()
@@ -124,11 +127,13 @@ class CheckpointStore:
             self._storage.remove([self.path(step)])
             raise
         self._ours.add(step)
+        self.unloadable.discard(step)
         return size
 
     def why_kept(self, rule: Retention) -> dict[int, list[str]]:
         """The steps that `rule` keeps, newest first, with the reasons. Raises CheckpointError."""
-        return why_kept({step: self.scores(step) if rule.best else {} for step in self.steps()}, rule)
+        steps = [step for step in self.steps() if step not in self.unloadable]
+        return why_kept({step: self.scores(step) if rule.best else {} for step in steps}, rule)
 
     def scores(self, step: int) -> Scores:
         """What the evaluation at `step` gave, from its manifest; nothing where that is damaged."""
@@ -147,7 +152,7 @@ class CheckpointStore:
         and CorruptCheckpointError is raised.
         """
         kept = self.why_kept(rule)
-        doomed = sorted(set(self.steps()) - set(kept))
+        doomed = sorted(set(self.steps()) - set(kept) - self.unloadable)
         if dry_run or not kept:
             return doomed
         if doomed:
@@ -195,11 +200,13 @@ class CheckpointStore:
 
         def whole(file: Reader) -> bytes:
             if file.size > LARGEST_BYTES:
-                raise CorruptCheckpointError(f"{path} has {file.size} bytes, and no manifest has so many")
+                raise CorruptCheckpointError(f"{path} has {file.size} bytes, too many for a manifest")
             return file.read(file.size)
 
         if (manifest := parse_manifest(path, self._read(path, whole)))["step"] != step:
-            raise CorruptCheckpointError(f"{path} is of step {manifest['step']}, its directory of {step}")
+            raise CorruptCheckpointError(
+                f"{path} is for step {manifest['step']}, its directory for step {step}"
+            )
         return manifest
 
     def info(self, step: int) -> dict[str, Any]:
@@ -228,6 +235,7 @@ class CheckpointStore:
 
         def whole(file: Reader) -> bytes:
             check_size(path, wanted, file.size)
+            check_fits(path, file.size)
             return file.read(file.size)
 
         state = self._read(path, whole)
@@ -260,24 +268,35 @@ class CheckpointStore:
         return None if found is None else (found[0], *found[1])
 
     def newest(
-        self, read: Callable[[int], T], on_corrupt: OnCorrupt, quarantine: bool = True
+        self,
+        read: Callable[[int], T],
+        on_corrupt: OnCorrupt,
+        quarantine: bool = True,
+        on_unloadable: OnCorrupt | None = None,
     ) -> tuple[int, T] | None:
         """(step, what `read` makes of it) of the newest that `read` does not call a CorruptCheckpointError.
 
-        `on_corrupt(step, problem)` is called for each that is passed over. An unreadable volume raises
-        CheckpointError: to go on from an older checkpoint because of a passing error would throw training
-        away.
+        `on_corrupt(step, problem)` is called for each that is passed over; `on_unloadable` likewise for one
+        that `read` calls an UnloadableError, which stays where it is; without it, that is raised. An
+        unreadable volume raises CheckpointError: to resume from an older checkpoint because of a passing
+        error would throw training away.
         """
         if quarantine:
-            with translated(f"cannot mend {self.directory}"):
+            with translated(f"cannot repair {self.directory}"):
                 self._storage.mend(self.directory)
         for step in self.steps():
             try:
                 return step, read(step)
+            except UnloadableError as error:
+                if on_unloadable is None:
+                    raise
+                self.unloadable.add(step)
+                on_unloadable(step, str(error))
+                continue
             except CorruptCheckpointError as error:
                 problem = str(error)
             if step not in self.steps():  # pruned by a writer, which has a newer one: look anew
-                return self.newest(read, on_corrupt, quarantine)
+                return self.newest(read, on_corrupt, quarantine, on_unloadable)
             on_corrupt(step, problem + (self._set_aside(step) if quarantine else ""))
         return None
 
@@ -286,4 +305,4 @@ class CheckpointStore:
         try:
             return f"; quarantined as {self.quarantine(step).name}"
         except CheckpointError as error:
-            return f"; {error}, so it stays where it is"
+            return f"; {error}, so it is left in place"

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, unflatten
-from tandem.checkpoint.pinned import Pinned, homes_in_one_piece
+from tandem.checkpoint.pinned import Pinned, homes_in_one_piece, streams_of
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.state import check_loadable
 from tandem.checkpoint.store import CheckpointStore, Info
 from tandem.errors import CheckpointError, RunTakenError
 from tandem.telemetry.meter import SaveOutcome as SaveOutcome
@@ -45,8 +44,8 @@ class Buffers:
             self._settle(sources, on_gpu)
         if sources:
             copy_all(self._homes, sources, non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for stream in streams_of(sources):
+            stream.synchronize()
         homes = dict(zip(distinct, self._homes, strict=True))
         return [homes[key] for key in keys]
 
@@ -67,28 +66,22 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
 
 
-class Abandoned(Exception):
-    """A save that was begun shall not be: it leaves nothing, and is no failure."""
-
-
 class Later:
     """Scores that are not there yet when a save begins: the writing thread waits for what the other gives."""
 
     def __init__(self) -> None:
         self._given = threading.Event()
-        self._scores: Mapping[str, float] | None = None
+        self._scores: Mapping[str, float] = {}
 
-    def give(self, scores: Mapping[str, float] | None) -> None:
-        """The scores; None abandons the save. Only the first call counts."""
+    def give(self, scores: Mapping[str, float]) -> None:
+        """The scores. Only the first call counts."""
         if not self._given.is_set():
             self._scores = scores
             self._given.set()
 
     def value(self) -> Mapping[str, float]:
-        """Waits. Raises Abandoned."""
+        """Waits."""
         self._given.wait()
-        if self._scores is None:
-            raise Abandoned
         return self._scores
 
 
@@ -112,7 +105,6 @@ class CheckpointWriter:
         self._report, self._verified, self._before = report, verified, before
         self._buffers = Buffers()
         self._thread: threading.Thread | None = None
-        self._checked = False
         self._error: BaseException | None = None
         self.failures_in_a_row = 0
         self.last_step: int | None = None
@@ -120,17 +112,14 @@ class CheckpointWriter:
     def save(self, step: int, state: Mapping[str, Any], info: Info) -> None:
         """Begin to save `state` as of `step`; returns as soon as its tensors are copied.
 
-        A function that gives `info` is asked when the state is written, and may wait, or raise Abandoned.
+        A function that gives `info` is asked when the state is written, and may wait.
 
-        Waits for the save before, if that is still being written. Raises CheckpointError for a state that
-        could not be loaded again, and when more saves in a row failed than are allowed.
+        Waits for the save before, if that is still being written. Raises ConfigError for a state that could
+        not be loaded again, and CheckpointError when more saves in a row failed than are allowed.
         """
         began = time.monotonic()
         self.wait()
         skeleton, tensors = flatten(state)
-        if not self._checked:
-            check_loadable(state)
-            self._checked = True
         copied = unflatten(skeleton, self._buffers.copy(tensors))
         held = time.monotonic() - began
         self._thread = threading.Thread(
@@ -164,8 +153,6 @@ class CheckpointWriter:
         try:
             size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), seal)
             self.failures_in_a_row, self.last_step = 0, step
-        except Abandoned:
-            return
         except CheckpointError as error:
             size = None
             self._failed(step, error)
@@ -180,8 +167,8 @@ class CheckpointWriter:
         self.failures_in_a_row += 1
         if self.failures_in_a_row > self._allowed:
             self._error = CheckpointError(
-                f"{self.failures_in_a_row} saves in a row failed, --checkpoint-failures-allowed is "
-                f"{self._allowed}; the last one: {error}"
+                f"{self.failures_in_a_row} saves in a row failed (--checkpoint-failures-allowed is "
+                f"{self._allowed}); last error: {error}"
             )
             return
         log.warning(
@@ -197,6 +184,6 @@ class CheckpointWriter:
             if self._store.prune(self._keep):
                 self._verified(newest)
         except CheckpointError as error:
-            log.warning("old checkpoints stay: %s", error)
+            log.warning("old checkpoints were not deleted: %s", error)
         except RunTakenError as error:
             self._error = error

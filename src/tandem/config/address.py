@@ -42,12 +42,12 @@ def address(text: str | PurePath) -> PurePath:
     scheme, slashes, host, rest = found.groups()
     if re.match(r"[^@]*:[^@]*@", host):
         raise ConfigError(
-            f"the address {scheme}://USER:PASSWORD@{host.rpartition('@')[2]}{rest} holds a password, which "
-            f"logs would show; leave it out and give it to the library, as FSSPEC_{scheme.upper()}='{{...}}'"
+            f"the address {scheme}://USER:PASSWORD@{host.rpartition('@')[2]}{rest} contains a password, "
+            f"which would appear in logs; remove it and set FSSPEC_{scheme.upper()}='{{...}}' instead"
         )
     if scheme in SCHEMES:
         return RemotePath(f"{scheme}:/{host}{rest}")
     if slashes == "/":
         return Path(text)
     valid = ", ".join(f"{known}://" for known in SCHEMES)
-    raise ConfigError(f"unknown address {text}: valid are a folder, {valid}")
+    raise ConfigError(f"invalid address {text}; expected a directory or one of {valid}")

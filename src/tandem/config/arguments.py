@@ -9,16 +9,34 @@ from typing import Any, NoReturn
 
 from tandem.config.brought_along import meant_by
 from tandem.config.examples import examples_of
-from tandem.config.fields import Setting, convert, plain, words_of
+from tandem.config.fields import Setting, convert, placeholder, plain, words_of
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
+
+COMMON: Mapping[str, Sequence[str]] = {
+    "launch": (
+        "task", "run_dir", "nodes", "nproc", "master", "epochs", "batch_size", "lr", "precision", "strategy",
+        "resume", "max_restarts",
+    ),
+    "train": (
+        "task", "run_dir", "data_dir", "epochs", "steps", "batch_size", "lr", "optimizer", "precision",
+        "device", "checkpoint_every", "resume",
+    ),
+    "export": ("task", "data_dir"),
+    "eval": ("task", "data_dir", "batch_size", "eval_batch_size", "device", "precision", "nproc"),
+}  # fmt: skip
+"""The settings that `tandem VERB -h` lists; FEW for verbs without an entry."""
+FEW = ("task", "data_dir", "epochs", "batch_size", "lr", "device", "precision", "nproc")
 
 
 class Parser(argparse.ArgumentParser):
     """The arguments of one verb. Errors are ConfigErrors of one line, which name the nearest known flag."""
 
-    def __init__(self, verb: str, usage: str, summary: str, takes_settings: bool = True) -> None:
+    def __init__(
+        self, verb: str, usage: str, summary: str, takes_settings: bool = True, is_short: bool = False
+    ) -> None:
+        """`is_short`: for `-h`, which lists only the common settings."""
         super().__init__(
             prog=f"tandem {verb}",
             usage=f"tandem {verb} {usage}" if takes_settings else None,
@@ -33,7 +51,9 @@ class Parser(argparse.ArgumentParser):
         self._help = f"See `tandem {verb} --help`"
         self._see = SEE if takes_settings else self._help
         self._valid: dict[str, str] = {}
-        if takes_settings:
+        if takes_settings and is_short:
+            self._add_common(COMMON.get(verb, FEW))
+        elif takes_settings:
             self._add_settings()
 
     def option(self, flag: str, annotation: Any, help_text: str, default: object = None) -> None:
@@ -44,7 +64,9 @@ class Parser(argparse.ArgumentParser):
         self._valid[flag] = words_of(annotation)
         text = f"{help_text}\n[{'' if default is None else f'default {default}; '}{words_of(annotation)}]"
         read = _reader(annotation)
-        self.add_argument(flag, type=read, default=default, metavar="VALUE", help=_escaped(text))
+        self.add_argument(
+            flag, type=read, default=default, metavar=placeholder(words_of(annotation)), help=_escaped(text)
+        )
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """What the words say; settings are in `given`, as text. Raises ConfigError."""
@@ -64,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         if rest:
             hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""
             if rest[0].endswith(".py"):
-                hint = f"; a script: `tandem launch {rest[0]}`; a task: --task {rest[0]}:CLASS"
+                hint = f"; for a script: `tandem launch {rest[0]}`; for a task: --task {rest[0]}:CLASS"
             raise ConfigError(f"unexpected argument {rest[0]!r}{hint}. {self._see}")
         return found
 
@@ -80,13 +102,32 @@ class Parser(argparse.ArgumentParser):
                 if setting.slice == slice_name:
                     self._add_setting(setting, group)
         file_help = f"{CONFIG_HELP}\n[{CONFIG_VALID}; {PREFIX}CONFIG]"
-        self._keep("--config", "config", CONFIG_VALID, self.add_argument_group("File"), help=file_help)
+        self._keep(
+            "--config",
+            "config",
+            CONFIG_VALID,
+            self.add_argument_group("File"),
+            help=file_help,
+            metavar="PATH",
+        )
+
+    def _add_common(self, names: Sequence[str]) -> None:
+        self.set_defaults(given={})
+        more = f"all settings: `{self.prog} --help`; one setting: `tandem help NAME`"
+        group = self.add_argument_group(f"Common settings ({more})")
+        for setting in map(SETTINGS.__getitem__, names):
+            default = plain(setting.default)
+            text = setting.description + (f" [default {default}]" if default not in ("", "none") else "")
+            metavar = {"nargs": 0} if setting.is_switch else {"metavar": setting.placeholder}
+            self._keep(setting.flag, setting.name, setting.valid, group, help=_escaped(text), **metavar)
 
     def _add_setting(self, setting: Setting, group: Any) -> None:
         default = plain(setting.default)
         facts = [f"default {default}"] if default else []
         text = f"{setting.description}\n[{'; '.join([*facts, setting.valid, setting.variable])}]"
-        switch = {"nargs": "?", "const": "true"} if setting.is_switch else {}
+        switch: dict[str, Any] = {"metavar": setting.placeholder}
+        if setting.is_switch:
+            switch = {"nargs": "?", "const": "true", "metavar": "true|false"}
         key = "task.NAME" if setting.is_table else setting.name
         self._keep(setting.flag, key, setting.valid, group, help=_escaped(text), **switch)
         if setting.is_switch:
@@ -99,11 +140,12 @@ class Parser(argparse.ArgumentParser):
 
     def _mistake(self, flag: str, message: str) -> ConfigError:
         if message.startswith("expected one argument"):
-            return ConfigError(f"{flag} needs a value: {self._valid.get(flag, 'text')}. {self._see}")
+            expected = self._valid.get(flag, "text")
+            return ConfigError(f"{flag}: missing value; expected {expected}. {self._see}")
         if message.startswith("ignored explicit argument "):
             text = message.removeprefix("ignored explicit argument ")
-            return ConfigError(f"{flag} got {text}, but takes no value. {self._see}")
-        return ConfigError(f"{flag} {message}. {self._see if flag in self._valid else self._help}")
+            return ConfigError(f"{flag}: unexpected value {text}; this flag takes no value. {self._see}")
+        return ConfigError(f"{flag}: {message}. {self._see if flag in self._valid else self._help}")
 
 
 class _Keep(argparse.Action):
@@ -138,7 +180,8 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
         try:
             return convert(annotation, text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, valid is {words_of(annotation)}") from None
+            expected = words_of(annotation)
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}; expected {expected}") from None
 
     return read
 

@@ -1,4 +1,4 @@
-"""Flags of other trainers, and what each is here: what follows "did you mean" where somebody types one."""
+"""Flags of other trainers and their tandem equivalents, suggested after "did you mean"."""
 
 from collections.abc import Mapping
 

@@ -4,46 +4,50 @@ from collections.abc import Mapping
 
 EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "launch": {
-        "tandem launch --nodes 2 --epochs 2": "two nodes, played by this machine",
-        "tandem launch --task my_task.py:MyTask --batch-size 256 --lr 0.05": "a task of one's own",
-        "tandem launch --nproc 4 train.py --lr 0.05": "a script, as torchrun runs it",
+        "tandem launch --nodes 2 --epochs 2": "two simulated nodes on this machine",
+        "tandem launch --task my_task.py:MyTask --batch-size 256 --lr 0.05": "your own task",
+        "tandem launch --nproc 4 train.py --lr 0.05": "a torchrun script, unchanged",
     },
     "train": {
-        "tandem train --epochs 1 --device cpu": "one rank, without an agent",
-        "torchrun --nproc-per-node 2 -m tandem train --run-dir runs/digits": "ranks of torchrun",
+        "tandem train --epochs 1 --device cpu": "a single rank, without restarts",
+        "torchrun --nproc-per-node 2 -m tandem train --run-dir runs/digits": "two ranks under torchrun",
+    },
+    "demo": {
+        "tandem demo": "takes about 30 seconds",
+        "tandem demo --run-dir runs/first": "choose the run directory",
     },
     "init": {
-        "tandem init my-project": "a new folder",
-        "tandem init .": "this one, if it has none of these files",
+        "tandem init my-project": "create a new directory",
+        "tandem init .": "use this directory, if it has none of these files",
     },
     "checkpoints": {
-        "tandem checkpoints ls runs/digits": "steps, sizes and scores",
-        "tandem checkpoints verify runs/digits": "read every byte of them",
-        "tandem checkpoints prune runs/digits --keep 1 --dry-run": "what would go",
+        "tandem checkpoints ls runs/digits": "list steps, sizes and scores",
+        "tandem checkpoints verify runs/digits": "check every byte against its SHA-256",
+        "tandem checkpoints prune runs/digits --keep 1 --dry-run": "show what would be deleted",
     },
     "report": {
         "tandem report runs/digits": "runs/digits/report.html",
-        "tandem report runs/a --compare runs/b --output both.html": "two runs in one set of charts",
+        "tandem report runs/a --compare runs/b --output both.html": "compare two runs in the same charts",
     },
     "page": {
         "tandem page": "all runs in ./runs, on port 9469",
-        "tandem page runs/a runs/b --port 8000": "these two",
+        "tandem page runs/a runs/b --port 8000": "only these two",
     },
     "track": {
-        "tandem track runs/digits": "to the tracker that the run was begun with",
-        "tandem track runs/digits --tracker mlflow": "to another one",
+        "tandem track runs/digits": "to the tracker that the run was started with",
+        "tandem track runs/digits --tracker mlflow": "to a different tracker",
     },
     "runs": {
-        "tandem runs": "those in ./runs",
-        "tandem runs --clean --dry-run": "which ones left nothing and would be removed",
+        "tandem runs": "list the runs in ./runs",
+        "tandem runs --clean --dry-run": "show the empty runs that would be removed",
     },
     "kill": {
-        "tandem kill runs/digits --rank 1": "SIGKILL: it is started again, and the run goes on",
-        "tandem kill runs/digits --node 1 --signal STOP": "a node that hangs",
+        "tandem kill runs/digits --rank 1": "SIGKILL: the rank is restarted and the run continues",
+        "tandem kill runs/digits --node 1 --signal STOP": "simulate a node that hangs",
     },
     "eval": {
         "tandem eval runs/digits": "its newest checkpoint",
-        "tandem eval runs/digits@500 --nproc 4 --json": "that of step 500, by four ranks",
+        "tandem eval runs/digits@500 --nproc 4 --json": "the checkpoint of step 500, on four ranks",
     },
     "export": {
         "tandem export runs/digits --output digits.safetensors": "the weights of its newest checkpoint",
@@ -51,32 +55,32 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem export runs/digits --format onnx": "the model itself",
     },
     "verify-resume": {
-        "tandem verify-resume --task my_task.py:MyTask --nproc 2": "a task of one's own",
-        "tandem verify-resume --script train.py --trials 1": "a script with a loop of its own",
+        "tandem verify-resume --task my_task.py:MyTask --nproc 2": "your own task",
+        "tandem verify-resume --script train.py --trials 1": "a script with its own training loop",
     },
     "check": {
-        "tandem check my_task.py": "the only task of that file",
-        "tandem check my_task.py:MyTask --task.depth 4 --batch-size 64": "with a field of its own",
+        "tandem check my_task.py": "the only task in that file",
+        "tandem check my_task.py:MyTask --task.depth 4 --batch-size 64": "with a setting of the task",
     },
     "bench": {
         "tandem bench --steps 50": "all strategies",
         "tandem bench --compare single,ddp --task my_task.py:MyTask": "two of them",
     },
     "config": {
-        "tandem config --explain": "every value, and where it comes from",
+        "tandem config --explain": "show each value and where it comes from",
         "tandem config --lr 0.05 --epochs 8 > run.toml": "a file for `tandem launch --config run.toml`",
     },
     "doctor": {
         "tandem doctor": "this machine",
-        "tandem doctor --nodes 2 --run-dir /shared/run --json": "as a node of such a job, for a program",
+        "tandem doctor --nodes 2 --run-dir /shared/run --json": "as a node of a two-node job, as JSON",
     },
     "completion": {
         "tandem completion bash > ~/.local/share/bash-completion/completions/tandem": "for bash",
         "tandem completion zsh > ~/.tandem.zsh": "then `source ~/.tandem.zsh` in ~/.zshrc",
     },
     "health": {
-        "TANDEM_STATE_DIR=/tmp/state tandem launch": "a node that says how it is",
-        "TANDEM_STATE_DIR=/tmp/state tandem health": "beside it: ends with 1 where it makes no progress",
+        "TANDEM_STATE_DIR=/tmp/state tandem launch": "start a node that reports its health",
+        "TANDEM_STATE_DIR=/tmp/state tandem health": "check it: exits with 1 if there is no progress",
     },
 }
 

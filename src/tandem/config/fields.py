@@ -74,17 +74,17 @@ def _matches(pattern: str) -> Callable[[str], bool]:
 
 
 Auto = Literal["auto"]
-Count = Annotated[int, Valid("a whole number of at least 1", lambda n: n >= 1)]
-Natural = Annotated[int, Valid("a whole number of at least 0", lambda n: n >= 0)]
-Seed = Annotated[int, Valid("a whole number from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
-Port = Annotated[int, Valid("a port from 0 (any free one) to 65535", lambda n: 0 <= n <= 65535)]
-Positive = Annotated[float, Valid("a number above 0", lambda x: x > 0)]
-NonNegative = Annotated[float, Valid("a number of at least 0", lambda x: x >= 0)]
+Count = Annotated[int, Valid("an integer >= 1", lambda n: n >= 1)]
+Natural = Annotated[int, Valid("an integer >= 0", lambda n: n >= 0)]
+Seed = Annotated[int, Valid("an integer from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
+Port = Annotated[int, Valid("a port from 0 (any free port) to 65535", lambda n: 0 <= n <= 65535)]
+Positive = Annotated[float, Valid("a number > 0", lambda x: x > 0)]
+NonNegative = Annotated[float, Valid("a number >= 0", lambda x: x >= 0)]
 Share = Annotated[float, Valid("a number from 0 to 1", lambda x: 0 <= x <= 1)]
-BelowOne = Annotated[float, Valid("a number from 0 to below 1", lambda x: 0 <= x < 1)]
+BelowOne = Annotated[float, Valid("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
 CadenceText = Annotated[str, Valid(CADENCE_VALID, _is_cadence)]
 WarmupText = Annotated[
-    str, Valid("steps, epochs or percent such as 0, 200, 1epoch, 5%", lambda s: _is_cadence(s, "seconds"))
+    str, Valid("steps, epochs or percent such as 0, 200, 1epoch or 5%", lambda s: _is_cadence(s, "seconds"))
 ]
 Place = Annotated[PurePath, _Place()]
 Address = Annotated[str, Valid("HOST:PORT", _is_address)]
@@ -116,19 +116,36 @@ RunMode = Annotated[
 RunName = Annotated[
     str,
     Valid(
-        "up to 63 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+        "up to 63 letters, digits, '.', '_' or '-', starting with a letter or digit",
         _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
     ),
 ]
 SharesText = Annotated[
     str,
     Valid(
-        "two or more numbers above 0, by rank, such as 3:1",
+        "two or more numbers > 0, one per rank, such as 3:1",
         _matches(r"(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?(:(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?)+"),
     ),
 ]
-Portion = Annotated[float, Valid("a number above 0, up to 1", lambda x: 0 < x <= 1)]
+Portion = Annotated[float, Valid("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
 ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_resume)]
+
+
+PLACEHOLDERS = {
+    "task": "FILE.py:CLASS", "task_fields": "VALUE", "run_mode": "MODE", "run_name": "NAME",
+    "batch_shares": "A:B[:C...]", "elastic": "MIN:MAX", "profile": "START:STEPS", "metrics_host": "HOST",
+    "resume": "{auto,never,required,PATH[@STEP]}", "warmup": "LENGTH", "keep_best": "METRIC[:min|:max]",
+    "init_method": "URL",
+}  # fmt: skip
+SHORT = {
+    "a cadence": "CADENCE",
+    "a port": "PORT",
+    "HOST:PORT": "HOST:PORT",
+    "an integer": "N",
+    "a number": "X",
+    "a path": "PATH",
+}
+"""Placeholders by words in `Setting.valid`; the first match counts."""
 
 
 def setting(default: Any, description: str, *, fixed: bool = False, per_node: bool = False) -> Any:
@@ -140,6 +157,14 @@ def setting(default: Any, description: str, *, fixed: bool = False, per_node: bo
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def placeholder(valid: str) -> str:
+    """The placeholder of a value in help, from its valid values: `N`, `PATH`, `{fp32,bf16}`."""
+    valid = valid.removesuffix(", or none")
+    if valid.startswith("one of "):
+        return "{" + valid.removeprefix("one of ").replace(", ", ",") + "}"
+    return next((short for words, short in SHORT.items() if words in valid), "TEXT")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +198,11 @@ class Setting:
     def is_switch(self) -> bool:
         """Whether the flag needs no value, and has a `--no-` twin."""
         return self.annotation is bool
+
+    @property
+    def placeholder(self) -> str:
+        """The placeholder of the value in help."""
+        return PLACEHOLDERS.get(self.name) or placeholder(self.valid)
 
     @property
     def valid(self) -> str:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from tandem.config import slices
 from tandem.config.fields import Setting, convert, settings_of, words_of
+from tandem.config.secrets import HIDDEN, hide, is_secret
 from tandem.errors import ConfigError
 
+LONGEST = 1000
 SEE = "See `tandem config --explain`"
 
 
@@ -99,9 +101,10 @@ def checked(annotation: Any, label: str, value: object) -> Any:
 
 
 def bad_value(label: str, got: object, valid: str) -> NoReturn:
-    """One line with what was got, what is valid, and where to look."""
-    shown = repr(got) if len(repr(got)) <= 80 else repr(got)[:77] + "..."
-    raise ConfigError(f"{label} got {shown}, valid is {valid}. {SEE}") from None
+    """Raise ConfigError: one line with the value, what was expected, and where to look."""
+    told = HIDDEN if is_secret(label) else hide(repr(got)[:LONGEST])
+    shown = told if len(told) <= 80 else told[:77] + "..."
+    raise ConfigError(f"{label}: invalid value {shown}; expected {valid}. {SEE}") from None
 
 
 def unknown(
@@ -112,7 +115,7 @@ def unknown(
     see: str = SEE,
     meant: str | None = None,
 ) -> ConfigError:
-    """The error for a name nobody knows, with the nearest known one; prefixes would make all of them near.
+    """The error for an unknown name, with the nearest known one; prefixes would make all of them near.
 
     `meant`: what is known to stand for it here.
     """

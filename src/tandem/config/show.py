@@ -52,6 +52,6 @@ def markdown() -> str:
                 shown = [f"`{name}`" if name else "" for name in named]
                 lines.append(f"| {' | '.join([*shown, setting.valid, setting.description])} |")
         lines.append("")
-    lines += ["## A file of settings", *TABLE_HEAD]
+    lines += ["## Settings file", *TABLE_HEAD]
     lines.append(f"| `--config` | `TANDEM_CONFIG` |  | {CONFIG_VALID} | {CONFIG_HELP} |")
     return "\n".join(lines) + "\n"

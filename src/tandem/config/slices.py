@@ -43,18 +43,20 @@ ONE_PROCESS = ("single", "dp")
 class RunConfig:
     """The run and its task"""
 
-    task: str = setting("digits", "a built-in task, FILE.py:Class or package.module:Class", fixed=True)
-    task_fields: dict[str, str] = setting({}, "the task's own settings: --task.NAME VALUE", fixed=True)
+    task: str = setting(
+        "digits", "task to train: a built-in name, FILE.py:Class or package.module:Class", fixed=True
+    )
+    task_fields: dict[str, str] = setting({}, "settings of the task: --task.NAME VALUE", fixed=True)
     run_dir: Place | None = setting(
-        None, "for all that a run writes: a folder or s3://BUCKET/PREFIX; none: runs/TASK-TIME", per_node=True
+        None, "run directory, or s3://BUCKET/PREFIX; none: runs/TASK-TIME", per_node=True
     )
-    run_mode: RunMode = setting(
-        "private", "who may look into a run directory that is made: its owner, the group, all", per_node=True
-    )
-    run_name: RunName | None = setting(None, "the run's name in metrics and reports")
+    run_mode: RunMode = setting("private", "permissions of a new run directory", per_node=True)
+    run_name: RunName | None = setting(None, "name of the run in metrics and reports")
     epochs: Count = setting(4, "passes over the training set")
     steps: Count | None = setting(None, "optimizer steps to train; overrides epochs")
-    seed: Seed = setting(0, "decides initial weights, order, augmentation and dropout", fixed=True)
+    seed: Seed = setting(
+        0, "random seed for initial weights, data order, augmentation and dropout", fixed=True
+    )
 
     @property
     def place(self) -> PurePath:
@@ -72,42 +74,44 @@ class RunConfig:
 class DataConfig:
     """Data and batches"""
 
-    data_dir: Path = setting(Path("data"), "where data sets are looked for and cached", per_node=True)
-    download: bool = setting(False, "let a task download its data set")
+    data_dir: Path = setting(Path("data"), "directory where datasets are found and cached", per_node=True)
+    download: bool = setting(False, "let the task download its dataset")
     batch_size: Count = setting(240, "global batch: samples per optimizer step over all ranks", fixed=True)
-    micro_batch_size: Count | None = setting(None, "samples per rank and pass; none: all at once")
+    micro_batch_size: Count | None = setting(
+        None, "samples per rank and forward pass; none: no gradient accumulation"
+    )
     batch_shares: Auto | SharesText | None = setting(
-        None, "each rank's part of a batch; auto: by the pace of the first steps; none: equal"
+        None, "how to split the batch between ranks; auto: by measured speed; none: equally"
     )
     workers: Auto | Natural = setting(
-        0, "loader processes per rank; auto: one for each of its CPUs but one, up to 8, where they are of use"
+        0, "data loader processes per rank; auto: the rank's CPUs minus one, at most 8, if loading needs them"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimisationConfig:
-    """Optimisation"""
+    """Optimization"""
 
     optimizer: Literal["sgd", "adam", "adamw"] = setting("sgd", "optimizer", fixed=True)
-    lr: NonNegative = setting(0.1, "peak learning rate, before lr_scaling")
-    momentum: BelowOne = setting(0.9, "momentum of sgd")
+    lr: NonNegative = setting(0.1, "peak learning rate, before --lr-scaling")
+    momentum: BelowOne = setting(0.9, "SGD momentum")
     weight_decay: NonNegative = setting(1e-4, "weight decay")
-    schedule: LrSchedule = setting("cosine", "learning rate after the warm-up")
+    schedule: LrSchedule = setting("cosine", "learning rate schedule after the warm-up")
     lr_scaling: LrScaling = setting(
-        "none", "how lr grows with batch_size / lr_base_batch_size; auto: linear for sgd, else sqrt"
+        "none", "scale --lr with --batch-size / --lr-base-batch-size; auto: linear for sgd, sqrt for others"
     )
-    lr_base_batch_size: Count = setting(240, "the global batch that lr was found with")
+    lr_base_batch_size: Count = setting(240, "global batch size that --lr was tuned for")
     warmup: WarmupText = setting("0", "length of the warm-up")
     warmup_mode: WarmupMode = setting(
-        "linear", "warm-up from a first small step, at a constant rate, or from zero"
+        "linear", "shape of the warm-up: linear from one step, constant, or linear from zero"
     )
-    warmup_factor: Share = setting(WARMUP_FACTOR, "share of the peak rate in a constant warm-up")
-    clip_norm: Positive | None = setting(None, "largest gradient norm; none: no clipping")
-    clip_value: Positive | None = setting(
-        None, "clamps every element of the gradients to -value to value; none: leaves them"
+    warmup_factor: Share = setting(
+        WARMUP_FACTOR, "fraction of the peak learning rate during a constant warm-up"
     )
+    clip_norm: Positive | None = setting(None, "clip gradients to this norm; none: no clipping")
+    clip_value: Positive | None = setting(None, "clamp each gradient element to [-X, X]; none: no clamping")
     on_nonfinite: Literal["skip", "stop", "raise"] = setting(
-        "stop", "at a loss or gradients that are not finite"
+        "stop", "what to do when the loss or a gradient is not finite"
     )
 
 
@@ -115,85 +119,96 @@ class OptimisationConfig:
 class ComputeConfig:
     """Devices, precision and distribution"""
 
-    strategy: Literal["single", "dp", "ddp", "fsdp"] = setting("ddp", "how the model is distributed")
-    dp_first_share: Portion = setting(1.0, "dp: what the first GPU computes, beside 1 for each of the others")
-    sync_batchnorm: bool = setting(False, "batch norm over the global batch", fixed=True)
+    strategy: Literal["single", "dp", "ddp", "fsdp"] = setting("ddp", "how to distribute the model")
+    dp_first_share: Portion = setting(
+        1.0, "dp only: share of the first GPU, relative to 1 for each other GPU"
+    )
+    sync_batchnorm: bool = setting(False, "use SyncBatchNorm: statistics over the global batch", fixed=True)
     dist_bn: Literal["broadcast", "reduce"] = setting(
-        "broadcast", "batch norm's statistics in evaluation and saves: rank 0's, or the mean over ranks"
+        "broadcast", "batch norm statistics for evaluation and saves: from rank 0, or averaged over ranks"
     )
     precision: Literal["fp32", "bf16", "fp16", "auto"] = setting(
-        "fp32", "bf16 and fp16 are by autocast; auto: bf16 where all GPUs have it", fixed=True
+        "fp32", "bf16 and fp16 use autocast; auto: bf16 if all GPUs support it", fixed=True
     )
-    tf32: bool = setting(False, "products of fp32 in TF32 on GPUs; convolutions are so anyway")
-    channels_last: bool = setting(False, "pictures and convolutions with the channels last in memory")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
-    devices_per_rank: Count = setting(1, "GPUs of one process, for a model whose parts lie on several")
-    deterministic: bool = setting(
-        False, "only kernels that give the same bits each time; on GPUs exact resumes need it"
+    tf32: bool = setting(False, "use TF32 for fp32 matrix multiplication on GPUs (convolutions already do)")
+    channels_last: bool = setting(False, "store images and convolution weights in channels-last format")
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "device to train on; auto: a GPU if there is one"
     )
+    devices_per_rank: Count = setting(1, "GPUs per process, for a model split over several")
+    deterministic: bool = setting(False, "use deterministic kernels; required for exact resume on GPUs")
     compile: bool = setting(False, "compile the model with torch.compile")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = setting(
-        "default", "how --compile does it; reduce-overhead: CUDA graphs, for steps of many small kernels"
+        "default", "torch.compile mode; reduce-overhead uses CUDA graphs, for many small kernels"
     )
     threads: Auto | Count = setting(
         "auto",
-        "CPU threads per rank; auto: its share of the cores, or of the container's quota",
+        "CPU threads per rank; auto: an equal share of the cores or of the container's quota",
         per_node=True,
     )
     numa_binding: Literal["none", "node"] = setting(
-        "none", "node: a rank runs on the CPUs beside its GPU", per_node=True
+        "none", "node: bind each rank to the CPUs of its GPU's NUMA node", per_node=True
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
-    """The exchange of gradients by ddp"""
+    """Gradient communication (ddp)"""
 
     gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = setting(
-        "none", "what gradients travel as: fewer bytes for a slow network", fixed=True
+        "none", "compress gradients before the all-reduce, for a slow network", fixed=True
     )
-    powersgd_rank: Count = setting(4, "rank of the factors that powersgd sends of a matrix", fixed=True)
-    bucket_mb: Positive | None = setting(None, "MiB of gradients in one all-reduce; none: torch's 25")
-    find_unused: bool = setting(False, "parameters may be without a gradient, others in each step")
-    static_graph: bool = setting(False, "every step uses the same parameters in the same way")
+    powersgd_rank: Count = setting(4, "rank of PowerSGD's low-rank factors", fixed=True)
+    bucket_mb: Positive | None = setting(None, "DDP bucket size in MiB; none: PyTorch's default, 25")
+    find_unused: bool = setting(
+        False, "DDP's find_unused_parameters: some parameters get no gradient in some steps"
+    )
+    static_graph: bool = setting(
+        False, "DDP's static_graph: every step uses the same parameters in the same way"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """Nodes and restarts"""
 
-    nodes: Count | None = setting(None, "number of nodes; none: what the platform says")
-    node_rank: Natural | None = setting(None, "index of this node, by hand", per_node=True)
-    master: Address | None = setting(None, "address of node 0, by hand", per_node=True)
+    nodes: Count | None = setting(None, "number of nodes; none: detected from the platform")
+    node_rank: Natural | None = setting(None, "rank of this node, when starting nodes by hand", per_node=True)
+    master: Address | None = setting(None, "address of node 0, when starting nodes by hand", per_node=True)
     init_method: InitMethod | None = setting(
-        None, "how ranks started by hand meet; none: as env://, by MASTER_ADDR and MASTER_PORT", per_node=True
+        None,
+        "init method for ranks started by hand; none: env://, from MASTER_ADDR and MASTER_PORT",
+        per_node=True,
     )
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
-    elastic_settle: NonNegative = setting(10.0, "seconds that MIN nodes wait for more at the start")
+    elastic_settle: NonNegative = setting(10.0, "seconds to wait for more nodes once MIN have joined")
     master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")
-    shutdown_timeout: Positive = setting(25.0, "seconds ranks get to save and end after a signal")
-    max_restarts: Natural = setting(5, "incidents that are restarted on this node before giving up")
-    max_starts: Count = setting(10, "starts in a row that save nothing new until node 0 gives up")
-    restart_on_error: bool = setting(False, "start a script again after its own errors, too")
+    shutdown_timeout: Positive = setting(25.0, "seconds for ranks to save and exit after a stop signal")
+    max_restarts: Natural = setting(5, "how many failures on this node to recover from before giving up")
+    max_starts: Count = setting(10, "consecutive starts without a new checkpoint before node 0 gives up")
+    restart_on_error: bool = setting(False, "restart a script after its own errors too")
     cold: bool = setting(False, "start each rank of a script as a new interpreter")
     standby_gpu: bool = setting(
-        False, "what stands by for a restart has its GPU open, for some 0.5 GB of it (tasks)", per_node=True
+        False,
+        "keep a CUDA context open in standby workers for faster restarts (about 0.5 GB per GPU; tasks only)",
+        per_node=True,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityConfig:
-    """Hangs, and ranks that differ"""
+    """Hangs and diverging ranks"""
 
     first_step_timeout: Positive = setting(
-        1800.0, "seconds that the start, the first step, an evaluation or a save may take"
+        1800.0, "time limit in seconds for the start, the first step, an evaluation or a save"
     )
     connect_timeout: Positive = setting(
-        300.0, "seconds that NCCL, or gloo, may take to connect all ranks, once they have met"
+        300.0, "seconds for NCCL or gloo to connect all ranks after the rendezvous"
     )
     hang_timeout: Auto | Positive = setting(
-        "auto", "seconds until a step is a hang; auto: five of the longest recent steps, at least 10"
+        "auto",
+        "seconds without progress until a hang; auto: seconds for a stopped rank, minutes for an idle one",
     )
     replica_check_every: CadenceText = setting("1epoch", "how often to compare the ranks' weights")
 
@@ -207,19 +222,28 @@ class ReliabilityConfig:
 class CheckpointConfig:
     """Checkpoints and resuming"""
 
-    checkpoint_every: CadenceText = setting("1epoch", "how often to save; the end is always saved")
-    checkpoint_keep: Count = setting(3, "newest checkpoints to keep")
-    keep_best: BestText | None = setting(None, "keep the best one by this score, too")
-    keep_every: Count | None = setting(None, "keep one for every so many steps, too")
+    checkpoint_every: CadenceText = setting(
+        "1epoch", "how often to save a checkpoint; the last step is always saved"
+    )
+    checkpoint_keep: Count = setting(3, "number of newest checkpoints to keep")
+    keep_best: BestText | None = setting(None, "also keep the best checkpoint by this score")
+    keep_every: Count | None = setting(None, "also keep one checkpoint every N steps")
     snapshot_every: Auto | CadenceText = setting(
-        "auto", "copies in the node's memory; auto: each step on CPUs, every 5s on GPUs"
+        "auto", "how often to snapshot the state in memory; auto: each step on CPUs, every 5s on GPUs"
     )
-    checkpoint_failures_allowed: Natural = setting(3, "failed saves in a row before the run fails")
-    resume: ResumeText = setting("auto", "whether to go on from a checkpoint, and from which", per_node=True)
+    checkpoint_failures_allowed: Natural = setting(
+        3, "consecutive failed saves to tolerate before the run fails"
+    )
+    resume: ResumeText = setting(
+        "auto", "whether to resume from a checkpoint, and from which one", per_node=True
+    )
+    on_data_change: Literal["refuse", "continue"] = setting(
+        "refuse", "when resuming with another training set: stop with exit code 2, or continue with a warning"
+    )
     init_from: Place | None = setting(
-        None, "weights to start from: a file, a run, or torchvision's name; what fits is loaded"
+        None, "initial weights: a file, a run, or a torchvision name; parameters that match are loaded"
     )
-    init_min: Share = setting(0.0, "share of the model's parameters that init_from has to give")
+    init_min: Share = setting(0.0, "minimum fraction of the parameters that --init-from must provide")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +252,7 @@ class EvaluationConfig:
 
     eval_every: CadenceText = setting("1epoch", "how often to evaluate")
     eval_batch_size: Count | None = setting(
-        None, "samples per rank and pass of an evaluation; none: as many as in training"
+        None, "evaluation samples per rank and forward pass; none: as in training"
     )
 
 
@@ -236,18 +260,18 @@ class EvaluationConfig:
 class TelemetryConfig:
     """Logs and displays"""
 
-    log_every: CadenceText = setting("50", "how often to log, and to write a line of metrics.jsonl")
+    log_every: CadenceText = setting("50", "how often to log and to write a line to metrics.jsonl")
     log_format: Literal["auto", "text", "json"] = setting(
-        "auto", "json lines for a collector, or text; auto: text", per_node=True
+        "auto", "json: one object per line, for log collectors; auto: text", per_node=True
     )
     progress: Literal["auto", "on", "off"] = setting(
-        "auto", "progress bar; auto: on a terminal (extra: rich)"
+        "auto", "show a progress bar; auto: on a terminal (extra: rich)"
     )
     tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")
     tracker: Literal["mlflow", "wandb"] | None = setting(
         None, "send settings, metrics and scores to a tracker (extras: mlflow, wandb)", per_node=True
     )
-    profile: StepWindow | None = setting(None, "steps to record with torch.profiler")
+    profile: StepWindow | None = setting(None, "record these steps with torch.profiler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,12 +279,10 @@ class MetricsConfig:
     """The metrics page"""
 
     metrics_host: str = setting("127.0.0.1", "address that /metrics listens on", per_node=True)
-    metrics_port: Port = setting(
-        9469, "port of /metrics; a busy one is replaced by a free one", per_node=True
-    )
-    metrics_cert: Path | None = setting(None, "certificate (PEM) to serve the metrics by TLS", per_node=True)
-    metrics_key: Path | None = setting(None, "its key (PEM), if it is in a file of its own", per_node=True)
+    metrics_port: Port = setting(9469, "port of /metrics; if it is busy, a free port is used", per_node=True)
+    metrics_cert: Path | None = setting(None, "TLS certificate (PEM) for the metrics page", per_node=True)
+    metrics_key: Path | None = setting(None, "private key (PEM), if it is in a separate file", per_node=True)
     metrics_token_file: Path | None = setting(
-        None, "file with a bearer token that readers need", per_node=True
+        None, "file with the bearer token that clients must send", per_node=True
     )
-    metrics_linger: NonNegative = setting(15.0, "seconds to wait for the last scrape, if any")
+    metrics_linger: NonNegative = setting(15.0, "seconds to wait for a last scrape after the end")

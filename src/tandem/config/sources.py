@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.config.fields import plain
-from tandem.config.settings import SEE, SETTINGS, Settings, bad_value, checked, unknown
+from tandem.config.settings import SETTINGS, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
 PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
@@ -24,6 +24,9 @@ OTHER_VARIABLES = [
     for name in "CONFIG STATE_DIR JOB_SECRET JOB_SECRET_FILE REQUIRE TRIALS SCREENSHOTS".split()
     + "COMPOSE_PROJECT COMPOSE_NODES COMPOSE_INDEX COMPOSE_GPUS".split()
 ]
+EXPORTED = {PREFIX + name for name in ("STATE_DIR", "REQUIRE", "TRIALS", "SCREENSHOTS")}
+"""Those that only the environment can say, not .env."""
+DOTENV = Path(".env")
 # A Kubernetes Service called tandem-* puts such variables into every pod of its namespace.
 _SERVICE_LINK = re.compile(
     r"\w+_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)\w*=|PORT=\w+://).*"
@@ -32,8 +35,8 @@ TASK_VALID = SETTINGS["task_fields"].valid
 FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
 PLACES = ("run_dir", "node_rank", "master", "init_method")
 """Settings that say where a run is: another one with its config.json is elsewhere."""
-CONFIG_HELP = "`name = value` lines, `[task_fields]`; of a run's config.json all but places"
-CONFIG_VALID = "a TOML file, or a run's config.json"
+CONFIG_HELP = "file of settings: TOML, or the config.json of a run (its paths and addresses are ignored)"
+CONFIG_VALID = "a TOML file or a run's config.json"
 VARIABLES = {SETTINGS[name].variable: name for name in FIELDS}
 
 
@@ -62,14 +65,15 @@ class Loaded:
         return frozenset(name for name, source in self.sources.items() if source != "default")
 
 
-def resolve(
-    flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path | None = Path(".env")
-) -> Loaded:
+def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path | None = DOTENV) -> Loaded:
     """The settings that flags, environment and files make together.
 
     Raises ConfigError, one line, for an unknown name (with the nearest match), a bad value or a bad file.
     """
-    implied, named = _from_dotenv(dotenv), {**_from_environment(environ), **flags}
+    variables = dotenv_variables(dotenv)
+    file_name = "" if dotenv is None else dotenv.name
+    implied = _from_variables(variables, lambda name: (file_name, f"{name} in {file_name}"))
+    named = {**_from_environment(environ), **flags}
     given = {**implied, **named}
     notes: tuple[str, ...] = ()
     if "config" in given:
@@ -81,6 +85,10 @@ def resolve(
         key.removeprefix("task."): value.text for key, value in given.items() if key.startswith("task.")
     }
     settings = Settings().replace(**values, task_fields=fields)
+    notes += tuple(
+        f"{name} in {file_name} has no effect; export it in the environment instead"
+        for name in sorted(variables.keys() & EXPORTED)
+    )
     sources = dict.fromkeys(FIELDS, "default") | {key: value.source for key, value in given.items()}
     return Loaded(settings, sources, notes)
 
@@ -102,16 +110,18 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     return _from_variables(ours, lambda name: (f"environment {name}", name))
 
 
-def _from_dotenv(path: Path | None) -> dict[str, Given]:
+def dotenv_variables(path: Path | None) -> Mapping[str, str | None]:
+    """What .env says, by name; nothing where it is not there. Raises ConfigError where it cannot be read."""
     try:
         if path is None or not path.is_file():
             return {}
         from dotenv import dotenv_values
 
-        variables = dotenv_values(path, interpolate=False)  # interpolating would read os.environ
+        return dotenv_values(path, interpolate=False)  # interpolating would read os.environ
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; make it readable, or move it") from error
-    return _from_variables(variables, lambda name: (path.name, f"{name} in {path.name}"))
+        raise ConfigError(
+            f"cannot read {path}: {error}; fix its permissions or encoding, or move it away"
+        ) from error
 
 
 def _from_variables(
@@ -137,7 +147,7 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
     table = _table_in(config)
     task_fields = table.pop("task_fields", {})
     if not isinstance(task_fields, dict):
-        raise ConfigError(f"task_fields in {config.text} got {task_fields!r}, valid is a table. {SEE}")
+        bad_value(f"task_fields in {config.text}", task_fields, "a table")
     notes: tuple[str, ...] = ()
     if _is_of_a_run(config):
         table, notes = _of_a_run(table, config.text, beside)
@@ -164,9 +174,11 @@ def _table_in(config: Given) -> dict[str, Any]:
         text = Path(config.text).read_text(encoding="utf-8")
         table = json.loads(text) if _is_of_a_run(config) else tomllib.loads(text)
         if not isinstance(table, dict):
-            raise ValueError(f"it holds {table!r:.40}")
+            raise ValueError(f"the file contains {table!r:.40}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{config.name} got {config.text!r}, valid is {CONFIG_VALID}: {error}") from error
+        raise ConfigError(
+            f"{config.name}: invalid value {config.text!r}; expected {CONFIG_VALID}: {error}"
+        ) from error
     return table
 
 
@@ -188,7 +200,7 @@ def _of_a_run(
     other = sorted(table.keys() - set(FIELDS))
     notes = []
     if places:
-        notes.append(f"{file}: where that run was is left out: {', '.join(places)}")
+        notes.append(f"{file}: ignoring the other run's paths and addresses: {', '.join(places)}")
     if other:
-        notes.append(f"{file}: unknown to this version, and left out: {', '.join(other)}")
+        notes.append(f"{file}: ignoring settings unknown to this version: {', '.join(other)}")
     return kept, tuple(notes)

@@ -8,19 +8,19 @@ from tandem.config.sources import PREFIX
 from tandem.errors import ConfigError
 
 EXIT_CODES = """\
-What a run ends with; what to do about each: docs/troubleshooting.md
+Exit codes of a run; what to do about each one: docs/troubleshooting.md
 
   0     finished
-  1     an error in the task, its numbers or its saves; not started again
-  2     the configuration, or what the task gives; not started again
+  1     an error in the task, a NaN or infinity, or failed saves; not restarted
+  2     invalid configuration, or a mistake in the task; not restarted
   130   a second Ctrl-C
-  134   a GPU failed; started again
-  137   killed, or stopped before a checkpoint could be written; other 128+n likewise; started again
-  143   stopped by a signal, after a checkpoint: the same command goes on
-  200   a peer is lost, a rank hangs, or the restart budget is spent; started again
+  134   a GPU failed; restarted
+  137   killed, or stopped before a checkpoint could be written (also other codes 128+n); restarted
+  143   stopped by a signal after saving a checkpoint; run the same command to resume
+  200   a peer was lost, a rank hung, or the restart budget is used up; restarted
 """
 PRECEDENCE = """\
-Strongest first: a flag (--epochs 3), a variable (TANDEM_EPOCHS=3), a key of a --config file, a line of .env.
+Highest precedence first: a flag (--epochs 3), a variable (TANDEM_EPOCHS=3), a key in a --config file, .env.
 `tandem config --explain` shows every value and where it came from; `tandem launch --help` lists all settings.
 
 Groups, for `tandem help GROUP`: {groups}
@@ -49,7 +49,7 @@ def told(topic: str, verbs: list[str]) -> str:
     near = get_close_matches(topic.removeprefix("--"), known, n=1)
     hint = f"did you mean `tandem help {near[0]}`?" if near else "see `tandem --help`"
     raise ConfigError(
-        f"no help on {topic!r}; valid are a verb, a setting such as epochs, {', '.join(topics())}; {hint}"
+        f"no help on {topic!r}; expected a verb, a setting such as epochs, or {', '.join(topics())}; {hint}"
     )
 
 

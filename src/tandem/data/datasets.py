@@ -19,16 +19,17 @@ from torch.utils.data import Dataset
 
 from tandem.data import idx
 from tandem.data.seeds import derive_seed, derive_seeds
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, text_of
 
 Augment = Callable[[Tensor, Tensor], Tensor]
 """(uint8 pictures [N, H, W, C], int64 keys [N]) -> uint8 pictures of the same shape."""
 
 
 class Datasets(NamedTuple):
-    """What a task trains on and what it is evaluated on: datasets, not loaders.
+    """The training set and the evaluation sets of a task: datasets, not loaders.
 
-    `evaluation`: one, several by name ({"val": a, "test": b}, whose scores are val/accuracy...), or None.
+    `evaluation`: one dataset, several by name ({"val": a, "test": b}, with scores such as val/accuracy), or
+    None.
     """
 
     train: Any
@@ -127,16 +128,28 @@ def find_idx_folder(folders: Sequence[Path]) -> Path | None:
     return next((folder for folder in folders if not idx.missing(folder)), None)
 
 
-def torchvision_for(task: str) -> Any:
-    """torchvision, or a ConfigError: beside a torch of another build its import raises RuntimeError."""
+def torchvision_for(user: str) -> Any:
+    """torchvision for `user`, such as "task mnist". Raises ConfigError where it cannot be imported.
+
+    Next to a torch of another build, its import raises RuntimeError.
+    """
     try:
         import torchvision
     except (ImportError, RuntimeError, OSError) as error:
+        how = install_vision(error) or "install the torchvision of the same build as torch"
         raise ConfigError(
-            f"task {task} needs torchvision, and it cannot be imported here ({one_line(error)}): "
-            "install the torchvision of the same build as torch, or use --task digits"
+            f"{user} needs torchvision, which cannot be imported ({one_line(error)}); {how}"
         ) from error
     return torchvision
+
+
+def install_vision(error: BaseException) -> str:
+    """What to type if an import failed because the extra `vision` is not installed, otherwise nothing."""
+    missing = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in (
+        "PIL",
+        "torchvision",
+    )
+    return "type: pip install 'tandem-train[vision]'" if missing else ""
 
 
 def download(task: str, make: Callable[[], object]) -> None:
@@ -145,11 +158,11 @@ def download(task: str, make: Callable[[], object]) -> None:
         make()
     except (OSError, RuntimeError) as error:  # URLError is an OSError
         raise ConfigError(
-            f"task {task} could not be downloaded ({one_line(error)}): "
+            f"cannot download the data of task {task} ({one_line(error)}); "
             "check the network, or put the files under --data-dir yourself"
         ) from error
 
 
 def one_line(error: BaseException) -> str:
     """Kind and text of a foreign error, without line breaks."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+    return f"{type(error).__name__}: {' '.join(text_of(error).split())}".rstrip(": ")

@@ -1,10 +1,12 @@
-"""The embedded set: pictures of digits drawn once with Pillow's built-in font, kept as IDX files.
+"""The embedded set: pictures of digits drawn once, in lines and arcs, kept as IDX files.
 
-Placement, sampling and noise are integer arithmetic on integers from a seeded generator, so that every node
-draws the same bytes, whatever its processor and number of threads.
+Strokes, placement, sampling and noise are integer arithmetic on integers from a seeded generator, so that
+every node draws the same bytes, whatever its processor and number of threads.
 """
 
 import fcntl
+import functools
+import itertools
 import math
 import os
 import shutil
@@ -24,10 +26,32 @@ TRAIN_SAMPLES, EVALUATION_SAMPLES = 60_000, 10_000
 SIDE = 28
 """Pixels a side."""
 _GLYPH_SIDE = 112  # drawn four times as large, and sampled from there
-_GLYPH_STYLES = ((64, 0), (72, 0), (80, 0), (72, 2), (80, 2), (64, 4))  # font size, extra stroke
+_GLYPH_STYLES = ((46, 5), (52, 6), (58, 6), (52, 10), (58, 11), (46, 13))  # height, width of a stroke
+_FINE = 8  # parts of a glyph's pixel, in which its strokes are placed
 _CHUNK = 5_000
 _ONE = 1 << 12  # 1.0 in fixed point
 _TURN = 20  # degrees, either way
+
+
+def _arc(x: int, y: int, radius_x: int, radius_y: int, start: int, stop: int) -> list[tuple[float, float]]:
+    """Corners of an arc around (x, y), in degrees clockwise from the right."""
+    turns = [math.radians(degrees) for degrees in range(start, stop + 1, 10)]
+    return [(x + radius_x * math.cos(turn), y + radius_y * math.sin(turn)) for turn in turns]
+
+
+# The strokes of each digit, each as its corners, in hundredths of the digit's height from its center.
+_STROKES: tuple[list[list[tuple[float, float]]], ...] = (
+    [_arc(0, 0, 30, 50, 0, 360)],
+    [[(-20, -32), (3, -50), (3, 50)]],
+    [[*_arc(0, -23, 28, 27, 190, 400), (-29, 50), (29, 50)]],
+    [_arc(0, -26, 25, 24, 200, 450), _arc(0, 24, 29, 26, 270, 520)],
+    [[(14, 50), (14, -50), (-29, 24), (31, 24)]],
+    [[(24, -50), (-20, -50), (-24, 0), *_arc(0, 18, 29, 32, 220, 520)]],
+    [_arc(0, 20, 28, 30, 0, 360), _arc(22, 20, 50, 70, 180, 270)],
+    [[(-28, -50), (28, -50), (-9, 50)]],
+    [_arc(0, -26, 24, 24, 0, 360), _arc(0, 24, 29, 26, 0, 360)],
+    [_arc(0, -20, 28, 30, 0, 360), _arc(-22, -20, 50, 70, 0, 90)],
+)
 
 
 def prepare_digits(folder: Path) -> None:
@@ -41,7 +65,7 @@ def prepare_digits(folder: Path) -> None:
                 _draw_into(folder)
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"{folder} cannot be written ({reason}): give another --data-dir") from error
+        raise ConfigError(f"cannot write {folder} ({reason}); use another --data-dir") from error
 
 
 def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -87,27 +111,36 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
+@functools.cache
 def _glyphs() -> Tensor:
-    """Each digit in each style, centred: uint8 [10 * styles, 112, 112]."""
-    from PIL import Image, ImageDraw, ImageFont
+    """Each digit in each style, centered: uint8 [10 * styles, 112, 112]."""
+    glyphs = torch.zeros(len(_STROKES) * len(_GLYPH_STYLES), _GLYPH_SIDE, _GLYPH_SIDE, dtype=torch.uint8)
+    for i, (strokes, (height, width)) in enumerate(itertools.product(_STROKES, _GLYPH_STYLES)):
+        for stroke in strokes:
+            corners = [(round(x * height * _FINE / 100), round(y * height * _FINE / 100)) for x, y in stroke]
+            for start, stop in itertools.pairwise(corners):
+                _draw_line(glyphs[i], start, stop, width * _FINE // 2)
+    return _blurred(glyphs)
 
-    drawn = []
-    for digit in "0123456789":
-        for size, stroke in _GLYPH_STYLES:
-            picture = Image.new("L", (_GLYPH_SIDE, _GLYPH_SIDE))
-            ImageDraw.Draw(picture).text(
-                (_GLYPH_SIDE // 2, _GLYPH_SIDE // 2),
-                digit,
-                fill=255,
-                font=ImageFont.load_default(size),
-                anchor="mm",
-                stroke_width=stroke,
-            )
-            drawn.append(torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8))
-    stacked = torch.stack(drawn).view(-1, _GLYPH_SIDE, _GLYPH_SIDE)
-    stacked[:, [0, -1]] = 0  # places outside a glyph are sampled from its border
-    stacked[:, :, [0, -1]] = 0
-    return _blurred(stacked)
+
+def _draw_line(glyph: Tensor, start: tuple[int, int], stop: tuple[int, int], radius: int) -> None:
+    """Ink the pixels whose center is within `radius` of a line; all in 1/_FINE pixel from the middle."""
+    columns, rows = (_pixels(*ends, radius) for ends in zip(start, stop, strict=True))
+    center = (torch.arange(_GLYPH_SIDE) * 2 - (_GLYPH_SIDE - 1)) * (_FINE // 2)
+    x, y = center[columns].view(1, -1) - start[0], center[rows].view(-1, 1) - start[1]
+    along_x, along_y = stop[0] - start[0], stop[1] - start[1]
+    length = along_x**2 + along_y**2  # squared, as are the distances below, times its square
+    nearest = (x * along_x + y * along_y).clamp_(0, length)
+    away = (x * length - nearest * along_x) ** 2 + (y * length - nearest * along_y) ** 2
+    glyph[rows, columns].masked_fill_(away <= radius**2 * length**2, 255)
+
+
+def _pixels(start: int, stop: int, radius: int) -> slice:
+    """The rows, or columns, that come within `radius` of what lies between two places."""
+    first, last = (
+        (end // _FINE + _GLYPH_SIDE // 2) for end in (min(start, stop) - radius, max(start, stop) + radius)
+    )
+    return slice(first, last + 1)
 
 
 def _blurred(glyphs: Tensor) -> Tensor:

@@ -5,16 +5,26 @@ seeded for (seed, epoch, index), so it is the same in every batch that it may be
 batch (a collate function, a batch-wise `__getitems__`) is seeded by the batch's first sample.
 """
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from tandem.data.asked import Asking
 from tandem.data.sampler import BatchKey
 from tandem.data.seeds import NUMPY, PYTHON, TORCH, derive_seed, kept_generators, seed_host_generators
+from tandem.errors import text_of
 
 Batch = Any
 """What a dataset or a collate function makes: tensors in tuples, lists, dicts, mappings and dataclasses."""
@@ -81,6 +91,14 @@ class Samples(Dataset[Batch]):
         self._seeded = set() if hasattr(dataset, "__getitems__") else {TORCH}
 
     def __getitem__(self, key: BatchKey) -> Batch:
+        try:
+            return self._batch(key)
+        except Exception as error:
+            if get_worker_info() is None or _can_be_sent(type(error)):
+                raise
+            raise RuntimeError(f"{type(error).__name__}: {text_of(error)}") from error
+
+    def _batch(self, key: BatchKey) -> Batch:
         epoch, indices, step = key
         of_epoch = derive_seed(self.seed, epoch)
         of_batch = derive_seed(indices[0], BATCH, start=of_epoch)
@@ -110,6 +128,15 @@ class Samples(Dataset[Batch]):
             return samples
         self._seeded |= {TORCH, *drawn}
         return None
+
+
+def _can_be_sent(kind: type[Exception]) -> bool:
+    """Whether a loader process can send such an error; where it cannot, its rank would wait without end."""
+    try:
+        pickle.dumps(kind)
+    except Exception:
+        return False
+    return True
 
 
 def collated(collate: Collate | None, samples: list[Any], step: int | None, epoch: int) -> Batch:

@@ -96,10 +96,10 @@ def _content(path: Path) -> bytearray | mmap.mmap:
             size = os.fstat(file.fileno()).st_size
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else bytearray()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise _broken(path, "a whole gzip file", str(error)) from error
+        raise _broken(path, "a complete gzip file", str(error)) from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _broken(path: Path, expected: str, got: str) -> ConfigError:
-    return ConfigError(f"{path} is not as it should be: expected {expected}, got {got}; fetch it again")
+    return ConfigError(f"{path} is damaged: expected {expected}, got {got}; download it again")

@@ -33,7 +33,7 @@ def training_data(
     elif planned is not None:
         n = planned * batch_size
     else:
-        raise ConfigError("the training set is a stream without a __len__: give --steps")
+        raise ConfigError("the training set is a stream without __len__; set --steps")
     if stream:
         return StreamedData(dataset, reader, GlobalOrder(n, batch_size, reader.seed))
     return MappedData(dataset, reader, order_of(n, batch_size, reader.seed))

@@ -5,11 +5,14 @@ torch's DataLoader and its workers. No state of a loader is ever saved: it start
 """
 
 import gc
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +23,9 @@ from tandem.data.fetch import Batch, Collate, Fetch, Samples, whole_fetch
 from tandem.data.resident import picked, resident
 from tandem.data.sampler import BatchKey, TrainBatches
 from tandem.errors import ConfigError
+from tandem.process import close_device_files, end_with_parent
 from tandem.signals import ignore_stop_signals
+from tandem.torch_private import end_loader_processes
 
 MOST_WORKERS = 8
 """Of `--workers auto`: each is a process with batches of its own in /dev/shm."""
@@ -58,6 +63,42 @@ def share_batches(
     """As `kinds.evaluation_batches`, of a map-style dataset."""
     share = range(rank, len(dataset), world_size)
     batches = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+    yield from _made(dataset, batches, seed, workers, collate, device)
+
+
+def joint_batches(
+    dataset: Any,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    workers: int = 0,
+    collate: Collate | None = None,
+    device: torch.device,
+) -> Iterator[tuple[Batch, range | None]]:
+    """As `share_batches`, for passes that all ranks make together with as many samples each.
+
+    Beside a batch: None where its samples are this rank's alone, else the indices of its samples: what does
+    not divide over the ranks comes last, the same samples on all of them.
+    """
+    even = len(dataset) // world_size * world_size
+    share, rest = range(rank, even, world_size), range(even, len(dataset))
+    alone = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+    shared = [rest[start : start + batch_size] for start in range(0, len(rest), batch_size)]
+    made = _made(dataset, [*alone, *shared], seed, workers, collate, device)
+    yield from zip(made, [*(None for _ in alone), *shared], strict=True)
+
+
+def _made(
+    dataset: Any,
+    batches: list[range],
+    seed: int,
+    workers: int,
+    collate: Collate | None,
+    device: torch.device,
+) -> Iterator[Batch]:
+    """The batches of these indices."""
     fetch = _fetch_there(dataset, collate, device) or whole_fetch(dataset, collate)
     if fetch is None:
         keys = [(0, list(indices), None) for indices in batches]
@@ -141,15 +182,34 @@ def _loaded(
         num_workers=workers,
         collate_fn=_as_it_is,
         pin_memory=device.type == "cuda" and workers > 0,  # in a thread beside them; else `moved` does it
-        worker_init_fn=_start_worker if workers else None,
+        worker_init_fn=partial(_start_worker, os.getpid(), _is_of_main_thread()) if workers else None,
         # A rank comes from a fork server, and would start workers by it: they could not import a task's file.
         multiprocessing_context="fork" if workers else None,
         generator=torch.Generator().manual_seed(samples.seed),  # else the loader draws from the global one
     )
     with _kept_from_forks() if workers else nullcontext():
         batches = iter(loader)  # starts the workers
-    for batch in batches:
-        yield moved(batch, device)
+    _read.append(batches)
+    try:
+        for batch in batches:
+            yield moved(batch, device)
+    finally:
+        _read.remove(batches)
+
+
+_read: list[Any] = []
+"""Iterators of DataLoaders that are not at their end."""
+
+
+def end_loaders() -> None:
+    """Kill all loader processes: the rank ends. They are deaf to what would end them with it."""
+    for batches in _read:
+        end_loader_processes(batches)
+
+
+def _is_of_main_thread() -> bool:
+    """To the kernel the parent of a process is a thread, which may end before the process that it is of."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
@@ -172,9 +232,17 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-def _start_worker(_worker: int) -> None:
-    """A stop signal reaches the whole process tree, and the rank needs batches until all ranks agree."""
+def _start_worker(rank: int, ends_with_parent: bool, _worker: int) -> None:
+    """A stop signal reaches the whole process tree, and the rank needs batches until all ranks agree.
+
+    The end of the `rank`, this process's parent, is its own at once; torch looks every five seconds.
+    """
     ignore_stop_signals()
+    if ends_with_parent:
+        end_with_parent(signal.SIGKILL)
+        if os.getppid() != rank:  # it has just ended
+            os.kill(os.getpid(), signal.SIGKILL)
+    close_device_files()
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:

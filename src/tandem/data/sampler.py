@@ -28,11 +28,11 @@ class GlobalOrder:
 
     def __init__(self, n: int, batch_size: int, seed: int) -> None:
         if batch_size < 1:
-            raise ConfigError(f"--batch-size is {batch_size}: give 1 or more")
+            raise ConfigError(f"--batch-size: invalid value {batch_size}; expected an integer >= 1")
         if n < batch_size:
             raise ConfigError(
                 f"the training set has {n} samples, less than one global batch of {batch_size}: "
-                f"give --batch-size {max(n, 1)} or less"
+                f"use --batch-size {max(n, 1)} or less"
             )
         self.n = n
         self.batch_size = batch_size
@@ -89,7 +89,9 @@ class TrainBatches:
     ) -> None:
         sizes = sizes or equal_shares(order.batch_size, world_size)
         if micro_batch_size is not None and micro_batch_size < 1:
-            raise ConfigError(f"--micro-batch-size is {micro_batch_size}: give 1 or more")
+            raise ConfigError(
+                f"--micro-batch-size: invalid value {micro_batch_size}; expected an integer >= 1"
+            )
         self.order = order
         self.start_step = start_step
         self.stop_step = stop_step

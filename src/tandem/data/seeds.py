@@ -48,12 +48,15 @@ def derive_seeds(base: int, parts: Tensor) -> Tensor:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of torch (CPU, and the GPU in use), `random` and NumPy.
+    """Seed the global generators of torch (CPU, and the GPUs), `random` and NumPy.
 
     Not torch.manual_seed: without a GPU in use it spends 0.1 ms on a note for CUDA's start, every time.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
+        for index, generator in enumerate(torch.cuda.default_generators):  # a model's parts on other GPUs
+            if index != torch.cuda.current_device():
+                generator.manual_seed(seed + index + 1)
     seed_host_generators(seed)
 
 

@@ -23,9 +23,9 @@ class ShardedOrder(GlobalOrder):
     def __init__(self, sizes: Sequence[int], batch_size: int, seed: int) -> None:
         super().__init__(max(sum(sizes), batch_size), batch_size, seed)
         if not any(sizes):
-            raise ConfigError("of_rank() of the training set gives no sample to any rank")
+            raise ConfigError("of_rank() of the training set returns no samples for any rank")
         if batch_size % len(sizes):
-            raise ConfigError(f"--batch-size {batch_size} does not divide over {len(sizes)} ranks")
+            raise ConfigError(f"--batch-size {batch_size} does not divide evenly over {len(sizes)} ranks")
         self.n, self.sizes, self.share = sum(sizes), list(sizes), batch_size // len(sizes)
         self.steps_per_epoch = max(-(-size // self.share) for size in sizes)
 
@@ -48,13 +48,18 @@ class ShardedData:
     def __init__(self, dataset: Any, reader: Reader) -> None:
         """Raises ConfigError; all ranks call this."""
         if reader.gather is None:
-            raise ConfigError("a dataset with of_rank() is for tasks; in a loop of one's own leave it out")
+            raise ConfigError(
+                "a dataset with of_rank() works only in tasks; in a custom loop remove of_rank()"
+            )
         if reader.config.workers not in (0, "auto"):
             raise ConfigError(
-                f"--workers is {reader.config.workers}: ranks read of_rank() themselves, give 0"
+                f"--workers: invalid value {reader.config.workers}; expected 0, because "
+                "ranks read of_rank() themselves"
             )
         if reader.config.batch_shares is not None:
-            raise ConfigError("--batch-shares cannot be where a dataset has of_rank(): the parts are its own")
+            raise ConfigError(
+                "--batch-shares does not work with a dataset that has of_rank(), which decides the parts"
+            )
         self._dataset, self._reader = dataset, reader
         mine = self._part()
         size = len(mine) if hasattr(mine, "__len__") else sum(1 for _ in mine)
@@ -84,8 +89,8 @@ class ShardedData:
         before, now = state.get("sizes"), self.sharded.sizes
         if before is not None and before != now:
             raise ConfigError(
-                f"cannot resume: of_rank() gave the ranks {_listed(before)} samples and gives {_listed(now)} "
-                "now; use as many ranks and the same data, another --run-dir, or --resume never"
+                f"cannot resume: of_rank() returned {_listed(before)} samples for the ranks and now returns "
+                f"{_listed(now)}; use as many ranks and the same data, another --run-dir, or --resume never"
             )
 
     def _part(self) -> Any:
@@ -107,7 +112,7 @@ class ShardedData:
         seed_host_generators(derive_seed(reader.seed, epoch, position, part, reader.rank, BATCH))
         samples = list(islice(self._samples, size))
         if len(samples) < size:
-            raise EOFError(f"of_rank({reader.rank}, {reader.world_size}) ended before its own length")
+            raise EOFError(f"of_rank({reader.rank}, {reader.world_size}) ended before its reported length")
         return collated(reader.collate, samples, step, epoch)
 
 

@@ -36,8 +36,8 @@ def equal_shares(batch_size: int, ranks: int) -> tuple[int, ...]:
     """Shares that differ by at most one. Raises ConfigError if there are more ranks than samples."""
     if batch_size < ranks:
         raise ConfigError(
-            f"a global batch of {batch_size} leaves some of {ranks} ranks without a sample: "
-            f"give --batch-size {ranks} or more"
+            f"a global batch of {batch_size} leaves some of the {ranks} ranks without a sample; "
+            f"use --batch-size {ranks} or more"
         )
     return apportion(batch_size, [1] * ranks)
 
@@ -47,7 +47,7 @@ def check_even(batch_size: int, ranks: int) -> None:
     if batch_size % ranks:
         below = batch_size - batch_size % ranks
         use = f"{below} or {below + ranks}" if below else ranks
-        raise ConfigError(f"--batch-size {batch_size} does not divide over {ranks} ranks; use {use}")
+        raise ConfigError(f"--batch-size {batch_size} does not divide evenly over {ranks} ranks; use {use}")
 
 
 def fits(sizes: Sequence[int], micro_batch_size: int | None) -> bool:
@@ -62,16 +62,16 @@ def given_shares(
     weights = [float(part) for part in text.split(":")]
     if len(weights) != ranks:
         raise ConfigError(
-            f"--batch-shares {text} is for {len(weights)} ranks, and there are {ranks}; "
-            "give one number for each rank, or auto"
+            f"--batch-shares {text} is for {len(weights)} ranks, but there are {ranks}; "
+            "give one number per rank, or auto"
         )
     equal_shares(batch_size, ranks)
     sizes = apportion(batch_size, weights)
     if not fits(sizes, micro_batch_size):
         raise ConfigError(
-            f"--batch-shares {text} leaves a rank {min(sizes)} of {batch_size} samples, too few to be cut "
-            f"into the {-(-max(sizes) // (micro_batch_size or 1))} micro-batches that another rank makes of "
-            f"its {max(sizes)}; give a larger --micro-batch-size or --batch-size"
+            f"--batch-shares {text} leaves a rank {min(sizes)} of {batch_size} samples, too few for the "
+            f"{-(-max(sizes) // (micro_batch_size or 1))} micro-batches that another rank makes of "
+            f"its {max(sizes)}; use a larger --micro-batch-size or --batch-size"
         )
     return sizes
 

@@ -26,7 +26,10 @@ class StreamedData:
 
     def __init__(self, dataset: Any, reader: Reader, order: GlobalOrder) -> None:
         if reader.config.workers not in (0, "auto"):
-            raise ConfigError(f"--workers is {reader.config.workers}: ranks read a stream themselves, give 0")
+            raise ConfigError(
+                f"--workers: invalid value {reader.config.workers}; expected 0, because "
+                "ranks read a stream themselves"
+            )
         self._dataset, self._reader, self.order = dataset, reader, order
         self._iterator: Any = iter(())
         self._saved: Mapping[str, Any] = {}

@@ -71,7 +71,9 @@ def synchronised(model: nn.Module) -> nn.Module:
             continue
         layer.__class__ = SynchronisedBatchNorm
     if left:
-        log.warning("--sync-batchnorm leaves %s alone: a forward of its own", ", ".join(sorted(left)))
+        log.warning(
+            "--sync-batchnorm does not convert %s, because it has its own forward()", ", ".join(sorted(left))
+        )
     return model
 
 

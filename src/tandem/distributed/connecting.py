@@ -80,12 +80,12 @@ def complaint(position: Position, kind: str, seconds: float, others: list[tuple[
             more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
             here += f"; {state}: {', '.join(names[:MOST_NAMES])}{more}"
     if any(state == COMES for _, state in others):
-        remedy = "see the log of that rank, or give more --connect-timeout"
+        remedy = "see the log of that rank, or raise --connect-timeout"
     else:
         is_set = f"is {interface}" if interface else "is not set"
-        remedy = f"{variable} {is_set}: it names the interface that reaches the other nodes"
+        remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"
         if kind == "cuda":
-            remedy += "; NCCL_DEBUG=INFO shows what NCCL tries"
+            remedy += "; set NCCL_DEBUG=INFO to see what NCCL tries"
     return f"{said}: {here}; {remedy}"
 
 

@@ -1,4 +1,4 @@
-"""Has a GPU failed in a way that a new process may mend? Read from CUDA's error codes, else from its words.
+"""Has a GPU failed in a way that a new process may fix? Read from CUDA's error codes, else from its words.
 
 After any of them the process cannot use its GPU again: its context is lost. A device assert is an index or a
 label out of range, and comes back; so does memory that is too small for the batch. Those are the task's.
@@ -7,6 +7,8 @@ label out of range, and comes back; so does memory that is too small for the bat
 import re
 
 import torch
+
+from tandem.errors import text_of
 
 CODES = {
     46: "devices unavailable",
@@ -25,13 +27,26 @@ CODES = {
 }
 """cudaError_t of CUDA 12 and 13 (driver_types.h)."""
 WORDS = re.compile(
-    r"(CUDA error: |CUDA driver error: |Cuda failure (\d+ )?')"
+    r"(CUDA error: |CUDA driver error: |Cuda failure (\d+ )?'|from cudaGetDeviceCount\(\)\. .*Error \d+: )"
     r"(CUDA-capable device\(s\) is/are busy or unavailable|uncorrectable |an illegal memory access"
     r"|the launch timed out|hardware stack error|an illegal instruction|misaligned address"
     r"|invalid program counter|unspecified launch failure|system not yet initialized|unknown error"
     r"|invalid/unsupported operation due to|contained error)"
 )
-"""As torch says them, and as NCCL hands them on: "Cuda failure 719 'unspecified launch failure'"."""
+"""As torch says them, also at its start, and as NCCL hands them on: "Cuda failure 719 'unspecified launch
+failure'"."""
+REFUSES = re.compile(
+    r"CUDA error: |CUDA driver error: |CUDA out of memory|The NVIDIA driver |Unexpected error from cuda"
+)
+"""How CUDA's own errors begin, as torch says them."""
+
+
+def is_of_cuda(error: BaseException) -> bool:
+    """Whether CUDA itself says `error`, be it of this GPU or of what is asked of it."""
+    kinds = getattr(torch, "AcceleratorError", torch.OutOfMemoryError), torch.OutOfMemoryError
+    return isinstance(error, kinds) or (
+        isinstance(error, RuntimeError) and bool(REFUSES.match(text_of(error)))
+    )
 
 
 def is_gpu_failure(error: BaseException) -> bool:
@@ -39,4 +54,4 @@ def is_gpu_failure(error: BaseException) -> bool:
     code = getattr(error, "error_code", None)
     if isinstance(code, int) and isinstance(error, getattr(torch, "AcceleratorError", RuntimeError)):
         return code in CODES
-    return isinstance(error, RuntimeError) and WORDS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and WORDS.search(text_of(error)) is not None

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 
 from tandem.distributed.batchnorm import synchronised
 from tandem.distributed.connecting import announce, limited
-from tandem.distributed.gpu_failures import is_gpu_failure
+from tandem.distributed.gpu_failures import is_gpu_failure, is_of_cuda
 from tandem.distributed.meeting import check_same_kind, forget_dump_signal, open_store
 from tandem.distributed.position import Position as Position
-from tandem.errors import ConfigError, PeerLostError
+from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError, text_of
 from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 MOST_CHARACTERS = 2000
-SAME_GPU = re.compile("Duplicate GPU detected")
+SAME_GPU = re.compile("Duplicate GPU detected|Multiple Ranks are using the same GPU")
+"""NCCL until 2.29, and from 2.30 on."""
 
 
 _kept: list[Any] = []
@@ -94,20 +95,7 @@ class ProcessGroup:
         except (RuntimeError, ValueError, OSError) as error:
             if is_gpu_failure(error):
                 raise
-            if TAKEN.search(str(error)):
-                port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
-                raise ConfigError(
-                    f"port {port}, where the ranks are to meet, is taken on this host by another program, "
-                    "perhaps by a run that still lives: end it, or give all ranks another MASTER_PORT"
-                ) from error
-            if SAME_GPU.search(str(error)):
-                raise ConfigError(
-                    f"{position} was given a GPU that another rank has, and NCCL wants one for each; "
-                    "use --nproc with the number of GPUs, or --device cpu"
-                ) from error
-            raise PeerLostError(
-                f"cannot join the process group as {position}: {in_one_line(error)}"
-            ) from error
+            raise _why_not_open(error, position) from error
         return cls(position, device, devices)
 
     @property
@@ -211,8 +199,18 @@ class ProcessGroup:
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_first else None))
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Give every rank rank 0's buffers (running statistics), coalesced where types agree."""
-        for buffer in model.buffers():
+        """Give every rank rank 0's buffers (running statistics), also those that a forward pass has made."""
+        mine = dict(model.named_buffers())
+        if has_buffers_beside_batchnorm(model):
+            forms = {n: [str(b.dtype).removeprefix("torch."), [*b.shape]] for n, b in mine.items()}
+            for name, (dtype, shape) in self.broadcast_json(forms).items():
+                if forms.get(name) != [dtype, shape]:
+                    owner, _, last = name.rpartition(".")
+                    buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                    model.get_submodule(owner)._buffers[last] = mine[name] = buffer
+                dist.broadcast(mine[name], src=0)
+            return
+        for buffer in mine.values():
             dist.broadcast(buffer, src=0)
 
     def check_same_settings(self, settings: Mapping[str, object]) -> None:
@@ -226,9 +224,10 @@ class ProcessGroup:
             key = different[0]
             raise ConfigError(
                 f"node {self.position.node_rank} and node 0 were started with different settings: "
-                f"{key} is {mine.get(key)!r} here and {reference.get(key)!r} there; use the same on all nodes"
+                f"{key} is {mine.get(key)!r} here and {reference.get(key)!r} there; "
+                "use the same value on all nodes"
             )
-        raise PeerLostError("another node was started with different settings; its message names the key")
+        raise PeerLostError("another node was started with different settings; see its log")
 
     def once_per_node(self, action: Callable[[], None]) -> None:
         """Run `action` on local rank 0 of every node while the others wait; all fail if one does."""
@@ -242,37 +241,56 @@ class ProcessGroup:
         if error is not None:
             raise error
         if failed:
-            raise PeerLostError("preparing the data failed on another node; its log says why")
+            raise PeerLostError("preparing the data failed on another node; see its log")
+
+
+def _why_not_open(error: Exception, position: Position) -> TandemError:
+    """What `error`, raised while the group opened, means for this rank."""
+    if TAKEN.search(str(error)):
+        port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
+        return ConfigError(
+            f"port {port}, the rendezvous port of the ranks, is in use by another program on this host, "
+            "maybe by an earlier run; stop it, or give all ranks another MASTER_PORT"
+        )
+    if SAME_GPU.search(str(error)):
+        return ConfigError(
+            f"{position} got the same GPU as another rank, but NCCL needs one GPU per rank; "
+            "set --nproc to the number of GPUs, or use --device cpu"
+        )
+    if is_of_cuda(error):
+        kind = GpuLostError if position.had_gpu else ConfigError
+        full = (
+            "; another process may hold its memory, see nvidia-smi" if "out of memory" in str(error) else ""
+        )
+        return kind(f"{position} cannot use its GPU: {first_line(error)}{full}; or use --device cpu")
+    return PeerLostError(f"cannot join the process group as {position}: {in_one_line(error)}")
 
 
 def _bind(device: torch.device, devices: Sequence[torch.device]) -> dict[str, Any]:
     """Make the device this process's own; what `init_process_group` is told of it.
 
     A rank with one GPU binds its group to it: left to guess, torch 2.15 takes the global rank's. A model over
-    several GPUs has gradients on each, and only NCCL's older group goes with more than one.
+    several GPUs has gradients on each, and only NCCL's older group goes with more than one; nor does DDP's
+    backward overlap with its exchange in the newer one (see launch/variables.py).
     """
     if device.type != "cuda":
         return {"backend": "gloo"}
     torch.cuda.set_device(device)
-    if len(devices) > 1:
-        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # read when the first group opens
-        return {"backend": "nccl"}
-    return {"backend": "nccl", "device_id": device}
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # read when the first group opens
+    return {"backend": "nccl"} if len(devices) > 1 else {"backend": "nccl", "device_id": device}
 
 
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
-    """Whether any buffer belongs to something else than a BatchNorm layer."""
-    return any(
-        True for child in module.modules() if not is_batchnorm(child) for _ in child.buffers(recurse=False)
-    )
+    """Whether any buffer belongs to something else than a BatchNorm layer, be it one that is still None."""
+    return any(child._buffers for child in module.modules() if not is_batchnorm(child))
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for a one-line message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (text_of(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def in_one_line(error: BaseException) -> str:
     """All of an error's text: what has happened to NCCL is in its last lines, behind c10d's own words."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     return "; ".join(lines)[:MOST_CHARACTERS] or type(error).__name__

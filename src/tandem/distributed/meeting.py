@@ -7,9 +7,12 @@ that opens NCCL and one that opens gloo wait for each other until a time limit e
 import contextlib
 import logging
 import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -23,7 +26,7 @@ from tandem.timeouts import (
     RENDEZVOUS_POLL_SECONDS,
     WAITING_WORD_SECONDS,
 )
-from tandem.torch_private import listening_at
+from tandem.torch_private import listening_at, without_prefixes
 
 log = logging.getLogger("tandem")
 
@@ -50,6 +53,50 @@ def listen(host: str, port: int) -> tuple[int, int]:
     return listener.detach(), port
 
 
+def connect_store(
+    host: str,
+    port: int,
+    timeout: timedelta,
+    patience: float,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TCPStore:
+    """A connection to the store of another process; `timeout` is that of the store's calls.
+
+    torch's constructor waits without a limit where another program has the port, accepts connections and says
+    nothing. So it runs in a thread, which is left behind then. Raises PeerLostError after `patience` seconds
+    or when `should_stop()` says so, and what the constructor raises.
+    """
+    made: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            made.put(TCPStore(host, port, is_master=False, timeout=timeout))
+        except BaseException as error:
+            made.put(error)
+
+    threading.Thread(target=connect, name="tandem-store", daemon=True).start()
+    began = time.monotonic()
+    speaks_at = began + WAITING_WORD_SECONDS
+    while True:
+        with contextlib.suppress(Empty):
+            store = made.get(timeout=RENDEZVOUS_POLL_SECONDS)
+            if isinstance(store, BaseException):
+                raise store
+            return store
+        now = time.monotonic()
+        if now - began >= patience or should_stop():
+            raise PeerLostError(
+                f"{host}:{port} accepts connections, but did not answer as node 0 of this job within "
+                f"{now - began:.0f} s; if another program uses this port, choose another: --master HOST:PORT"
+            )
+        if now >= speaks_at:
+            log.info(
+                "waiting: %s:%d accepts connections but does not answer as node 0; does another program "
+                "use this port? (%.0f of %.0f s)", host, port, now - began, patience,
+            )  # fmt: skip
+            speaks_at += WAITING_WORD_SECONDS
+
+
 def open_store(position: Position, timeout: timedelta) -> Any:
     """The store through which ranks find each other; `timeout` bounds what waits for another rank there."""
     if position.store is not None:
@@ -70,9 +117,13 @@ def open_store(position: Position, timeout: timedelta) -> Any:
     is_first = position.rank == 0
     here = listen(host, port)[0] if is_first and position.nodes == 1 else None
     patience = timedelta(seconds=position.patience)
-    own: Any = TCPStore(
-        host, port, is_master=is_first, timeout=patience, wait_for_workers=False, **listening_at(here)
-    )
+    own: Any
+    if is_first:
+        own = TCPStore(
+            host, port, is_master=True, timeout=patience, wait_for_workers=False, **listening_at(here)
+        )
+    else:
+        own = connect_store(host, port, patience, position.patience)
     store = PrefixStore(position.job, own) if position.job else own
     wait_for_all(store, position)
     own.set_timeout(timeout)
@@ -98,11 +149,11 @@ def wait_for_all(store: Any, position: Position) -> None:
         who = f"rank {', '.join(missing[:SHOWN])}{more}"
         if now >= began + position.patience:
             raise PeerLostError(
-                f"not all of {size} ranks came within {position.patience:.0f} s, not {who}; start the "
-                "others, or raise --master-timeout"
+                f"not all of the {size} ranks joined within {position.patience:.0f} s, missing {who}; start "
+                "the others, or raise --master-timeout"
             )
         log.info(
-            "waiting: %d of %d ranks are here, not %s (%.0f of %.0f s)",
+            "waiting: %d of %d ranks have joined, missing %s (%.0f of %.0f s)",
             count, size, who, now - began, position.patience,
         )  # fmt: skip
         speaks_at = now + WAITING_WORD_SECONDS
@@ -114,8 +165,8 @@ def check_fresh(path: Path, now: float) -> None:
         age = now - path.stat().st_mtime
         if age > MEETING_FILE_SECONDS and path.stat().st_size:
             raise ConfigError(
-                f"--init-method file://{path}: the file is of an earlier run, {age:.0f} s old; remove it, or "
-                "name a new one for each start"
+                f"--init-method file://{path}: the file is from an earlier run, {age:.0f} s old; remove it, "
+                "or use a new file for each start"
             )
 
 
@@ -125,8 +176,7 @@ def forget_dump_signal(store: Any) -> None:
     NCCL's watchdogs look for it in all that comes later: each would write its record and abort its rank. To
     be called by rank 0 before the others can open their group: the ranks of earlier generations are dead.
     """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = without_prefixes(store)
     if isinstance(store, TCPStore):
         store.delete_key(DUMP_SIGNAL)
 
@@ -146,6 +196,6 @@ def check_same_kind(store: Any, position: Position, kind: str) -> None:
             with contextlib.suppress(RuntimeError):
                 store.wait(["kind/all told"], timedelta(seconds=LEAVE_SECONDS))
         raise ConfigError(
-            f"{said}: all ranks train on the same kind of device; give --device cpu, or leave out the nodes "
+            f"{said}, but all ranks need the same kind of device; use --device cpu, or leave out the nodes "
             "without a GPU"
         )

@@ -21,7 +21,9 @@ def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> Non
     beside = [_beside(device, root) for device in devices if device.type == "cuda"]
     there = before & set().union(*(cpus for cpus in beside if cpus is not None))
     if not beside or None in beside or not there:
-        why = "there is no GPU" if not beside else "the kernel does not tell which CPUs are beside the GPU"
+        why = (
+            "there is no GPU" if not beside else "the kernel does not report which CPUs are close to the GPU"
+        )
         log.warning("--numa-binding node has no effect: %s", why)
         return
     os.sched_setaffinity(0, there)
@@ -29,7 +31,7 @@ def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> Non
         with suppress(OSError):  # it has just ended
             if os.sched_getaffinity(int(thread)) == before:
                 os.sched_setaffinity(int(thread), there)
-    log.info("on %d of %d CPUs, those of its GPU's NUMA node", len(there), len(before))
+    log.info("bound to %d of %d CPUs, those of the GPU's NUMA node", len(there), len(before))
 
 
 def _beside(device: torch.device, root: Path) -> set[int] | None:

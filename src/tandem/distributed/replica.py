@@ -2,8 +2,8 @@
 
 What ranks have to agree on in a step travels inside the gradient exchange, as with `strategy.ddp`; an
 all-reduce of its own would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks). There the loss is computed inside
-the module that DDP wraps, here outside: an identity at the model's output puts this rank's numbers where the
-gradient of a parameter made for it would be, whenever a backward pass comes through this model.
+the module that DDP wraps, here outside: whenever a backward pass comes through this model, a hook on one of
+its parameters makes this rank's numbers the gradient of a parameter made for them.
 """
 
 import copy
@@ -29,61 +29,65 @@ class Passenger:
     numbers: Tensor
 
 
-class _Carry(torch.autograd.Function):
-    """Identity on a model's output. Backward: the passenger's numbers are the carrier's gradient, once."""
+@dataclass
+class _Used:
+    """DDP looks into it for tensors, and yet gives them no gradient: pytree does not know this class."""
 
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, carrier: Tensor, module: "_Carrying") -> Tensor:
-        ctx.module = module
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], ctx.module.take_along(), None
+    tensor: Tensor
 
 
 class _Carrying(nn.Module):
-    """What DDP wraps: the model with a zero parameter beside it, which is never optimised or saved."""
+    """What DDP wraps: the model with a zero parameter beside it, which is never optimized or saved.
 
-    def __init__(self, model: nn.Module, passenger: Passenger) -> None:
+    In a backward pass the numbers become that parameter's gradient as soon as one of the model's parameters
+    has its own. So nothing is asked of the model's output, which may be of any type.
+    """
+
+    def __init__(self, model: nn.Module, passenger: Passenger, finds_unused: bool) -> None:
         super().__init__()
         self.model, self._passenger = model, passenger
         self.carrier = nn.Parameter(torch.zeros_like(passenger.numbers))
-        self.is_settling, self.has_taken = False, False
+        self.is_settling = self.is_due = self.has_taken = False
+        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        self._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in ignored]
+        named = model.named_parameters()
+        self.exchanged = [p for name, p in named if p.requires_grad and name not in ignored]
+        # DDP waits for each parameter's gradient; the last layer's comes first. Where a pass may leave
+        # parameters out, any of them may be the first.
+        for parameter in self.exchanged if finds_unused else self.exchanged[-1:]:
+            parameter.register_post_accumulate_grad_hook(self._take_along)  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        """(output, the carrier): DDP takes for unused what it does not find behind one of them."""
         if self.is_settling:
-            parameters = [p for p in self.parameters() if p.requires_grad]
-            return torch.stack([p.sum().float() * 0 for p in parameters]).sum()
-        output = self.model(*inputs, **named)
-        return self._attached(output)[0] if torch.is_grad_enabled() else output
+            zeros = [_zero_through(p, sparse) for p, sparse in self._with_kinds()]
+            return (torch.stack([zero.to(self.carrier.device) for zero in zeros]).sum(),)
+        self.is_due = torch.is_grad_enabled()
+        return self.model(*inputs, **named), _Used(self.carrier.view_as(self.carrier))
 
-    def take_along(self) -> Tensor:
-        """The numbers; zeros when they are aboard already, because the model was called more than once."""
-        if self.has_taken:
-            return torch.zeros_like(self.carrier)
-        self.has_taken = True
-        return self._passenger.numbers.clone()
+    def _take_along(self, _parameter: Tensor) -> None:
+        """In a backward pass: the numbers go aboard once, then zeros, however often the model was called."""
+        if self.is_due:
+            self.is_due = False
+            numbers = torch.zeros_like(self.carrier) if self.has_taken else self._passenger.numbers.clone()
+            self.has_taken = True
+            self.carrier.backward(numbers)  # type: ignore[no-untyped-call]
 
-    def _attached(self, output: Any) -> tuple[Any, bool]:
-        """`output` with the carrier at its first tensor that has a gradient, and whether there was one."""
-        if isinstance(output, Tensor):
-            if not output.requires_grad:
-                return output, False
-            return _Carry.apply(output, self.carrier, self), True
-        if isinstance(output, dict):
-            for key, value in output.items():
-                value, found = self._attached(value)
-                if found:
-                    changed = copy.copy(output)
-                    changed[key] = value
-                    return changed, True
-        if type(output) in (tuple, list):
-            for index, value in enumerate(output):
-                value, found = self._attached(value)
-                if found:
-                    return type(output)([*output[:index], value, *output[index + 1 :]]), True
-        return output, False
+    def _with_kinds(self) -> Iterator[tuple[nn.Parameter, bool]]:
+        """What is exchanged, and whether DDP waits for a sparse gradient of it."""
+        layers = (m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        sparse = {id(layer.weight) for layer in layers if layer.sparse}
+        yield from ((p, id(p) in sparse) for p in [*self.exchanged, self.carrier])
+
+
+def _zero_through(parameter: nn.Parameter, sparse: bool) -> Tensor:
+    """A scalar zero that gives `parameter` a gradient of zeros."""
+    if sparse:
+        row = torch.zeros(1, dtype=torch.long, device=parameter.device)
+        values = nn.functional.embedding(row, parameter, sparse=True)
+    else:
+        values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    return values.sum().float() * 0
 
 
 def give_rank_0s_weights(model: nn.Module, group: ProcessGroup) -> None:
@@ -101,7 +105,7 @@ class Replica(DistributedDataParallel):
         self, model: nn.Module, group: ProcessGroup, passenger: Passenger, exchange: ExchangeConfig
     ) -> None:
         super().__init__(
-            _Carrying(model, passenger),
+            _Carrying(model, passenger, exchange.find_unused),
             device_ids=group.ddp_devices,
             gradient_as_bucket_view=True,
             **buffer_argument(has_buffers_beside_batchnorm(model)),
@@ -120,10 +124,14 @@ class Replica(DistributedDataParallel):
         the buckets of an undisturbed one, this is the first step for both.
         """
         self.module.is_settling = True
-        self(None).backward()
+        self().backward()
         self.module.is_settling = False
         for parameter in self.module.parameters():
             parameter.grad = None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's own output."""
+        return super().forward(*inputs, **named)[0]  # type: ignore[no-untyped-call]
 
     @property
     def model(self) -> nn.Module:

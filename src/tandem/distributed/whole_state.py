@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, homes_by_place, unflatten
+from tandem.checkpoint.plain import restored
 from tandem.checkpoint.state import deserialize, has_form, serialize
 from tandem.distributed.group import BROADCAST_CHUNK_BYTES, ProcessGroup
 
@@ -34,7 +35,7 @@ def broadcast_state(
         tensors = [_memory(there.get(place), *form) for place, form in enumerate(forms)]
     for tensor in tensors:
         _broadcast_bytes_of(world, tensor)
-    return unflatten(skeleton, tensors)
+    return restored(unflatten(skeleton, tensors))
 
 
 def _memory(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:

@@ -50,7 +50,7 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     hasten_rendezvous(paces(placement.nodes).poll_seconds)
     server = node.place.host() if placement.node_rank == 0 else None
     if server is not None and node.place.is_open:
-        text = "this job has no secret (%s): whoever reaches port %d can end it; see docs/security.md"
+        text = "this job has no secret (%s): anyone who can reach port %d can end it; see docs/security.md"
         log.warning(text, SECRET, placement.master_port)
     watchdog = Watchdog(
         placement.node_rank,
@@ -90,7 +90,7 @@ def _run_connections(
         except VerdictError as verdict:
             code, reason = verdict.code, str(verdict)
         except RendezvousTimeoutError:
-            missing = f"not all of {node.placement.nodes} nodes came within {patience:.0f} s"
+            missing = f"not all of {node.placement.nodes} nodes joined within {patience:.0f} s"
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
             _say_what_is_wrong(node, node.place.connect)
         except PeerLostError as error:
@@ -107,7 +107,7 @@ def _run_connections(
             if budget.is_spent:
                 return AgentReport(PEER_LOST, f"{budget} is spent", budget.generations)
             why = error if isinstance(error, StoreLostError) else StoreLostError()
-            log.warning("%s; going round again", why)
+            log.warning("%s; rejoining the rendezvous", why)
             continue
         node.workers.kill()
         has_left = agent is not None and agent.leave(code, reason)
@@ -118,14 +118,14 @@ def _stopped(node: Node, has_trained: bool) -> str:
     """By a signal while nodes were to meet."""
     if not has_trained:
         return f"{node.stop.name} came before training started; nothing to save"
-    why = f"{node.stop.name} came while ranks were to start again"
-    return f"{why}, and nothing new is saved; the same command goes on from what was"
+    why = f"{node.stop.name} came while the ranks were restarting; nothing new was saved"
+    return f"{why}; run the same command again to resume from the last save"
 
 
 def _say_what_is_wrong(node: Node, connect: Connect | None = None) -> None:
     """What `tandem doctor` would say of nodes that did not meet, in one block."""
     found = what_is_wrong(node.placement, os.environ, connect)
     if found:
-        log.warning("what keeps this node from the others:", extra={"table": found})
+        log.warning("connectivity problems found on this node:", extra={"table": found})
     else:
-        log.info("nothing is wrong with the network as seen from here: try `tandem doctor` on each node")
+        log.info("found no network problem from this node; run `tandem doctor` on each node")

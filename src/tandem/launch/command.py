@@ -12,6 +12,7 @@ from tandem.checkpoint.claim import refuse_if_owned
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
+from tandem.json_output import wrap_stderr
 from tandem.launch.gpus import gpus_of, share_of_replica
 from tandem.launch.node import run_this_node, script_work, task_work, with_port
 from tandem.launch.program import check
@@ -21,13 +22,13 @@ from tandem.launch.simulated import simulate
 from tandem.launch.termination import leave_word
 from tandem.launch.variables import wait_passively
 from tandem.launch.workers import resolve as import_rank_function
-from tandem.log import outlive_the_terminal, setup
-from tandem.platforms.placement import Placement, detect
-from tandem.platforms.replica import note_end, stay_down_code, with_index
+from tandem.log import outlive_the_terminal, setup, writes_to_file
+from tandem.platforms.placement import Placement, detect, of_this_process
+from tandem.platforms.replica import note_end, stay_down_code
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.silence import still
-from tandem.tasks.names import parsed
+from tandem.tasks.names import parsed, untyped
 from tandem.words import shown
 
 log = logging.getLogger("tandem.launch")
@@ -57,7 +58,7 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
 
 
 def _launch_replica(flags: Flags, environ: Environment, program: Program | None) -> int:
-    """In a container that Compose would start again also where that cannot help."""
+    """Under Compose, which restarts on any non-zero exit: exit at once if the last end was permanent."""
     run_dir, container = local_folder(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
     code = stay_down_code(run_dir, container)
     if code is not None:
@@ -76,23 +77,23 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     settings, placement, chosen = _begin(flags, environ, program)
     if placement.rank is not None and program is not None:
         raise ConfigError(
-            f"{placement.platform} starts each rank itself, and `tandem launch {program}` would start them "
-            "again; start one task per node, or the program without tandem"
+            f"{placement.platform} already starts each rank; `tandem launch {program}` would start them "
+            "again; start one task per node, or run the program without tandem"
         )
     if placement.rank is not None:
         return _train(settings, placement, chosen)
     if program is None:
         refuse_uneven(settings, placement, environ)
-    if placement.platform == "none":
+    if placement.starts_all:
         refuse_if_owned(settings.run.place)  # at once; node 0 makes it its own when it has started
         if settings.telemetry.log_format != "json":
             print(where(settings.run.place, program is not None), file=sys.stderr)
-        placement = with_port(placement)
+    placement = with_port(placement)
     if program:
         work = script_work(program, settings, chosen)
     else:
         work = task_work(RANK_FUNCTION, settings, chosen)
-    if placement.platform == "none" and placement.nodes > 1:
+    if placement.starts_all and placement.nodes > 1:
         return simulate(settings, placement, as_flags(flags), environ, stop, work.preload, program)
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
         os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
@@ -107,8 +108,8 @@ def train(flags: Flags, environ: Environment) -> int:
     placement = placement.as_rank()
     if placement.rank is None and placement.nodes > 1:
         raise ConfigError(
-            f"`tandem train` is one rank, and no environment says which of {placement.nodes} nodes' it is; "
-            f"start them with `tandem launch --nodes {placement.nodes}` or torchrun"
+            f"`tandem train` runs one rank, but its place among {placement.nodes} nodes is not set; "
+            f"start all ranks with `tandem launch --nodes {placement.nodes}` or torchrun"
         )
     return _train(settings, placement, chosen)
 
@@ -128,15 +129,19 @@ def _begin(
     """The settings, this node's place, and the names of the settings that somebody has given a value."""
     loaded = resolve(flags, environ)
     settings = loaded.settings
+    notes = list(loaded.notes)
     if program is not None:
         settings = settings.replace(task=program.name, task_fields={})
     else:
         parsed(settings.run.task)  # a slip is told before torch is imported
-    placement = detect(with_index(environ), socket.gethostname(), settings.launch)
+        notes += filter(None, [untyped(loaded)])
+    placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
     setup(None, None, placement.node_rank, True, settings.telemetry.log_format == "json")
-    is_simulated = placement.nodes_share_host and placement.platform != "none"
+    is_simulated = placement.nodes_share_host and not placement.starts_all
+    if settings.telemetry.log_format == "json" and not writes_to_file():
+        wrap_stderr(placement.node_rank)
     if not (placement.node_rank or placement.rank or is_simulated):  # whose parent has said it
-        for note in loaded.notes:
+        for note in notes:
             log.info("%s", note)
     settings = of_this_job(resolve_run_dir(settings, placement, time.time()), placement)
     return settings, placement, loaded.chosen

@@ -1,4 +1,4 @@
-"""A fork server is deaf to stop signals from its first moment on, and ends with its agent.
+"""The fork server ignores stop signals from the start and dies with its agent.
 
 A scheduler signals the whole process tree. Were the fork server to die of it, the agent would lose its
 ranks' exit codes while they still save. It was forked with these signals
@@ -12,8 +12,9 @@ folder is imported there, and what ranks start themselves hears nothing of that.
 
 import os
 import signal
+import warnings
 
-from tandem.process import end_with_parent, take_back_safe_path
+from tandem.process import adopt_orphans, end_with_parent, take_back_safe_path
 from tandem.signals import IGNORED_BY_FORK_SERVER, STOP_SIGNALS, ignore_stop_signals
 
 
@@ -23,6 +24,8 @@ def be_deaf() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, set(IGNORED_BY_FORK_SERVER) - set(STOP_SIGNALS))
     # Its pipe tells it too that the agent is gone, but not while it is stopped, or stuck in C.
     end_with_parent(signal.SIGKILL)
+    adopt_orphans()  # of what was forked from here, so that it is found
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # of one of them
 
 
 be_deaf()

@@ -14,8 +14,8 @@ from tandem.config import SETTINGS, Given, resolve
 from tandem.errors import ConfigError
 from tandem.launch.program import split
 from tandem.launch.secret import take_key
-from tandem.platforms.placement import Placement, detect
-from tandem.platforms.replica import with_index
+from tandem.launch.torchrun_flags import translated
+from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.signals import StopFlag
 from tandem.timeouts import ANNOUNCE_SECONDS
 
@@ -32,8 +32,8 @@ def tell_others(words: Sequence[str], environ: Mapping[str, str], mistake: Confi
         placement, key = place_of(words, environ), take_key(dict(environ))
         if placement is None or (placement.elastic and placement.node_rank):
             return  # elastic nodes do without it
-        limit = f"for up to {ANNOUNCE_SECONDS:.0f} s; Ctrl-C ends it at once"
-        print(f"tandem: telling the other nodes why this one ends, {limit}", file=sys.stderr, flush=True)
+        limit = f"for up to {ANNOUNCE_SECONDS:.0f} s; press Ctrl-C to exit now"
+        print(f"tandem: telling the other nodes why this one exits, {limit}", file=sys.stderr, flush=True)
         from tandem.launch.meeting_place import MeetingPlace, announce
 
         announce(MeetingPlace(placement, key), mistake.exit_code, str(mistake), StopFlag())
@@ -41,6 +41,8 @@ def tell_others(words: Sequence[str], environ: Mapping[str, str], mistake: Confi
 
 def place_of(words: Sequence[str], environ: Mapping[str, str]) -> Placement | None:
     """This node among several that have an agent each; None for any other, and where it is not known."""
+    with suppress(ConfigError):
+        words = translated(words, environ)
     flags = _flags(words)
     variables = {SETTINGS[name].variable: environ.get(SETTINGS[name].variable, "") for name in PLACE}
     files = {"TANDEM_CONFIG": environ.get("TANDEM_CONFIG", "")}
@@ -48,8 +50,8 @@ def place_of(words: Sequence[str], environ: Mapping[str, str]) -> Placement | No
     for tried in ((flags, variables | files, Path(".env")), (without, variables, None)):
         with suppress(ConfigError):
             asked = resolve(*tried).settings.launch
-            placement = detect(with_index(environ), socket.gethostname(), asked)
-            has_agents = placement.rank is None and placement.platform != "none"
+            placement = detect(of_this_process(environ), socket.gethostname(), asked)
+            has_agents = placement.rank is None and not placement.starts_all
             return placement if has_agents and placement.nodes > 1 else None
     return None
 

@@ -1,31 +1,33 @@
-"""Who is to blame when ranks of a person's own program end: the bug, the killed, or the peers of either.
+"""Root-cause attribution for script failures: own error, killed by a signal, or lost peers.
 
 A program ends with 1 for its own bug and for "my peer is gone" alike. tandem's runner, inside the rank, knows
 an error of a lost peer and ends with 200; the rest is told by who ended first and who was killed. Pure.
 """
 
 import json
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tandem.errors import FINISHED, PEER_LOST, STOPPED
+from tandem.errors import FINISHED, PEER_LOST, STOPPED, RunFailedError, is_own, was_killed
+from tandem.launch.restarts import shell_code
 from tandem.log import printable
 from tandem.rotation import tail
 from tandem.telemetry.messages import checked
 
 LINES_SHOWN, LINE_CHARACTERS = 12, 1000
+TASK_FAILED = "the task failed: "
+NO_ERROR = re.compile(r"\d\d:\d\d:\d\d (node|rank) \d+ \| (?!error: )")
+"""A line of our own log that is no error."""
+WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.errors\.\w+: )?")
+"""What torch and a traceback put before the words of an error."""
 
 
 def failures(codes: Mapping[int, int | None]) -> dict[int, int]:
     """{local rank: code} of those that have ended in another way than well or as asked."""
     return {rank: code for rank, code in codes.items() if code not in (None, FINISHED, STOPPED)}
-
-
-def was_killed(code: int) -> bool:
-    """By a signal: 128+n, as a shell says it."""
-    return 128 < code < PEER_LOST and code != STOPPED
 
 
 def signal_name(code: int) -> str:
@@ -34,11 +36,6 @@ def signal_name(code: int) -> str:
         return signal.Signals(code - 128).name
     except ValueError:
         return f"signal {code - 128}"
-
-
-def is_own(code: int) -> bool:
-    """The program's own: an error that it would have again."""
-    return 0 < code < 128
 
 
 def choose(first: Mapping[int, int], later: Mapping[int, int]) -> tuple[int, int]:
@@ -105,3 +102,27 @@ def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
         except OSError:
             return ()
     return tuple(line for line in text.splitlines() if line.strip())[-LINES_SHOWN:]
+
+
+def run_failed(exitcode: int, lines: Iterable[str]) -> RunFailedError:
+    """The error for a launch that ended with `exitcode` (below 0: by that signal), from its output."""
+    code = shell_code(exitcode)
+    return RunFailedError(last_error([line for line in lines if line.strip()]) or f"exit code {code}", code)
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """Why a run failed, in one line: its last error, or the end of a script's traceback.
+
+    The agent of a script says last whose code has ended it; rank 0's own words are just before that, and
+    those of another rank below it.
+    """
+    last = next((n for n in reversed(range(len(lines))) if "error: " in lines[n]), len(lines) - 1)
+    if lines and "error: ended with code " in lines[last]:
+        own = (lines[last + 1 :] or lines[:last])[-1:]
+        if own and not NO_ERROR.match(own[0]):
+            return WHOSE.sub("", own[0].rpartition("| error: ")[2].strip())
+    # A task's error begins with a few lines of traceback; the line after them says what it is.
+    failed = next((line for line in lines[last:] if line.startswith(TASK_FAILED)), None)
+    if failed is not None:
+        return failed.removeprefix(TASK_FAILED)
+    return lines[last].partition("error: ")[2] or lines[last].removeprefix("tandem: ") if lines else ""

@@ -21,15 +21,22 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tandem.errors import PeerLostError
-from tandem.process import SAFE_PATH, name_process, safe_path
+from tandem.process import SAFE_PATH, name_process, safe_path, stat_of
 from tandem.signals import IGNORED_BY_FORK_SERVER
 from tandem.silence import still
 
 NAME = "tandem-forks"
+UNKNOWN = 255
+"""multiprocessing's exit code of a process whose fork server cannot say it any more."""
 
 
-def start_fork_server(preload: Sequence[str], folder: Path) -> Callable[[], None]:
+DEAF, KEEPER = "tandem.launch.deaf", "tandem.launch.keeper"  # what it is, by importing them
+
+
+def start_fork_server(preload: Sequence[str], folder: Path, keeps: bool = True) -> Callable[[], None]:
     """Start it; it imports `preload` while the caller, which has imported torch then, goes on.
+
+    `keeps`: all that comes from it ends with the caller (keeper.py).
 
     What is returned waits until it has, and hears signals meanwhile, which `start` does not.
     To be called by a process with a single thread. The socket lies in `folder`: multiprocessing's own would
@@ -40,11 +47,12 @@ def start_fork_server(preload: Sequence[str], folder: Path) -> Callable[[], None
         import torch  # noqa: F401
 
     cast(Any, multiprocessing.current_process())._config["tempdir"] = str(folder)
-    multiprocessing.set_forkserver_preload(["tandem.launch.deaf", *preload])
+    modules = [DEAF, *preload, *([KEEPER] if keeps else [])]
+    multiprocessing.set_forkserver_preload(modules)
     with _no_current_folder():
         resource_tracker.ensure_running()  # before: it unblocks signals when it has started its process
     with _blocked_signals():
-        imported = _fork(["tandem.launch.deaf", *preload])
+        imported = _fork(modules)
 
     def wait() -> None:
         os.read(imported, 1)  # its end
@@ -52,11 +60,23 @@ def start_fork_server(preload: Sequence[str], folder: Path) -> Callable[[], None
     return wait
 
 
+def fork_server_pid() -> int | None:
+    """Its process; none where none was started yet."""
+    pid = cast(Any, forkserver)._forkserver._forkserver_pid
+    return None if pid is None else int(pid)
+
+
 def end_fork_server() -> None:
     """At once, whatever it imports; with it ends what was forked from it. There may be none yet."""
-    pid = cast(Any, forkserver)._forkserver._forkserver_pid
+    pid = fork_server_pid()
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
+
+
+def has_gone() -> bool:
+    """Whether it was killed: of what was forked from it, multiprocessing then knows no exit code."""
+    pid = cast(Any, forkserver)._forkserver._forkserver_pid
+    return pid is None or stat_of(pid)[:1] in ([], ["Z"])
 
 
 def start(process: ForkServerProcess) -> None:
@@ -66,8 +86,8 @@ def start(process: ForkServerProcess) -> None:
             process.start()
     except (EOFError, OSError) as error:
         raise PeerLostError(
-            f"the process that ranks are forked from is gone ({type(error).__name__}): it was killed, as "
-            "the kernel does where memory is short; start this node again"
+            f"the process that forks the ranks was killed ({type(error).__name__}), probably because memory "
+            "ran out; restart this node"
         ) from error
 
 

@@ -22,10 +22,12 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from tandem import running
 from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position, first_line
-from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED
+from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED, StuckError
 from tandem.launch.elastic import Departures
+from tandem.launch.membership import Membership
 from tandem.launch.part import Node
 from tandem.launch.recovery import Recovery
 from tandem.launch.rendezvous import (
@@ -36,21 +38,23 @@ from tandem.launch.rendezvous import (
     is_confirmed,
     leave_verdict,
     stay_until_all_left,
+    verdict_in,
 )
 from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
+from tandem.launch.repeats import Repeats
 from tandem.launch.restarts import RestartBudget, is_retried, job_code
 from tandem.launch.round import RoundStore, agree_on_generation, check_all_are_in
+from tandem.launch.stacks import gather_stacks
 from tandem.launch.stops import Stopping, is_time_to_save, what_there_is
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
 from tandem.telemetry.hangs import Alarm
-from tandem.telemetry.heartbeat import DUMP_SIGNAL
 from tandem.timeouts import (
     ENDING_SECONDS,
     MEMBERSHIP_SECONDS,
     MONITOR_SECONDS,
-    STACKS_SECONDS,
     STANDBY_SECONDS,
+    UNMET_SECONDS,
     WAITING_WORD_SECONDS,
 )
 from tandem.torch_private import stop_keep_alive
@@ -65,9 +69,10 @@ class NodeAgent(SimpleElasticAgent):
         self._node, self._root, self._watchdog, self._budget = node, store, watchdog, budget
         self._workers, self._stop = node.workers, node.stop
         self._joining, self._restart, self._positions = False, 0, dict[int, Position]()
-        self._hung_node: int | None = None
-        self._has_saved, self._waiting_since, self._next_word = False, time.monotonic(), 0.0
+        self._hang: Alarm | None = None
+        self._has_saved, self._waiting_since, self._next_word = False, running.now(), 0.0
         self._recovery, self._departures = Recovery(node, store), Departures(node.placement, store)
+        self._repeats = Repeats(node, store)
         self._handler = handler = handler_of(node.placement, store, node.config, self._before_poll)
         spec = WorkerSpec(
             role="default",
@@ -82,29 +87,37 @@ class NodeAgent(SimpleElasticAgent):
     def run_generations(self) -> tuple[int, str]:
         """Start generations until one ends in a way that is not retried: (exit code, why)."""
         while True:
-            self._joining, self._waiting_since, self._next_word = True, time.monotonic(), 1.0
+            self._await_end_of_last()
+            self._joining, self._waiting_since, self._next_word = True, running.now(), 1.0
             try:
                 self._initialize_workers(self._worker_group)
             except StopRequestedError:
                 if not self._has_saved:
                     raise
-                return STOPPED, f"stopped by {self._stop.name} where all had saved for a node that left"
-            self._joining, self._hung_node, self._has_saved = False, None, False
+                return STOPPED, f"stopped by {self._stop.name} after all ranks had saved for a departing node"
+            self._joining, self._hang, self._has_saved = False, None, False
+            self._ended_elsewhere_since: float | None = None
+            membership = Membership(self._is_over)
             try:
-                code = self._watch()
+                code = self._watch(membership)
             except StopRequestedError:  # before a step: nobody has to hear of it
                 self._positions = {}
                 raise
+            finally:
+                membership.close()
             self._watchdog.end_generation(self._root)
             if code == STOPPED and not self._stop and self._departures.others_go_on(self._positions[0]):
-                log.info("a node was asked to stop, and leaves: the others go on from where all have stopped")
+                log.info(
+                    "a node was asked to stop and leaves; the others continue from the step where all stopped"
+                )
                 self._workers.kill()
                 self._has_saved = True
                 continue
-            self._recovery.failed(self._positions, self._workers.codes())
+            self._recovery.failed(self._positions, self._workers.codes(), self._workers.aborted())
             if code is None:
                 self._workers.kill()
-                self._recovery.interrupted(self._restart + 2)
+                if self._ended_elsewhere_since is None:
+                    self._recovery.interrupted(self._restart + 2)
                 continue
             if not self._is_retried(code):
                 self._workers.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
@@ -113,16 +126,23 @@ class NodeAgent(SimpleElasticAgent):
             if self._stop and self._is_retried(code) and code != INTERRUPTED_TWICE:
                 if not self._may_save():
                     return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
-                said = f"{said}; to save and stop"
+                said = f"{said}; one more start, to save before stopping"
             elif self._stop or not self._is_retried(code):
                 return code, said
+            if (again := self._same_hang_again()) is not None:
+                return PEER_LOST, again.text
             if self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
                 return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {said}"
-            log.warning("%s: starting generation %d", said, self._restart + 2)
+            log.warning("%s; restarting all ranks (generation %d)", said, self._restart + 2)
+            self._repeats.ended(code, self._positions, codes)
 
     _is_retried = staticmethod(is_retried)
+
+    def _same_hang_again(self) -> Alarm | None:
+        """The hang that has ended this generation, if one has ended so before: it would come each time."""
+        return self._hang if self._hang is not None and self._hang.again else None
 
     def _may_save(self) -> bool:
         waits_since = self._waiting_since if self._joining else None
@@ -130,7 +150,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _said(self, codes: Mapping[int, int]) -> str:
         """How a generation ended on this node, in words."""
-        said = "ranks ended with " + ", ".join(str(each) for each in sorted(set(codes.values())))
+        said = "ranks exited with " + ", ".join(str(each) for each in sorted(set(codes.values())))
         return f"{said}: {words}" if (words := self._node.view.last_words) else said
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
@@ -142,18 +162,19 @@ class NodeAgent(SimpleElasticAgent):
 
         Unless it never trained: what keeps a generation from beginning comes back every time.
         """
-        if self._hung_node is not None:
-            return self._hung_node == self._node.placement.node_rank
-        return code != PEER_LOST or not self._watchdog.has_trained
+        if self._hang is not None:
+            return self._hang.node == self._node.placement.node_rank
+        has_lost_others = code == PEER_LOST or self._recovery.has_lost_others()
+        return not has_lost_others or not self._watchdog.has_trained
 
-    def _watch(self) -> int | None:
+    def _watch(self, membership: Membership) -> int | None:
         """Watch one generation: its exit code on this node, or None when nodes wait to be let in."""
         self._stopping: Stopping | None = None
-        next_look = next_fork = time.monotonic() + MEMBERSHIP_SECONDS
+        next_fork = running.now() + MEMBERSHIP_SECONDS
         while True:
             self._workers.pause(MONITOR_SECONDS)
             self._node.claim.check()
-            now = time.monotonic()
+            now = running.now()
             codes = self._workers.codes()
             ended = [code for code in codes.values() if code is not None]
             if any(code not in (0, 143) for code in ended) or len(ended) == len(codes):
@@ -173,19 +194,49 @@ class NodeAgent(SimpleElasticAgent):
                 if now > next_fork:
                     next_fork = now + STANDBY_SECONDS
                     self._workers.stand_by(self._node.nproc)
-            if now > next_look:
-                next_look = now + MEMBERSHIP_SECONDS
-                if self._nodes_waiting() and not ended and self._stopping is None:
-                    return None
+            if membership.is_awaited() and not ended and self._stopping is None:
+                return None
 
     def _end_hang(self, alarm: Alarm) -> int:
         """Say who hangs, and let the ranks write their stacks before they are killed."""
-        log.error("%s; stacks are in %s", alarm.text, "log/stacks-rank-*.txt")
+        log.error("%s", alarm.text)
         self._node.view.hung(alarm)
-        self._hung_node = alarm.node
-        self._workers.signal(DUMP_SIGNAL)
-        time.sleep(STACKS_SECONDS)
+        self._hang = alarm
+        ranks = {local_rank: position.rank for local_rank, position in self._positions.items()}
+        if said := gather_stacks(self._workers, ranks, self._node.view.run_dir / "log"):
+            log.info("%s", said)
         return PEER_LOST
+
+    def _await_end_of_last(self) -> None:
+        """No generation begins while a process of the last one lives, which `Workers.kill` has named.
+
+        It may keep what the next one needs, a GPU's memory or a port. Raises StuckError where it stays.
+        """
+        deadline = time.monotonic() + self._node.config.master_timeout
+        while left := self._workers.left():
+            if self._stop:
+                raise StopRequestedError
+            if time.monotonic() > deadline:
+                raise StuckError(f"{', '.join(map(str, left))} cannot be killed; reboot this machine")
+            self._node.claim.check()
+            time.sleep(MEMBERSHIP_SECONDS)
+
+    def _is_over(self) -> bool:
+        """Whether these ranks are to end: nodes wait to be let in, or the job has ended elsewhere."""
+        return self._nodes_waiting() or self._has_ended_elsewhere()
+
+    def _has_ended_elsewhere(self) -> bool:
+        """Whether another node ended the job before a rank here has taken a step.
+
+        Ranks that have met lose their peers; those that wait for them, as in init_process_group, would wait
+        until its timeout. They get UNMET_SECONDS to end by themselves.
+        """
+        verdict = None if self._watchdog.has_trained else verdict_in(self._root)
+        if verdict is None or verdict.code == FINISHED:
+            self._ended_elsewhere_since = None
+            return False
+        self._ended_elsewhere_since = self._ended_elsewhere_since or running.now()
+        return running.now() > self._ended_elsewhere_since + UNMET_SECONDS
 
     def _nodes_waiting(self) -> bool:
         try:
@@ -203,7 +254,7 @@ class NodeAgent(SimpleElasticAgent):
             raise StopRequestedError
         self._node.claim.check()
         heed_verdict(self._root, self._is_done)
-        waited = time.monotonic() - self._waiting_since
+        waited = running.now() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
             here = who_is_here(self._handler, self._node.placement)
@@ -230,15 +281,15 @@ class NodeAgent(SimpleElasticAgent):
             if code == STOPPED and self._positions and self._departures.can_leave(self._positions[0]):
                 self._departures.go(self._handler)
                 return True
-            if not self._is_retried(code) or self._budget.is_spent:
+            if not self._is_retried(code) or self._budget.is_spent or self._same_hang_again() is not None:
                 leave_verdict(self._root, code, reason)
         stop_keep_alive(self._handler)
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
             left, placement = self._root.add(LEFT_KEY, 1), self._node.placement
-            stays = time.monotonic() + self._node.config.master_timeout * (code == FINISHED)
+            stays = running.now() + self._node.config.master_timeout * (code == FINISHED)
             while placement.node_rank == 0 and left < placement.nodes:
                 left = stay_until_all_left(self._root, placement.nodes, left, should_stop=self._has_no_time)
-                if self._stop or time.monotonic() > stays or not others_live(self._handler, placement):
+                if self._stop or running.now() > stays or not others_live(self._handler, placement):
                     break
                 self._node.view.last_progress = time.time()
         return False
@@ -249,7 +300,9 @@ class NodeAgent(SimpleElasticAgent):
         try:
             super()._rendezvous(worker_group)
         except (ValueError, TypeError, KeyError) as error:  # anyone who reaches the store can write there
-            raise StoreLostError(f"what the nodes agreed on is damaged ({first_line(error)})") from error
+            raise StoreLostError(
+                f"the rendezvous data in the store is damaged ({first_line(error)})"
+            ) from error
         group = cast(Any, worker_group)  # torch annotates what it fills in later as None
         group.store = self._heeding(group.store, group.group_world_size)
 

@@ -57,14 +57,14 @@ def share_of_replica(gpus: Sequence[str], per_node: str | None, node_rank: int, 
     if not per_node or per_node == "all":
         return {}
     if not per_node.isdecimal() or not int(per_node):
-        raise ConfigError(f"TANDEM_COMPOSE_GPUS={per_node} is no number of GPUs; give GPUS=1, or GPUS=all")
+        raise ConfigError(f"TANDEM_COMPOSE_GPUS: invalid value {per_node!r}; set GPUS to a number, or to all")
     begin, wanted = node_rank * int(per_node), int(per_node)
     if len(gpus) < nodes * wanted:
         fits = len(gpus) // wanted
         use = f"NODES={fits}, " if fits else ""
         raise ConfigError(
-            f"GPUS={per_node} on {nodes} nodes is {nodes * wanted} GPUs, and the host has {len(gpus)}; give "
-            f"{use}a smaller number, or GPUS=all for all of them on every node"
+            f"GPUS={per_node} on {nodes} nodes needs {nodes * wanted} GPUs, but this host has {len(gpus)}; "
+            f"set {use}a smaller GPUS, or GPUS=all to give every node all GPUs"
         )
     return {VISIBLE: ",".join(gpus[begin : begin + wanted])}
 
@@ -82,11 +82,11 @@ def shared_out(
     per_node = (nproc or 1) * compute.devices_per_rank
     if len(gpus) >= nodes * per_node:
         return [{VISIBLE: ",".join(gpus[index::nodes])} for index in range(nodes)]
-    here = f"{nodes} simulated nodes need {nodes * per_node} GPUs and {len(gpus)} can be seen"
+    here = f"{nodes} simulated nodes need {nodes * per_node} GPUs, but only {len(gpus)} visible"
     fits = len(gpus) // per_node
     if compute.device == "cuda":
         use = f"--nodes {fits}, or --device cpu" if fits else "fewer ranks, or --device cpu"
         raise ConfigError(f"--device cuda: {here}; use {use}")
-    hint = f" (--nodes {fits} would use them)" if fits else ""
-    log.info("%s: all ranks train on CPUs%s", here, hint)
+    hint = f" (use --nodes {fits} to train on GPUs)" if fits else ""
+    log.info("%s; all ranks train on CPUs%s", here, hint)
     return [{VISIBLE: ""} for _ in range(nodes)]

@@ -54,7 +54,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(found) < count:
         more = connection.recv(count - len(found))
         if not more:
-            raise RefusedError("the other side has ended the connection")
+            raise RefusedError("the other side closed the connection")
         found += more
     return found
 
@@ -62,7 +62,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 def _proof(key: bytes, role: bytes, connection: ssl.SSLSocket, *words: bytes) -> bytes:
     binding = connection.get_channel_binding("tls-unique")
     if not binding:
-        raise RefusedError("this connection has no binding")
+        raise RefusedError("the connection has no TLS channel binding")
     return hmac.digest(key, b"".join((role, bytes([len(binding)]), binding, *words)), "sha256")
 
 
@@ -78,7 +78,7 @@ def ask(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
         connection.sendall(mine + words[2] + _proof(key, b"node", connection, *words))
         proof = _exactly(connection, PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(key, b"node 0", connection, *words)):
-            raise RefusedError("node 0 has another secret")
+            raise RefusedError("node 0 has a different secret")
         connection.settimeout(None)
     return connection
 
@@ -95,7 +95,7 @@ def answer(plain: socket.socket, key: bytes) -> tuple[ssl.SSLSocket, int]:
         words, proof = (mine, theirs, wanted), _exactly(connection, PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(key, b"node", connection, *words)):
             connection.sendall(NO_PROOF)
-            raise RefusedError("another secret")
+            raise RefusedError("a different secret")
         connection.sendall(_proof(key, b"node 0", connection, *words))
         connection.settimeout(None)
     return connection, int.from_bytes(wanted)
@@ -215,7 +215,9 @@ class Gate:
     def _say_once(self, address: str, error: RefusedError) -> None:
         if "secret" in str(error) and not self._has_said:
             self._has_said = True
-            log.warning("%s was not let in: it has %s; others like it are not named", address, error)
+            log.warning(
+                "refused a connection from %s: it has %s; further ones are not logged", address, error
+            )
 
 
 class Way:
@@ -241,7 +243,7 @@ class Way:
         except RefusedError:
             raise
         except OSError as error:
-            raise RefusedError(f"{type(error).__name__} on the way") from error
+            raise RefusedError(f"{type(error).__name__} during the handshake") from error
         finally:
             there.close()  # nothing, where TLS has it
 

@@ -2,14 +2,14 @@
 
 torch's rendezvous writes the wall clock of each node into the shared state and compares it with the reader's.
 A node six seconds behind is then dead to all others at once, and the rest trains without it. Here a heartbeat
-is as old as it is long ago, on this node's monotonic clock, that it was first seen to be new; what other
+is as old as it is long ago, by the time in which this node ran, that it was first seen to be new; what other
 nodes have written is put back unchanged when this one writes.
 """
 
-import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from tandem import running
 from tandem.launch.elastic import LastCall
 
 DEADLINE = "deadline"
@@ -48,7 +48,7 @@ class OwnClock:
 
     def _translate(self, key: Any, written: datetime, ahead: timedelta = timedelta()) -> datetime:
         before = self._seen.get(key)
-        now = time.monotonic()
+        now = running.now()
         since = before[1] if before is not None and before[0] == written else now
         self._seen[key] = written, since
         self._given[key] = datetime.now(UTC) - timedelta(seconds=now - since) + ahead

@@ -19,6 +19,7 @@ from tandem.launch.scratch import scratch
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import use_loopback
 from tandem.launch.view import NodeView
+from tandem.log import reporting
 from tandem.platforms.placement import Placement
 from tandem.report.access import load_access
 from tandem.signals import StopFlag
@@ -83,6 +84,8 @@ class LoneRank:
         folder = opened.enter_context(scratch())
         self._view = NodeView(settings, placement, None, folder, run_dir, access)
         opened.callback(self._view.close)
+        if resume is None or resume.kind != "complete":  # each start is one of the run's, as under an agent
+            self._view.generation_started(1, self.position)
         self._tracker = opened.enter_context(TrackerProcess(settings, run_dir))
         self.position = replace(
             self.position,
@@ -97,10 +100,13 @@ class LoneRank:
             stopping.is_over = True
         if self._view is not None:
             if self._claim.look():
-                self._view.ended(code, reason)
-                self._tracker.ended(code, lambda: self._stop.interrupts > 1)
-                self._copies.push()
-            self._view.linger(self._settings.metrics.metrics_linger, lambda: bool(self._stop))
+                with reporting("show how the run ended"):
+                    self._view.ended(code, reason)
+                with reporting("tell the tracker"):
+                    self._tracker.ended(code, lambda: self._stop.interrupts > 1)
+                with reporting("copy the run's files"):
+                    self._copies.push()
+            self._view.linger(self._stop)
 
     def hear(self, stop: StopFlag) -> None:
         """From here on a stop is said, and a second Ctrl-C ends this process (main thread only)."""

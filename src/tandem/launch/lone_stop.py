@@ -44,8 +44,8 @@ class LoneStop:
         if not self._stop.is_heeded:
             self._end_before_a_step()
         if self._position.rank == 0:
-            text = "%s: the step that runs is finished, then saved in %s/checkpoints (%s); %s"
-            again = "Ctrl-C again ends it at once"
+            text = "%s: finishing the current step, then saving to %s/checkpoints (%s); %s"
+            again = "press Ctrl-C again to exit now"
             log.info(text, self._stop.name, self._place, self._how_long(), again)
 
     def _how_long(self) -> str:
@@ -55,20 +55,20 @@ class LoneStop:
         ]
         said = f"the last save took {lasting(float(took[-1]))}" if took and took[-1] is not None else ""
         limit = "torchrun allows 30 s" if self._position.platform == "torchrun" else ""
-        return ", ".join(filter(None, [said, limit])) or "a step and a save"
+        return ", ".join(filter(None, [said, limit])) or "one step and one save"
 
     def _end_before_a_step(self) -> None:
         says = f"{self._stop.name} came before the first step; nothing to save"
         saved = self._position.resume.kind == "resume" or newest_step(self._checkpoints) is not None
         if saved:
-            says = f"{says}, and the same command goes on from the newest checkpoint"
+            says = f"{says}; run the same command again to resume from the newest checkpoint"
         if self._position.rank == 0:
             log.info("%s", says)
         self._leave(STOPPED if saved else KILLED, says)
 
     def _second(self) -> None:
         newest = newest_step(self._checkpoints)
-        kept = "no checkpoint is there" if newest is None else f"the newest checkpoint is of step {newest:,}"
+        kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is step {newest:,}"
         if self._position.rank == 0:
-            log.warning("second Ctrl-C: ending at once; %s", kept)
+            log.warning("second Ctrl-C: exiting now; %s", kept)
         self._leave(INTERRUPTED_TWICE, "second Ctrl-C")

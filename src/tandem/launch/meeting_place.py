@@ -92,8 +92,8 @@ class MeetingPlace:
             self._gate = Gate(self.placement.master_port, self._key)
         except OSError as error:
             raise PeerLostError(
-                f"cannot serve at port {self.placement.master_port}: {error.strerror or error}; "
-                "is another job on this port? choose another with --master HOST:PORT"
+                f"cannot listen on port {self.placement.master_port}: {error.strerror or error}; "
+                "another job may be using it; choose another port with --master HOST:PORT"
             ) from error
         self._gate.open(AGENTS_STORE, self._agents_port)
         return store
@@ -125,12 +125,12 @@ class MeetingPlace:
             try:
                 return self._join(left, stop)
             except RefusedError as error:
-                why = f"{host}:{port} does not let this node in: {error}"
+                why = f"{host}:{port} refused this node: {error}"
             if not left:
                 raise PeerLostError(why)
             if why != said:
                 said = why
-                log.warning("%s; asking again for %.0f s", why, left)
+                log.warning("%s; retrying for %.0f s", why, left)
             time.sleep(min(REFUSED_RETRY_SECONDS, left))
 
     def _join(self, seconds: float, stop: StopFlag) -> TCPStore:
@@ -140,9 +140,12 @@ class MeetingPlace:
             raise StopRequestedError
         if self._agents_way is not None:
             self._agents_way.check()
-        elif self.is_open and is_gate(self._master):
-            raise RefusedError(f"node 0 has a secret, and here is none; set {SECRET}")
-        return join_store(self.placement, self.address)
+        elif self.is_open:
+            with still("waiting for an answer from {}:{}".format(*self._master)):
+                has_gate = is_gate(self._master)
+            if has_gate:
+                raise RefusedError(f"node 0 has a secret, but this node has none; set {SECRET}")
+        return join_store(self.placement, self.address, seconds, lambda: bool(stop))
 
     def connect(self) -> TCPStore:
         """One more connection to the agents' store."""
@@ -158,7 +161,7 @@ def announce(place: MeetingPlace, code: int, reason: str = "", stop: StopFlag | 
     placement = place.placement
     if placement.nodes == 1:
         return
-    told = still(f"telling the other nodes, for up to {ANNOUNCE_SECONDS:.0f} s; Ctrl-C ends it")
+    told = still(f"telling the other nodes, for up to {ANNOUNCE_SECONDS:.0f} s; press Ctrl-C to stop")
     meant = TandemError, StoreLostError, StopRequestedError, RuntimeError, ValueError
     with told, contextlib.suppress(*meant):
         if placement.node_rank == 0:

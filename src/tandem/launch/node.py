@@ -27,12 +27,12 @@ from tandem.launch.termination import leave_word
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import Workers, gpu_of, nothing_of, place_of
-from tandem.log import setup
+from tandem.log import reporting, setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process
 from tandem.report.access import Access, load_access
 from tandem.script.job import Program
-from tandem.signals import StopFlag
+from tandem.signals import StopFlag, stop_together
 from tandem.silence import still
 from tandem.telemetry.health import Limits, Starting
 
@@ -145,12 +145,12 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
     prepared = _Prepared(mine)
     if placement.elastic is not None and shares not in (None, "auto"):
         raise ConfigError(
-            f"--batch-shares {shares} is for a fixed number of ranks, and --elastic changes it; "
-            "give --batch-shares auto"
+            f"--batch-shares {shares} needs a fixed number of ranks, but --elastic changes it; "
+            "use --batch-shares auto"
         )
     if placement.node_rank == 0:
         access = load_access(settings.metrics)
-        with still("looking at the checkpoints"):
+        with still("reading the checkpoints"):
             decision = decide(settings)
         if decision.kind == "complete":
             return _Prepared(mine, decision)
@@ -168,7 +168,7 @@ def _prepare_script(settings: Settings, placement: Placement, mine: Claim) -> _P
     if placement.node_rank != 0:
         return _Prepared(mine)
     if settings.launch.standby_gpu:
-        log.warning("--standby-gpu has no effect here: a script opens its GPU itself")
+        log.warning("--standby-gpu has no effect on a script: scripts open their GPU themselves")
     access = load_access(settings.metrics)
     prepared = _Prepared(mine, access=access, copies=prepare_run_dir(settings, mine, None))
     _log_of_first_node(settings, placement)
@@ -191,7 +191,7 @@ def _run_agent(
     prepared: _Prepared,
 ) -> int:
     """The agent, and beside it what shows the run to the outside."""
-    with still("importing what the agent needs"):
+    with still("importing the agent"):
         from tandem.launch.agent import run_agent
         from tandem.launch.generations import NodeAgent
         from tandem.launch.part import Node
@@ -200,9 +200,10 @@ def _run_agent(
 
     placement, run_dir = place.placement, local_folder(settings.run.place)
     nproc = placement.nproc or _ranks_for_gpus(settings)
-    memories = [NodeMemory() for _ in range(nproc)]
+    memories = [NodeMemory() for _ in range(2 * nproc)]  # see `Position.memories`
     bound_to = place_of if work.is_script else gpu_of if settings.launch.standby_gpu else nothing_of
     workers = Workers(work.rank_function, work.job, memories, work.warm_up, bound_to)
+    stop_together(workers.signal_all)
     view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
     with contextlib.closing(view), contextlib.ExitStack() as opened:
         tracker = (
@@ -217,11 +218,14 @@ def _run_agent(
         else:
             report = run_agent(node, agent)
         if mine.look():
-            view.ended(report.code, report.reason)
-            if tracker is not None:
-                tracker.ended(report.code, lambda: stop.interrupts > 1)
-            if prepared.copies is not None:
-                prepared.copies.push()
+            with reporting("show how the run ended"):
+                view.ended(report.code, report.reason)
+            with reporting("tell the tracker"):
+                if tracker is not None:
+                    tracker.ended(report.code, lambda: stop.interrupts > 1)
+            with reporting("copy the run's files"):
+                if prepared.copies is not None:
+                    prepared.copies.push()
         if report.code not in (FINISHED, STOPPED):
             said_already = (  # by rank 0, which is here
                 report.code in (1, 2)
@@ -232,7 +236,7 @@ def _run_agent(
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
             leave_word(f"ended with code {report.code}: {report.reason}")
-        view.linger(settings.metrics.metrics_linger, lambda: bool(stop))
+        view.linger(stop)
         return report.code
 
 

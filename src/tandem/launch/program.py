@@ -1,6 +1,8 @@
 """`tandem launch [settings] PROGRAM [its arguments]`: where ours ends and a person's own program begins."""
 
+import ast
 import importlib.machinery
+import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from tandem.config import SETTINGS, Given, Settings
 from tandem.errors import ConfigError
 from tandem.script.job import Job, Program, problem_of_script
 
+TASK = re.compile(r"[^-].*\.py:[A-Za-z_]\w*")
 SEE = "See `tandem launch --help`"
 _SWITCHES = {setting.flag for setting in SETTINGS.values() if setting.is_switch}
 _SWITCH_WORDS = ("true", "false")
@@ -18,7 +21,8 @@ def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
     """(tandem's own words, the program after them); None where there is none, and a task is trained.
 
     The program begins with the first word that is neither a setting nor a setting's value, with `-m` or with
-    `--`; everything after that is its own, whatever it looks like. Raises ConfigError.
+    `--`; everything after that is its own, whatever it looks like. `FILE.py:CLASS` is a task, and
+    settings may follow it. Raises ConfigError.
     """
     index = 0
     while index < len(words):
@@ -28,13 +32,15 @@ def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
             if not rest:
                 raise ConfigError(f"{word} needs a {'module' if word == '-m' else 'command'} after it. {SEE}")
             return ours, Program("module" if word == "-m" else "command", rest[0], tuple(rest[1:]))
+        if TASK.fullmatch(word) and not Path(word).exists():
+            return [*ours, "--task", word, *words[index + 1 :]], None
         if not word.startswith("-"):
             return ours, Program("script", word, tuple(words[index + 1 :]))
-        index += 1 + _takes_next(word, words[index + 1 : index + 2])
+        index += 1 + takes_next(word, words[index + 1 : index + 2])
     return list(words), None
 
 
-def _takes_next(flag: str, following: Sequence[str]) -> bool:
+def takes_next(flag: str, following: Sequence[str]) -> bool:
     """Whether the word after `flag` is its value."""
     if "=" in flag or flag.startswith("--no-") or flag in ("-h", "--help"):
         return False
@@ -45,28 +51,51 @@ def check(program: Program, flags: Mapping[str, Given]) -> None:
     """Refuse what cannot start before anything does. Raises ConfigError, one line."""
     tasks = [given.name for key, given in flags.items() if key == "task" or key.startswith("task.")]
     if tasks:
-        raise ConfigError(f"{tasks[0]} names a task, and {program} is a program of its own; give one of them")
+        raise ConfigError(f"{tasks[0]} names a task, but {program} is a program; give only one of them")
     if program.kind == "script":
         _check_script(Path(program.target))
     elif program.kind == "module":
         top = program.target.partition(".")[0]
         if not top or importlib.machinery.PathFinder.find_spec(top) is None:
             if not Path(top).with_suffix(".py").is_file() and not Path(top or "/").is_dir():
-                raise ConfigError(f"-m {program.target}: there is no module {top!r} here. {SEE}")
+                raise ConfigError(f"-m {program.target}: no module {top!r} found here. {SEE}")
     elif shutil.which(program.target) is None:
-        raise ConfigError(f"-- {program.target}: there is no such command here. {SEE}")
+        raise ConfigError(f"-- {program.target}: command not found. {SEE}")
 
 
 def _check_script(path: Path) -> None:
     if not path.exists():
-        hint = f"a built-in task is --task {path}" if path.suffix != ".py" else "give the path of a script"
-        raise ConfigError(f"there is no script {path} in {Path.cwd()}; {hint}. {SEE}")
+        hint = (
+            f"for a built-in task use --task {path}" if path.suffix != ".py" else "give the path of a script"
+        )
+        raise ConfigError(f"no script {path} found in {Path.cwd()}; {hint}. {SEE}")
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory, and a script is a file; for a package: -m {path.name}")
+        raise ConfigError(f"{path} is a directory; expected a script file; for a package use -m {path.name}")
     problem = problem_of_script(path)
     if problem:
-        more = f"; for another kind of program: -- ./{path}" if "not Python" in problem else ""
+        more = f"; to run another kind of program use -- ./{path}" if "not Python" in problem else ""
         raise ConfigError(problem + more)
+    if name := _only_task(path):
+        raise ConfigError(f"{path} only defines the task {name}; run `tandem launch {path}:{name}`")
+
+
+def _only_task(path: Path) -> str | None:
+    """The name of the one task that a file defines, if the file does nothing else."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    tasks = [each.name for each in body if isinstance(each, ast.ClassDef) and _is_task(each)]
+    quiet = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
+    is_quiet = all(
+        isinstance(each, quiet) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        for each in body
+    )
+    return tasks[0] if is_quiet and len(tasks) == 1 else None
+
+
+def _is_task(found: ast.ClassDef) -> bool:
+    return {"build_model", "loss"} <= {each.name for each in found.body if isinstance(each, ast.FunctionDef)}
 
 
 def job_of(program: Program, settings: Settings, chosen: Collection[str]) -> Job:
@@ -93,8 +122,9 @@ def variables_of(settings: Settings, chosen: Collection[str]) -> dict[str, str]:
     texts = settings.to_dict()
     ours = {name for name, setting in SETTINGS.items() if setting.slice in ("launch", "metrics")}
     names = {*chosen, "run_dir", "resume"} & (SETTINGS.keys() - ours - {"task", "task_fields"})
-    return {SETTINGS[name].variable: _text(texts[name]) for name in sorted(names)}
+    return {SETTINGS[name].variable: text_of_setting(texts[name]) for name in sorted(names)}
 
 
-def _text(value: object) -> str:
+def text_of_setting(value: object) -> str:
+    """A setting's value as a variable or a flag has it."""
     return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)

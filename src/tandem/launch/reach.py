@@ -16,6 +16,9 @@ from typing import Literal, NamedTuple
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.distributed.meeting import connect_store
+from tandem.errors import PeerLostError
+from tandem.launch.addresses import addresses_of, family_of, is_local
 from tandem.launch.guard import is_gate
 from tandem.launch.rendezvous_state import STATE_KEY, from_text
 from tandem.platforms.placement import Placement
@@ -60,41 +63,45 @@ def others(placement: Placement, waited: bool = False, connect: Connect | None =
 
     `waited`: an agent asks that has waited for the others; on node 0 it is the one that holds the port.
     """
-    addresses, skews = _addresses(placement.master_host), dict[str, float]()
+    addresses, skews = addresses_of(placement.master_host), dict[str, float]()
     if addresses and placement.node_rank == 0 and not waited:
         yield _free(placement, addresses[0])
     elif addresses:
-        yield (reached := _reached(placement))
-        here = set[int]()
+        reached, here = _reached(placement), set[int]()
         if reached.state == "pass" and (connect or not is_gate(_master(placement))):
-            here, skews = _told(placement, connect or partial(_store, placement))
+            try:
+                here, skews = _told(placement, connect or partial(_store, placement))
+            except PeerLostError as error:
+                remedy = "run `ss -ltnp` on that host to see which program it is"
+                reached = Finding("MASTER_PORT", "fail", str(error), remedy)
+        yield reached
         missing = [str(node) for node in range(placement.nodes) if node not in here]
         if waited and here and missing and placement.elastic is None:
-            said = f"node {', '.join(missing)} did not come"
-            yield Finding("nodes", "fail", said, "look at its log, and start it")
+            said = f"node {', '.join(missing)} did not join"
+            yield Finding("nodes", "fail", said, "check its log and start it")
     yield clock(skews)
 
 
 def names(placement: Placement, environ: Environment) -> Iterator[Finding]:
     """Whether the master's name and this host's own are known here."""
     host = placement.master_host
-    found = _addresses(host)
+    found = addresses_of(host)
     name = "MASTER_ADDR"
     if not found:
-        remedy = "correct it (--master HOST:PORT); on Kubernetes: is node 0's headless service there?"
+        remedy = "correct --master HOST:PORT; on Kubernetes, check that node 0's headless service exists"
         yield Finding(name, "fail", f"{host} does not resolve here", remedy)
-    elif placement.node_rank == 0 and not any(map(_is_here, found)):
-        said = f"{host} is {', '.join(found)}, and no address of this host, which is node 0"
-        yield Finding(name, "warn", said, "give node 0's own name, unless addresses are translated")
+    elif placement.node_rank == 0 and not any(map(is_local, found)):
+        said = f"{host} is {', '.join(found)}, which is not an address of this host (node 0)"
+        yield Finding(name, "warn", said, "use node 0's own name, unless this is NAT")
     else:
         yield Finding(name, "pass", f"{host} is {', '.join(found)}")
     if placement.is_one_host or any(environ.get(each) for each in INTERFACES):
         return
     own = socket.gethostname()
-    mine = _addresses(own)
+    mine = addresses_of(own)
     if all(each.startswith("127.") or each == "::1" for each in mine):
-        known = f"is {', '.join(mine)} here, where no other node can reach it" if mine else "does not resolve"
-        remedy = f"give {own} its address in /etc/hosts, or name the interface in GLOO_SOCKET_IFNAME"
+        known = f"is {', '.join(mine)} here, which no other node can reach" if mine else "does not resolve"
+        remedy = f"add {own} with its real address to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface"
         yield Finding("own name", "fail", f"{own} {known}", remedy)
     else:
         yield Finding("own name", "pass", f"{own} is {', '.join(mine)}")
@@ -111,12 +118,12 @@ def interfaces(environ: Environment, networks: Path = NETWORKS) -> Iterator[Find
             fits = [up for name, up in there.items() if (name if is_exact else name[: len(word)]) == word]
             said.append(f"{variable}={text}")
             if there and not text.startswith("^") and not any(fits):
-                wrong = f"{variable}={text}: {word} {'is down' if fits else 'is not there'}"
+                wrong = f"{variable}={text}: {word} {'is down' if fits else 'does not exist'}"
     up = ", ".join(sorted(name for name, is_up in there.items() if is_up)) or "none"
     if wrong:
-        yield Finding("interface", "fail", f"{wrong}; up here: {up}", "name one of these, or leave it out")
+        yield Finding("interface", "fail", f"{wrong}; up here: {up}", "set it to one of these, or unset it")
     else:
-        yield Finding("interface", "pass", f"{', '.join(said) or 'none is asked for'}; up here: {up}")
+        yield Finding("interface", "pass", f"{', '.join(said) or 'none requested'}; up here: {up}")
 
 
 def world_size(environ: Environment, placement: Placement | None, nproc: int) -> Finding | None:
@@ -129,8 +136,8 @@ def world_size(environ: Environment, placement: Placement | None, nproc: int) ->
     ranks = int(each) if each.isdigit() else nproc
     if not stated or stated != pods or ranks < 2:
         return None if placement is None else Finding("WORLD_SIZE", "pass", stated or "is not set")
-    said = f"WORLD_SIZE={stated} counts pods: {pods} pods of {ranks} are {int(pods) * ranks} ranks"
-    remedy = f"set nprocPerNode: {ranks} in the PyTorchJob, as text, and leave WORLD_SIZE to the operator"
+    said = f"WORLD_SIZE={stated} counts pods: {pods} pods of {ranks} ranks are {int(pods) * ranks} ranks"
+    remedy = f"set nprocPerNode: {ranks} in the PyTorchJob, as a string, and leave WORLD_SIZE to the operator"
     return Finding("WORLD_SIZE", "warn" if placement is not None else "fail", said, remedy)
 
 
@@ -139,35 +146,18 @@ def clock(skews: Mapping[str, float]) -> Finding:
     wall, steady = time.time(), time.monotonic()
     time.sleep(RENDEZVOUS_POLL_SECONDS)
     stepped = (time.time() - wall) - (time.monotonic() - steady)
-    remedy = "synchronise it (chrony, systemd-timesyncd), on the host where this is a container"
+    remedy = "synchronize it (chrony, systemd-timesyncd); for a container, do that on the host"
     far = {name: skew for name, skew in skews.items() if abs(skew) > CLOCK_SKEW_SECONDS}
     if wall < FIRST_TIME:
         return Finding("clock", "fail", f"it shows {datetime.fromtimestamp(wall, UTC):%Y-%m-%d}", remedy)
     if abs(stepped) > CLOCK_SKEW_SECONDS:
-        return Finding("clock", "warn", f"it has just been set by {stepped:+.0f} s", remedy)
+        return Finding("clock", "warn", f"it was just changed by {stepped:+.0f} s", remedy)
     if far:
         side = {True: "ahead of", False: "behind"}
         differs = [f"{abs(by):.0f} s {side[by > 0]} {node}'s" for node, by in far.items()]
         return Finding("clock", "warn", ", ".join(differs), remedy)
-    said = f"agrees with {', '.join(skews)}" if skews else "nobody to compare it with"
+    said = f"agrees with {', '.join(skews)}" if skews else "no other node to compare it with"
     return Finding("clock", "pass", said)
-
-
-def _addresses(host: str) -> list[str]:
-    with suppress(OSError, UnicodeError):
-        return sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
-    return []
-
-
-def _is_here(address: str) -> bool:
-    with socket.socket(_family(address)) as probe, suppress(OSError):
-        probe.bind((address, 0))
-        return True
-    return False
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _is_up(path: Path) -> bool:
@@ -179,16 +169,18 @@ def _is_up(path: Path) -> bool:
 def _free(placement: Placement, address: str) -> Finding:
     """Whether node 0 could listen where the others look for it."""
     port = placement.master_port
-    with socket.socket(_family(address)) as probe:
+    with socket.socket(family_of(address)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address if placement.is_one_host else "", port))
             probe.listen()
         except OSError as error:
-            said = f"cannot listen at port {port}: {os.strerror(error.errno or 0)}"
-            remedy = f"`ss -ltnp sport = :{port}` says who does; unless it is this job, choose another port"
+            said = f"cannot listen on port {port}: {os.strerror(error.errno or 0)}"
+            remedy = (
+                f"run `ss -ltnp sport = :{port}` to see what does; unless it is this job, choose another port"
+            )
             return Finding("MASTER_PORT", "fail", said, remedy)
-    return Finding("MASTER_PORT", "pass", f"{port} is free" if port else "any free one")
+    return Finding("MASTER_PORT", "pass", f"{port} is free" if port else "any free port")
 
 
 def _reached(placement: Placement) -> Finding:
@@ -196,11 +188,11 @@ def _reached(placement: Placement) -> Finding:
     try:
         socket.create_connection(_master(placement), timeout=MASTER_ANSWER_SECONDS).close()
     except ConnectionRefusedError:
-        said, remedy = f"nobody listens at {where}", "start node 0; if it runs, its port is another one"
+        said, remedy = f"nothing listens at {where}", "start node 0; if it is running, it uses another port"
         return Finding("MASTER_PORT", "warn", said, remedy)
     except OSError as error:
         said = f"{where} cannot be reached: {error.strerror or error}"
-        remedy = "let it through: firewall, security group, NetworkPolicy; or is the address an old one?"
+        remedy = "check the firewall, security group and NetworkPolicy, and that the address is current"
         return Finding("MASTER_PORT", "fail", said, remedy)
     return Finding("MASTER_PORT", "pass", f"{where} answers")
 
@@ -211,12 +203,12 @@ def _master(placement: Placement) -> tuple[str, int]:
 
 def _store(placement: Placement) -> TCPStore:
     timeout = timedelta(seconds=MASTER_ANSWER_SECONDS)
-    return TCPStore(*_master(placement), is_master=False, timeout=timeout)
+    return connect_store(*_master(placement), timeout, MASTER_ANSWER_SECONDS)
 
 
 def _told(placement: Placement, connect: Connect) -> tuple[set[int], dict[str, float]]:
     """Which nodes are in the store, and how far this clock is ahead of theirs: each writes its time there
-    once a second while it lives.
+    once a second while it lives. Raises PeerLostError where no store answers.
     """
     here = {placement.node_rank}
     skews: dict[str, float] = {}

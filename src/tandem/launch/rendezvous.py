@@ -12,9 +12,9 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem import __version__
+from tandem import __version__, running
 from tandem.distributed.group import first_line
-from tandem.distributed.meeting import listen
+from tandem.distributed.meeting import connect_store, listen
 from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
 from tandem.log import printable
 from tandem.platforms.environment import LOOPBACK
@@ -83,7 +83,7 @@ def verdict_in(store: TCPStore) -> VerdictError | None:
     if code.isdecimal() and len(code) <= 3 and int(code) <= 255:
         said = f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
         return VerdictError(int(code), said)
-    return VerdictError(FAILED, f"the job's verdict in the store is {text[:40]!r}, which is no exit code")
+    return VerdictError(FAILED, f"the job's verdict in the store is {text[:40]!r}, which is not an exit code")
 
 
 def leave_verdict(store: TCPStore, code: int, reason: str) -> None:
@@ -102,14 +102,14 @@ def one_line(reason: str) -> str:
 
 
 def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[], bool]) -> None:
-    """Until node 0's port is closed, but no longer than `seconds`.
+    """Wait until node 0's port is closed, but no longer than `seconds`.
 
     What ends first decides what a platform cleans up, and node 0 has the only log that says why. Asked by a
     connection of its own: torch's store writes a stack trace when one of its reads ends so.
     """
-    deadline = time.monotonic() + seconds
+    deadline = running.now() + seconds
     with contextlib.suppress(OSError):
-        while time.monotonic() < deadline and not should_stop():
+        while running.now() < deadline and not should_stop():
             address = placement.master_host, placement.master_port
             socket.create_connection(address, timeout=MASTER_ANSWER_SECONDS).close()
             time.sleep(MASTER_RETRY_SECONDS)
@@ -131,7 +131,7 @@ def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
     except VerdictError as verdict:
         if verdict.code != FINISHED or is_done():
             raise
-        log.warning("the store says that the job has finished, and it has not: going on")
+        log.warning("the store says that the job has finished, but it has not; continuing")
         with contextlib.suppress(RuntimeError):
             store.delete_key(VERDICT_KEY)
 
@@ -174,28 +174,33 @@ def host_store(placement: Placement) -> TCPStore:
         return store
     except (RuntimeError, ValueError, OSError) as error:
         raise PeerLostError(
-            f"cannot serve at {placement.master_host}:{placement.master_port}: {str(error).splitlines()[0]}; "
-            "is another job on this port? choose another with --master HOST:PORT"
+            f"cannot listen on {placement.master_host}:{placement.master_port}: {str(error).splitlines()[0]}"
+            "; another job may be using this port; choose another with --master HOST:PORT"
         ) from error
 
 
-def join_store(placement: Placement, reached_at: tuple[str, int]) -> TCPStore:
+def join_store(
+    placement: Placement,
+    reached_at: tuple[str, int],
+    patience: float,
+    should_stop: Callable[[], bool],
+) -> TCPStore:
     """The store on node 0, which answers there. Raises StoreLostError, TandemError."""
     host, port = placement.master_host, placement.master_port
     try:
         timeout = timedelta(seconds=STORE_READ_SECONDS)
-        store = TCPStore(*reached_at, is_master=False, timeout=timeout)
+        store = connect_store(*reached_at, timeout, patience, should_stop)
         job = store.get(JOB_KEY).decode()
         version = store.get(VERSION_KEY).decode() if store.check([VERSION_KEY]) else "an older version"
     except (RuntimeError, ValueError) as error:
         raise StoreLostError from error
     if job != placement.job:
         raise PeerLostError(
-            f"{host}:{port} is served by {job or 'another job'}, and this is {placement.job or 'not that'}; "
+            f"{host}:{port} belongs to {job or 'another job'}, not to {placement.job or 'this one'}; "
             "choose another port with --master HOST:PORT"
         )
     if version != __version__:
-        why = f"node {placement.node_rank} has tandem {__version__}, and node 0 has {version[:40]}"
+        why = f"node {placement.node_rank} has tandem {__version__}, but node 0 has {version[:40]}"
         with contextlib.suppress(RuntimeError):
             leave_verdict(store, MISCONFIGURED, why)
         raise ConfigError(f"{why}; install the same version, or use one image, on all nodes of a job")
@@ -216,12 +221,12 @@ def is_let_in(
     asked = one_line(store.get(NODES_KEY).decode(errors="replace"))[:10]
     if asked == str(placement.nodes):
         return True
-    differ = f"node 0 was started for {asked} nodes, and node {placement.node_rank} for {placement.nodes}"
+    differ = f"node 0 was started for {asked} nodes, but node {placement.node_rank} for {placement.nodes}"
     if was_in:
-        raise PeerLostError(f"{differ}: to be started again with that number")
-    log.warning("%s: waiting outside, the others train on; to resize a job start all its nodes again", differ)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+        raise PeerLostError(f"{differ}; restart it with the same number")
+    log.warning("%s; waiting while the others train; to resize the job, restart all of its nodes", differ)
+    deadline = running.now() + seconds
+    while running.now() < deadline:
         if stop:
             raise StopRequestedError
         try:
@@ -229,7 +234,7 @@ def is_let_in(
         except StoreLostError:
             return False
         time.sleep(MASTER_RETRY_SECONDS)
-    raise PeerLostError(f"{differ}, for {seconds:.0f} s; start all of them with the same number")
+    raise PeerLostError(f"{differ}, for {seconds:.0f} s; start all nodes with the same number")
 
 
 def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: Callable[[], bool]) -> None:
@@ -238,7 +243,7 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
     The name is resolved at every try: a pod made anew has a new address. Returns early when
     `should_stop()` says so; raises PeerLostError after `timeout_seconds`.
     """
-    started = time.monotonic()
+    started = running.now()
     next_word = started + 1.0
     while not should_stop():
         try:
@@ -246,13 +251,13 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
             return
         except OSError as error:
             problem = error.strerror or first_line(error)
-        waited = time.monotonic() - started
+        waited = running.now() - started
         if waited >= timeout_seconds:
             raise PeerLostError(
                 f"master {host}:{port} did not answer within {timeout_seconds:.0f} s ({problem}); "
                 "check that node 0 runs and that its name resolves here, or give --master HOST:PORT"
             )
-        if time.monotonic() >= next_word:
+        if running.now() >= next_word:
             log.info(
                 "waiting for master %s:%d: %s (%.0f of %.0f s)", host, port, problem, waited, timeout_seconds
             )
@@ -268,8 +273,8 @@ def stay_until_all_left(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Until so many nodes have left, but no longer than `seconds`; how many have."""
-    deadline = time.monotonic() + seconds
-    while left < nodes and time.monotonic() < deadline and not should_stop():
+    deadline = running.now() + seconds
+    while left < nodes and running.now() < deadline and not should_stop():
         time.sleep(LEFT_POLL_SECONDS)
         left = store.add(LEFT_KEY, 0)
     return left

@@ -89,13 +89,13 @@ class WatchfulBackend(RendezvousBackend):
             except ValueError as error:
                 if not self._has_warned:
                     self._has_warned = True
-                    text = "the store holds what is no state of a rendezvous (%s): going on without it"
+                    text = "ignoring an invalid rendezvous state in the store (%s)"
                     log.warning(text, one_line(str(error)))
                 found = self._replace(found, self._last)
                 continue
             self._last = found
             return pickle.dumps(self._clock.received(state)), found
-        raise RendezvousConnectionError("the store holds what is no state of a rendezvous, again and again")
+        raise RendezvousConnectionError("the rendezvous state in the store is invalid, again and again")
 
 
 def handler_of(
@@ -148,12 +148,12 @@ def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
     """How many nodes have come, and of a fixed number who has not. This one is there, joined or not."""
     here = nodes_here(handler)
     if here is None or placement.elastic is not None:
-        return f"{'some' if here is None else len(here)} of {placement.nodes} nodes are here"
+        return f"{'some' if here is None else len(here)} of {placement.nodes} nodes have joined"
     came = {address.partition(".")[0] for address in here} | {f"{placement.node_rank:06d}"}
     missing = [str(node) for node in range(placement.nodes) if f"{node:06d}" not in came]
     more = [f"{len(missing) - NODES_NAMED} more"] * (len(missing) > NODES_NAMED)
-    said = f"{placement.nodes - len(missing)} of {placement.nodes} nodes are here"
-    return f"{said}, not node {', '.join([*missing[:NODES_NAMED], *more])}" if missing else said
+    said = f"{placement.nodes - len(missing)} of {placement.nodes} nodes have joined"
+    return f"{said}, missing node {', '.join([*missing[:NODES_NAMED], *more])}" if missing else said
 
 
 def others_live(handler: DynamicRendezvousHandler, placement: Placement) -> bool:
@@ -167,7 +167,7 @@ def check_all_stay(handler: DynamicRendezvousHandler, nodes: int) -> None:
     """`nodes` have come, and none is taken for dead. Raises StoreLostError: go round again without it."""
     here = nodes_here(handler)
     if here is not None and len(here) < nodes:
-        raise StoreLostError(f"a node has come, and is gone: {len(here)} of {nodes} are here")
+        raise StoreLostError(f"a node joined and left again: {len(here)} of {nodes} remain")
 
 
 def to_text(state: Any) -> bytes:

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.errors import FAILED, FINISHED, KILLED, MISCONFIGURED, PEER_LOST, STOPPED
+from tandem.errors import FINISHED, KILLED, MISCONFIGURED, PEER_LOST, STOPPED, is_own, was_killed
 
 
 def job_code(codes: Sequence[int]) -> int:
     """The code of a whole from those of its parts.
 
-    The first present in: 2, other 1..127, 137/139/134, other 128+n, 200, 143, 0.
+    The first present in: 2, the program's own (1..127, 255), 137/139/134, other 128+n, 200, 143, 0.
     """
 
     def order(code: int) -> int:
         if code == MISCONFIGURED:
             return 0
-        if FAILED <= code <= 127:
+        if is_own(code):
             return 1
         if code in (137, 139, 134):
             return 2
@@ -25,8 +25,8 @@ def job_code(codes: Sequence[int]) -> int:
 
 
 def is_retried(code: int) -> bool:
-    """Whether ranks are started again after this code: 128+n and 200, but not 143."""
-    return code >= 128 and code != STOPPED
+    """Whether ranks are started again after this code: 128+n of a signal and 200, but not 143."""
+    return code == PEER_LOST or was_killed(code)
 
 
 def shell_code(exitcode: int | None) -> int:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tandem import running
 from tandem.launch.rendezvous import StoreLostError
 from tandem.launch.stops import THERE
 from tandem.platforms.placement import Placement
@@ -40,11 +41,11 @@ class RoundStore:
         return list(self._store.multi_get(keys))
 
     def _await(self, keys: Sequence[str]) -> None:
-        deadline, pause = time.monotonic() + STORE_READ_SECONDS, SHORTEST_LOOK_SECONDS
+        deadline, pause = running.now() + STORE_READ_SECONDS, SHORTEST_LOOK_SECONDS
         while not self._store.check(list(keys)):
             self._look()
-            if time.monotonic() > deadline:
-                raise StoreLostError(f"a node has come, and has said nothing for {STORE_READ_SECONDS} s")
+            if running.now() > deadline:
+                raise StoreLostError(f"a node joined but sent nothing for {STORE_READ_SECONDS} s")
             time.sleep(pause)
             pause = min(2 * pause, self._longest_pause)
 
@@ -65,7 +66,7 @@ def agreed(store: Any, key: str, form: str) -> str:
     """What the first node has written there for all, of this form (a pattern). Raises StoreLostError."""
     text = bytes(store.get(key)).decode(errors="replace")
     if re.fullmatch(form, text, re.ASCII) is None:
-        raise StoreLostError(f"the store holds {text[:40]!r} as {key}")
+        raise StoreLostError(f"invalid value {text[:40]!r} in the store for {key}")
     return text
 
 
@@ -73,4 +74,4 @@ def check_all_are_in(placement: Placement, nodes: int) -> None:
     """A rendezvous of `nodes` is what this job was asked to be. Raises StoreLostError: go round again."""
     if placement.elastic is None and nodes != placement.nodes:
         asked = f"{nodes} of {placement.nodes} nodes"
-        raise StoreLostError(f"the rendezvous let {asked} begin, and none trains without the others")
+        raise StoreLostError(f"the rendezvous started with {asked}, but all are required")

@@ -1,4 +1,4 @@
-"""What a run begins with: its folder, its config.json, and the checkpoint that it goes on from."""
+"""Prepare the run directory: permissions, config.json, and the decision where to resume."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
     if run_dir is None:
         if placement.platform != "none":
             raise ConfigError(
-                f"no run directory is given, and on {placement.platform} all nodes need the same one; "
+                f"no run directory is set, and on {placement.platform} all nodes need the same one; "
                 "give --run-dir DIR (on the shared volume) or TANDEM_RUN_DIR"
             )
         name = settings.run.task.rpartition(":")[2] if ":" in settings.run.task else settings.run.task
@@ -114,14 +114,15 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
             array, task = placement.array
             if (other := _noted(folder / f"array-{array}", task)) != task:
                 raise ConfigError(
-                    f"{folder} is the run of task {other} of array {array}, and this is task {task}; give "
-                    "each task its own, by its number (Slurm: --run-dir runs/$SLURM_ARRAY_TASK_ID)"
+                    f"{folder} belongs to task {other} of array {array}, but this is task {task}; give each "
+                    "task its own run directory (Slurm: --run-dir runs/$SLURM_ARRAY_TASK_ID)"
                 )
         if never_yet:
             before = _noted(folder / f"begun-{placement.job}", str(placement.restarts))
             if int(before or 0) < placement.restarts:
                 log.info(
-                    "restart %d of this job: it goes on, --resume never was its begin", placement.restarts
+                    "restart %d of this job: resuming; --resume never applies only to its first start",
+                    placement.restarts,
                 )
                 return settings.replace(resume="auto")
     except OSError as error:
@@ -191,7 +192,7 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | 
     except OSError as error:
         raise _unwritable(where, error) from error
     if folder != where:
-        log.info("logs and all that stays on this machine are in %s", folder)
+        log.info("logs and other local files are in %s", folder)
     return copies
 
 
@@ -201,7 +202,7 @@ def decide(settings: Settings) -> ResumeDecision:
     decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
     if decision.kind == "complete":
         log.info(
-            "the run in %s is complete at step %s; give more --epochs or --steps to go on",
+            "the run in %s already finished at step %s; raise --epochs or --steps to continue",
             run_dir,
             f"{decision.step:,}",
         )

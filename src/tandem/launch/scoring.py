@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from tandem.checkpoint.decision import say_damaged
 from tandem.checkpoint.locate import locate
+from tandem.checkpoint.manifest import check_fits
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
 from tandem.config.slices import LaunchConfig
@@ -25,15 +26,17 @@ from tandem.launch.restarts import job_code, shell_code
 from tandem.launch.scratch import scratch
 from tandem.launch.simulated import stop_with_parent
 from tandem.launch.variables import use_loopback
-from tandem.log import setup
-from tandem.platforms.placement import detect
+from tandem.log import printable, setup
+from tandem.platforms.placement import detect, outside_steps
+from tandem.tasks.names import named_by
+from tandem.tasks.traces import short_trace, what_and_where
 from tandem.timeouts import SUPERVISE_SECONDS
 
 log = logging.getLogger("tandem.run")
 
 OF_THIS_MACHINE = ("data_dir", "download", "device", "threads", "workers", "eval_batch_size", "nproc")
 """Settings that variables and files may say, too; all others are the checkpoint's unless a flag says them."""
-NOT_OF_THE_RUN = ("device", "threads", "batch_shares", "dp_first_share", "compile")
+NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "dp_first_share", "compile")
 """Settings of the training that mean nothing for a score, or another machine."""
 
 
@@ -41,18 +44,21 @@ def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str],
     """Evaluate the newest whole checkpoint at `place`, or the step it names. Raises TandemError."""
     store, step = locate(place)
     step, info = _newest(store) if step is None else (step, store.info(step))
-    settings = settings_of(info, given, environ)
+    settings, said = settings_of(store.directory, info, given, environ)
+    environ = outside_steps(environ)
     placement = detect(environ, socket.gethostname(), settings.launch)
     exactly = f"{store.directory}@{step}"
     nproc = settings.launch.nproc
     if placement.rank is None and placement.nodes > 1:
         raise ConfigError(
-            f"`tandem eval` starts ranks on one node, and here are {placement.nodes}; start each rank by "
-            "torchrun or srun, or give --nproc N on one machine"
+            f"`tandem eval` starts ranks on one node only, and here are {placement.nodes}; start each rank "
+            "with torchrun or srun, or use --nproc N on one machine"
         )
     if placement.rank is None and nproc not in ("auto", 1):
         return _start_ranks(exactly, given, environ, int(nproc), as_json)
     setup(None, placement.rank or 0, placement.node_rank, True, settings.telemetry.log_format == "json")
+    if said and not placement.rank:
+        print(f"tandem: {said}", file=sys.stderr, flush=True)
     placement = replace(placement.as_rank(), nproc=placement.nproc or 1)
     if placement.nodes == 1:
         use_loopback()
@@ -70,7 +76,7 @@ def _as_rank(settings: Settings, position: Position, store: CheckpointStore, ste
     except Exception as error:
         if is_peer_loss(error, position.world_size):
             raise PeerLostError(f"lost the other ranks: {one_line(error)}") from error
-        log.error("the task failed: %s\n%s", one_line(error), traceback.format_exc().rstrip())
+        log.error("%s\nthe task failed: %s", short_trace(error), what_and_where(error))
         return FAILED
     if position.rank == 0:
         print(told(store, step, scores, position.world_size, as_json))
@@ -83,11 +89,18 @@ def told(store: CheckpointStore, step: int, scores: Mapping[str, float], ranks: 
         facts = {"checkpoint": str(store.path(step)), "step": step, "ranks": ranks, "eval": dict(scores)}
         return json.dumps(facts)
     said = ", ".join(f"{name} {value:.4f}" for name, value in sorted(scores.items()))
-    return f"step {step:,} in {store.directory}: {said or 'no score: the evaluation set is empty'}"
+    place = printable(str(store.directory))
+    return f"step {step:,} in {place}: {said or 'no score: the evaluation set is empty'}"
 
 
-def settings_of(info: Mapping[str, Any], given: Mapping[str, Given], environ: Mapping[str, str]) -> Settings:
-    """Those that a checkpoint was trained with, but for its launch, and what is given now."""
+def settings_of(
+    directory: PurePath, info: Mapping[str, Any], given: Mapping[str, Given], environ: Mapping[str, str]
+) -> tuple[Settings, str]:
+    """Those that a checkpoint in `directory` was trained with, but for its launch, and what is given now.
+
+    And a line to print before the task is imported, where it is the checkpoint that names it. Raises
+    ConfigError, also for a task that lies in the run's own directory and that nobody has typed.
+    """
     ran = Settings.from_dict(info.get("settings", {}), tolerant=True)
     default = Settings()
     ran = replace(ran, launch=LaunchConfig()).replace(**{n: default.value(n) for n in NOT_OF_THE_RUN})
@@ -99,17 +112,23 @@ def settings_of(info: Mapping[str, Any], given: Mapping[str, Given], environ: Ma
     }
     fields = {name.removeprefix("task."): each.text for name, each in given.items() if name[:5] == "task."}
     theirs = {} if now.get("task", ran.run.task) != ran.run.task else ran.run.task_fields
-    return ran.replace(**{**now, "task_fields": {**theirs, **fields}})
+    settings = ran.replace(**{**now, "task_fields": {**theirs, **fields}})
+    if "task" in given:
+        return settings, ""
+    run_dir = directory.parent if directory.name.startswith("checkpoints") else directory
+    return settings, named_by(settings.run.task, f"the checkpoint in {printable(str(directory))}", run_dir)
 
 
 def _newest(store: CheckpointStore) -> tuple[int, dict[str, Any]]:
     def whole(step: int) -> dict[str, Any]:
+        info = store.info(step)
+        check_fits(store.path(step), store.sizes().get(step, 0))
         store.verify(step)
-        return store.info(step)
+        return info
 
     found = store.newest(whole, say_damaged, quarantine=False)
     if found is None:
-        raise ConfigError(f"{store.directory} holds no checkpoint whose bytes hold")
+        raise ConfigError(f"{store.directory} contains no valid checkpoint")
     return found
 
 

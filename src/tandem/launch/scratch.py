@@ -1,4 +1,4 @@
-"""A folder for the sockets of one agent, gone with it; what killed ones have left is swept by others."""
+"""Per-agent temp directory for sockets; removed on exit, stale ones cleaned up by later agents."""
 
 import os
 import shutil
@@ -61,6 +61,6 @@ def _make(parents: list[Path], prefix: str) -> Path:
         except OSError as error:
             problem = problem or error
     raise ConfigError(
-        f"cannot make a temporary folder in {' or '.join(map(str, parents))}: "
-        f"{problem.strerror if problem else 'no such place'}; set TMPDIR to a folder that can be written to"
+        f"cannot create a temporary directory in {' or '.join(map(str, parents))}: "
+        f"{problem.strerror if problem else 'no such directory'}; set TMPDIR to a writable directory"
     )

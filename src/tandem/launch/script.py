@@ -17,16 +17,18 @@ from pathlib import Path
 from types import TracebackType
 
 from tandem.config import Parser, resolve
+from tandem.data.loader import end_loaders
 from tandem.distributed import position as positions
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import first_line
+from tandem.distributed.helpers import killed_helper
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
+from tandem.json_output import drain, wrap_stderr
 from tandem.launch.lone_rank import LoneRank
 from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.log import setup
-from tandem.platforms.placement import detect
-from tandem.platforms.replica import with_index
+from tandem.platforms.placement import detect, of_this_process
 from tandem.signals import StopFlag
 
 log = logging.getLogger("tandem.run")
@@ -47,13 +49,16 @@ class ScriptRank:
             self.position = replace(self._launched.position, init="env")
             self._launched.hand_over()
             return
-        placement = detect(with_index(os.environ), socket.gethostname(), loaded.settings.launch).as_rank()
+        environ, asked = of_this_process(os.environ), loaded.settings.launch
+        placement = detect(environ, socket.gethostname(), asked).as_rank()
         if placement.rank is None and placement.nodes > 1:
             raise ConfigError(
-                f"this script is one rank, and no environment says which of {placement.nodes} nodes' it is; "
+                f"this script is one rank, but its place among {placement.nodes} nodes is not set; "
                 "start it with torchrun"
             )
         setup(None, None, placement.node_rank, True, loaded.settings.telemetry.log_format == "json")
+        if loaded.settings.telemetry.log_format == "json":
+            wrap_stderr(placement.node_rank)
         self.settings = of_this_job(resolve_run_dir(named, placement, time.time()), placement)
         lone = LoneRank(self.settings, placement)
         self.position = lone.position
@@ -88,14 +93,15 @@ class Ending:
         self.close: Callable[[int], int] = lambda code: code
         self._lone, self._world_size = lone, world_size
         self.hear = lone.hear
-        self._code, self._reason = FINISHED, "the script has ended"
+        self._code, self._reason = FINISHED, "the script finished"
         self._show = sys.excepthook
         sys.excepthook = self._uncaught
         atexit.register(self._at_exit)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._code, self._reason = code_of(error, self._world_size), first_line(error)
-        if self._code in (FAILED, GPU_FAILED) and not isinstance(error, TandemError):
+        end_loaders()
+        if self._code != PEER_LOST and not isinstance(error, TandemError):
             self._show(kind, error, trace)
         elif self._code == PEER_LOST and not isinstance(error, TandemError):
             log.error("lost the other ranks: %s", self._reason)
@@ -112,6 +118,7 @@ class Ending:
         self._lone.close()
         sys.stdout.flush()
         sys.stderr.flush()
+        drain()
         if self._code != FINISHED:
             os._exit(self._code)
         leave_without_destructors()
@@ -121,9 +128,12 @@ def code_of(error: BaseException, world_size: int) -> int:
     """The exit code for an error that nobody has caught (see `errors`)."""
     if isinstance(error, TandemError):
         return error.exit_code
+    killed = killed_helper(error)
     if is_gpu_failure(error):
         return GPU_FAILED
-    return PEER_LOST if is_peer_loss(error, world_size) else FAILED
+    if is_peer_loss(error, world_size):
+        return PEER_LOST
+    return FAILED if killed is None else killed[1]
 
 
 def leave_without_destructors() -> None:

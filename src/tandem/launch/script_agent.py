@@ -14,9 +14,10 @@ from typing import Any, cast
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
+from tandem import running
 from tandem.distributed.position import Position
-from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED
-from tandem.launch.endings import Cause, choose, failures, is_own, last_words, was_killed
+from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED, is_own, was_killed
+from tandem.launch.endings import Cause, choose, failures, last_words
 from tandem.launch.generations import NodeAgent
 from tandem.launch.rendezvous import VERDICT_KEY, VerdictError, leave_verdict, verdict_in
 from tandem.launch.rendezvous_state import others_live
@@ -50,7 +51,7 @@ class ScriptAgent(NodeAgent):
                 self._await_other_nodes()
         except VerdictError as verdict:
             if verdict.code == FINISHED and self._cause is not None:
-                return FAILED, f"the ranks of other nodes have ended well without it: {self._cause.told()}"
+                return FAILED, f"the ranks on other nodes finished without it: {self._cause.told()}"
             raise VerdictError(verdict.code, self._told_by_others() or str(verdict)) from None
         if is_own(code) and self._cause is not None:
             with contextlib.suppress(RuntimeError):
@@ -69,7 +70,7 @@ class ScriptAgent(NodeAgent):
 
         As long as for their coming. Raises VerdictError where others end in another way.
         """
-        position, config, heard = self._positions[0], self._node.config, time.monotonic()
+        position, config, heard = self._positions[0], self._node.config, running.now()
         key = f"{position.store[2] if position.store else ''}/well"
         with contextlib.suppress(RuntimeError):
             self._root.add(key, 1)
@@ -80,7 +81,7 @@ class ScriptAgent(NodeAgent):
         while (well := self._root.add(key, 0)) < position.nodes:
             if (verdict := verdict_in(self._root)) is not None and verdict.code != FINISHED:
                 raise verdict
-            now = time.monotonic()
+            now = running.now()
             if others_live(self._handler, self._node.placement):
                 heard, self._node.view.last_progress = now, time.time()
             if self._stop and self._stopping is None:
@@ -88,12 +89,12 @@ class ScriptAgent(NodeAgent):
                 deadline = min(deadline, now + config.shutdown_timeout)
             if now > min(deadline, heard + LEAVE_SECONDS) or self._stop.interrupts > 1:
                 self._root.delete_key(VERDICT_KEY)
-                said = f"the ranks of {well} of {position.nodes} nodes ended well, those of others not yet"
-                why = "are they gone, or is --master-timeout too short for them?"
+                said = f"the ranks on {well} of {position.nodes} nodes finished, the others did not"
+                why = "they may be lost, or need a longer --master-timeout"
                 raise VerdictError(STOPPED if self._stop else PEER_LOST, f"{said}; {why}")
             if now > next_word:
                 next_word = deadline
-                log.info("the ranks here have ended well: waiting for those of the other nodes")
+                log.info("the ranks on this node finished; waiting for the other nodes")
             time.sleep(MONITOR_SECONDS)
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
@@ -123,21 +124,21 @@ class ScriptAgent(NodeAgent):
         """
         if code == FINISHED and self._stopping is not None:
             return STOPPED
-        deadline = time.monotonic() + OTHERS_SECONDS
+        deadline = running.now() + OTHERS_SECONDS
         while code == STOPPED and not self._stop:
-            if time.monotonic() > deadline:
+            if running.now() > deadline:
                 return KILLED
             time.sleep(MONITOR_SECONDS)
         return code
 
     def _await_blame(self, first: Mapping[int, int]) -> dict[int, int]:
         """When only peers were lost: the failures of others here, who may take a moment to end."""
-        deadline = time.monotonic() + BLAME_SECONDS
+        deadline = running.now() + BLAME_SECONDS
         while True:
             codes = self._workers.codes()
             later = failures(codes)
             explained = any(code != PEER_LOST for code in later.values())
-            if explained or None not in codes.values() or time.monotonic() > deadline:
+            if explained or None not in codes.values() or running.now() > deadline:
                 return later
             self._workers.pause(MONITOR_SECONDS)
 
@@ -146,8 +147,8 @@ class ScriptAgent(NodeAgent):
         position, found = self._positions[0], ours
         others = [replace(position, node_rank=node) for node in range(position.nodes)]
         keys = [self._ended_key(each) for each in others if each.node_rank != position.node_rank]
-        deadline = time.monotonic() + OTHERS_SECONDS
-        while time.monotonic() < deadline:
+        deadline = running.now() + OTHERS_SECONDS
+        while running.now() < deadline:
             for key in [key for key in keys if self._root.check([key])]:
                 try:
                     theirs = Cause.from_json(self._root.get(key))

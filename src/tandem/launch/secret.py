@@ -1,4 +1,7 @@
-"""The secret of a job, as somebody gives it: a variable or a file, the same on all nodes."""
+"""The secret of a job, as somebody gives it: a variable or a file, the same on all nodes.
+
+Either may stand in .env, too, which counts where the environment has neither.
+"""
 
 import ctypes
 import hmac
@@ -6,6 +9,7 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from tandem.config.sources import DOTENV, dotenv_variables
 from tandem.errors import ConfigError
 
 SECRET, SECRET_FILE = "TANDEM_JOB_SECRET", "TANDEM_JOB_SECRET_FILE"
@@ -17,8 +21,11 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
     if environ is os.environ:
         _wipe(SECRET)
     text, file = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
+    if not text and not file:
+        said = dotenv_variables(DOTENV)
+        text, file = said.get(SECRET) or "", said.get(SECRET_FILE) or ""
     if text and file:
-        raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set; give one of them")
+        raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set; set only one of them")
     if not text and not file:
         return None
     if file:
@@ -30,12 +37,14 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
                 f"{SECRET_FILE}: cannot read {file}: {error.strerror}; make it readable"
             ) from error
         except ValueError:
-            raise ConfigError(f"{SECRET_FILE}: {file} is no text; make it of: openssl rand -hex 32") from None
+            raise ConfigError(
+                f"{SECRET_FILE}: {file} is not a text file; create it with: openssl rand -hex 32"
+            ) from None
     text = text.strip()
     if not SHORTEST_SECRET <= len(text) <= LONGEST_SECRET:
         raise ConfigError(
-            f"the job's secret has {len(text)} characters, valid are {SHORTEST_SECRET} to {LONGEST_SECRET}, "
-            "such as those of: openssl rand -hex 32"
+            f"the job secret has {len(text)} characters; expected {SHORTEST_SECRET} to {LONGEST_SECRET}; "
+            "create one with: openssl rand -hex 32"
         )
     return hmac.digest(text.encode(), b"tandem: nodes of one job", "sha256")
 

@@ -19,7 +19,14 @@ from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.errors import INTERRUPTED_TWICE, KILLED, MISCONFIGURED, PEER_LOST, StoppedError
-from tandem.launch.fork_server import end_fork_server, start, start_fork_server
+from tandem.launch.fork_server import (
+    UNKNOWN,
+    end_fork_server,
+    fork_server_pid,
+    has_gone,
+    start,
+    start_fork_server,
+)
 from tandem.launch.gpus import gpus_of, shared_out
 from tandem.launch.restarts import job_code, shell_code
 from tandem.launch.run_dir import forget_mistake, open_log_folder, run_folder
@@ -27,8 +34,9 @@ from tandem.launch.scratch import scratch
 from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import resolve
 from tandem.log import redirect_output
+from tandem.platforms.by_hand import unplaced
 from tandem.platforms.placement import Placement
-from tandem.process import end_with_parent, stat_of
+from tandem.process import Process, below, end_with_parent, stat_of
 from tandem.script.job import Program
 from tandem.signals import StopFlag, default_handlers, handed_on
 from tandem.silence import still
@@ -38,7 +46,6 @@ log = logging.getLogger("tandem.launch")
 
 AGENT, PROGRAM = "tandem.launch.agent", "tandem.cli:main"  # named, not imported: torch, and what is above
 ENDING_SECONDS = LEAVE_SECONDS + TRACKER_END_SECONDS  # beyond its ranks' end, until a node has left
-FORKS_ARE_GONE = 255  # multiprocessing's exit code of a process whose fork server cannot say it any more
 
 
 def simulate(
@@ -73,8 +80,8 @@ def simulate(
         set_for_ranks(placement.is_one_host, program is not None)
         try:
             with stop.ending():
-                imported = start_fork_server([AGENT, *preload], folder)
-                with still("importing what nodes and ranks need"):
+                imported = start_fork_server([AGENT, *preload], folder, keeps=False)
+                with still("importing modules for nodes and ranks"):
                     imported()
         except StoppedError:
             end_fork_server()
@@ -102,26 +109,27 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
             for node in nodes:
                 node.signal(handed_on(stop.signal_number or signal.SIGTERM))
         if stops_at == float("inf") and any(node.is_cut_off() for node in nodes):
-            lost = "the process that nodes are forked from is gone, as where memory is short"
-            log.error("%s; the nodes save and stop: start again with the same command", lost)
+            lost = "the process that forks the nodes was killed, probably because memory ran out"
+            log.error("%s; the nodes save and stop; run the same command again to resume", lost)
             stops_at = time.monotonic() + config.shutdown_timeout + DEAF_NODE_SECONDS
         if (late := time.monotonic() - stops_at) > 0:
             here = [index for index, node in enumerate(nodes) if node.code() is None]
             deaf = [index for index in here if late > ENDING_SECONDS or nodes[index].is_frozen()]
             if deaf:
-                log.warning("asked to stop, and still here: killing node %s", ", ".join(map(str, deaf)))
+                log.warning("did not stop in time: killing node %s", ", ".join(map(str, deaf)))
             for index in deaf:
                 nodes[index].signal(signal.SIGKILL)
         if stop.interrupts > 1:
-            log.warning("second Ctrl-C: ending all nodes at once")
+            log.warning("second Ctrl-C: killing all nodes")
             for node in nodes:
                 node.signal(signal.SIGKILL)
             _wait(nodes)
             return
         for index, node in enumerate(nodes):
-            if node.was_killed() and not stop and restarts_left > 0 and _others_run(nodes, index):
+            is_to_start = node.was_killed() and not stop and restarts_left > 0 and _others_run(nodes, index)
+            if is_to_start and not _left_of(nodes):
                 restarts_left -= 1
-                log.warning("node %d was killed (%s): starting it again", index, node.code())
+                log.warning("node %d was killed (%s); restarting it", index, node.code())
                 node.start("--resume", "auto")  # whatever this launch began with, it goes on now
 
 
@@ -130,6 +138,11 @@ def _wait(nodes: Sequence["SimulatedNode"]) -> None:
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(node.code() is None for node in nodes) and time.monotonic() < deadline:
         time.sleep(SUPERVISE_SECONDS)
+
+
+def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
+    """What killed nodes have left behind, which ends by itself in a moment (keeper.py)."""
+    return below(fork_server_pid() or 0, {node.pid for node in nodes if node.code() is None})
 
 
 def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
@@ -160,9 +173,13 @@ class SimulatedNode:
         )
         start(self._process)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0 if self._process is not None else 0
+
     def code(self) -> int | None:
         code = None if self._process is None else self._process.exitcode
-        if code == FORKS_ARE_GONE:
+        if self.is_cut_off():
             return None if self._state() else PEER_LOST
         if code == -signal.SIGTERM:  # before it could hear of it; 143 is a stop with all that belongs to it
             return KILLED
@@ -173,7 +190,7 @@ class SimulatedNode:
 
     def is_cut_off(self) -> bool:
         """Whether nobody can say any more how it ends; it has got SIGTERM for that."""
-        return self._process is not None and self._process.exitcode == FORKS_ARE_GONE
+        return self._process is not None and self._process.exitcode == UNKNOWN and has_gone()
 
     def is_frozen(self) -> bool:
         return self._state() in ("T", "t")
@@ -204,6 +221,8 @@ def _be_a_node(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         redirect_output(output)
+    for name in set(os.environ) - set(unplaced(os.environ)):  # a batch script may have set MASTER_ADDR
+        del os.environ[name]
     os.environ.update(variables)
     sys.argv = [sys.argv[0], "launch", *words]
     resolve(PROGRAM)()

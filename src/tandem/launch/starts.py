@@ -18,8 +18,9 @@ from tandem.checkpoint.listing import newest_step
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config.address import RemotePath
-from tandem.errors import CrashLoopError
-from tandem.launch.restarts import is_retried
+from tandem.errors import STOPPED, CrashLoopError
+from tandem.log import printable
+from tandem.reading import STARTS, content, parsed, typed
 from tandem.telemetry.journal import write_bytes_atomic
 from tandem.timeouts import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, MONITOR_SECONDS, STEADY_SECONDS
 
@@ -41,9 +42,9 @@ class Record:
     @classmethod
     def parse(cls, raw: bytes | None) -> "Record":
         """Nothing counted, for what is no record."""
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            fields = json.loads(raw or b"{}")
-            return cls(int(fields["starts"]), int(fields["step"]), str(fields["reason"])[:1000])
+        with suppress(ValueError):
+            found = typed(parsed(raw or b"{}"), STARTS)[0]
+            return cls(found["starts"], found["step"], printable(found["reason"], 1000))
         return cls()
 
 
@@ -65,8 +66,8 @@ class Starts:
             self._forget()  # what comes next was started by a person, who has read this
             raise CrashLoopError(
                 f"{before.starts} starts in a row have saved nothing new after step {before.step}; the last "
-                f"one: {before.reason or 'it was killed'}. Look into log/ in {self._run_dir}, mend that, and "
-                "start again; --max-starts says how many are tried"
+                f"one: {before.reason or 'it was killed'}. Check log/ in {self._run_dir}, fix that and "
+                "start again; --max-starts sets how many starts are tried"
             )
         seconds = backoff_seconds(before.starts)
         if seconds:
@@ -83,7 +84,7 @@ class Starts:
     def end(self, code: int, reason: str, generations: int) -> None:
         """The launch has ended: only an end that the platform starts again counts, after ranks have begun."""
         self._timer.cancel()
-        if not is_retried(code):
+        if code < 128 or code == STOPPED:  # a platform starts it again after 255, too
             self._forget()
         elif generations == 0:
             self._write(self._before)
@@ -94,7 +95,7 @@ class Starts:
         with suppress(OSError):
             if isinstance(self._run_dir, RemotePath):
                 return remote_at(self._run_dir).read(self._run_dir / NAME)
-            return (local_folder(self._run_dir) / NAME).read_bytes()
+            return content(local_folder(self._run_dir), NAME)
         return None
 
     def _write(self, record: Record) -> None:
@@ -104,22 +105,22 @@ class Starts:
         """This start is steady, or has ended for good: those before it count no more."""
         self._put(None)
 
-    def _put(self, content: bytes | None) -> None:
+    def _put(self, record: bytes | None) -> None:
         if not self._is_ours():
             return
         try:
             if isinstance(self._run_dir, RemotePath):
                 store = remote_at(self._run_dir)
-                if content is None:
+                if record is None:
                     store.delete(self._run_dir, [NAME])
                 else:
-                    store.write(self._run_dir / NAME, content)
-            elif content is None:
+                    store.write(self._run_dir / NAME, record)
+            elif record is None:
                 (local_folder(self._run_dir) / NAME).unlink(missing_ok=True)
             else:
-                write_bytes_atomic(local_folder(self._run_dir) / NAME, content)
+                write_bytes_atomic(local_folder(self._run_dir) / NAME, record)
         except OSError as error:
-            log.warning("cannot count this start in %s: %s", self._run_dir, error)
+            log.warning("cannot record this start in %s: %s", self._run_dir, error)
 
 
 def backoff_seconds(starts: int) -> float:

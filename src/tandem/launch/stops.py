@@ -1,8 +1,8 @@
 """What a stop is to the ranks of a generation: they save and end, or just end where no step was finished."""
 
 import logging
-import time
 
+from tandem import running
 from tandem.errors import KILLED, STOPPED
 from tandem.launch.part import Node
 from tandem.launch.rendezvous import StopRequestedError
@@ -30,7 +30,7 @@ def is_time_to_save(node: Node, has_trained: bool, waits_since: float | None) ->
     """
     if not has_trained or node.stop.at is None or node.stop.interrupts > 1:
         return False
-    now = time.monotonic()
+    now = running.now()
     if waits_since is not None and now - max(waits_since, node.stop.at) > MEET_TO_SAVE_SECONDS:
         return False
     return now - node.stop.at < node.config.shutdown_timeout
@@ -45,21 +45,21 @@ class Stopping:
 
     def __init__(self, node: Node, what_there_is: str) -> None:
         self._node, self._there = node, what_there_is
-        self._since, self._has_said = node.stop.at or time.monotonic(), False
+        self._since, self._has_said = node.stop.at or running.now(), False
 
     def code(self, has_trained: bool) -> int | None:
         """What the generation ends with, if it is to end now. Raises StopRequestedError: nothing is saved."""
-        seconds, name = time.monotonic() - self._since, self._node.stop.name
+        seconds, name = running.now() - self._since, self._node.stop.name
         limit = self._node.config.shutdown_timeout
         if not self._has_said and (has_trained or self._there == TRAINED):
             self._has_said = True
             asked = f"asking all ranks to save and stop (up to {limit:.0f} s)"
-            log.info("%s: %s; Ctrl-C again ends them at once", name, asked)
+            log.info("%s: %s; press Ctrl-C again to kill them", name, asked)
         if not self._has_said and seconds > START_STOP_SECONDS:
             self._node.workers.kill()
             if self._there == NOTHING:
                 raise StopRequestedError
-            step, said = self._node.resume.step, "nothing to save, and the same command goes on from"
+            step, said = self._node.resume.step, "nothing to save; run the same command again to resume from"
             where = f"step {step:,}" if step else "the newest checkpoint"
             log.info("%s came before the first step; %s %s", name, said, where)
             return STOPPED

@@ -63,7 +63,7 @@ class TrackerProcess:
         if self._process.poll() is None:
             self._process.kill()
         if self._process.wait() != 0:
-            say = "not all of this run is at %s; to send the rest: tandem track %s"
+            say = "this run is not fully uploaded to %s; to send the rest, run: tandem track %s"
             log.warning(say, self._name, self._folder)
 
     def close(self) -> None:

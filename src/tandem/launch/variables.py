@@ -12,6 +12,8 @@ def set_for_ranks(is_one_host: bool, is_script: bool) -> None:
         use_loopback()
     record_collectives()
     wait_passively()
+    use_older_nccl()
+    number_gpus_by_slot()
     if not is_script:  # its ranks meet in a store of their own, and its dumps are its own affair
         keep_nccl_errors_here()
 
@@ -33,9 +35,27 @@ def record_collectives() -> None:
 def keep_nccl_errors_here() -> None:
     """A NCCL error ends its own generation: no signal in the agents' store, which later ones use, too.
 
-    Signal and dump are what torch does by itself; a rank that is stuck writes its record anyway.
+    Signal and dump are what torch does by itself; a rank that is stuck writes its record anyway. Nor is there
+    anything to wait for (torch's newer group: 15 s) before the process is aborted.
     """
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
+
+
+def use_older_nccl() -> None:
+    """Open "nccl" as torch did until 2.14. The group that is the default in 2.15 makes backward wait for each
+    bucket's all-reduce: nothing is exchanged while it computes, and a rank that waits seems to compute.
+
+    Ranks without an agent do the same when they open their group (distributed/group.py).
+    """
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+
+
+def number_gpus_by_slot() -> None:
+    """Number GPUs as NVML and nvidia-smi do, by PCI slot. CUDA's own order is the fastest first: where a
+    machine has several kinds, metrics would show another GPU's numbers.
+    """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 
 def wait_passively() -> None:

@@ -7,21 +7,24 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tandem import running
 from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings
+from tandem.config.secrets import secrets_in
 from tandem.distributed.group import Position
-from tandem.errors import FINISHED, STOPPED
+from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, STOPPED
 from tandem.launch.gpus import chosen_gpus
-from tandem.log import renew_outputs
+from tandem.log import renew_outputs, reporting
 from tandem.platforms.placement import Placement
 from tandem.report.about import About
 from tandem.report.access import Access
 from tandem.report.history import History
-from tandem.report.secrets import secrets_in
 from tandem.report.server import MetricsServer
 from tandem.signals import StopFlag
-from tandem.telemetry import health, life, metrics
+from tandem.silence import still
+from tandem.telemetry import health, life, metrics, restarts
 from tandem.telemetry.channel import Receiver
+from tandem.telemetry.families import Sample
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.hangs import Alarm
 from tandem.telemetry.journal import Journal, read_events, write_json_atomic
@@ -96,7 +99,19 @@ class NodeView:
         started = time.time() - life.process_age_seconds()
         self.metrics.apply(
             [metrics.RUN_STATE.enter("starting"), metrics.RUN_START_TIMESTAMP_SECONDS.set(started)]
+            + [self._info()]
             + self._restarts.earlier(settings.checkpoint.resume == "never")
+        )
+
+    def _info(self) -> Sample:
+        """The run's name, for alerts about runs that end early; rank 0 knows the rest."""
+        return metrics.RUN_INFO.says(
+            run=self._settings.run.run_name or self.run_dir.name,
+            task=self._settings.run.task,
+            platform=self._placement.platform,
+            backend="",
+            precision="",
+            config_hash="",
         )
 
     def generation_started(self, number: int, position: Position) -> None:
@@ -120,7 +135,7 @@ class NodeView:
         self._history.take(Event(kind, time.time(), fields))
         reason = self._restarts.take(kind, fields)
         if reason is not None:
-            self.metrics.apply([metrics.RESTARTS.inc(reason=reason)])
+            self.metrics.apply([restarts.sample(reason)])
 
     def _enter(self, state: str) -> None:
         """The run is in this state from now on, and time is charged to it."""
@@ -136,7 +151,9 @@ class NodeView:
 
     def ended(self, code: int, reason: str) -> None:
         """The job is over: final state, and the summary where rank 0 has not written one."""
-        state = "succeeded" if code == FINISHED else "failed"
+        state = {FINISHED: "succeeded", STOPPED: "stopped"}.get(code, "failed")
+        if code in (KILLED, INTERRUPTED_TWICE) and self._stop and self.plan is None:
+            state = "stopped"  # before there was anything to save
         if self._journal is None:
             self._state = state
             return
@@ -145,20 +162,27 @@ class NodeView:
         self._ending = {"state": ending, "exit_code": code, "reason": reason}
         if ending == "failed" or not summary.exists():
             self.event(ending, exit_code=code, reason=reason)
-            try:
+            with reporting("write summary.json"):
                 write_json_atomic(summary, self._summary(ending, code, reason))
-            except OSError as error:
-                log.warning("cannot write %s: %s", summary, error)
         self._enter(state)
-        try:
+        with reporting("write metrics.prom"):
             self.metrics.write_last_page(self.run_dir / "metrics.prom")
-        except OSError as error:
-            log.warning("cannot write metrics.prom: %s", error)
 
-    def linger(self, seconds: float, should_stop: Callable[[], bool]) -> None:
-        """Give Prometheus the chance to see the final state, if it has ever looked."""
-        if self._server is not None:
-            self._server.linger(seconds, should_stop)
+    def linger(self, stop: StopFlag) -> None:
+        """Give Prometheus the chance to see the final state, if it has ever looked.
+
+        A stopped run waits as well, within --shutdown-timeout: unseen, a stop looks like a lost node. A
+        second Ctrl-C ends that, and so does a signal that only comes now.
+        """
+        if self._server is None:
+            return
+        is_stopped, limit = bool(stop), (stop.at or 0.0) + self._settings.launch.shutdown_timeout
+
+        def is_over() -> bool:
+            return stop.interrupts > 1 or (running.now() > limit if is_stopped else bool(stop))
+
+        with still(f"waiting for the last scrape, up to {self.linger_seconds:g} s; Ctrl-C ends it"):
+            self._server.linger(self.linger_seconds, is_over)
 
     def close(self) -> None:
         self._closing.set()
@@ -190,6 +214,7 @@ class NodeView:
             "seconds_left": left,
             "seconds_since_progress": round(time.time() - self.last_progress, 1),
             "restarts": self._restarts.total,
+            "planned_stops": self._restarts.planned_stops,
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "time": time.time(),
             **(self._about.hidden(self._history.now()) if self._history is not None else {}),
@@ -269,8 +294,16 @@ class NodeView:
         """How many steps it had done when it was last heard."""
         return self._beats[0].step if 0 in self._beats else 0
 
+    def whereabouts(self, rank: int) -> str:
+        """Where a rank of this node was when it was last heard."""
+        beat = self._beats.get(rank)
+        return f"(in {beat.phase or beat.activity} of step {beat.step})" if beat is not None else ""
+
     def _tick(self) -> None:
+        asleep = time.monotonic() - running.now()
         while not self._closing.wait(NODE_TICK_SECONDS):
+            before, asleep = asleep, time.monotonic() - running.now()
+            self.last_progress += asleep - before  # while this process was stopped nobody could get on
             self._bring_up_to_date()
             renew_outputs()
             self._health_file.write(self._health())
@@ -295,6 +328,7 @@ class NodeView:
             "wall_seconds": round(time.monotonic() - self._began, 3),
             "weights_sha256": None,
             "restarts": self._restarts.total,
+            "planned_stops": self._restarts.planned_stops,
             "resumed_from_step": None,
             "last_checkpoint_step": newest_step(self.checkpoints),
         }

@@ -7,6 +7,9 @@ judges. None of this is in the path of a collective, and each part that may bloc
                 alarm (node 0: reads the others')
     judge       looks at what is known, never waits; on a node that cannot reach the store it cuts the
                 store's connections, which wakes the agent out of any read it hangs in
+
+Steps need all ranks. While those that are heard get on, an agent that cannot be heard is just that, and its
+ranks do not hang.
 """
 
 import json
@@ -23,9 +26,10 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem import running
 from tandem.launch.rendezvous import read_all
 from tandem.process import stat_of
-from tandem.telemetry.hangs import Alarm, Beat, judge
+from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, judge
 from tandem.telemetry.messages import Heartbeat, checked, pack_samples, unpack_samples
 from tandem.telemetry.registry import Registry
 from tandem.timeouts import (
@@ -46,11 +50,24 @@ STOPPED, ENDED = ("T", "t"), ("Z", "X", "x")
 
 @dataclass
 class _Heard:
-    """The last heartbeat of a rank here, or of all ranks of another node, and when it came (monotonic)."""
+    """The last heartbeat of a rank here, or of all ranks of another node, and when it came (`running.now`).
+
+    `used` is the CPU time of a rank that says nothing, and `looked_at` when that was so.
+    """
 
     beats: list[Beat]
     number: int
     at: float
+    used: int = 0
+    looked_at: float = 0.0
+    worked_at: float = 0.0
+
+    def look(self, ticks: int, now: float) -> None:
+        """A rank that says nothing has used so much CPU time: it computes, where that grows."""
+        if now - self.looked_at > NODE_TICK_SECONDS:
+            if self.looked_at and ticks > self.used:
+                self.worked_at = now
+            self.used, self.looked_at = ticks, now
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,9 @@ class Watchdog:
         self._nodes: dict[int, _Heard] = {}
         self._other_nodes: list[int] = []
         self._last_exchange: float | None = None  # None: not reached since it was last given up
+        self._advanced_at = 0.0  # when a rank that is heard has last finished a step
+        self._unheard = set[int]()  # nodes whose agents cannot be heard while their ranks train
+        self._past = NOTHING_BEFORE
         self._alarm: Alarm | None = None
         self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
         self.has_trained = False  # a rank here has finished a step of the last generation
@@ -115,16 +135,19 @@ class Watchdog:
         with self._lock:
             self._generation, self._pids, self._alarm = generation, dict(pids), None
             self._heartbeats, self._nodes, self.has_trained = {}, {}, False
-            self._last_exchange = time.monotonic()  # the store has just answered the agent
+            self._advanced_at, self._unheard = 0.0, set()
+            self._last_exchange = running.now()  # the store has just answered the agent
             self._other_nodes = [node for node in nodes if node != self._node]
 
     def end_generation(self, store: TCPStore) -> None:
-        """Nobody is to be missed until the next generation begins; node 0 hears that of the others."""
+        """Suspend hang detection between generations, and tell node 0 so."""
         if self._node != 0:
             with suppress(RuntimeError):
                 self._tell_beats(store, self._generation, [])
                 self._tell_samples(store)
         with self._lock:
+            heard = (*self._heartbeats.values(), *self._nodes.values())
+            self._past = self._past.after(self._alarm, [beat for each in heard for beat in each.beats])
             self._generation, self._alarm = "", None
 
     def hear(self, beat: Heartbeat) -> None:
@@ -132,62 +155,75 @@ class Watchdog:
         with self._lock:
             if beat.rank in self._pids:
                 here = Beat(**vars(beat), node=self._node, node_name=self._name)
-                self._heartbeats[beat.rank] = _Heard([here], 0, time.monotonic())
+                heard = _Heard([here], 0, running.now())
+                self._note_steps(self._heartbeats.get(beat.rank), heard)
+                self._heartbeats[beat.rank] = heard
                 self.has_trained = self.has_trained or beat.trained
                 self.has_ever_trained = self.has_ever_trained or beat.trained
+
+    def _note_steps(self, before: _Heard | None, heard: _Heard) -> None:
+        steps = {beat.rank: beat.step for beat in before.beats} if before is not None else {}
+        for beat in heard.beats:
+            if beat.step > steps.get(beat.rank, beat.step):
+                self._advanced_at = max(self._advanced_at, heard.at - beat.quiet)
 
     def _local_beats(self, now: float) -> list[Beat]:
         beats = []
         for rank, heard in self._heartbeats.items():
-            silent = now - heard.at
-            state = _process_state(self._pids.get(rank, 0)) if silent > 1.0 else "R"
+            silent, state = now - heard.at, "R"
+            if silent > 1.0:
+                state, *more = stat_of(self._pids.get(rank, 0)) or ["X"]
+                heard.look(sum(map(int, more[10:12])), now)
             if state not in ENDED:  # the agent looks after those
-                beats += [beat.later(silent, state in STOPPED) for beat in heard.beats]
+                idle = now - max(heard.at, heard.worked_at)
+                beats += [beat.later(silent, idle, state in STOPPED) for beat in heard.beats]
         return beats
 
     def _remote_beats(self, now: float) -> list[Beat]:
-        return [
-            beat.later(now - heard.at, beat.halted or now - heard.at > beat.hang)
-            for heard in self._nodes.values()
-            for beat in heard.beats
-        ]
+        beats = []
+        for heard in self._nodes.values():
+            silent = now - max(heard.at, self._advanced_at)
+            beats += [beat.later(silent, silent, beat.halted or silent > beat.hang) for beat in heard.beats]
+        return beats
 
     def _judge(self) -> None:
-        last = time.monotonic()
         while not self._closing.wait(WATCHDOG_TICK_SECONDS):
-            now = time.monotonic()
-            if now - last > 5 * WATCHDOG_TICK_SECONDS:
-                self._forgive(now - last)
-            last = now
             try:
-                self._look(now)
+                self._look(running.now())
             except Exception:  # without this thread no hang would ever be named
-                log.exception("the watchdog could not judge; it looks again")
+                log.exception("hang detection failed; retrying")
                 self._closing.wait(STORE_RETRY_SECONDS)
 
     def _look(self, now: float) -> None:
         with self._lock:
             beats = self._local_beats(now) + self._remote_beats(now)
             if self._node == 0 and self._generation and self._alarm is None:
-                self._alarm = judge(beats)
+                self._alarm = judge(beats, self._past)
             limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
             since = self._last_exchange
-            lost = self._node != 0 and since is not None and now - since > limit
+            lost = self._node != 0 and since is not None and now - max(since, self._advanced_at) > limit
             if lost:
                 self._last_exchange = None
+            heard_at = {node: heard.at for node, heard in self._nodes.items()}
+            if self._node != 0 and since is not None and not lost:
+                heard_at[0] = since
+            silent = {node: now - at for node, at in heard_at.items() if now - at > limit}
+            silent = {} if self._alarm is not None or not self._generation else silent
         if self._node == 0 and self._generation:
             self.on_beats(beats)
+        self._tell_unheard(silent)
         if lost and since is not None:
-            log.error("node 0 does not answer node %d since %.1f s", self._node, now - since)
+            log.error("node %d has had no answer from node 0 for %.1f s", self._node, now - since)
             cut_connections(self._port)
 
-    def _forgive(self, seconds: float) -> None:
-        """This process itself was stopped: the time it slept is nobody's silence."""
-        with self._lock:
-            if self._last_exchange is not None:
-                self._last_exchange += seconds
-            for heard in (*self._heartbeats.values(), *self._nodes.values()):
-                heard.at += seconds
+    def _tell_unheard(self, silent: Mapping[int, float]) -> None:
+        """Say once of each agent that it cannot be heard, which is no hang of its ranks, and that it can."""
+        for node in sorted(silent.keys() - self._unheard):
+            text = "node %d's agent has sent no heartbeat for %.1f s; its ranks are still training"
+            log.warning(text, node, silent[node])
+        for node in sorted(self._unheard - silent.keys()):
+            log.info("node %d's agent sends heartbeats again", node)
+        self._unheard = set(silent)
 
     def _exchange(self) -> None:
         store: TCPStore | None = None
@@ -195,7 +231,7 @@ class Watchdog:
         while not self._closing.wait(WATCHDOG_TICK_SECONDS):
             with self._lock:
                 generation, others = self._generation, list(self._other_nodes)
-                beats = [asdict(beat) for beat in self._local_beats(time.monotonic())]
+                beats = [asdict(beat) for beat in self._local_beats(running.now())]
                 alarm = self._alarm
             known = known or bool(generation)
             if not known or (self._node == 0 and not others):
@@ -209,8 +245,8 @@ class Watchdog:
                     self._turn += NODES_AT_ONCE
                 else:
                     self._tell_first(store, generation, beats)
-                    if time.monotonic() - told_at > NODE_TICK_SECONDS:
-                        told_at = time.monotonic()
+                    if running.now() - told_at > NODE_TICK_SECONDS:
+                        told_at = running.now()
                         self._tell_samples(store)
             except Exception as error:  # whatever a store that goes away raises; the judge counts the time
                 log.debug("the store does not answer the watchdog: %s", error)
@@ -231,10 +267,11 @@ class Watchdog:
                 log.debug("node %d says what is no heartbeat: %s", node, error)
                 continue
             self._compare_clocks(node, words.time)
-            heard = _Heard(beats, words.number, time.monotonic())
+            heard = _Heard(beats, words.number, running.now())
             with self._lock:
                 before = self._nodes.get(node)
                 if generation == self._generation and (before is None or before.number != heard.number):
+                    self._note_steps(before, heard)
                     self._nodes[node] = heard
         if alarm is not None:
             store.set(f"{generation}/alarm", json.dumps(asdict(alarm)))
@@ -255,7 +292,7 @@ class Watchdog:
         with suppress(ValueError, RecursionError):  # what is no alarm is none
             alarm = checked(Alarm, json.loads(store.get(key))) if store.check([key]) else None
         with self._lock:
-            self._last_exchange = time.monotonic()
+            self._last_exchange = running.now()
             if generation == self._generation and alarm is not None:
                 self._alarm = alarm
 
@@ -269,7 +306,7 @@ class Watchdog:
 
     def _read_samples(self, store: TCPStore, others: Sequence[int]) -> None:
         """Show what other nodes say; gauges of a node that says nothing any more go."""
-        now = time.monotonic()
+        now = running.now()
         keys = {f"metrics/{node}": node for node in others}
         for key, said in read_all(store, list(keys), self._there).items():
             node, (before, at) = keys[key], self._samples_heard.get(keys[key], (b"", now))
@@ -280,11 +317,6 @@ class Watchdog:
                     self._registry.apply_node(node, unpack_samples(said))
             elif now - at > STALE_SECONDS:
                 self._registry.forget_node(node)
-
-
-def _process_state(pid: int) -> str:
-    """The state letter of proc(5), which follows the name; "X" for a process that is gone."""
-    return (stat_of(pid) or ["X"])[0]
 
 
 def cut_connections(port: int) -> None:

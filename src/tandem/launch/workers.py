@@ -8,25 +8,39 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from tandem.checkpoint.memory import NodeMemory
-from tandem.errors import GPU_FAILED, KILLED, PEER_LOST
-from tandem.launch.fork_server import start
+from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED
+from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_gone, start
 from tandem.launch.restarts import shell_code
-from tandem.process import end_with_parent, name_process
+from tandem.launch.sessions import ask
+from tandem.process import (
+    Process,
+    adopt_orphans,
+    below,
+    end_with_parent,
+    is_alive,
+    living,
+    name_process,
+    send,
+)
+from tandem.script.lifeline import heed
 from tandem.silence import still
-from tandem.timeouts import DISMISSED_SECONDS, KILLED_SECONDS
+from tandem.timeouts import DISMISSED_SECONDS, END_LOOK_SECONDS, KILLED_SECONDS, LEFT_BEHIND_SECONDS
 
 log = logging.getLogger("tandem.agent")
 
+STAYS = (
+    "%s has not exited %g s after SIGKILL: it is stuck in the kernel (GPU driver or file system), and "
+    "holds its GPU and memory until it exits; check nvidia-smi and dmesg, and reboot if it does not"
+)
 RankFunction = Callable[[Any, Any], int]
 
 
@@ -49,12 +63,8 @@ def _worker_main(
 
     `expected` is the position that it will most likely get, where one is known.
     """
-
-    def leave_with_agent() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            lifeline.recv_bytes()
-        os._exit(PEER_LOST)
-
+    os.setsid()  # what it starts is known by that
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # the fork server's own (keeper.py)
     end_with_parent(signal.SIGKILL)  # the fork server, which ends with the agent: the pipe needs a free GIL
     agent = multiprocessing.parent_process()
     if agent is not None and not agent.is_alive():  # they ended before, on a busy machine
@@ -69,8 +79,11 @@ def _worker_main(
     except (EOFError, OSError):
         os._exit(PEER_LOST)
     name_process(f"tandem-rank-{position.rank}")
-    threading.Thread(target=leave_with_agent, name="agent-lifeline", daemon=True).start()
+    heed(lifeline.fileno())
     code = resolve(function)(job, position)
+    if code != FINISHED:  # what it has started may never end, and would be waited for
+        for child in multiprocessing.active_children():
+            child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     raise SystemExit(code)
@@ -90,11 +103,33 @@ def nothing_of(_position: Any) -> None:
     """Any process may become any rank."""
 
 
+def _code_of(exitcode: int | None) -> int | None:
+    """A rank's shell exit code. Those of a fork server that was killed have ended with it."""
+    if exitcode is None:
+        return None
+    return KILLED if exitcode == UNKNOWN and has_gone() else shell_code(exitcode)
+
+
 @dataclass
 class _Worker:
     process: ForkServerProcess
     lifeline: Connection
     expected: Any  # the position that it was warmed up for
+    asked: list[int] = field(default_factory=list)  # below it, to stop
+
+    @property
+    def code(self) -> int | None:
+        """Its shell exit code; None while it, or what was asked to stop below it, runs.
+
+        A wrapper may end before its program has saved.
+        """
+        code = _code_of(self.process.exitcode)
+        return None if code in (FINISHED, STOPPED) and any(map(is_alive, self.asked)) else code
+
+
+def _exited(rank: _Worker, exitcode: int) -> bool:
+    """Whether a rank ended so, as multiprocessing says it: a signal is below 0."""
+    return rank.process.exitcode == exitcode
 
 
 class Workers:
@@ -119,11 +154,12 @@ class Workers:
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Worker] = {}
         self._standby: list[_Worker] = []
+        adopt_orphans()  # of a fork server that is killed
 
     def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
         """Start one process per local rank; {local rank: pid}."""
         self._ranks, self._positions = {}, positions
-        with still("importing what the ranks need"):  # the process that they are forked from is at it
+        with still("importing modules for the ranks"):  # the process that they are forked from is at it
             for local_rank, position in positions.items():
                 self._ranks[local_rank] = rank = self._take_standby(position) or self._fork(position)
                 rank.lifeline.send(position)
@@ -162,10 +198,14 @@ class Workers:
 
     def codes(self) -> dict[int, int | None]:
         """{local rank: shell exit code, or None while it runs}."""
-        return {
-            local_rank: None if rank.process.exitcode is None else shell_code(rank.process.exitcode)
-            for local_rank, rank in self._ranks.items()
-        }
+        return {local_rank: rank.code for local_rank, rank in self._ranks.items()}
+
+    def aborted(self) -> frozenset[int]:
+        """Local ranks that SIGABRT has ended. NCCL's watchdog sends it where a peer is lost; a rank whose own
+        GPU fails exits with the same number."""
+        return frozenset(
+            local_rank for local_rank, rank in self._ranks.items() if _exited(rank, -signal.SIGABRT)
+        )
 
     def pause(self, seconds: float) -> None:
         """Sleep for `seconds`, or until one of those that run ends."""
@@ -173,11 +213,28 @@ class Workers:
         connection.wait(running, seconds)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks that still run."""
+        """Send a stop signal to all ranks that still run, and to what they have started."""
+        for local_rank, pid in self.pids().items():
+            self._ranks[local_rank].asked += ask(pid, number)
+
+    def pids(self) -> dict[int, int]:
+        """{local rank: process} of those that run."""
+        return {
+            local_rank: rank.process.pid
+            for local_rank, rank in self._ranks.items()
+            if rank.process.exitcode is None and rank.process.pid
+        }
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to all ranks and all that they have started, and to those on standby."""
+        forks = fork_server_pid()
+        send(number, below(forks) if forks is not None else ())
+
+    def ask_for_stacks(self) -> None:
+        """Have the ranks that run write what their threads stand in; a program that is no script does not."""
         for rank in self._ranks.values():
-            if rank.process.exitcode is None and rank.process.pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, number)
+            with contextlib.suppress(OSError):
+                rank.lifeline.send_bytes(b"stacks")
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until all have ended; False when the time is over first."""
@@ -187,27 +244,66 @@ class Workers:
         return all(code is not None for code in self.codes().values())
 
     def kill(self) -> dict[int, int]:
-        """End what still runs, at once (their peers are gone, there is nothing to save); the codes of all."""
-        for rank in self._ranks.values():
-            if rank.process.exitcode is None:
-                rank.process.kill()
-        self.wait(KILLED_SECONDS)
-        codes = {}
-        for local_rank, code in self.codes().items():
-            codes[local_rank] = KILLED if code is None else code
-            if code is None:
-                log.error(
-                    "rank %s (process %s) has not ended %g s after SIGKILL: it stands in the kernel, in a "
-                    "GPU's driver or at a volume, and keeps its GPU and memory so long; see nvidia-smi and "
-                    "dmesg, and restart this machine if it stays",
-                    *(self._positions[local_rank].rank, self._ranks[local_rank].process.pid, KILLED_SECONDS),
-                )
+        """End what still runs, at once (their peers are gone, there is nothing to save); the codes of all.
+
+        With them ends all that they have started.
+        """
+        ended = [rank.code for rank in self._ranks.values()]
+        for pid in self.pids().values():
+            send(signal.SIGKILL, [pid])
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        if ended and all(code in (FINISHED, STOPPED) for code in ended):
+            self._end_helpers()
+        self._end_left(KILLED_SECONDS)
+        codes = {each: KILLED if code is None else code for each, code in self.codes().items()}
         for rank in self._ranks.values():
             rank.lifeline.close()
+        has_lost_gpu = any(_exited(rank, GPU_FAILED) for rank in self._ranks.values())
         self._ranks = {}
-        if GPU_FAILED in codes.values() and self._bound_to is gpu_of:
+        if has_lost_gpu and self._bound_to is gpu_of:
             self.dismiss()  # the GPU may have failed for those that have opened it, too
         return codes
+
+    def left(self) -> list[Process]:
+        """What lives of ranks, and of all that they have started; after `kill` only what cannot be ended."""
+        alive, ours, forks = living(), os.getpid(), fork_server_pid()
+        spared = {int(worker.process.pid or 0) for worker in self._standby}
+        for each in alive.values():  # what this process itself has started stays in its session
+            if each.parent == ours and each.session == os.getsid(0) and each.pid != forks:
+                spared.add(each.pid)
+        return [each for each in below(ours, spared, alive) if each.pid != forks]
+
+    def _end_helpers(self) -> None:
+        """Ranks have ended as they should: what they have left running gets a moment to end, too."""
+        if left := self.left():
+            log.info("the ranks exited and left processes behind: %s", ", ".join(map(str, left)))
+            send(signal.SIGTERM, left)
+            deadline = time.monotonic() + LEFT_BEHIND_SECONDS
+            while self.left() and time.monotonic() < deadline:
+                time.sleep(END_LOOK_SECONDS)
+
+    def _end_left(self, limit_seconds: float) -> None:
+        """SIGKILL until nothing is left; what cannot be ended is said."""
+        deadline = time.monotonic() + limit_seconds
+        self.wait(limit_seconds)
+        while left := self.left():
+            if time.monotonic() > deadline:
+                for each in left:
+                    log.error(STAYS, self._who(each), limit_seconds)
+                return
+            send(signal.SIGKILL, left)
+            time.sleep(END_LOOK_SECONDS)
+            for each in left:  # of a fork server that was killed
+                if each.parent == os.getpid():
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(each.pid, os.WNOHANG)
+
+    def _who(self, process: Process) -> str:
+        for local_rank, rank in self._ranks.items():
+            if rank.process.pid == process.pid:
+                return f"rank {self._positions[local_rank].rank} (process {process.pid})"
+        return f"{process}, started by a rank,"
 
     def dismiss(self) -> None:
         """Those on standby leave: there is no next generation, or it has to begin with new processes."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tandem.distributed.consensus import (
     LOSS,
@@ -50,10 +51,20 @@ class Backward:
         self._exchanged: Tensor | None = None
         self._found: Tensor | None = None
         self._buffers = KeptBuffers(
-            lambda: (buffer for model in self.models for buffer in unwrapped(model).buffers())
+            lambda: (module for model in self.models for module in unwrapped(model).modules())
         )
         self._steps, self._step, self._flushed_at = 0, 0, -1
         self._unused, self._is_in_parts = set[int](), False
+        self._has_stepped = False
+        """Whether an optimizer has stepped since the last backward pass."""
+        self._optimized = set[int]()
+        """Parameters of optimizers that have stepped. Others keep their gradients, as with plain DDP."""
+        self._is_stepping = False
+        self._scaled: tuple[Tensor, Tensor, Tensor] | None = None
+        """What a GradScaler has made last, of what, and its scale."""
+        self.is_scaled = False
+        """Whether the last loss was scaled: a GradScaler looks at the gradients itself."""
+        self.watch_optimizers()
 
     def watch(self, model: nn.Module) -> None:
         """One more wrapped model takes part."""
@@ -65,24 +76,41 @@ class Backward:
             if isinstance(model, Replica):
                 model.exchange_with_next(is_last)
 
-    def leave_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """On GPUs the host does not know yet whether `optimizer` may step: it is told on the device."""
+    def watch_optimizers(self) -> None:
+        """Let no optimizer use gradients that are not finite; the script may still read them."""
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
 
-        def before(*_: Any) -> None:
-            if self._found is None:
-                return
-            if can_be_told(optimizer):
-                optimizer.found_inf = self._found  # type: ignore[attr-defined]
-            elif bool(self._found):
-                self._drop_gradients()
+    def watch_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """A loss that `scaler` has scaled is shown unscaled, and what overflows is left to it."""
+        scale = scaler.scale
 
-        def after(*_: Any) -> None:
-            self._unused -= {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if hasattr(optimizer, "found_inf"):
-                del optimizer.found_inf
+        def scaled(outputs: Any) -> Any:
+            made = scale(outputs)
+            if isinstance(outputs, Tensor) and scaler.is_enabled():
+                self._scaled = made, outputs.detach(), scale(torch.ones((), device=outputs.device))
+            return made
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        scaler.scale = scaled  # type: ignore[method-assign]
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """On GPUs the host does not know yet whether it may step: it is told on the device."""
+        self._is_stepping = True
+        if self._found is None or hasattr(optimizer, "found_inf"):  # a GradScaler has told it
+            return
+        if self._found.is_cuda and can_be_told(optimizer):
+            optimizer.found_inf = self._found  # type: ignore[attr-defined]
+        elif bool(self._found):
+            self._drop_gradients()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._is_stepping = False
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._unused -= used
+        self._optimized |= used
+        self._has_stepped = True
+        if getattr(optimizer, "found_inf", None) is self._found and self._found is not None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
 
     def begin_step(self, step: int, stop: bool, decisions: int) -> None:
         """Before the script gets its batch: what this rank brings into the step's exchange."""
@@ -100,7 +128,7 @@ class Backward:
         looks = self._steps < LOOKS_AT and not self._is_in_parts
         before = self._first_gradients() if looks else []
         self._is_in_parts = not is_last
-        value = loss.detach().float().reshape(())
+        value = self._unscaled(loss).float().reshape(())
         self._so_far = self._so_far + value * weight
         numbers = self._packed() if is_last else torch.zeros_like(self.passenger.numbers)
         replicas = [model for model in self.models if isinstance(model, Replica)]
@@ -119,7 +147,10 @@ class Backward:
         self._take(self._group.mean(numbers) if arrived is None else arrived)
 
     def _packed(self) -> Tensor:
-        asked = torch.tensor([float(self.numbers.has_new), float(self.wants_end)], device=self._group.device)
+        asked = torch.tensor([float(self.numbers.has_new), float(self.wants_end)])
+        asked = asked.to(
+            self._group.device, non_blocking=True
+        )  # as a tensor made there, it would wait for it
         return pack(self._slots, torch.cat([self._so_far.reshape(1), asked]))
 
     def _take(self, means: Tensor) -> None:
@@ -135,16 +166,27 @@ class Backward:
         self._exchanged = exchanged
 
     def _refuse(self, exchanged: Tensor) -> None:
-        """Where loss or gradients are not finite, nothing may change: on CPUs known now."""
+        """Where loss or gradients are not finite, no optimizer may step: on CPUs known now."""
         skip = left_out(exchanged)
-        if self._policy == "raise" and bool(skip):
+        if self._policy == "raise" and not self.is_scaled and bool(skip):
             raise NonFiniteError(f"step {self._step + 1}: {self._culprit(exchanged)} is not finite")
-        if self._group.device.type == "cuda":
-            self._found = skip
-        elif bool(skip):
-            self._drop_gradients()
+        leaves_out = not self.is_scaled and (skip.is_cuda or bool(skip))
+        self._found = skip if leaves_out else None
+        if leaves_out and self._is_stepping and bool(skip):
+            self._drop_gradients()  # in a closure: its optimizer reads them next
         if self._policy == "skip":
             self._buffers.put_back(skip)
+
+    def _unscaled(self, loss: Tensor) -> Tensor:
+        """What `loss` was before a GradScaler scaled it, also where it has overflowed by that."""
+        scaled, self._scaled = self._scaled, None
+        self.is_scaled = scaled is not None
+        if scaled is None:
+            return loss.detach()
+        made, before, scale = scaled
+        if made is loss:
+            return before
+        return torch.where(torch.isfinite(loss.detach()), loss.detach() / scale, before)
 
     def _culprit(self, exchanged: Tensor) -> str:
         if exchanged[LOSS_NOT_FINITE] > 0:
@@ -204,9 +246,11 @@ class Backward:
         for parameter, gradient in before:
             if parameter.grad is None or (gradient is not None and torch.equal(parameter.grad, gradient)):
                 continue
-            if id(parameter) in self._unused and gradient is not None and bool(gradient.any()):
+            is_due = id(parameter) in self._optimized or not self._has_stepped
+            if is_due and id(parameter) in self._unused and gradient is not None and bool(gradient.any()):
                 raise ConfigError(
                     "run.backward added to gradients of an earlier backward: call optimizer.step() and "
                     "optimizer.zero_grad() between them; parts of a batch are added up by run.parts(batch, N)"
                 )
             self._unused.add(id(parameter))
+        self._has_stepped = False

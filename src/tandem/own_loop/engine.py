@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,9 @@ from tandem.checkpoint.owner import fence
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
+from tandem.data.fingerprint import data_facts
 from tandem.data.kinds import training_data
+from tandem.data.loader import end_loaders
 from tandem.data.seeds import seed_model
 from tandem.data.shares import equal_shares
 from tandem.data.source import Reader, TrainingData
@@ -24,6 +26,7 @@ from tandem.distributed.devices import cores_of
 from tandem.errors import FINISHED, STOPPED, ConfigError, StoppedError, TandemError
 from tandem.launch.run_dir import decide
 from tandem.launch.script import ScriptRank
+from tandem.log import reporting
 from tandem.own_loop.backward import Backward
 from tandem.own_loop.batches import Batches
 from tandem.own_loop.kept import KeptState, unwrapped
@@ -31,17 +34,17 @@ from tandem.own_loop.limits import check_batch_size, check_settings
 from tandem.own_loop.parts import Parts
 from tandem.signals import StopFlag, ended_by_stop_signals
 from tandem.telemetry.channel import sender
-from tandem.telemetry.heartbeat import dump_stacks_on_request
 from tandem.telemetry.life import count_log_messages
 from tandem.telemetry.meter import Costs
 from tandem.telemetry.recorder import Recorder
+from tandem.telemetry.stacks import keep_stacks
 from tandem.training.loop import Course, Timetable
 from tandem.training.nonfinite import Policy
 from tandem.training.opening import open_world, set_up_log
 from tandem.training.replicas import check_replicas
-from tandem.training.resume import Beginning, begin
+from tandem.training.resume import Beginning, Redistribute, begin, check_data
 from tandem.training.saving import Saver, snapshot_every
-from tandem.training.summary import Facts, open_displays, write_summary
+from tandem.training.summary import Facts, forget_summary, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
 
@@ -60,7 +63,7 @@ class Engine:
         self._run_dir, self._hear = local_folder(self.settings.run.place), here.hear
         if not here.is_launched:
             set_up_log(self.settings.telemetry.log_format, position, self._run_dir)
-            dump_stacks_on_request(self._run_dir / "log", position.rank)
+            keep_stacks(self._run_dir / "log", position.rank)
         self._send = sender(position.sample_socket)
         if position.store is not None:
             count_log_messages(self._send)
@@ -90,7 +93,7 @@ class Engine:
         """Whether the script has a batch in its hands."""
         return self._batches is not None and self._batches.is_open
 
-    def begin(self, state: KeptState) -> None:
+    def begin(self, state: KeptState, redistribute: Redistribute | None = None) -> None:
         """Load the newest state, as --resume says. What rank 0 finds wrong all ranks raise."""
         with self.clock.phase("resume"):
             problem, position = "", self.world.position
@@ -104,9 +107,18 @@ class Engine:
                 raise ConfigError(problem)
             recorder = self._recorder(self.settings)
             config, download = self.settings.checkpoint, self.settings.data.download
-            self.beginning = begin(self.world, self._store(), config, position, recorder, download)
+            self.beginning = begin(
+                self.world,
+                self._store,
+                config,
+                position,
+                recorder,
+                download,
+                own=state.per_rank,
+                redistribute=redistribute,
+            )
             if self.beginning.state is not None:
-                state.load(self.beginning.state)
+                state.load(self.beginning.state, self.beginning.own)
             elif self.beginning.weights is not None:
                 self.beginning.weights.load(self._strategy, state.together)
 
@@ -124,9 +136,11 @@ class Engine:
         if self.beginning.state is None:
             reader.check_shares()
         check_batch_size(settings.data.batch_size, self.beginning.state)
+        of_data = data_facts(dataset) if self.world.is_first else {}
+        check_data(self.world, self.beginning, of_data, settings.checkpoint.on_data_change)
         data = training_data(dataset, reader, settings.run.steps)
         planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
-        course = self._course(settings, state, data, planned)
+        course = self._course(settings, state, data, planned, of_data)
         stop = StopFlag().install()
         stop.is_heeded = True
         self._hear(stop)
@@ -146,14 +160,15 @@ class Engine:
     def close(self, code: int) -> int:
         """The script is over with `code`: the code to end with. Raises LoopLeftError if its loop is not."""
         batches = self._batches
+        end_loaders()
         if batches is None:
             return code
         if not batches.is_over:
             batches.course.saver.settle()
             if code == FINISHED:
                 raise LoopLeftError(
-                    f"the script ended in its loop after step {self.step}, before the end of the run; "
-                    "to end a run early call run.stop() and let the loop come to its end"
+                    f"the script left its loop after step {self.step}, before the end of the run; "
+                    "to end a run early, call run.stop() and let the loop finish"
                 )
         elif code == FINISHED:
             self.world.close()
@@ -169,7 +184,7 @@ class Engine:
         world, whole = self.world, replace(settings.data, micro_batch_size=None)
         if whole.batch_shares == "auto":
             raise ConfigError(
-                "--batch-shares auto is for a task: in a loop of one's own it cannot be kept in the state; "
+                "--batch-shares auto works only in tasks, because a custom loop cannot save it in its state; "
                 "give the numbers, such as --batch-shares 3:1"
             )
         place = world.device, None, cores_of(world.position)
@@ -178,7 +193,14 @@ class Engine:
         self.parts.share = share * world.size / whole.batch_size
         return reader
 
-    def _course(self, settings: Settings, state: KeptState, data: TrainingData, planned: int) -> Course:
+    def _course(
+        self,
+        settings: Settings,
+        state: KeptState,
+        data: TrainingData,
+        planned: int,
+        of_data: Mapping[str, Any],
+    ) -> Course:
         """What follows each step, from the settings and the state that was loaded."""
         world, saved, first = self.world, self.beginning.state or {}, self.beginning.step
         recorder = self.backward.recorder = self._recorder(settings)
@@ -208,6 +230,7 @@ class Engine:
             threads=self._threads,
             first_step=first,
             started=self._began,
+            data=of_data,
         )
         timetable = Timetable.of(
             data.order.steps_per_epoch,
@@ -225,18 +248,30 @@ class Engine:
             timetable=timetable,
             recorder=recorder,
             clock=self.clock,
-            nonfinite=Policy(settings.optimisation.on_nonfinite, "fp32", recorder),
+            nonfinite=Policy(settings.optimisation.on_nonfinite, lambda: self.backward.is_scaled, recorder),
             evaluate=dict,
             ends=lambda step, scores: False,
             check_replicas=partial(check_replicas, world, self._strategy, together, recorder),
-            saver=Saver(settings.checkpoint, facts, self._store(), state, recorder, self.beginning.slot),
+            saver=Saver(
+                settings.checkpoint,
+                facts,
+                self._store,
+                state,
+                recorder,
+                self.beginning.slot,
+                self.beginning.own_slot,
+            ),
             step=first,
         )
         if first >= planned:
-            log.info("the run in %s is complete at step %d; more epochs or steps go on", self._run_dir, first)
+            log.info(
+                "the run in %s already finished at step %d; raise epochs or steps to continue",
+                self._run_dir,
+                first,
+            )
             return course
         if world.is_first:
-            (self._run_dir / "summary.json").unlink(missing_ok=True)
+            forget_summary(self._run_dir)
         open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, together)
         sync_bytes = self._strategy.sync_bytes(_trained(self.backward.models))
         recorder.costs(Costs(devices=world.size, sync_bytes=sync_bytes))
@@ -251,14 +286,15 @@ class Engine:
         saver = course.saver
         with saver:
             pass
+        if finished and self.world.broadcast_json(saver.last_step != course.step):  # ended early
+            with saver:
+                saver.save(course.step)
         if self.world.is_first:
-            if finished and saver.last_step != course.step:  # ended early
-                with saver:
-                    saver.save(course.step)
             if not saver.kept(course.step, finished):
                 raise StoppedError(f"stopped at step {course.step}, but the checkpoint could not be written")
             write_summary(self._facts, course.recorder, state.weights(), saver.last_step, self._code)
-        course.recorder.close()
+        with reporting("close the displays"):
+            course.recorder.close()
 
     def _decision(self) -> ResumeDecision:
         """Once a launch: after a restart, what this launch has saved counts."""
@@ -266,6 +302,7 @@ class Engine:
             return ResumeDecision("fresh")
         return decide(self.settings.replace(steps=NO_END))
 
+    @cached_property
     def _store(self) -> CheckpointStore:
         place = self.settings.run.place
         return CheckpointStore(place / "checkpoints", fence(place, self.world.position.owner))

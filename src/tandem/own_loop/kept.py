@@ -5,21 +5,51 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint.flatten import flatten
-from tandem.checkpoint.state import check_loadable
+from tandem.checkpoint.snapshot import PER_RANK
+from tandem.checkpoint.state import deserialize, serialize
+from tandem.distributed.group import ProcessGroup
 from tandem.distributed.replica import Replica
-from tandem.errors import CheckpointError, ConfigError
-from tandem.training.learner import rank_zeros
+from tandem.errors import ConfigError
+from tandem.own_loop.differences import Differences
+from tandem.own_loop.values import (
+    MODEL,
+    NUMBER,
+    OBJECT,
+    TENSOR,
+    VALID,
+    assigned,
+    check_array,
+    check_form,
+    converted,
+    form_of,
+    kind_of,
+    put,
+    restore,
+    state_of,
+    tensor_in,
+)
+from tandem.telemetry.recorder import Recorder
+from tandem.training.buffers import adopt_buffers
+from tandem.training.groups import check_groups, groups_of
+from tandem.training.learner import parameter_names, places_beside
 from tandem.training.resume import check_shapes
-
-VALID = "a module, a tensor, a number, or what has state_dict() and load_state_dict()"
 
 
 class Kept(SimpleNamespace):
     """What is kept, by the names given to `Run.keep`; a number is changed by assigning to it."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{name: converted(value) for name, value in values.items()})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises ConfigError for a value of another kind than the one before."""
+        here = vars(self)
+        super().__setattr__(name, assigned(name, here[name], value) if name in here else value)
 
 
 class KeptState:
@@ -27,24 +57,37 @@ class KeptState:
 
     "model": tensors of all modules, by their own names where there is one module, else by "NAME.their name".
     "tensors": other tensors. "objects": what has a state_dict(). "numbers". The rest is what `live` gives.
+    What is named in `per_rank` is in none of them: see `own`.
     """
 
-    def __init__(self, kept: Kept, wrapped: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        kept: Kept,
+        wrapped: Sequence[nn.Module],
+        world: ProcessGroup,
+        per_rank: Sequence[str] = (),
+    ) -> None:
         """Raises ConfigError for what cannot be kept, and for a model that trains but is not `wrapped`."""
-        self._kept, self._names, self._wrapped = kept, list(vars(kept)), wrapped
+        self._kept, self._wrapped, self._world = kept, wrapped, world
+        self.per_rank = list(per_rank)
+        self._shared = [name for name in vars(kept) if name not in self.per_rank]
         self.live: Callable[[], dict[str, Any]] = dict
         trained = {id(p) for module in wrapped for p in unwrapped(module).parameters()}
         for name, value in vars(kept).items():
             self._check(name, value, trained)
-        try:
-            check_loadable(self.whole())
-        except CheckpointError as error:
-            raise ConfigError(f"run.keep: {error}") from error
+        self._forms = {n: form_of(v) for n, v in vars(kept).items() if kind_of(v) == TENSOR}
+        self._differences = Differences(world)
+        flatten({**self.whole(), PER_RANK: self.own()})
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether something is kept for each rank."""
+        return bool(self.per_rank)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
         """The kept modules, without what wraps them."""
-        return {n: unwrapped(v) for n, v in self._values().items() if isinstance(v, nn.Module)}
+        return {name: unwrapped(value) for name, value in self._of(MODEL).items()}
 
     @property
     def together(self) -> nn.Module:
@@ -55,16 +98,55 @@ class KeptState:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The kept optimizers, in the order of naming."""
-        return [each for each in self._values().values() if isinstance(each, torch.optim.Optimizer)]
+        return list(self._optimizers().values())
 
     def whole(self) -> dict[str, Any]:
-        """All of it, "model" first. Exchanges nothing: every rank has everything."""
-        values = self._values()
-        objects = {name: value.state_dict() for name, value in values.items() if _is_object(value)}
-        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
-        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        parts = {"model": self.weights(), "tensors": tensors, "objects": objects, "numbers": numbers}
+        """All that ranks have in common, "model" first. Exchanges nothing: every rank has everything.
+
+        Raises ConfigError for a tensor that is no longer of the form it had.
+        """
+        objects = {name: state_of(value) for name, value in self._of(OBJECT).items()}
+        tensors = {name: self._tensor(name, value) for name, value in self._of(TENSOR).items()}
+        parts = {"model": self.weights(), TENSOR: tensors, OBJECT: objects, NUMBER: self._of(NUMBER)}
         return {**parts, **self.live()}
+
+    def own(self) -> dict[str, Any]:
+        """What this rank has of its own, by name. Exchanges nothing."""
+        found = dict[str, Any]()
+        for name in self.per_rank:
+            value = getattr(self._kept, name)
+            kind = kind_of(value)
+            found[name] = (
+                value if kind == NUMBER else self._tensor(name, value) if kind == TENSOR else state_of(value)
+            )
+        return found
+
+    def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
+        """Names of the optimizers' parameters, and what every rank has of its own; all ranks call this.
+
+        At the first save at which ranks differ in what they have in common, rank 0 says so.
+        """
+        groups = {name: self._groups(optimizer) for name, optimizer in self._optimizers().items()}
+        self._differences.look(self._comparable(), recorder, step)
+        if not self.per_rank:
+            return {"groups": groups}
+        parts = self._world.gather_bytes(serialize({PER_RANK: self.own()}))
+        return {"groups": groups, PER_RANK: [deserialize(part)[PER_RANK] for part in parts]}
+
+    def _comparable(self) -> dict[str, Any]:
+        """What should be equal on all ranks, by name, and is not compared as replicas are."""
+        values = {
+            **self._of(NUMBER),
+            **{name: self._tensor(name, value) for name, value in self._of(TENSOR).items()},
+            **{name: state_of(value) for name, value in self._of(OBJECT).items()},
+        }
+        for name, optimizer in self._optimizers().items():  # its tensors follow from exchanged gradients
+            values[name] = [{**group, "params": None} for group in optimizer.param_groups]
+        replicas = {id(unwrapped(each)) for each in self._wrapped}
+        for name, module in self.modules.items():
+            if id(module) not in replicas:
+                values[name] = dict(module.named_parameters())
+        return values
 
     def weights(self) -> dict[str, Any]:
         """The part "model"."""
@@ -75,67 +157,93 @@ class KeptState:
             f"{n}.{key}": value for n, module in modules.items() for key, value in module.state_dict().items()
         }
 
-    @cached_property
-    def rank_zeros(self) -> frozenset[int]:
+    def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
         """Which tensors of the flattened state rank 0 alone has right: buffers, and what is not trained."""
-        replicated, own, index = {id(unwrapped(each)) for each in self._wrapped}, set[int](), 0
-        for module in self.modules.values():
-            count = len(flatten(module.state_dict())[1])
-            mine = rank_zeros(module) if id(module) in replicated else range(count)
-            own.update(index + each for each in mine)
-            index += count
-        loose = sum(isinstance(value, Tensor) for value in self._values().values())
-        return frozenset(own | set(range(index, index + loose)))
+        return places_beside({**state["model"], "": state["tensors"]}, self._ranks_share)
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Put back what `whole` gave. Raises ConfigError where it is of other objects."""
+    @cached_property
+    def _ranks_share(self) -> frozenset[str]:
+        """The names in "model" of the parameters that ranks train together."""
+        replicated, modules = {id(unwrapped(each)) for each in self._wrapped}, self.modules
+        prefixes = {name: "" if len(modules) == 1 else f"{name}." for name in modules}
+        trained = {n: parameter_names(m) for n, m in modules.items() if id(m) in replicated}
+        return frozenset(prefixes[n] + name for n, names in trained.items() for name in names)
+
+    def load(self, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Put back what `whole` and `own` gave. Raises ConfigError where it is of other objects."""
+        modules = self.modules
+        parts = {
+            name: _part(saved.get("model", {}), "" if len(modules) == 1 else f"{name}.") for name in modules
+        }
+        for name, module in modules.items():
+            adopt_buffers(module, parts[name])
         check_shapes(self.weights(), saved.get("model", {}))
-        values = self._values()
-        for part, here in (("tensors", Tensor), ("objects", object), ("numbers", int | float)):
-            mine = {
-                n for n, v in values.items() if (_is_object(v) if here is object else isinstance(v, here))
-            }
-            theirs = set(saved.get(part, {}))
+        for part in (TENSOR, OBJECT, NUMBER):
+            mine, theirs = set(self._of(part)), set(saved.get(part, {}))
             if mine != theirs:
                 raise ConfigError(
-                    f"the checkpoint keeps other {part}: {_listed(theirs)} in it, {_listed(mine)} here; "
-                    "keep the same, or give another --run-dir or --resume never"
+                    f"the checkpoint has different {part}: {_listed(theirs)} in it, {_listed(mine)} here; "
+                    "keep the same values, or use another --run-dir or --resume never"
                 )
-        modules = self.modules
+        for name, optimizer in self._optimizers().items():
+            theirs_of = saved.get("groups", {}).get(name)
+            check_groups(name, saved[OBJECT][name], theirs_of, optimizer, self._groups(optimizer))
         for name, module in modules.items():
-            prefix = "" if len(modules) == 1 else f"{name}."
-            state = {
-                key.removeprefix(prefix): v for key, v in saved["model"].items() if key.startswith(prefix)
-            }
-            module.load_state_dict(state)
-        for name, value in saved["tensors"].items():
-            check_shapes({name: values[name]}, {name: value})
-            with torch.no_grad():
-                values[name].copy_(value)
-        for name, state in saved["objects"].items():
+            module.load_state_dict(parts[name])
+        for name, value in {**saved[TENSOR], **saved[OBJECT], **saved[NUMBER], **own}.items():
+            self._put_back(name, value)
+
+    def _put_back(self, name: str, saved: Any) -> None:
+        value = getattr(self._kept, name)
+        kind = kind_of(value)
+        if kind == NUMBER:
+            setattr(self._kept, name, saved)
+        elif kind == TENSOR:
+            if not isinstance(saved, Tensor):
+                saved = torch.from_numpy(saved) if isinstance(saved, np.ndarray) else torch.as_tensor(saved)
+            check_shapes({name: value}, {name: saved})
+            put(value, saved)
+        else:
             try:
-                values[name].load_state_dict(state)
+                restore(value, saved)
             except (ValueError, KeyError, RuntimeError) as error:
                 raise ConfigError(
-                    f"the checkpoint's {name} does not fit ({error}); give another --run-dir, "
+                    f"the checkpoint's {name} does not match ({error}); use another --run-dir, "
                     "or --resume never"
                 ) from error
-        for name, value in saved["numbers"].items():
-            setattr(self._kept, name, value)
 
-    def _values(self) -> dict[str, Any]:
-        return {name: getattr(self._kept, name) for name in self._names}
+    def _of(self, kind: str) -> dict[str, Any]:
+        """The values of one kind that ranks have in common."""
+        values = {name: getattr(self._kept, name) for name in self._shared}
+        return {name: value for name, value in values.items() if kind_of(value) == kind}
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {n: each for n, each in self._of(OBJECT).items() if isinstance(each, torch.optim.Optimizer)}
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        modules = self.modules.items()
+        return groups_of(optimizer, ((f"{n}.{at}", p) for n, m in modules for at, p in m.named_parameters()))
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        check_form(name, self._forms.get(name, form_of(value)), value)
+        return tensor_in(value)
 
     def _check(self, name: str, value: object, trained: set[int]) -> None:
-        if not (isinstance(value, nn.Module | Tensor | int | float) or _is_object(value)):
-            raise ConfigError(f"run.keep({name}=...) got {type(value).__name__}, valid is {VALID}")
-        if isinstance(value, torch.optim.Optimizer):
+        if kind_of(value) is None:
+            raise ConfigError(f"run.keep({name}=...): invalid type {type(value).__name__}; expected {VALID}")
+        check_array(name, value)
+        if isinstance(value, torch.optim.Optimizer) and name not in self.per_rank:
             mine = [p for group in value.param_groups for p in group["params"] if p.requires_grad]
             if any(id(parameter) not in trained for parameter in mine):
                 raise ConfigError(
-                    f"run.keep({name}=...): it trains a model never wrapped, whose gradients would differ "
-                    "between ranks; model = run.wrap(model) comes first, then the optimizer"
+                    f"run.keep({name}=...): it trains a model that was not wrapped, so its gradients "
+                    "would differ between ranks; call model = run.wrap(model) before creating the optimizer"
                 )
+        if name in self.per_rank and isinstance(value, Replica):
+            raise ConfigError(
+                f"run.keep(per_rank={{{name!r}: ...}}): a wrapped model is the same on all ranks; name it as "
+                f"run.keep({name}=...)"
+            )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -143,11 +251,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module.model if isinstance(module, Replica) else module
 
 
-def _is_object(value: object) -> bool:
-    has_state = callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
-    return has_state and not isinstance(value, nn.Module | Tensor)
+def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """What is under `prefix`, without it."""
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
 def _listed(names: set[str]) -> str:

@@ -11,27 +11,27 @@ def check_settings(settings: Settings) -> None:
     compute = settings.compute
     if compute.strategy not in ("ddp", "single"):
         raise ConfigError(
-            f"--strategy {compute.strategy} is for tasks; a loop of one's own runs with ddp or single"
+            f"--strategy {compute.strategy} works only in tasks; a custom loop needs ddp or single"
         )
     if compute.dist_bn != "broadcast":
         raise ConfigError(
-            f"--dist-bn {compute.dist_bn} is for tasks; a loop of one's own saves rank 0's statistics, or "
+            f"--dist-bn {compute.dist_bn} works only in tasks; a custom loop saves rank 0's statistics, or "
             "those of the global batch with --sync-batchnorm"
         )
     if settings.exchange.gradient_compression == "powersgd":
         raise ConfigError(
-            "--gradient-compression powersgd is for tasks: it remembers one backward pass a step, and a loop "
-            "of one's own may take several; use bf16 or fp16"
+            "--gradient-compression powersgd works only in tasks: it expects one backward pass per step, but "
+            "a custom loop may take several; use bf16 or fp16"
         )
     if settings.exchange.static_graph:
-        raise ConfigError("--static-graph is for tasks; in a loop of one's own leave it out")
+        raise ConfigError("--static-graph works only in tasks; remove it in a custom loop")
     if compute.precision != "fp32":
         raise ConfigError(
-            f"--precision {compute.precision} is for tasks; in a loop of one's own use torch.autocast"
+            f"--precision {compute.precision} works only in tasks; in a custom loop use torch.autocast"
         )
     if compute.compile or compute.compile_mode != "default":
         raise ConfigError(
-            "--compile is for tasks; in a loop of one's own call torch.compile on the wrapped model"
+            "--compile works only in tasks; in a custom loop call torch.compile on the wrapped model"
         )
 
 
@@ -40,6 +40,6 @@ def check_batch_size(batch_size: int, saved: Any) -> None:
     before = batch_size if saved is None else saved.get("batch_size", batch_size)
     if before != batch_size:
         raise ConfigError(
-            f"cannot resume: batch_size was {before} and is {batch_size} now; give the old value, "
-            "another --run-dir, or --resume never"
+            f"cannot resume: batch_size was {before} and is {batch_size} now; restore the old value, or use "
+            "another --run-dir or --resume never"
         )

@@ -6,6 +6,7 @@ line all of them exchange the names they know, so it takes no collective before 
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from tandem.distributed.group import ProcessGroup
@@ -23,19 +24,18 @@ class Numbers:
         self.everyone_settles = True
         """At the first line, and when some rank had a new name in a step that all ranks know of."""
 
-    def add(self, name: str, value: Tensor | float) -> None:
-        """Raises ConfigError for what is no single number. Never waits for the device."""
+    def add(self, name: str, value: Any) -> None:
+        """Raises ConfigError for what is no single real number. Never waits for the device."""
         if isinstance(value, Tensor):
-            if value.numel() != 1:
+            if value.numel() != 1 or value.is_complex():
                 raise ConfigError(
-                    f"run.log({name}=...) got a tensor of shape {tuple(value.shape)}, valid is one number"
+                    f"run.log({name}=...): invalid {'complex ' * value.is_complex()}tensor of shape "
+                    f"{tuple(value.shape)}; expected one number"
                 )
             value = value.detach().float().reshape(())
             value = value if value.is_cuda else float(value)
-        elif not isinstance(value, int | float):
-            raise ConfigError(
-                f"run.log({name}=...) got {type(value).__name__}, valid is a number or a tensor of one"
-            )
+        else:
+            value = _real(name, value)
         total, count = self._sums.get(name, (0.0, 0))
         self._sums[name] = (total + value, count + 1)
         self.has_new = self.has_new or name not in self._settled
@@ -60,3 +60,17 @@ class Numbers:
         finite = [pair if abs(pair[0]) < float("inf") else (0.0, 0.0) for pair in pairs]
         totals = self._group.sum([number for pair in finite for number in pair])
         return dict(zip(self._settled, zip(totals[::2], totals[1::2], strict=True), strict=True))
+
+
+def _real(name: str, value: Any) -> float:
+    """Anything that is one number: Python's, NumPy's, a Decimal, an array of one element."""
+    is_array_of_one = getattr(value, "size", 1) == 1
+    try:
+        if not is_array_of_one or not hasattr(type(value), "__float__"):
+            raise TypeError
+        return float(value.item() if isinstance(value, np.ndarray | np.generic) else value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"run.log({name}=...): invalid type {type(value).__name__}; expected a number, "
+            "or a tensor or array of one"
+        ) from error

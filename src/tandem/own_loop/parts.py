@@ -26,7 +26,10 @@ class Parts:
         """Raises ConfigError where `batch` has fewer than `count` samples."""
         size = batch_size_of(batch)
         if not 1 <= count <= size:
-            raise ConfigError(f"run.parts(batch, {count}) of a batch of {size} samples; give 1 to {size}")
+            raise ConfigError(
+                f"run.parts(batch, {count}): invalid value {count}; expected 1 to {size}, "
+                "the samples of the batch"
+            )
         try:
             sizes = [size // count + (number < size % count) for number in range(count)]
             for number, part in enumerate(parts_of(batch, sizes)):

@@ -1,7 +1,7 @@
 """`tandem.start()` and the run that it gives: what a training loop of one's own is written with."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,16 @@ from tandem.errors import ConfigError, TandemError
 from tandem.launch.script import ScriptRank
 from tandem.own_loop.engine import Engine
 from tandem.own_loop.kept import Kept, KeptState
+from tandem.training.resume import Redistribute
 
 _started: "Run | None" = None
 
 
 def start(argv: Sequence[str] = ()) -> "Run":
-    """Join the world that is there, or be alone; call it once, before the model is made.
+    """Join the process group of this launch, or run alone. Call it once, before you create the model.
 
-    Settings come from TANDEM_ variables, .env and a file, as for `tandem train`; the script's own command
-    line is left alone unless words of it are handed in as `argv`.
+    Settings come from TANDEM_ variables, .env and a file, as for `tandem train`. The script's command line
+    is not read unless you pass arguments as `argv`.
 
         import tandem
         import torch
@@ -28,12 +29,12 @@ def start(argv: Sequence[str] = ()) -> "Run":
         run = tandem.start()
         print(f"rank {run.rank} begins after step {run.step}")
 
-    Raises ConfigError, one line and exit code 2, for settings that cannot be.
+    Raises ConfigError (one line, exit code 2) for invalid settings.
     """
     global _started
     if _started is not None:
         raise ConfigError(
-            "tandem.start() was called twice; a script has one run: hand on what the first call gave"
+            "tandem.start() was called twice; a script has one run; pass on what the first call returned"
         )
     try:
         here = ScriptRank(argv)
@@ -45,7 +46,7 @@ def start(argv: Sequence[str] = ()) -> "Run":
 
 
 class Run:
-    """One run of a script on this rank, made by `tandem.start()`."""
+    """One run of a script on this rank, created by `tandem.start()`."""
 
     def __init__(self, here: ScriptRank) -> None:
         self._engine = Engine(here)
@@ -55,9 +56,9 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0.
+        """This process's rank, from 0.
 
-        How many there are says torch.distributed.get_world_size(), also to one alone.
+        torch.distributed.get_world_size() gives the number of ranks, also for a single process.
 
             if run.rank == 0:
                 print("said once")
@@ -66,28 +67,28 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Finished steps of the run, those before a resume included.
+        """The number of finished steps, including those before a resume.
 
-        It rises when the next batch is asked for.
+        It increases when the next batch is requested.
 
             rate = 0.1 if run.step < 1000 else 0.01
         """
         return self._engine.step
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """`model` on this rank's device; backward passes through it average gradients over ranks.
+        """Move `model` to this rank's device and average its gradients over all ranks.
 
-        With --devices-per-rank N above 1 it stays where the script has put its parts, on devices from
-        LOCAL_RANK * N on. Call this before the optimizer is made. A model in which nothing is to be trained
-        is moved, and gets rank 0's weights, no more.
+        Call this before you create the optimizer. A model without trainable parameters is moved and gets
+        rank 0's weights. With --devices-per-rank N above 1, the parts stay on the devices where the script
+        put them, starting at LOCAL_RANK * N.
 
             model = run.wrap(torch.nn.Linear(8, 2))
             teacher = run.wrap(torch.nn.Linear(8, 2).requires_grad_(False))
         """
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"run.wrap got {type(model).__name__}, valid is a torch.nn.Module")
+            raise ConfigError(f"run.wrap: invalid type {type(model).__name__}; expected a torch.nn.Module")
         if self._state is not None:
-            raise ConfigError("run.wrap after run.keep: wrap every model first, then keep them")
+            raise ConfigError("run.wrap was called after run.keep; wrap every model first, then keep them")
         world = self._engine.world
         if len(world.devices) == 1:
             model = model.to(world.device)
@@ -104,29 +105,48 @@ class Run:
         backward.watch(wrapped)
         return wrapped
 
-    def keep(self, **objects: Any) -> Kept:
-        """Name what a checkpoint holds, and load the newest one that is here; call it once, after `wrap`.
+    def keep(
+        self,
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        redistribute: Redistribute | None = None,
+        **objects: Any,
+    ) -> Kept:
+        """Register what a checkpoint contains, and load the newest one. Call it once, after `wrap`.
 
-        Modules, optimizers, schedulers, averages: whatever has state_dict() and load_state_dict(), tensors,
-        and numbers. What is kept has to be the same on all ranks. A number is read and changed in what this
-        gives.
+        Accepts objects with state_dict() and load_state_dict() (modules, optimizers, schedulers), tensors,
+        arrays, numbers and random generators. They are the same on all ranks; the checkpoint saves rank
+        0's. Pass state that differs between ranks (an environment, a replay buffer) in `per_rank`: each
+        rank gets its own back. Read and change numbers on the returned object.
 
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            kept = run.keep(model=model, optimizer=optimizer, best=0.0)
+            noise = torch.Generator().manual_seed(run.rank)
+            kept = run.keep(model=model, optimizer=optimizer, best=0.0, per_rank={"noise": noise})
             kept.best = max(kept.best, 0.5)
 
-        Raises ConfigError for what cannot be kept, a trained model that was not wrapped, and a checkpoint of
-        another script.
+        If the number of ranks changes, `redistribute(states, rank, ranks)` returns this rank's {name: state}
+        from the states of the ranks that saved. Without it, the change is an error.
+
+        Raises ConfigError for an unsupported object, a trained model that was not wrapped, and a checkpoint
+        of a different script.
         """
         if self._state is not None:
-            raise ConfigError("run.keep was called twice; name everything in one call")
+            raise ConfigError("run.keep was called twice; pass everything in one call")
         if not self._engine.backward.models:
-            raise ConfigError("run.keep before any model was wrapped: model = run.wrap(model) comes first")
-        kept = Kept(**objects)
-        self._state = KeptState(kept, self._engine.backward.models)
-        for optimizer in self._state.optimizers:
-            self._engine.backward.leave_out(optimizer)
-        self._engine.begin(self._state)
+            raise ConfigError(
+                "run.keep was called before any model was wrapped; call model = run.wrap(model) first"
+            )
+        own = dict(per_rank or {})
+        if twice := sorted(own.keys() & objects.keys()):
+            raise ConfigError(
+                f"run.keep got {twice[0]!r} twice; name it once, either in per_rank or outside it"
+            )
+        kept = Kept(**objects, **own)
+        self._state = KeptState(kept, self._engine.backward.models, self._engine.world, list(own))
+        for value in objects.values():
+            if isinstance(value, torch.amp.GradScaler):
+                self._engine.backward.watch_scaler(value)
+        self._engine.begin(self._state, redistribute)
         return kept
 
     def batches(
@@ -138,12 +158,12 @@ class Run:
         steps: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """This rank's share of each global batch of `dataset`, on its device, from where the run stands.
+        """Yield this rank's share of each global batch of `dataset`, on its device, from the current step on.
 
-        `batch_size` samples over all ranks make a step; a setting that was given (TANDEM_STEPS=40) goes
-        before the number here. A stream is read in its own order, and goes on from its own state_dict() if it
-        has one. The end of the loop is the end of the run: the last save and the summary. A stop signal
-        leaves the loop with a checkpoint and SystemExit(143).
+        `batch_size` is the global batch size, over all ranks. A setting such as TANDEM_STEPS=40 overrides the
+        argument. A stream is read in its own order, and resumes from its state_dict() if it has one. When
+        the loop ends, the run ends with a last save and the summary. A stop signal leaves the loop with a
+        checkpoint and SystemExit(143).
 
             x = torch.randn(64, 8)
             dataset = torch.utils.data.TensorDataset(x, x[:, :2].argmax(1))
@@ -155,9 +175,7 @@ class Run:
                 run.log(loss=loss)
         """
         if self._state is None:
-            raise ConfigError(
-                "run.batches before run.keep: name what a checkpoint holds, then ask for batches"
-            )
+            raise ConfigError("run.batches was called before run.keep; first name what a checkpoint saves")
         if self._has_loop:
             raise ConfigError("run.batches was called twice; a run has one loop over its batches")
         self._has_loop = True
@@ -165,9 +183,9 @@ class Run:
         return self._engine.loop(self._state, dataset, collate, asked)
 
     def parts(self, batch: Any, count: int) -> Iterator[Any]:
-        """`batch` in `count` parts, for one backward pass each: their gradients add up to those of the batch.
+        """Split `batch` into `count` parts with one backward pass each; gradients add up to the batch's.
 
-        Ranks exchange gradients in the last part alone. Weighs each part by its samples.
+        Ranks exchange gradients only in the last part. Each part is weighted by its number of samples.
 
             for inputs, labels in run.batches(dataset, batch_size=16, epochs=2):
                 for x, y in run.parts((inputs, labels), 2):
@@ -178,34 +196,34 @@ class Run:
         return self._engine.parts.of(batch, count, self.step)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward from `loss`, the mean over this rank's samples: gradients become means over all ranks.
+        """Run backward from `loss`, the mean over this rank's samples; gradients become means over all ranks.
 
-        Where the loss or a gradient is not finite on any rank, no rank changes anything in this step, and the
-        run ends or goes on as --on-nonfinite says.
+        If the loss or a gradient is not finite on any rank, no rank updates anything in this step, and
+        --on-nonfinite decides whether the run continues.
 
             run.backward(loss)
 
-        Raises ConfigError for a loss that is no scalar, and for gradients of an earlier backward.
+        Raises ConfigError if the loss is not a scalar, or if earlier gradients were not cleared.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             )
-            raise ConfigError(f"run.backward got {got}, valid is a scalar such as loss.mean()")
+            raise ConfigError(f"run.backward: invalid loss, {got}; expected a scalar such as loss.mean()")
         if not loss.requires_grad:
-            raise ConfigError("run.backward got a loss without a gradient: no wrapped model took part in it")
+            raise ConfigError("run.backward got a loss without a gradient; compute it with a wrapped model")
         if not self._engine.is_in_step:
             raise ConfigError(
-                "run.backward outside of the loop: call it inside `for batch in run.batches(...)`"
+                "run.backward was called outside of the loop; call it inside `for batch in run.batches(...)`"
             )
         parts = self._engine.parts
         self._engine.backward.run(loss, parts.weight, parts.is_last)
 
     def log(self, **numbers: Tensor | float) -> None:
-        """Numbers for the next line of the log, of metrics.jsonl and of the page: means over steps and ranks.
+        """Report numbers to the log, metrics.jsonl and the page, as means over steps and ranks.
 
-        Nobody waits for a device or another rank before the line is due. `loss` is what `backward` was called
-        with, and is there anyway.
+        This does not wait for the device or other ranks until the next log line is due. The `loss` passed to
+        `backward` is always reported.
 
             run.log(loss=loss, weight=model.weight.norm())
         """
@@ -214,9 +232,9 @@ class Run:
                 self._engine.backward.numbers.add(name, value)
 
     def stop(self) -> None:
-        """End the run after this step or the next, as if it were its last: on all ranks when one asks.
+        """End the run after this step or the next, on all ranks as soon as one rank calls it.
 
-        Started again, the run is complete.
+        The run counts as complete: started again, it does not train.
 
             if loss.item() < 0.01:
                 run.stop()

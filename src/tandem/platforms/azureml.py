@@ -54,6 +54,6 @@ def _rank(facts: Facts, placement: Placement, world: int) -> Placement:
         names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "AZUREML_NODE_COUNT")
         raise ConfigError(
             f"{said({name: facts.environ.get(name, '') for name in names})} contradict each other; "
-            "give the job one process per instance (process_count_per_instance 1), and set none by hand"
+            "give the job one process per instance (process_count_per_instance 1); do not set these by hand"
         )
     return replace(placement, nproc=here, rank=rank, local_rank=local_rank, world_size=world)

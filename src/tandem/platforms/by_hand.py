@@ -30,6 +30,11 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, (*MARKS, *RANK_MARKS))
 
 
+def unplaced(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what places a node or rank by hand."""
+    return {name: value for name, value in environ.items() if name not in (*MARKS, *RANK_MARKS)}
+
+
 def read(facts: Facts) -> Placement:
     if any_set(facts.environ, RANK_MARKS):
         return _rank(facts.on("by-hand", RANK_MARKS, RANK_COLUMNS))
@@ -67,8 +72,8 @@ def _rank(facts: Facts) -> Placement:
     is_even = nodes * nproc == world and rank == node_rank * nproc + local_rank
     if not is_even or rank >= world or local_rank >= nproc:
         raise ConfigError(
-            f"{facts.seen()}: that contradicts {nproc} ranks on each of {nodes} nodes; "
-            "ranks count from 0, node by node, with the same number on each"
+            f"{facts.seen()}, which contradicts {nproc} ranks on each of {nodes} nodes; "
+            "number ranks from 0, node by node, with the same number of ranks on each"
         )
     name = host if node_rank == 0 else facts.hostname
     return Placement("by-hand", nodes, node_rank, nproc, host, port, None, name, rank, local_rank, world)
@@ -81,7 +86,7 @@ def _ranks_here(facts: Facts, world: int, host: str) -> int:
     if not facts.environ.get("LOCAL_RANK") and (stated is not None or not is_one_host):
         raise ConfigError(
             f"{facts.seen()} but neither LOCAL_RANK (torchrun sets it) nor PET_NNODES (a PyTorchJob); "
-            "start with torchrun, or set LOCAL_RANK, or unset RANK and WORLD_SIZE"
+            "start with torchrun, set LOCAL_RANK, or unset RANK and WORLD_SIZE"
         )
     if stated is not None:
         return max(1, stated)
@@ -90,5 +95,5 @@ def _ranks_here(facts: Facts, world: int, host: str) -> int:
     if is_one_host:
         return max(1, world)
     raise ConfigError(
-        f"{facts.seen()} but nothing says how many ranks are on this host; set LOCAL_WORLD_SIZE or NNODES"
+        f"{facts.seen()} but the number of ranks on this host is unknown; set LOCAL_WORLD_SIZE or NNODES"
     )

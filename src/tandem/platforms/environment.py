@@ -21,10 +21,11 @@ class Placement:
     `nproc` None means auto: the GPUs of the node, else 1. `rank`, `local_rank` and `world_size` are set only
     where the platform already started one process per rank (torchrun, Slurm with several tasks per node,
     Open MPI, ranks set by hand). Node rank 0 hosts the rendezvous at `master_host`; `local_name` is this
-    node's name there. `one_task`: the platform started this process once on every node, and nothing else.
-    `job` names what the nodes have in common where several jobs may share a host, `array` is (array, task)
-    where a job is one of many alike, `restarts` how often the platform has started this job again, and
-    `device` this rank's own among the GPUs that it sees.
+    node's name there. `starts_all`: this process starts all nodes itself, on this host, so no port has to be
+    agreed on (a laptop, or a Slurm allocation without srun). `one_task`: the platform started this process
+    once on every node, and nothing else. `job` names what the nodes have in common where several jobs may
+    share a host, `array` is (array, task) where a job is one of many alike, `restarts` how often the platform
+    has started this job again, and `device` this rank's own among the GPUs that it sees.
     """
 
     platform: str
@@ -39,6 +40,7 @@ class Placement:
     local_rank: int | None = None
     world_size: int | None = None
     nodes_share_host: bool = False
+    starts_all: bool = False
     one_task: bool = False
     job: str = ""
     array: tuple[str, str] | None = None
@@ -55,8 +57,8 @@ class Placement:
         if self.elastic or self.nproc not in (None, 1):
             asked = "--elastic" if self.elastic else f"--nproc={self.nproc}"
             raise ConfigError(
-                f"{asked} is for a node's agent, and this is one rank of {self.nodes}, a task on each node; "
-                "start with tandem launch, or leave it out"
+                f"{asked} is for a node's agent, but this is one rank of {self.nodes}, a task on each node; "
+                "start with tandem launch, or omit it"
             )
         return replace(self, nproc=1, rank=self.node_rank, local_rank=0, world_size=self.nodes)
 
@@ -71,9 +73,7 @@ class Placement:
         return replace(self, master_host=LOOPBACK) if is_named else self
 
     def __str__(self) -> str:
-        here = {None: "a process per GPU (else 1) here", 1: "1 process here"}.get(
-            self.nproc, f"{self.nproc} processes here"
-        )
+        here = {None: "one process per GPU (or 1)", 1: "1 process"}.get(self.nproc, f"{self.nproc} processes")
         position = f"node {self.node_rank} of {self.nodes} ({self.platform}), {here}"
         position += f", master {self.master_host}:{self.master_port}"
         if self.elastic:
@@ -122,7 +122,9 @@ class Facts:
         """The one value all sources of a column agree on; None when nothing gives it."""
         sources = self.sources(column)
         if len(set(sources.values())) > 1:
-            raise ConfigError(f"{said(sources)} contradict each other; they must be equal ({self.platform})")
+            raise ConfigError(
+                f"{said(sources)} contradict each other; expected equal values ({self.platform})"
+            )
         return next(iter(sources.values()), None)
 
     def number(self, column: str, default: int | None = None) -> int:
@@ -181,7 +183,7 @@ def said(sources: Mapping[str, str]) -> str:
 
 def whole(name: str, value: str, minimum: int = 0, also: str = "") -> int:
     if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < minimum:
-        raise ConfigError(f"{name}={value!r} is not valid; give {also}a whole number from {minimum} up")
+        raise ConfigError(f"{name}: invalid value {value!r}; expected {also}an integer >= {minimum}")
     return int(value)
 
 
@@ -189,7 +191,7 @@ def value_range(name: str, value: str) -> tuple[int, int]:
     low, _, high = value.partition(":")
     bounds = (whole(name, low, 1, "MIN:MAX or "), whole(name, high or low, 1, "MIN:MAX or "))
     if bounds[0] > bounds[1]:
-        raise ConfigError(f"{name}={value} has its minimum above its maximum; give MIN:MAX, as in 1:2")
+        raise ConfigError(f"{name}: invalid value {value!r}; expected MIN:MAX with MIN <= MAX, such as 1:2")
     return bounds
 
 
@@ -197,7 +199,7 @@ def split_address(name: str, value: str) -> tuple[str, str]:
     host, _, port = value.rpartition(":")
     if not host.strip("[]") or not port or (":" in host and not host.startswith("[")):
         raise ConfigError(
-            f"{name}={value!r} is not an address; give HOST:PORT, as in {name} node1:{DEFAULT_PORT}"
+            f"{name}: invalid value {value!r}; expected HOST:PORT, such as {name} node1:{DEFAULT_PORT}"
         )
     return host.strip("[]"), port
 

@@ -21,7 +21,7 @@ def read(facts: Facts) -> Placement:
     host = facts.text("host")
     if host is None and not all(names):
         raise ConfigError(
-            "JOBSET_NAME is set but neither REPLICATED_JOB_NAME nor MASTER_ADDR; "
+            "JOBSET_NAME is set but neither REPLICATED_JOB_NAME nor MASTER_ADDR is; "
             "set one in the container's env"
         )
     host = host or f"{names[0]}-{names[1]}-0-0.{names[0]}"

@@ -76,7 +76,7 @@ def _kubeflow_range(facts: Facts) -> tuple[int, int]:
     stated, flag = facts.environ.get("PET_NNODES"), facts.flags.get("nodes")
     bounds = value_range("PET_NNODES", stated) if stated else value_range("--nodes", flag or "1")
     if flag is not None and int(flag) != bounds[1]:
-        raise ConfigError(f"--nodes={flag} and PET_NNODES={stated} contradict each other; leave --nodes out")
+        raise ConfigError(f"--nodes={flag} and PET_NNODES={stated} contradict each other; omit --nodes")
     return bounds
 
 

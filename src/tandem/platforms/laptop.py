@@ -26,11 +26,19 @@ def alone(facts: Facts) -> Placement:
     nodes = int(facts.flags.get("nodes", facts.elastic[1] if facts.elastic else 1))
     if nodes > SIMULATED_NODES_LIMIT:
         raise ConfigError(
-            f"--nodes={nodes} is too many for one host; give 1 to {SIMULATED_NODES_LIMIT}, "
-            "or --node-rank and --master"
+            f"--nodes: {nodes} is too many for one host; expected 1 to {SIMULATED_NODES_LIMIT}, "
+            "or use --node-rank and --master"
         )
     shared = nodes > 1
     name = loopback_name(0) if shared else LOOPBACK
     return Placement(
-        facts.platform, nodes, 0, facts.nproc(), name, 0, local_name=name, nodes_share_host=shared
+        facts.platform,
+        nodes,
+        0,
+        facts.nproc(),
+        name,
+        0,
+        local_name=name,
+        nodes_share_host=shared,
+        starts_all=True,
     )

@@ -25,13 +25,12 @@ def read(facts: Facts) -> Placement:
     if nproc < 1 or rank >= world or world % nproc or rank % nproc != local_rank:
         raise ConfigError(
             f"OMPI_COMM_WORLD_RANK={rank} of SIZE={world} with LOCAL_RANK={local_rank} of LOCAL_SIZE={nproc} "
-            "is no even layout node by node; start with mpirun --map-by slot and the same number on each node"
+            "is not an even layout; start with mpirun --map-by slot and the same number on each node"
         )
     nodes = facts.number("nodes", world // nproc)
     if nodes != world // nproc:
         raise ConfigError(
-            f"--nodes={nodes} contradicts OMPI_COMM_WORLD_SIZE={world} / LOCAL_SIZE={nproc}; "
-            "leave --nodes out"
+            f"--nodes={nodes} contradicts OMPI_COMM_WORLD_SIZE={world} / LOCAL_SIZE={nproc}; omit --nodes"
         )
     host = facts.text("host") or (LOOPBACK if nodes == 1 else None)
     if host is None:

@@ -17,6 +17,7 @@ a file may be read.
 
 import functools
 import importlib
+import os
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +26,21 @@ from typing import Protocol, cast
 import tandem.platforms
 from tandem.config.slices import LaunchConfig
 from tandem.errors import ConfigError
-from tandem.platforms.environment import Columns, Facts, Placement, said, split_address, value_range
+from tandem.platforms import slurm
+from tandem.platforms.environment import (
+    DEFAULT_PORT,
+    Columns,
+    Facts,
+    Placement,
+    said,
+    split_address,
+    value_range,
+)
+from tandem.platforms.replica import with_index
 
 BY_ITSELF = LaunchConfig()  # nothing asked for: the platform alone says
 
-__all__ = ["Placement", "detect", "platforms"]
+__all__ = ["Placement", "detect", "of_this_process", "on_this_host", "outside_steps", "platforms"]
 
 
 class Platform(Protocol):
@@ -69,6 +80,38 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
     return _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))
 
 
+def of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment with what only this host knows: the replica's index, and which Slurm step this is.
+
+    Raises ConfigError.
+    """
+    return with_index(slurm.without_inherited_step(environ, os.getpid()))
+
+
+def outside_steps(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """As `of_this_process`, without the allocation of a shell or batch script: Slurm places only steps.
+
+    For verbs that need one host. Raises ConfigError.
+    """
+    environ = of_this_process(environ)
+    return slurm.without_job(environ) if slurm.detect(environ) and not slurm.in_step(environ) else environ
+
+
+def on_this_host(verb: str, environ: Mapping[str, str], hostname: str) -> Mapping[str, str]:
+    """The environment for runs that a verb starts itself on this host, also inside a Slurm allocation.
+
+    Raises ConfigError where the platform has started this process for each node or rank: each would start its
+    own.
+    """
+    environ = outside_steps(environ)
+    placement = detect(environ, hostname)
+    if placement.platform == "none":
+        return environ
+    if placement.platform == "slurm" and placement.nodes == 1 and placement.rank is None:
+        return slurm.without_job(environ)  # srun --pty bash
+    raise ConfigError(f"{verb} starts its own ranks, but this is a rank or node of {placement.platform}")
+
+
 def _meeting(asked: LaunchConfig, environ: Mapping[str, str], hostname: str) -> dict[str, str]:
     """The master's address as --init-method gives it; a file needs none, and this host stands in for it."""
     method = asked.init_method
@@ -76,15 +119,19 @@ def _meeting(asked: LaunchConfig, environ: Mapping[str, str], hostname: str) -> 
         return {}
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         raise ConfigError(
-            f"--init-method {method} is for ranks that are started by hand: set RANK, WORLD_SIZE and "
+            f"--init-method {method} is for ranks started by hand: set RANK, WORLD_SIZE and "
             "LOCAL_RANK for each `tandem train`; `tandem launch` starts ranks itself, with --master HOST:PORT"
         )
     if method == "env://":
         return {}
     if asked.master is not None or environ.get("MASTER_ADDR"):
         name = "--master" if asked.master is not None else "MASTER_ADDR"
-        raise ConfigError(f"--init-method {method} and {name} both say where ranks meet; give one of them")
-    host, port = (hostname, "0") if method.startswith("file:") else split_address("--init-method", method[6:])
+        raise ConfigError(
+            f"--init-method {method} and {name} both set where ranks meet; give only one of them"
+        )
+    if method.startswith("file:"):
+        return {"host": hostname, "port": str(DEFAULT_PORT)}
+    host, port = split_address("--init-method", method[6:])
     return {"host": host, "port": port}
 
 
@@ -93,19 +140,25 @@ def _checked(placement: Placement, facts: Facts) -> Placement:
     given = said({**facts.sources("nodes"), **facts.sources("node_rank")}) or str(placement)
     if placement.nodes < 1 or placement.node_rank >= placement.nodes:
         raise ConfigError(
-            f"node {placement.node_rank} of {placement.nodes} cannot be ({given}, host {facts.hostname}); "
-            f"{placement.platform} counts nodes from 0 to nodes - 1"
+            f"invalid node {placement.node_rank} of {placement.nodes} ({given}, host {facts.hostname}); "
+            f"{placement.platform} numbers nodes from 0 to nodes - 1"
         )
     if placement.master_port > 65535:
         raise ConfigError(
-            f"master port {placement.master_port} is not valid ({said(facts.sources('port'))}); "
-            "give 1 to 65535"
+            f"invalid master port {placement.master_port} ({said(facts.sources('port'))}); "
+            "expected 1 to 65535"
+        )
+    is_single = placement.nodes == 1 and (placement.world_size or 1) == 1
+    if placement.master_port == 0 and not (placement.starts_all or is_single):
+        raise ConfigError(
+            f"invalid master port 0 ({said(facts.sources('port'))}); expected 1 to 65535, the same on all "
+            f"nodes, such as --master {placement.master_host}:{DEFAULT_PORT}"
         )
     if facts.elastic is None:
         return placement
     if placement.rank is not None:
         raise ConfigError(
-            f"--elastic does not go with ranks that {placement.platform} starts itself; "
+            f"--elastic cannot be used with ranks that {placement.platform} starts itself; "
             "start one task per node"
         )
     stated = placement.elastic or facts.elastic

@@ -2,7 +2,7 @@
 
 Compose gives all replicas the same environment. Docker's resolver knows better: the name that belongs to a
 container's own address is <project>-node-<index>. Docker's restart policy in turn knows only zero and not
-zero; an end that no retry can mend is therefore written down, and the container that is started again
+zero; an end that no retry can fix is therefore written down, and the container that is started again
 within `STAY_DOWN_SECONDS` leaves at once with the same code.
 """
 
@@ -12,15 +12,18 @@ import re
 import secrets
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, is_own
+from tandem.reading import content, count, moment, parsed
 from tandem.timeouts import RESOLVER_SECONDS, STAY_DOWN_SECONDS
 
 RESOLVER = ("127.0.0.11", 53)
 ATTEMPTS = 5
+NOTES = Path("/var/lib/tandem")
 _PTR, _INTERNET, _POINTER = 12, 1, 0xC0
 
 
@@ -38,8 +41,8 @@ def with_index(environ: Mapping[str, str], resolver: tuple[str, int] = RESOLVER)
         if match := re.match(rf"{re.escape(project)}-node-([0-9]+)(\.|$)", name):
             return {**environ, "TANDEM_COMPOSE_INDEX": match[1]}
     raise ConfigError(
-        f"this container ({address}, names: {', '.join(names) or 'none'}) is no replica of service node in "
-        f"TANDEM_COMPOSE_PROJECT={project}; start it with make compose-up, or set TANDEM_COMPOSE_INDEX"
+        f"this container ({address}, names: {', '.join(names) or 'none'}) is not a replica of service node "
+        f"in TANDEM_COMPOSE_PROJECT={project}; start it with make compose-up, or set TANDEM_COMPOSE_INDEX"
     )
 
 
@@ -93,7 +96,7 @@ def _decode(message: bytes, at: int) -> tuple[str, int]:
             after = after or at + 2
             at = struct.unpack_from(">H", message, at)[0] & 0x3FFF
             if at >= began:
-                raise ValueError(f"a name at {began} goes on at {at}")
+                raise ValueError(f"a name at {began} continues at {at}")
             began = at
             continue
         labels.append(message[at + 1 : at + 1 + length].decode())
@@ -103,26 +106,35 @@ def _decode(message: bytes, at: int) -> tuple[str, int]:
 
 def stay_down_code(run_dir: Path, container: str, now: float | None = None) -> int | None:
     """The code to leave with at once, when this container has just ended for good; None to go ahead."""
-    try:
-        record = json.loads(_note(run_dir, container).read_text(encoding="utf-8"))
-        age = (time.time() if now is None else now) - float(record["time"])
-        return int(record["exit_code"]) if 0 <= age < STAY_DOWN_SECONDS else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    for folder, name in _notes(run_dir, container):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            record = parsed(content(folder, name))
+            age = (time.time() if now is None else now) - moment(record["time"])
+            if 0 <= age < STAY_DOWN_SECONDS:
+                return count(record["exit_code"])
+    return None
 
 
 def note_end(run_dir: Path, container: str, code: int) -> None:
-    """Remember an end that no retry can mend (1 to 127); any other end is forgotten."""
-    note = _note(run_dir, container)
-    with contextlib.suppress(OSError):  # without a volume to write to, Docker's five retries are the limit
-        if 1 <= code <= 127:
+    """Remember an end that no retry can fix (1 to 127, 255); any other end is forgotten.
+
+    The first place that can be written to has it; without any, Docker's five retries are the limit.
+    """
+    record = json.dumps({"exit_code": code, "time": time.time()})
+    with contextlib.suppress(OSError):
+        if is_own(code):
             run_dir.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (run_dir, note.parent):
+            for folder in (run_dir, run_dir / "log"):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            note.write_text(json.dumps({"exit_code": code, "time": time.time()}), encoding="utf-8")
-        else:
-            note.unlink(missing_ok=True)
+    for folder, name in _notes(run_dir, container):
+        with contextlib.suppress(OSError):
+            if is_own(code):
+                (folder / name).write_text(record, encoding="utf-8")
+                return
+            (folder / name).unlink(missing_ok=True)
 
 
-def _note(run_dir: Path, container: str) -> Path:
-    return run_dir / "log" / f"ended-{container}.json"
+def _notes(run_dir: Path, container: str) -> list[tuple[Path, str]]:
+    """Where a note may be: the run's volume, a small volume of its own (compose.yaml), the container."""
+    name = f"ended-{container}.json"
+    return [(run_dir, f"log/{name}"), (NOTES, name), (Path(tempfile.gettempdir()), name)]

@@ -38,7 +38,7 @@ def read(facts: Facts) -> Placement:
     if (nodes, node_rank, host.split(".")[0]) != (len(hosts), hosts.index(here), hosts[0]):
         raise ConfigError(
             f"{said({**facts.sources('nodes'), **facts.sources('node_rank'), **facts.sources('host')})} "
-            f"contradicts SM_HOSTS={','.join(hosts)} with SM_CURRENT_HOST={here}; leave it out"
+            f"contradicts SM_HOSTS={','.join(hosts)} with SM_CURRENT_HOST={here}; omit it"
         )
     gpus = whole("SM_NUM_GPUS", facts.environ.get("SM_NUM_GPUS") or "0")
     return Placement(
@@ -66,7 +66,9 @@ def _hosts(facts: Facts) -> tuple[list[str], str]:
             "which sets it, or give --nodes, --node-rank and --master"
         )
     if here not in names:
-        raise ConfigError(f"SM_CURRENT_HOST={here} is none of SM_HOSTS={','.join(names)}; set none by hand")
+        raise ConfigError(
+            f"SM_CURRENT_HOST={here} is not one of SM_HOSTS={','.join(names)}; do not set these by hand"
+        )
     return names, str(here)
 
 
@@ -79,4 +81,4 @@ def _json(facts: Facts, name: str, default: str) -> object:
     try:
         return json.loads(facts.environ.get(name) or default)
     except ValueError:
-        raise ConfigError(f"{name}={facts.environ[name]!r} is no JSON; set none by hand") from None
+        raise ConfigError(f"{name}={facts.environ[name]!r} is not JSON; do not set it by hand") from None

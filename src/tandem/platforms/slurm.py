@@ -3,17 +3,21 @@
 What it sets was captured from a real one (tests/fixtures/environments); docs/slurm.md is for people.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from tandem.errors import ConfigError
 from tandem.platforms import by_hand
 from tandem.platforms.environment import Columns, Facts, Placement, any_set, said, whole
 from tandem.platforms.laptop import alone
+from tandem.process import stat_of
 
 ORDER = 30  # its steps may be inside nothing but the two before it
 MARKS = ("SLURM_JOB_ID",)
+STEP_PREFIXES = ("SLURM_STEP_", "SLURM_STEPID")
 COLUMNS = Columns(("SLURM_STEP_NUM_NODES",), ("SLURM_NODEID",))
 
 
@@ -21,10 +25,54 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def _in_step(environ: Mapping[str, str]) -> bool:
-    """Inside `srun`: the batch script and the interactive shell have no step id, or a reserved one."""
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Whether this is a task of `srun`: the batch script and the interactive shell have no step id, or a
+    reserved one.
+
+    A job that is submitted from a step of another job inherits its variables. A single task of somewhere else
+    is ignored; several may be real, and are refused as a contradiction, lest each becomes a world of one.
+    """
     step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < 0xFFFFFF00
+    if not step.isdigit() or int(step) >= 0xFFFFFF00:
+        return False
+    counts = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
+    return not _is_outside_job(environ) or any(environ.get(name, "1") != "1" for name in counts)
+
+
+def _is_outside_job(environ: Mapping[str, str]) -> bool:
+    of_step, of_job = environ.get("SLURM_STEP_NODELIST", ""), environ.get("SLURM_JOB_NODELIST", "")
+    return bool(of_step and of_job) and not set(expand_nodelist(of_step)) <= set(expand_nodelist(of_job))
+
+
+def without_inherited_step(environ: Mapping[str, str], pid: int) -> Mapping[str, str]:
+    """The environment without the variables of a step that process `pid` is not in.
+
+    Both jobs may be on the same node, and then only the daemon that has started the process tells them apart.
+    In a container, where it is out of sight, the variables count as they are.
+    """
+    if not in_step(environ):
+        return environ
+    around = _step_around(pid)
+    if around in (None, (environ.get("SLURM_JOB_ID"), environ["SLURM_STEP_ID"])):
+        return environ
+    return {name: value for name, value in environ.items() if not name.startswith(STEP_PREFIXES)}
+
+
+def _step_around(pid: int) -> tuple[str, str] | None:
+    """(Job, step) of the nearest daemon above a process, which is named `slurmstepd: [JOB.STEP]`."""
+    while pid > 1:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            if match := re.match(r"slurmstepd: \[([0-9]+)(?:\+[0-9]+)?\.([^.\] ]+)\]", words):
+                return match[1], match[2]
+        fields = stat_of(pid)
+        pid = int(fields[1]) if fields else 0
+    return None
+
+
+def without_job(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment for a run that is no part of the job, nor placed by what its script sets by hand."""
+    return {name: value for name, value in by_hand.unplaced(environ).items() if name not in MARKS}
 
 
 def read(facts: Facts) -> Placement:
@@ -32,18 +80,19 @@ def read(facts: Facts) -> Placement:
     parts = facts.environ.get("SLURM_HET_SIZE") or "1"
     if whole("SLURM_HET_SIZE", parts) > 1:
         raise ConfigError(
-            f"SLURM_HET_SIZE={parts}: this job is heterogeneous, and ranks have to be alike; submit it as "
-            "one part, as in sbatch --nodes=2 --gpus-per-node=1"
+            f"SLURM_HET_SIZE={parts}: this job is heterogeneous, but all nodes must be alike; submit it as "
+            "one part, such as sbatch --nodes=2 --gpus-per-node=1"
         )
-    in_step = _in_step(facts.environ)
-    if "node_rank" in facts.flags and not in_step:
+    is_task = in_step(facts.environ)
+    if "node_rank" in facts.flags and not is_task:
         return by_hand.read(facts)
     facts = facts.on("slurm", MARKS, COLUMNS)
-    placement = _placed(facts) if in_step else _without_step(facts)
+    placement = _placed(facts) if is_task else _without_step(facts)
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+    step = facts.environ["SLURM_STEP_ID"] if is_task else "batch"
     return replace(
         placement,
-        job=f"slurm-{facts.variable('SLURM_JOB_ID')}.{facts.environ.get('SLURM_STEP_ID', 'batch')}",
+        job=f"slurm-{facts.variable('SLURM_JOB_ID')}.{step}",
         array=(facts.environ[names[0]], facts.environ[names[1]])
         if any_set(facts.environ, names[:1])
         else None,
@@ -61,16 +110,17 @@ def _placed(facts: Facts) -> Placement:
         len(names) != nodes
         or node_rank >= nodes
         or (facts.environ.get("SLURMD_NODENAME") and names[node_rank] != here)
+        or _is_outside_job(facts.environ)
     ):
         raise ConfigError(
+            f"SLURM_JOB_NODELIST={facts.environ.get('SLURM_JOB_NODELIST', '')}, "
             f"SLURM_STEP_NODELIST={','.join(names)}, SLURM_STEP_NUM_NODES={nodes}, SLURM_NODEID={node_rank} "
-            f"and SLURMD_NODENAME={here} contradict each other; start with srun, and set none of them by hand"
+            f"and SLURMD_NODENAME={here} contradict each other; start with srun, and do not set them by hand"
         )
     host = facts.text("host") or names[0]
     if host.split(".")[0] in names[1:]:
         raise ConfigError(
-            f"{said(facts.sources('host'))} is not the step's first node {names[0]}, "
-            "where rank 0 is; leave it out"
+            f"{said(facts.sources('host'))} is not the step's first node {names[0]}, where rank 0 is; omit it"
         )
     # Two jobs, or two steps of one job, may share a node: their stores should not share a port, and where
     # they do all the same (numbers repeat), `job` keeps them apart.
@@ -105,7 +155,7 @@ def _ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placement:
         raise ConfigError(
             f"SLURM_PROCID={rank}, SLURM_LOCALID={local_rank} and --nproc={placement.nproc or 'auto'} "
             f"contradict {here} tasks here of {sum(tasks)}; "
-            "start one task per node (--ntasks-per-node=1), or leave --nproc out"
+            "start one task per node (--ntasks-per-node=1), or omit --nproc"
         )
     return replace(
         placement,
@@ -125,8 +175,14 @@ def _own_device(environ: Mapping[str, str]) -> int | None:
 
 
 def _without_step(facts: Facts) -> Placement:
-    """A batch script or a shell in an allocation: fine for one node, otherwise the other nodes would idle."""
-    counts = {name: facts.environ.get(name) or "1" for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS")}
+    """A batch script or a shell in an allocation: fine for one node, otherwise the other nodes would idle.
+
+    Several tasks on one node are fine where the number of ranks is given.
+    """
+    names = ["SLURM_JOB_NUM_NODES"]
+    if not {"nodes", "nproc"} & set(facts.flags):
+        names.append("SLURM_NTASKS")
+    counts = {name: facts.environ.get(name) or "1" for name in names}
     if any(whole(name, value, 1) > 1 for name, value in counts.items()):
         raise ConfigError(
             f"{said(counts)} but this is not a step (no SLURM_STEP_ID); start it with srun: "
@@ -180,6 +236,8 @@ def expand_tasks(text: str) -> list[int]:
     for entry in text.split(","):
         match = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?", entry)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not valid; an example is 2(x3),1")
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE: invalid value {text!r}; expected a list such as 2(x3),1"
+            )
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks

@@ -25,7 +25,7 @@ def read(facts: Facts) -> Placement:
     if nproc < 1 or rank >= world or local_rank >= nproc or nproc > world:
         raise ConfigError(
             f"{said({name: facts.environ[name] for name in names})} contradict each other; "
-            "start with torchrun, and set none of them by hand"
+            "start with torchrun, and do not set them by hand"
         )
     return Placement(
         "torchrun",

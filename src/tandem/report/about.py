@@ -10,18 +10,19 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any
 
 from tandem import __version__
+from tandem.config.secrets import hidden, hide, is_secret
 from tandem.config.settings import SETTINGS
 from tandem.config.sources import PLACES
-from tandem.report.secrets import HIDDEN, hide, is_secret
+from tandem.reading import RunFiles
 from tandem.rotation import tail
-from tandem.telemetry.journal import read_json, write_json_atomic
+from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import GIT_SECONDS
 
 FILE_NAME = "about.json"
@@ -49,13 +50,13 @@ class About:
         with suppress(OSError):
             write_json_atomic(self._run_dir / FILE_NAME, about)
 
-    def read(self) -> dict[str, Any]:
-        """What was written down, and the settings as `settings_of` has them."""
-        about = read_json(self._run_dir / FILE_NAME)
-        folder = PurePath(str(about.get("folder", "")))
-        config = read_json(self._run_dir / "config.json")
-        place = {"run_dir": self.hide(str(config["run_dir"]))} if config.get("run_dir") else {}
-        return {**about, **place, "settings": settings_of(config, folder, self.hide)}
+    def read(self, files: RunFiles | None = None) -> dict[str, Any]:
+        """What was written down, and the settings as `settings_of` has them; `files`: who reads them."""
+        files = RunFiles(self._run_dir) if files is None else files
+        about, config = files.read(FILE_NAME), files.read("config.json")
+        folder = PurePath(about.get("folder") or "")
+        place = {"run_dir": config["run_dir"]} if config.get("run_dir") else {}
+        return {**self.hidden({**about, **place}), "settings": settings_of(config, folder, self._secrets)}
 
     def log(self, reason: str = "") -> dict[str, object]:
         """{file, lines}: the end of the log of the rank that `reason` names, else of rank 0; bounded."""
@@ -74,15 +75,11 @@ class About:
 
     def hidden(self, value: Any) -> Any:
         """The same of all text in lists and dicts."""
-        if isinstance(value, dict):
-            return {name: self.hidden(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [self.hidden(item) for item in value]
-        return self.hide(value) if isinstance(value, str) else value
+        return hidden(value, self._secrets)
 
 
 def settings_of(
-    config: Mapping[str, Any], folder: PurePath, hide: Callable[[str], str]
+    config: Mapping[str, Any], folder: PurePath, secrets: Sequence[str]
 ) -> list[dict[str, object]]:
     """{name, value, default, differs} of every setting in a config.json, the task's own as `task.NAME`.
 
@@ -91,20 +88,19 @@ def settings_of(
     rows = []
     for name, value in config.items():
         if name == "task_fields" and isinstance(value, dict):
-            rows += [_row(f"task.{field}", text, None, hide) for field, text in value.items()]
+            rows += [_row(f"task.{field}", text, None, secrets) for field, text in value.items()]
             continue
         default = SETTINGS[name].default if name in SETTINGS else None
         if isinstance(default, PurePath):
             default = str(default) if value == str(default) else str(folder / default)
-        rows.append(_row(name, value, default, hide))
+        rows.append(_row(name, value, default, secrets))
     return rows
 
 
-def _row(name: str, value: object, default: object, hide: Callable[[str], str]) -> dict[str, object]:
-    shown = HIDDEN if is_secret(name) else hide(value) if isinstance(value, str) else value
+def _row(name: str, value: object, default: object, secrets: Sequence[str]) -> dict[str, object]:
     return {
-        "name": name,
-        "value": shown,
+        "name": hide(name, secrets),
+        "value": hidden(value, secrets, is_secret(name), is_setting=True),
         "default": default,
         "differs": value != default and name not in PLACES,
     }

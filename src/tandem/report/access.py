@@ -69,7 +69,9 @@ def load_access(config: MetricsConfig) -> Access:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--metrics-token-file {config.metrics_token_file}: {error}") from error
         if not token:
-            raise ConfigError(f"--metrics-token-file {config.metrics_token_file} is empty; write a token")
+            raise ConfigError(
+                f"--metrics-token-file {config.metrics_token_file} is empty; write a token to it"
+            )
     return Access(token, _tls(config.metrics_cert, config.metrics_key))
 
 
@@ -84,7 +86,7 @@ def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"--metrics-cert {certificate} cannot be used ({error}); give PEM files of a certificate "
-            "and, with --metrics-key, of its key"
+            f"--metrics-cert {certificate} cannot be used ({error}); expected a certificate in PEM format "
+            "and, with --metrics-key, its key"
         ) from error
     return context

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
-from tandem.telemetry.journal import read_events, read_lines
+from tandem.reading import METRICS, RunFiles
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
 from tandem.telemetry.restarts import COUNTED
 from tandem.timeouts import LIST_SECONDS
@@ -27,7 +27,11 @@ MAX_EVENTS = 100
 class History:
     """Takes rank 0's messages and this agent's events; bounded, thread-safe."""
 
-    def __init__(self, run_dir: Path, checkpoints: PurePath | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, checkpoints: PurePath | None = None, files: RunFiles | None = None
+    ) -> None:
+        """`files`: who reads those of `run_dir`, and takes down what is wrong with them."""
+        files = RunFiles(run_dir) if files is None else files
         self._checkpoints_dir = checkpoints or run_dir / "checkpoints"
         self._lock = threading.Lock()
         self._points: list[dict[str, Any]] = []
@@ -36,9 +40,9 @@ class History:
         self._ranks = Ranks([], None)
         self._listed: tuple[float, list[dict[str, object]]] = (float("-inf"), [])
         self.version = 0
-        for record in read_lines(run_dir / "metrics.jsonl"):
+        for record in files.lines(METRICS):
             self._add_point(record)
-        for record in read_events(run_dir):
+        for record in files.events():
             if record.get("kind") != COUNTED:
                 self._add_event(record)
         if not isinstance(self._checkpoints_dir, Path):
@@ -118,7 +122,7 @@ class History:
     def _list_checkpoints(self) -> Iterator[dict[str, object]]:
         store = CheckpointStore(self._checkpoints_dir)
         for step in store.steps():
-            with suppress(CheckpointError, KeyError, TypeError, ValueError):  # damaged, or just pruned
+            with suppress(CheckpointError):  # damaged, or just pruned
                 manifest = store.manifest(step)
                 size = sum(int(file["bytes"]) for file in manifest["files"].values())
                 written, state = float(manifest["written_at"]), self._states.get(step, "written")

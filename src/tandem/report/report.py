@@ -1,33 +1,42 @@
 """`tandem report`: one HTML file of a finished run, or of several side by side, from what lies in RUN_DIR."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from tandem.checkpoint.locate import LINKED, is_linked
 from tandem.checkpoint.storage.copies import at_hand, local_folder, make_folder
 from tandem.config.address import address
-from tandem.errors import ConfigError
-from tandem.log import counted
+from tandem.errors import ConfigError, TandemError
+from tandem.log import counted, printable
+from tandem.reading import RunFiles
 from tandem.report.about import About
 from tandem.report.history import History
 from tandem.report.pages import report_page
-from tandem.telemetry.journal import read_events, read_json, write_bytes_atomic
+from tandem.telemetry.journal import write_bytes_atomic
 from tandem.telemetry.meter import ACTIVITIES, PHASES
 from tandem.telemetry.metrics import ACTIVITY_SECONDS
 from tandem.telemetry.restarts import Restarts
 
+_ACTIVITY = re.compile(
+    rf"""^(?:{"|".join(ACTIVITY_SECONDS.wire_names)})\{{[^}}]*\bactivity="(\w+)"[^}}]*\}} (\S+)$""", re.M
+)
+LONGEST, LONGEST_NAME = 400, 120
+"""Characters of a line about a problem, and of a name."""
 NOT_COMPARED = ("run_dir", "run_name", "resume", "metrics_port", "node_rank", "master")
 
 
-def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] = ()) -> None:
-    """Write the report of `run_dirs`, the first one in full if it is alone. Raises ConfigError.
+def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] = ()) -> list[str]:
+    """Write the report of `run_dirs`, the first one in full if it is alone; a line for each problem.
 
-    `secrets`: values that it must not show.
+    `secrets`: values that it must not show. Raises ConfigError where there is no run, or no place to write.
     """
-    page = make_report(run_dirs, secrets)
+    problems: list[str] = []
+    page = make_report(run_dirs, secrets, problems=problems)
     try:
         if output.parent == local_folder(
             run_dirs[0]
@@ -36,38 +45,66 @@ def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] 
         write_bytes_atomic(output, page)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}; give --output FILE") from error
+    return problems
 
 
 def make_report(
-    run_dirs: Sequence[Path], secrets: Sequence[str] = (), links: Sequence[str] = (), up: str = ""
+    run_dirs: Sequence[Path],
+    secrets: Sequence[str] = (),
+    links: Sequence[str] = (),
+    up: str = "",
+    problems: list[str] | None = None,
 ) -> bytes:
-    """The page itself; `links` lead to the page of each run alone, `up` to all. Raises ConfigError."""
-    runs = [read_run(run_dir, secrets) for run_dir in run_dirs]
-    return report_page({"runs": runs, "made": time.time(), "links": list(links), "up": up})
+    """The page itself; a run that cannot be read is left out, and is one of the `problems`, a line for each.
+
+    `links` lead to the page of each run alone, `up` to all. Raises ConfigError where no run can be read.
+    """
+    problems = [] if problems is None else problems
+    runs: list[dict[str, Any]] = []
+    shown_links: list[str] = []
+    for run_dir, link in zip_longest(run_dirs, links[: len(run_dirs)]):
+        try:
+            runs.append(read_run(run_dir, secrets))
+        except TandemError as error:
+            problems.append(printable(str(error), LONGEST))
+            continue
+        shown_links += [link] if link else []
+        problems += [printable(f"{run_dir}: {each}", LONGEST) for each in runs[-1]["problems"]]
+    if not runs:
+        raise ConfigError("; ".join(problems))
+    page = {"runs": runs, "made": time.time(), "links": shown_links, "up": up, "problems": problems}
+    return report_page(page)
 
 
 def read_run(run_dir: Path, secrets: Sequence[str] = ()) -> dict[str, Any]:
     """What report.js reads of one run. Raises ConfigError if `run_dir` holds none."""
-    with at_hand(run_dir) as folder:
-        return _read_run(address(run_dir), folder, secrets)
+    try:
+        with at_hand(run_dir) as folder:
+            return _read_run(address(run_dir), folder, secrets)
+    except OSError as error:
+        raise ConfigError(f"{run_dir} cannot be read: {error.strerror or error}") from error
 
 
 def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[str, Any]:
-    settings = read_json(folder / "config.json")
-    history = History(folder, run_dir / "checkpoints")
+    files = RunFiles(folder)
+    settings = files.read("config.json")
+    history, linked = History(folder, run_dir / "checkpoints", files), is_linked(run_dir)
     points: list[dict[str, Any]] = list(history.curves()["points"])  # type: ignore[call-overload]
     if not settings and not points:
-        raise ConfigError(f"{run_dir} holds no run: it has neither config.json nor metrics.jsonl")
-    summary, now = read_json(folder / "summary.json"), history.now()
-    name = str(settings.get("run_name") or Path(run_dir).resolve().name)
+        why = "; ".join(files.problems) or "it has neither config.json nor metrics.jsonl"
+        raise ConfigError(f"{run_dir} is not a run: {why}")
+    summary, now = files.read("summary.json"), history.now()
+    noted = About(folder, secrets)
+    about = noted.read(files)
+    name = printable(noted.hide(settings.get("run_name") or Path(run_dir).resolve().name), LONGEST_NAME)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
-    size = f"{counted(int(ranks), 'rank')} on {counted(int(nodes or 1), 'node')}" if ranks else ""
-    restarts = summary.get("restarts", Restarts(read_events(folder)).total)
+    size = f"{counted(ranks, 'rank')} on {counted(nodes or 1, 'node')}" if ranks else ""
+    starts = Restarts(files.events())
+    restarts, stops = summary.get("restarts"), summary.get("planned_stops")
     events = now["events"]
     assert isinstance(events, list)
-    state, reason = str(summary.get("state", "not finished")), str(summary.get("reason") or "")
-    noted = About(folder, secrets)
-    about = noted.read()
+    state = printable(summary.get("state") or "not finished", LONGEST_NAME)
+    reason = summary.get("reason") or ""
     if summary.get("optimizer"):  # what took the steps, whatever the settings said
         parts = [summary["optimizer"], f"lr {summary.get('lr')}", summary.get("schedule")]
         about["optimizer"] = ", ".join(str(part) for part in parts if part)
@@ -76,44 +113,40 @@ def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[s
         "name": name,
         "state": state,
         "reason": noted.hide(reason) if state == "failed" else "",
-        "where": f"{settings.get('task', '')}: {size}" if size else "",
+        "where": noted.hide(f"{settings.get('task') or ''}: {size}") if size else "",
         "cards": [
             ["steps", summary.get("global_step", points[-1]["step"] if points else None)],
             ["loss", summary.get("loss")],
-            *([score, value] for score, value in dict(summary.get("eval") or {}).items() if score != "loss"),
+            *([score, value] for score, value in (summary.get("eval") or {}).items() if score != "loss"),
             ["samples/s", summary.get("samples_per_second")],
             ["wall time", summary.get("wall_seconds")],
-            ["restarts", restarts],
+            ["restarts", starts.total if restarts is None else restarts],
+            ["planned stops", starts.planned_stops if stops is None else stops],
         ],
         "settings": {key: value for key, value in values.items() if key not in NOT_COMPARED},
         "about": about,
         "log": About(local_folder(run_dir), secrets).log(reason) if state == "failed" else None,
         "points": points,
         "phases": _phases(points),
-        "activities": _activities(folder / "metrics.prom"),
-        "checkpoints": now["checkpoints"],
+        "activities": _activities(files.text("metrics.prom")),
+        "checkpoints": [] if linked else now["checkpoints"],
         "events": noted.hidden(events),
         "began": events[-1].get("time") if events else None,
         "ended": events[0].get("time") if events else None,
+        "problems": list(dict.fromkeys([*files.problems, *([LINKED] if linked else [])])),
     }
 
 
 def _phases(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Seconds by phase over all intervals that are known."""
     known = [point["phases"] for point in points if isinstance(point.get("phases"), dict)]
-    return {phase: sum(float(each.get(phase, 0.0)) for each in known) for phase in PHASES}
+    return {phase: sum(each.get(phase) or 0.0 for each in known) for phase in PHASES}
 
 
-def _activities(page: Path) -> list[list[object]]:
+def _activities(page: str) -> list[list[object]]:
     """[activity, seconds] of the last launch, from the last page of metrics."""
-    try:
-        families = list(text_string_to_metric_families(page.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return []
-    seconds = {
-        sample.labels.get("activity"): sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name in ACTIVITY_SECONDS.wire_names
-    }
+    seconds: dict[str, float] = {}
+    for activity, value in _ACTIVITY.findall(page):
+        with suppress(ValueError):
+            seconds[activity] = float(value)
     return [[activity, seconds[activity]] for activity in ACTIVITIES if seconds.get(activity)]

@@ -1,29 +1,46 @@
 """`tandem runs`: the runs in a folder, how each ended, and what it takes up. Reads files alone, no torch."""
 
+import os
+import re
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.checkpoint.claim import owner_here
-from tandem.checkpoint.listing import age_in_words, newest_step
+from tandem.checkpoint.listing import age_in_words, newest_step, scores_in_words
+from tandem.checkpoint.locate import LINKED, is_linked
 from tandem.checkpoint.storage.copies import RUN_FILES
 from tandem.errors import ConfigError
-from tandem.telemetry.journal import read_json
+from tandem.log import printable
+from tandem.reading import RunFiles
 from tandem.timeouts import SETTLED_SECONDS
 
 OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
 """States of a run without a summary; the rest are those that a summary has."""
-NOTES = frozenset((*RUN_FILES, "log", "tensorboard", "profile", "report.html", "wandb"))
-"""What tandem writes about a run, by its name in the run's folder."""
-HEADS = ("run", "state", "step", "saved", "scores", "last word", "MB")
+NOTES = frozenset((*RUN_FILES, "report.html"))
+"""The files that tandem writes about a run, by their names in the run's folder."""
+FOLDERS_OF_NOTES = {
+    "log": re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),
+    "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
+    "profile": re.compile(r"rank-\d+\.json"),
+    "wandb": re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),
+}
+"""The folders beside them, and what tandem and wandb call what they write there: the rest is a person's."""
+HEADS = ("run", "state", "step", "saved", "scores", "last update", "MB")
+MOST_FILES, DEEPEST_FOLDER = 100_000, 32
+"""What is measured of one run."""
+LONGEST_CELL, LONGEST_LINE = 80, 300
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run; `state` is that of its summary, or one of those above."""
+    """One run; `state` is that of its summary, or one of those above.
+
+    `problems`: what is wrong with its files, in a phrase each.
+    """
 
     path: Path
     state: str
@@ -33,6 +50,7 @@ class RunRow:
     age_seconds: float
     bytes: int
     is_all_notes: bool = False  # no checkpoint, damaged or set aside, and no file that is not tandem's own
+    problems: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -44,15 +62,18 @@ class RunRow:
 def find_runs(folder: Path, now: float | None = None) -> list[RunRow]:
     """The runs in `folder`, newest first; `folder` itself where it is one. Raises ConfigError."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a directory; give the folder of the runs, such as runs")
+        raise ConfigError(f"{folder} is not a directory; give the directory of the runs, such as runs")
     now = time.time() if now is None else now
-    places = [folder] if _is_run(folder) else [each for each in folder.iterdir() if _is_run(each)]
+    try:
+        places = [folder] if _is_run(folder) else [each for each in folder.iterdir() if _is_run(each)]
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}") from error
     return sorted((_row(place, now) for place in places), key=lambda row: (row.age_seconds, row.path))
 
 
 def clean(rows: Sequence[RunRow], dry_run: bool = False) -> list[RunRow]:
     """Remove what `is_empty`; the rows removed, or that would be. Raises ConfigError."""
-    doomed = [row for row in rows if row.is_empty]
+    doomed = [row for row in rows if row.is_empty and _is_all_notes(row.path)]
     for row in doomed if not dry_run else []:
         try:
             shutil.rmtree(row.path)
@@ -64,33 +85,43 @@ def clean(rows: Sequence[RunRow], dry_run: bool = False) -> list[RunRow]:
 def table(rows: Sequence[RunRow], folder: Path) -> str:
     """Aligned lines."""
     if not rows:
-        return f"no runs in {folder}"
+        return f"no runs in {printable(str(folder))}"
     cells = [HEADS, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     if any(row.state == OPEN for row in rows):
-        lines.append("open: killed, or on another machine; the same command goes on from what is saved")
+        lines.append("open: killed, or running on another machine; run the same command again to resume")
+    for row in rows:
+        if row.problems:
+            lines.append(printable(f"{row.path.name}: {'; '.join(row.problems)}", LONGEST_LINE))
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _is_run(folder: Path) -> bool:
     """What every run writes before its first rank starts; a link is another folder's run."""
-    return (folder / "config.json").is_file() and not folder.is_symlink()
+    return os.path.lexists(folder / "config.json") and not folder.is_symlink()
 
 
 def _row(folder: Path, now: float) -> RunRow:
-    summary, files = read_json(folder / "summary.json"), _files(folder)
-    saved = newest_step(folder / "checkpoints")
-    scores = summary.get("eval")
+    files, measured = RunFiles(folder), list(_files(folder))
+    summary, config = files.read("summary.json"), files.read("config.json")
+    saved = None if is_linked(folder) else newest_step(folder / "checkpoints")
+    step = summary.get("global_step")
+    if is_linked(folder):
+        files.problems.append(LINKED)
+    if len(measured) >= MOST_FILES:
+        files.problems.append(f"more than {MOST_FILES:,} files; only the first are counted")
+    is_elsewhere = "://" in (config.get("run_dir") or "")  # so are its checkpoints
     return RunRow(
         path=folder,
-        state=str(summary.get("state") or _state_of_unended(folder, saved)),
-        step=summary.get("global_step", saved),
+        state=summary.get("state") or _state_of_unended(folder, saved),
+        step=saved if step is None else step,
         saved_step=saved,
-        scores=scores if isinstance(scores, dict) else {},
-        age_seconds=max(0.0, now - max((changed for _, _, changed in files), default=now)),
-        bytes=sum(size for _, size, _ in files),
-        is_all_notes=_is_all_notes(folder),
+        scores=summary.get("eval") or {},
+        age_seconds=max(0.0, now - max((changed for _, changed in measured), default=now)),
+        bytes=sum(size for size, _ in measured),
+        is_all_notes=not is_elsewhere and not files.problems and _is_all_notes(folder),
+        problems=tuple(files.problems),
     )
 
 
@@ -98,36 +129,58 @@ def _state_of_unended(folder: Path, saved: int | None) -> str:
     """RUNNING: its launch is seen on this machine. NOT_BEGUN: it has saved nothing and logged no step."""
     if owner_here(folder) is not None:
         return RUNNING
-    begun = saved is not None or (folder / "metrics.jsonl").exists()
+    begun = saved is not None or os.path.lexists(folder / "metrics.jsonl")
     return OPEN if begun else NOT_BEGUN
 
 
 def _is_all_notes(folder: Path) -> bool:
-    if "://" in str(read_json(folder / "config.json").get("run_dir")):  # its checkpoints lie elsewhere
-        return False
+    """Whether all there is are files that tandem has written, by their kind and name, and empty folders."""
     try:
-        others = [each for each in folder.iterdir() if each.name not in NOTES]
-        return all(each.is_dir() and not any(each.iterdir()) for each in others)
+        with os.scandir(folder) as entries:
+            return all(_is_note(entry) for entry in entries)
     except OSError:
         return False
 
 
-def _files(folder: Path) -> list[tuple[Path, int, float]]:
-    """(path below, bytes, last change in Unix seconds) of every file; what goes meanwhile is left out."""
-    found = []
-    for path in folder.rglob("*"):
+def _is_note(entry: os.DirEntry[str]) -> bool:
+    if not entry.is_dir(follow_symlinks=False):
+        return entry.name in NOTES and entry.is_file(follow_symlinks=False)
+    names = FOLDERS_OF_NOTES.get(entry.name)
+    with os.scandir(entry.path) as inner:
+        return all(
+            names is not None
+            and names.fullmatch(each.name) is not None
+            and (each.is_file(follow_symlinks=False) or entry.name == "wandb")
+            for each in inner
+        )
+
+
+def _files(folder: Path) -> Iterator[tuple[int, float]]:
+    """(bytes, last change in Unix seconds) of the files below, links not followed, MOST_FILES at most."""
+    folders, found = [(str(folder), 0)], 0
+    while folders:
+        place, depth = folders.pop()
         try:
-            facts = path.lstat()
-        except OSError:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    found += 1
+                    if found > MOST_FILES:
+                        return
+                    try:
+                        facts = entry.stat(follow_symlinks=False)
+                    except OSError:  # it goes meanwhile
+                        continue
+                    if not stat.S_ISDIR(facts.st_mode):
+                        yield facts.st_size, facts.st_mtime
+                    elif depth < DEEPEST_FOLDER:
+                        folders.append((entry.path, depth + 1))
+        except OSError:  # the same, or it is somebody else's
             continue
-        if not stat.S_ISDIR(facts.st_mode):
-            found.append((path.relative_to(folder), facts.st_size, facts.st_mtime))
-    return found
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
-    scores = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row.scores.items()))
     saved = "none" if row.saved_step is None else f"{row.saved_step:,}"
     step = "" if row.step is None else f"{row.step:,}"
     age = f"{age_in_words(row.age_seconds)} ago"
-    return row.path.name, row.state, step, saved, scores, age, f"{row.bytes / 1e6:,.1f}"
+    cells = (row.path.name, row.state, step, saved, scores_in_words(row.scores), age)
+    return *(printable(cell, LONGEST_CELL) for cell in cells), f"{row.bytes / 1e6:,.1f}"

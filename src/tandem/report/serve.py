@@ -1,7 +1,9 @@
 """`tandem page`: the reports of runs that have ended, or still train, over HTTP; read anew at each look."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.checkpoint.storage.copies import RUN_FILES
@@ -22,14 +24,12 @@ def runs_in(places: Sequence[Path]) -> list[Path]:
     """The run directories that are named, and those in folders of runs. Raises ConfigError."""
     found = []
     for place in places:
-        if "://" in str(place) or any((place / name).exists() for name in RUN_FILES):
+        if "://" in str(place) or any(os.path.lexists(place / name) for name in RUN_FILES):
             found.append(place)
             continue
         inside = [row.path for row in find_runs(place)]
         if not inside:
-            raise ConfigError(
-                f"{place} is no run, and there is none in it; give RUN_DIR, or a folder of runs"
-            )
+            raise ConfigError(f"{place} is not a run and contains none; give RUN_DIR, or a directory of runs")
         found += inside
     return found[:MOST]
 
@@ -50,23 +50,30 @@ class ReportServer:
     def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]:
         """HTTP status, content type and body for a path; `allowed`: the reader has the token."""
         if not allowed:
-            return 401, TEXT, b"the token is needed, as bearer or password\n"
+            return 401, TEXT, b"token required, as a bearer token or password\n"
         if path in OPEN_PATHS:
             return 200, TEXT, b"good\n"
         count = len(self._run_dirs)
         known = ["/", *(f"/{number}" for number in range(1, count + 1) if count > 1)]
         if path not in known:
-            return 404, TEXT, f"not found; here are {', '.join(known)}\n".encode()
+            return 404, TEXT, f"not found; available: {', '.join(known)}\n".encode()
         number = int(re.sub(r"\D", "", path) or 0)
         chosen = self._run_dirs[number - 1 : number] if number else self._run_dirs
         links, up = (known[1:], "") if not number else ([], "/")
         try:
             return 200, HTML, make_report(chosen, self._secrets, links, up)
-        except ConfigError as error:  # it went away meanwhile
-            return 404, TEXT, f"{error}\n".encode()
+        except ConfigError as error:  # it went away meanwhile, or is none that can be read
+            return 404, TEXT, f"{error}\n".encode(errors="replace")
 
     def note_read(self, path: str, moment: float, is_sent: bool = True) -> None:
         """Nobody waits for readers here."""
+
+    def problems(self) -> list[str]:
+        """A line for each run that cannot be read, and for each file of one."""
+        problems: list[str] = []
+        with suppress(ConfigError):  # none can be read: each is a problem
+            make_report(self._run_dirs, self._secrets, problems=problems)
+        return problems
 
     def serve(self, should_stop: Callable[[], object]) -> None:
         """Until `should_stop()`."""

@@ -104,9 +104,10 @@ class MetricsServer:
         deadline = time.monotonic() + HOLD_SECONDS
         with self._read_done:
             self._held += 1
+            has_room = self._held <= MOST_HELD  # decided once: a later page must not end an earlier one
             while self.metrics.final_since is None:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._held > MOST_HELD or self._is_closing:
+                if left <= 0 or not has_room or self._is_closing:
                     return {}
                 self._read_done.wait(min(left, 0.1))
         return {"run": self.status(), "history": self._asked["/api/history"](), "log": self._own_log()}
@@ -139,7 +140,7 @@ class MetricsServer:
     def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]:
         """HTTP status, content type and body for a path; `allowed`: the reader has the token."""
         if not allowed and path not in OPEN_PATHS:
-            return 401, "text/plain; charset=utf-8", b"the token is needed, as bearer or password\n"
+            return 401, "text/plain; charset=utf-8", b"token required, as a bearer token or password\n"
         if path == "/metrics":
             page, content_type = self.metrics.negotiate(accept)
             return 200, content_type, page
@@ -148,7 +149,7 @@ class MetricsServer:
         if path in self._asked:
             return 200, "application/json", (to_json(dict(self._asked[path]())) + "\n").encode()
         if path not in PATHS:
-            return 404, "text/plain; charset=utf-8", f"not found; here are {', '.join(PATHS)}\n".encode()
+            return 404, "text/plain; charset=utf-8", f"not found; available: {', '.join(PATHS)}\n".encode()
         status = self.status()
         good = True
         if path == "/healthz":
@@ -161,7 +162,9 @@ class MetricsServer:
     def _own_log(self) -> Mapping[str, object]:
         if self._http.is_local or self.access.token is not None:
             return self._log()
-        return {"why": "the log is shown on loopback, or with --metrics-token-file to who has the token"}
+        return {
+            "why": "the log is shown only on loopback, or with --metrics-token-file to readers with the token"
+        }
 
     def note_read(self, path: str, moment: float, is_sent: bool = True) -> None:
         """An answer whose making began at `moment` was sent, or could not be."""

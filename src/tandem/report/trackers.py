@@ -57,7 +57,7 @@ def check(name: str | None) -> None:
     if name is not None and find_spec(name) is None:
         raise ConfigError(
             f"--tracker {name} needs a package that is not installed here; "
-            f"type: pip install 'tandem-train[{name}]', or leave --tracker out"
+            f"run: pip install 'tandem-train[{name}]', or omit --tracker"
         )
 
 
@@ -71,11 +71,11 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, object] = {}
     for name, value in record.items():
         if name == "eval":
-            found |= {f"eval/{score}": number for score, number in value.items()}
+            found |= {f"eval/{score}": number for score, number in (value or {}).items()}
         elif name == "scores":
-            found |= {f"train/{score}": number for score, number in value.items()}
+            found |= {f"train/{score}": number for score, number in (value or {}).items()}
         elif name == "phases":
-            found |= {f"phases/{phase}": number for phase, number in value.items()}
+            found |= {f"phases/{phase}": number for phase, number in (value or {}).items()}
         elif name == "epoch":
             found[name] = value
         elif name not in ("step", "time"):
@@ -153,6 +153,10 @@ class Wandb:
     def __init__(self, beginning: Beginning) -> None:
         import wandb
 
+        if (beginning.folder / "wandb").is_symlink():
+            raise ConfigError(
+                f"{beginning.folder}/wandb is a link; remove it: files would be written elsewhere"
+            )
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)
         self.id = beginning.ours
         self._run = wandb.init(

@@ -5,7 +5,6 @@ the tracker's run is called and how far it is. A step that was sent is not sent 
 """
 
 import fcntl
-import json
 import logging
 import os
 import sys
@@ -21,10 +20,11 @@ from uuid import uuid4
 
 from tandem.errors import ConfigError, TandemError
 from tandem.log import setup
+from tandem.reading import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, RunFiles, opened, parsed, typed
 from tandem.report.about import About
 from tandem.report.trackers import Beginning, Row, Tracker, begin, numbers_of
 from tandem.rotation import LOG_BYTES, put_aside
-from tandem.telemetry.journal import read_json, write_json_atomic
+from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import TRACKER_LONGEST_PAUSE_SECONDS, TRACKER_SECONDS
 
 log = logging.getLogger("tandem.tracker")
@@ -52,8 +52,10 @@ class Mark:
 
 def _kept(found: Any) -> Mark:
     """The mark of a file; one that has sent nothing where there is none, or not one that we know."""
-    with suppress(TypeError):
-        return Mark(**found)
+    with suppress(ValueError):
+        known, left_out = typed(found, MARK)
+        if not left_out:
+            return Mark(**known)
     return Mark(uuid4().hex[:12])
 
 
@@ -66,20 +68,22 @@ class Journal:
 
     def read(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
         """((step, which row of that step, from 1), the row) of all that is new to this reader."""
-        with suppress(OSError), self._path.open("rb") as file:
+        with suppress(OSError), opened(self._path.parent, self._path.name) as file:
             file.seek(self._offset - len(self._last))
             if file.read(len(self._last)) != self._last:  # cut off; done again, a row has another time
                 self._offset, self._last, self._at = 0, b"", (-1, 0)
                 file.seek(0)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
+            stray = 0
+            while (line := file.readline(LINE_BYTES)).endswith(b"\n") and stray < MOST_STRAY_LINES:
                 self._offset, self._last = self._offset + len(line), line
-                with suppress(ValueError, KeyError, TypeError, RecursionError):  # torn, its writer was killed
-                    record = json.loads(line)
-                    step = int(record["step"])
-                    self._at = (step, self._at[1] + 1 if step == self._at[0] else 1)
-                    yield self._at, record
+                try:
+                    record, _ = typed(parsed(line), POINT)
+                except ValueError:  # torn, its writer was killed
+                    stray += 1
+                    continue
+                step = record["step"]
+                self._at = (step, self._at[1] + 1 if step == self._at[0] else 1)
+                yield self._at, record
 
 
 class Sending:
@@ -87,7 +91,8 @@ class Sending:
 
     def __init__(self, folder: Path, name: str, secrets: list[str]) -> None:
         self._folder, self._name, self._about = folder, name, About(folder, secrets)
-        self._mark = _kept(read_json(folder / FILE_NAME).get(name))
+        self.files = RunFiles(folder)
+        self._mark = _kept(self.files.read(FILE_NAME).get(name))
         self._journal = Journal(folder / "metrics.jsonl")
         self._tracker: Tracker | None = None
         self._waiting: list[tuple[Mark, Row]] = []
@@ -103,8 +108,8 @@ class Sending:
 
     def end(self, state: str) -> None:
         """Say there how the run has ended, after `send`."""
-        path = self._folder / "summary.json"
-        summary = self._about.hidden(read_json(path)) if state != KILLED else {}  # one is of a launch before
+        is_of_this = state != KILLED  # else it is of a launch before
+        summary = self._about.hidden(self.files.read("summary.json")) if is_of_this else {}
         scores = {f"eval.{name}": value for name, value in (summary.pop("eval", None) or {}).items()}
         self._opened().end(state, {**summary, **scores, "state": state})
 
@@ -112,10 +117,12 @@ class Sending:
         """All of it for a run that has ended, told in a line. Raises TandemError."""
         try:
             rows = self.send()
-            self.end(str(read_json(self._folder / "summary.json").get("state", KILLED)))
+            self.end(self.files.read("summary.json").get("state") or KILLED)
         except Exception as error:  # of a package, of which nobody can tell what it raises
-            raise TandemError(f"{self._name} takes no rows: {self.words(error)}; try again later") from error
-        return f"{rows} rows sent to {self._name}; {self._mark.sent} in all"
+            raise TandemError(
+                f"{self._name} does not accept rows: {self.words(error)}; try again later"
+            ) from error
+        return f"{rows} rows sent to {self._name}; {self._mark.sent} in total"
 
     def words(self, error: Exception) -> str:
         """What is wrong, in part of a line; an address may have a password in it."""
@@ -123,7 +130,7 @@ class Sending:
 
     def _opened(self) -> Tracker:
         if self._tracker is None:
-            about = self._about.read()
+            about = self._about.read(self.files)
             settings = {str(row["name"]): row["value"] for row in about["settings"]}
             title = str(settings.get("run_name") or self._folder.name)
             self._keep(self._mark)
@@ -142,14 +149,14 @@ class Sending:
         mark = self._mark
         for (step, rows), record in self._journal.read():
             if (step, rows) > (mark.step, mark.rows):
-                row = Row(step, float(record.get("time", 0)), numbers_of(record), mark.sent)
+                row = Row(step, record.get("time") or 0.0, numbers_of(record), mark.sent)
                 mark = replace(mark, step=step, rows=rows, sent=mark.sent + 1)
                 yield mark, row
 
     def _keep(self, mark: Mark) -> None:
         self._mark = mark
-        path = self._folder / FILE_NAME
-        write_json_atomic(path, {**read_json(path), self._name: asdict(mark)})
+        others = RunFiles(self._folder).read(FILE_NAME)
+        write_json_atomic(self._folder / FILE_NAME, {**others, self._name: asdict(mark)})
 
 
 def follow(sending: Sending, name: str, until: Callable[[float], str | None]) -> bool:
@@ -166,11 +173,11 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
                 sending.end(ended)
                 return True
             if failing:
-                log.info("%s answers again; %d rows sent that had waited", name, rows)
+                log.info("%s is back; sent %d rows that had been kept", name, rows)
             failing, pause = False, TRACKER_SECONDS
         except Exception as error:  # of a package, of which nobody can tell what it raises
             if not failing:
-                say = "%s takes no rows (%s); training goes on, and what waits is kept"
+                say = "%s does not accept rows (%s); training continues, and unsent rows are kept"
                 log.warning(say, name, sending.words(error))
             if ended is not None:
                 return False
@@ -204,7 +211,9 @@ def alone(folder: Path, wait: bool) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
         os.close(descriptor)
-        raise ConfigError(f"the launch of {folder} sends its rows itself; wait until it has ended") from error
+        raise ConfigError(
+            f"the launch of {folder} is still sending its rows; wait until it has ended"
+        ) from error
     except OSError:
         pass  # a volume without such locks
     try:
@@ -217,5 +226,5 @@ def chosen(config: Mapping[str, object], asked: str | None) -> str:
     """The tracker that was asked for, else the one of the run. Raises ConfigError."""
     name = asked or config.get("tracker")
     if not isinstance(name, str):
-        raise ConfigError("this run has no tracker; give one: --tracker mlflow or --tracker wandb")
+        raise ConfigError("this run has no tracker; use --tracker mlflow or --tracker wandb")
     return name

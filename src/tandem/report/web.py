@@ -17,8 +17,8 @@ logger = logging.getLogger("tandem")
 
 MAX_HEAD_BYTES = 16 * 1024
 NOT_CALLED_SO = (
-    b"this page is on loopback, and is not called so; open http://localhost:PORT/, or start the run with "
-    b"--metrics-token-file\n"
+    b"this page is served on loopback only, under local names; open http://localhost:PORT/, or start the "
+    b"run with --metrics-token-file\n"
 )
 
 
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _refuse(self) -> None:
-        self._send(405, "text/plain; charset=utf-8", b"only GET and HEAD\n")
+        self._send(405, "text/plain; charset=utf-8", b"only GET and HEAD are allowed\n")
 
     def do_GET(self) -> None:
         owner, began = self.server.owner, time.monotonic()
@@ -143,7 +143,7 @@ def bind(host: str, port: int, owner: Answers, what: str = "metrics") -> WebServ
             continue
         if error is not None:
             bound = server.server_address
-            logger.warning("%s cannot be served on %s:%s (%s), but on %s:%s instead",
+            logger.warning("%s cannot be served on %s:%s (%s); using %s:%s instead",
                            what, host, port, error, bound[0], bound[1])  # fmt: skip
         return server
     raise OSError(f"{what} cannot be served on any port: {error}")

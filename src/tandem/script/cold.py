@@ -6,10 +6,16 @@ import sys
 from pathlib import Path
 
 from tandem.process import name_process, take_back_safe_path
+from tandem.script.lifeline import heed
 from tandem.script.rank import run_program
+from tandem.signals import spare_who_does_not_know
 
 if __name__ == "__main__":
     take_back_safe_path(os.environ)
-    job, position = pickle.loads(Path(sys.argv[1]).read_bytes())
+    job, position, lifeline = pickle.loads(Path(sys.argv[1]).read_bytes())
+    spare_who_does_not_know()
+    if lifeline is not None:
+        os.set_inheritable(lifeline, False)
+        heed(lifeline)
     name_process(f"tandem-rank-{position.rank}")  # exec has taken it away
     run_program(job, position)

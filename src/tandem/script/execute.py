@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from tandem.errors import FINISHED
+from tandem.errors import FINISHED, text_of
 from tandem.process import is_safe_path_ours
 from tandem.script.job import Program
 from tandem.timeouts import LEAVING_SECONDS
@@ -79,7 +79,7 @@ def code_of(ending: SystemExit) -> int:
         return FINISHED
     if isinstance(ending.code, int):
         return ending.code & 0xFF
-    print(ending.code, file=sys.stderr)
+    print(text_of(SystemExit(ending.code)), file=sys.stderr)
     return 1
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Literal
 
+FUNCTION = "tandem.script.function"
+"""The module that runs a function of `tandem.launch`; its argument is a file with the function's name."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -17,6 +20,8 @@ class Program:
     @property
     def name(self) -> str:
         """What the run is called after it."""
+        if self.target == FUNCTION and self.arguments:
+            return PurePath(self.arguments[0]).stem
         return self.target.rpartition(".")[2] if self.kind == "module" else PurePath(self.target).stem
 
     def words(self) -> list[str]:

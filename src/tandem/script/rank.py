@@ -1,6 +1,5 @@
 """What a rank of a person's own program does, from its position to its exit code; and its standby."""
 
-import faulthandler
 import importlib
 import io
 import json
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tandem.distributed import position as positions
+from tandem.distributed.helpers import killed_helper
 from tandem.distributed.position import Position
-from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError
+from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError, text_of
 from tandem.log import keep_bounded, redirect_output, setup
 from tandem.process import end_with_parent, safe_path
-from tandem.rotation import LOG_BYTES, put_aside
 from tandem.script.environment import error_file, set_variables
 from tandem.script.execute import (
     code_of,
@@ -33,13 +32,14 @@ from tandem.script.execute import (
     without_our_frames,
 )
 from tandem.script.job import Job
+from tandem.script.lifeline import descriptor_for_exec
 from tandem.script.watch import Watch, imports_file
 from tandem.signals import default_signals
 from tandem.telemetry.channel import sender
+from tandem.telemetry.stacks import keep_stacks
 
 log = logging.getLogger("tandem.run")
 
-DUMP_SIGNAL = signal.SIGUSR1
 COLD = "tandem.script.cold"
 OTHER_THREADS = threading.active_count() - 1
 """In the fork server, when it has imported all it forks with; a fork would lose them."""
@@ -47,7 +47,7 @@ OTHER_THREADS = threading.active_count() - 1
 
 def run_rank(job: Job, position: Position) -> NoReturn:
     """Entry in a process forked by the agent's fork server: be this rank, or become it by exec."""
-    default_signals()
+    default_signals(spares=job.program.kind != "command")
     set_variables(job, position)
     if job.program.kind == "command":
         _write_to_log(job, position)
@@ -58,7 +58,7 @@ def run_rank(job: Job, position: Position) -> NoReturn:
     problem = unfit_to_fork()
     if problem:
         if position.local_rank == 0:
-            print(f"tandem: {problem}: ranks start as new interpreters (as with --cold)", file=sys.stderr)
+            print(f"tandem: {problem}; ranks start in new interpreters (as with --cold)", file=sys.stderr)
         _exec_cold(job, position)
     forget_the_fork(Path(position.sample_socket or ".").parent)
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -81,10 +81,10 @@ def warm_up(job: Job, expected: Position | None) -> None:
 def unfit_to_fork() -> str | None:
     """Why this process cannot become a rank as it is: what was imported in advance has done too much."""
     if OTHER_THREADS:
-        return "what was imported in advance has started threads"
+        return "a preloaded module has started threads"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "what was imported in advance has initialised CUDA"
+        return "a preloaded module has initialized CUDA"
     return None
 
 
@@ -92,11 +92,7 @@ def run_program(job: Job, position: Position) -> NoReturn:
     """Run the program under watch, and leave with its code; 200 where it has lost its peers."""
     record = _write_to_log(job, position)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
-    with suppress(OSError):
-        path = Path(job.run_dir, "log", f"stacks-rank-{position.rank}.txt")
-        put_aside(path, LOG_BYTES)
-        stacks = path.open("a")
-        faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True)
+    keep_stacks(Path(job.run_dir, "log"), position.rank)
     watch = Watch(job, position, sender(position.sample_socket))
     launched = positions.launched = positions.Launched(position, watch.hand_over)
     code = _run(job, position, record)
@@ -117,14 +113,18 @@ def _run(job: Job, position: Position, record: Any) -> int:
         code = code_of(ending)
         if code != FINISHED and lost_its_peers(ending, position.world_size):
             return _say_lost(ending, position, record)
-        return code
+        return code if code == FINISHED else _killed(ending) or code
     except TandemError as error:  # of `tandem.start()` and what it gives
         return _say(error, position)
     except BaseException as error:
+        killed = _killed(error)
+        _end_loaders()
         without_our_frames(error)
         if lost_its_peers(error, position.world_size):
             return _say_lost(error, position, record)
         sys.excepthook(type(error), error, error.__traceback__)
+        if killed is not None:
+            return killed
         _write_down(error, position)
         if gpu_has_failed(error):
             return GPU_FAILED
@@ -132,28 +132,36 @@ def _run(job: Job, position: Position, record: Any) -> int:
 
 
 def lost_its_peers(error: BaseException, world_size: int) -> bool:
-    """Whether `error`, or one that it came from or that was being handled, says that a peer is gone."""
+    """Whether `error` says that another rank is gone; without torch there is none to lose."""
     if "torch" not in sys.modules:
         return False
     from tandem.distributed.peers import is_peer_loss
 
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        if is_peer_loss(each, world_size):
-            return True
-        seen.add(id(each))
-        each = each.__cause__ or each.__context__
-    return False
+    return is_peer_loss(error, world_size)
 
 
 def gpu_has_failed(error: BaseException) -> bool:
-    """Whether CUDA says that this rank's own GPU has failed, in a way that a new process may mend."""
+    """Whether CUDA says that this rank's own GPU has failed, in a way that a new process may fix."""
     if "torch" not in sys.modules:
         return False
     from tandem.distributed.gpu_failures import is_gpu_failure
 
     return is_gpu_failure(error)
+
+
+def _killed(error: BaseException) -> int | None:
+    """The code of a rank that ends because a process which it has started was killed, and a line about it."""
+    killed = killed_helper(error)
+    if killed is not None:
+        log.error("%s; ending the rank as if it had been killed", killed[0])
+    return None if killed is None else killed[1]
+
+
+def _end_loaders() -> None:
+    """Those of a loop of one's own: they are deaf to what would end them with the program."""
+    loader = sys.modules.get("tandem.data.loader")
+    if loader is not None:
+        loader.end_loaders()
 
 
 def _say(error: TandemError, position: Position) -> int:
@@ -182,7 +190,7 @@ def _write_down(error: BaseException, position: Position) -> None:
         return  # by @record
     text = "".join(traceback.format_exception(error))
     more = {"py_callstack": text[-20_000:], "timestamp": str(int(time.time()))}
-    words = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
+    words = {"message": f"{type(error).__name__}: {text_of(error)}", "extraInfo": more}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"message": words}))
@@ -221,17 +229,24 @@ def _write_to_log(job: Job, position: Position) -> Any:
         return sys.stderr
     if job.program.kind != "command":
         for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-            raw = io.BufferedWriter(_Copied(stream.fileno(), copy))
-            lines = bool(stream.line_buffering)
-            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=lines))
+            setattr(sys, name, _copying(stream, copy))
     return io.TextIOWrapper(copy, encoding="utf-8")
+
+
+def _copying(stream: Any, copy: Any) -> io.TextIOWrapper:
+    """A stream like this one, whose bytes go to `copy` as well, and as soon."""
+    raw: Any = _Copied(stream.fileno(), copy)
+    if not stream.write_through:  # with it (python -u, PYTHONUNBUFFERED) there is no buffer at all
+        raw = io.BufferedWriter(raw)
+    told = stream.encoding, stream.errors, None, bool(stream.line_buffering), bool(stream.write_through)
+    return io.TextIOWrapper(raw, *told)
 
 
 def _exec_cold(job: Job, position: Position) -> NoReturn:
     """Become a new interpreter, with the same process number."""
     path = error_file(position).with_name("job.pickle")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps((job, replace(position, memories=()))))
+    path.write_bytes(pickle.dumps((job, replace(position, memories=()), descriptor_for_exec())))
     _end_with_fork_server()
     flags = cast(Any, subprocess)._args_from_interpreter_flags()
     os.execve(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)], safe_path(os.environ))

@@ -10,27 +10,26 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
+from tandem import running
 from tandem.distributed.position import Position
 from tandem.log import renew_outputs
 from tandem.script.job import Job
 from tandem.script.pace import Pace
 from tandem.telemetry import metrics
+from tandem.telemetry.effort import Effort, in_collective
 from tandem.telemetry.families import Sample
+from tandem.telemetry.limits import Limits
 from tandem.telemetry.messages import Heartbeat, Samples, Send
-from tandem.timeouts import (
-    BEAT_SECONDS,
-    PROGRESS_SECONDS,
-    SHORTEST_HANG_SECONDS,
-    STARTING_HANG_SECONDS,
-)
+from tandem.timeouts import BEAT_SECONDS, PROGRESS_SECONDS
 
-RECENT_STEPS, STEPS_PER_HANG, BUSY_SHARE = 50, 5, 0.5
+RECENT_STEPS = 50
 MAX_TIMES = 1000  # of steps, in a message of 64 KiB
 INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + "/", "<frozen ")
 OURS = str(Path(__file__).parent.parent) + "/"
@@ -41,17 +40,18 @@ class Watch:
 
     def __init__(self, job: Job, position: Position, send: Send) -> None:
         self._job, self._position, self._send = job, position, send
-        self._main = threading.main_thread().ident or 0
+        self._limits = Limits(job.hang_timeout, job.patience)
         self._modules = set(sys.modules)
         self._counts: Counter[int] = Counter()  # by optimizer
         self._hook: Any = None
         self._is_silent = False
         self._lock = threading.Lock()
         self.steps, self._steps_sent, self._sent_at = 0, 0, 0.0
-        self._ended_at, self._times, self._unsent = 0.0, [0.0] * RECENT_STEPS, list[float]()
-        self._place, self._since = "", time.monotonic()
+        self._ended_at, self._unsent, self._longest = 0.0, list[float](), 0.0
+        self._times: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._place, self._since = "", running.now()
         self._pace = Pace()
-        self._cpu: list[tuple[float, float]] = [(time.monotonic(), time.process_time())]
+        self._effort = Effort()
         if position.rank == 0:
             self._say(
                 metrics.WORLD_SIZE.set(position.world_size),
@@ -92,11 +92,12 @@ class Watch:
         self._counts[id(optimizer)] += 1
         if self._counts[id(optimizer)] <= self.steps:
             return
-        now = time.perf_counter()
+        now = running.now()
         with self._lock:
             if self.steps:  # what lies before the first end is the start
-                self._times[self.steps % RECENT_STEPS] = now - self._ended_at
+                self._times.append(now - self._ended_at)
                 self._unsent.append(now - self._ended_at)
+                self._longest = max(self._longest, now - self._ended_at)
             self.steps, self._ended_at = self.steps + 1, now
         if not self._is_silent:
             self._pace.stepped(optimizer)
@@ -118,49 +119,40 @@ class Watch:
 
     def _speak(self) -> None:
         self._count_steps()
-        self._cpu = [*self._cpu[-4:], (time.monotonic(), time.process_time())]
+        self._effort.look()
         self._send(self._heartbeat())
         renew_outputs()
         if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
             self._tell_steps()
 
     def _heartbeat(self) -> Heartbeat:
-        place, in_distributed, in_autograd = where(sys._current_frames().get(self._main))
-        waiting = in_distributed or (in_autograd and not self._busy())
+        place, in_distributed, in_autograd = where(self._effort.frame)
+        waiting = in_distributed or (in_autograd and not self._effort.is_busy())
         if not waiting:
             self._pace.seen_at(place)
         own, quick, doing = self._pace.typical()
-        now, state = time.monotonic(), f"{place} step {self.steps} {waiting}"
+        now, state = running.now(), f"{place} step {self.steps} {waiting}"
         if state != self._place:
             self._place, self._since = state, now
-        hang = self._hang_seconds()
+        quiet, limits, trains = now - self._since, self._limits, self.steps > 0
         # A program's evaluation or save looks like a hang: by itself only a collective has to be short.
-        short = self.steps > 0 and (waiting or self._job.hang_timeout is not None)
+        short = trains and (waiting or limits.hang_timeout is not None)
         return Heartbeat(
             rank=self._position.rank,
             step=self.steps,
-            activity="train" if self.steps else "startup",
+            activity="train" if trains else "startup",
             phase=place,
-            quiet=round(now - self._since, 3),
-            limit=hang if short else max(hang, self._job.patience),
-            hang=hang,
-            trained=self.steps > 0,
-            waiting=waiting and now - self._since > 2 * BEAT_SECONDS,
+            quiet=round(quiet, 3),
+            limit=limits.of_work(trains),
+            hang=limits.of_silence(median(tuple(self._times) or (0.0,)) if trains else None),
+            trained=trains,
+            waiting=waiting and quiet > 2 * BEAT_SECONDS,
+            idle=round(min(quiet, max(0.0, now - self._effort.worked_at)), 3),
+            idle_limit=limits.of_idling(self._longest) if short else limits.patience,
             own=own,
             quick=quick,
             doing=doing,
         )
-
-    def _hang_seconds(self) -> float:
-        if self._job.hang_timeout is not None:
-            return self._job.hang_timeout
-        if not self.steps:
-            return STARTING_HANG_SECONDS
-        return max(SHORTEST_HANG_SECONDS, STEPS_PER_HANG * max(self._times))
-
-    def _busy(self) -> bool:
-        (then, cpu_then), (now, cpu_now) = self._cpu[0], self._cpu[-1]
-        return now > then and (cpu_now - cpu_then) / (now - then) > BUSY_SHARE
 
     def _tell_steps(self) -> None:
         """The new steps; numbers of the run are rank 0's."""
@@ -195,14 +187,13 @@ def where(frame: FrameType | None) -> tuple[str, bool, bool]:
     The place is the innermost line of a file that belongs to no installed package, else the innermost
     line of all. Code that was made as it ran ("<string>", a dataclass's methods) is no file.
     """
-    innermost, place, in_distributed, in_autograd = frame, "", False, False
+    innermost, place, in_autograd = frame, "", False
     while frame is not None:
         file = frame.f_code.co_filename
-        in_distributed = in_distributed or "/torch/distributed/" in file
         in_autograd = in_autograd or "/torch/autograd/" in file
         if not place and not file.startswith((OURS, "<")) and not any(each in file for each in INSTALLED):
             place = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     if not place and innermost is not None:
         place = f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno}"
-    return place, in_distributed, in_autograd
+    return place, in_collective(innermost), in_autograd

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tandem.data.asked import Moment, asking
-from tandem.data.datasets import Datasets
+from tandem.data.datasets import Datasets, install_vision
 from tandem.data.fetch import Collate
 from tandem.data.loader import batch_size_of
 from tandem.errors import ConfigError, TandemError
@@ -45,22 +45,22 @@ REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 
 
 class Task(Protocol):
-    """What every task has."""
+    """The three methods that every task has."""
 
     def build_model(self) -> nn.Module: ...
 
     def build_datasets(self) -> Datasets: ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Sums]:
-        """The mean loss over the batch, a scalar on the model's device, and sums for further numbers."""
+        """Return the mean loss over the batch, a scalar on the model's device, and optionally sums."""
         ...
 
 
 class WholeTask:
-    """A task with all methods there are: its own, and those that stand here where it has none.
+    """A task with all methods: its own, and the defaults here for those that it lacks.
 
-    `own`: the names of the methods here that are the task's own. `moment`: what a `loss` and a `collate` are
-    told that ask for `step` or `epoch`; whoever takes the steps keeps it.
+    `own`: names of the methods that the task defines. `moment`: the `step` and `epoch` for a `loss` or a
+    `collate` that takes them; the training loop updates it.
     """
 
     def __init__(self, task: Task) -> None:
@@ -76,77 +76,84 @@ class WholeTask:
     loss: Callable[[nn.Module, Any], Tensor | tuple[Tensor, Sums]]
 
     collate: Collate | None = None
-    """(samples) -> batch, instead of torch's default_collate."""
+    """(samples) -> batch; replaces torch's default_collate."""
 
     def prepare(self) -> None:
-        """Once on each node, before `build_datasets`: downloads."""
+        """Download data or prepare it; called once per node, before `build_datasets`."""
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module | None:
-        """The model on the device; None where it has been moved in place.
+        """Return the model on the device, or None if it was moved in place.
 
-        With --devices-per-rank 2 a task's own place(model, first, second) has the parts on several.
+        With --devices-per-rank 2, the signature is place(model, first, second), for a model in two parts.
         """
         return model.to(device)
 
     def build_optimizer(self, _model: nn.Module) -> torch.optim.Optimizer | None:
-        """Instead of --optimizer; its learning rates are left as they are."""
+        """Return an optimizer, which replaces --optimizer; its learning rates are not scaled."""
         return None
 
     def build_scheduler(self, _optimizer: torch.optim.Optimizer, *_total_steps: int) -> LRScheduler | None:
-        """Instead of --schedule; stepped once per optimizer step. A task's may take `total_steps` or not."""
+        """Return a scheduler, which replaces --schedule; stepped once per step. `total_steps` is optional."""
         return None
 
     def freeze(self, _model: nn.Module, _epoch: int) -> None:
-        """Set `requires_grad` of all parameters as it shall be in this 0-based epoch, and of the epoch alone.
+        """Set `requires_grad` of all parameters for this 0-based epoch; depend on the epoch only.
 
-        Before the first step of a start and of each epoch; what is exchanged changes with it.
+        Called before the first step of a start and of each epoch. Ranks exchange only the gradients of
+        parameters that require them.
         """
 
     def after_resume(self, model: nn.Module) -> None:
-        """When a checkpoint has been loaded."""
+        """Called after a checkpoint was loaded."""
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        """On every rank after each optimizer step, and before what is due after it (evaluation, save).
+        """Called on every rank after each optimizer step, before an evaluation or a save that is due.
 
-        `step` counts finished steps, from 1. Also after a step whose update was left out, of which a host
-        with GPUs does not know yet: the weights are those from before it.
+        `step` counts finished steps, from 1. It is also called after a step whose update was skipped; the
+        weights are then unchanged.
         """
 
     def after_evaluation(self, _scores: Mapping[str, float]) -> bool:
-        """On every rank after each evaluation, with its scores, equal on all. True ends the run: it is
-        finished, saved at this step, and complete for whoever resumes it. What rank 0 says counts."""
+        """Called on every rank after each evaluation, with the same scores. Return True to end the run.
+
+        The run is then saved at this step and counts as complete. Rank 0's return value decides.
+        """
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What the task itself remembers (a best score, averaged weights), equal on all ranks; saved with
-        every checkpoint. Tensors, numbers, text, lists and dicts."""
+        """Return the task's own state (a best score, averaged weights), which every checkpoint saves.
+
+        It must be equal on all ranks: tensors, numbers, text, lists and dicts.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave, before `after_resume`."""
+        """Restore what `state_dict` returned; called before `after_resume`."""
 
     def sample_weights(self, _train: Any) -> Any:
-        """How often each sample of the training set is drawn, in proportion: [n], none below 0."""
+        """Return the relative frequency [n] with which each training sample is drawn; none below 0."""
         return None
 
     def sample_lengths(self, _train: Any) -> Any:
-        """The length of each sample of the training set [n], for global batches of samples much alike."""
+        """Return the length [n] of each training sample, to form global batches of similar lengths."""
         return None
 
     def weight(self, batch: Any) -> Tensor | float:
-        """What the mean in `loss` is taken over, such as the tokens that count; by the batch alone.
+        """Return what `loss` averages over, such as the number of tokens; depend on the batch only.
 
-        The gradient of a step is that of the mean over this of the whole global batch.
+        The gradient of a step is that of the mean over the whole global batch, with these weights.
         """
         return batch_size_of(batch)
 
     def evaluate_all(self, _outputs: dict[str, Any]) -> Mapping[str, float]:
-        """Scores from all ranks' outputs: each sample's once, in the order of the evaluation set, on a host.
-        On rank 0 alone; all get what it says. `evaluate_batch` gives (sums, outputs) then."""
+        """Compute scores from the outputs of all samples, on the CPU, in the order of the evaluation set.
+
+        Called on rank 0; all ranks get its scores. `evaluate_batch` must then return (sums, outputs).
+        """
         return {}
 
     def evaluate_batch(self, model: nn.Module, batch: Any) -> Sums | tuple[Sums, Outputs]:
-        """Sums for the scores of an evaluation; `loss` gives them where this is not there."""
+        """Return sums for the scores of an evaluation; by default, those that `loss` returns."""
         loss, sums = loss_and_sums(self.loss, self.loss(model, batch))
         count = float(weight_of(self.weight, self.weight(batch)))
         return {"loss": (float(loss) * count, count), **sums}
@@ -169,7 +176,7 @@ def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bo
     except TandemError:
         raise
     except Exception as error:
-        raise ConfigError(f"task {name} cannot be made with the fields given ({where(error)})") from error
+        raise ConfigError(f"cannot create task {name} with these fields ({where(error)})") from error
     return cast(Task, task)
 
 
@@ -185,7 +192,7 @@ def task_class(name: str) -> type[Any]:
         raise ConfigError(f"{location} has no class {class_name!r}; task classes in it: {_listed(classes)}")
     if absent := _absent(found):
         raise ConfigError(
-            f"{name} is no task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
+            f"{name} is not a task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
         )
     return _without_near_misses(found)
 
@@ -206,7 +213,7 @@ def _module_of_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"task file {path} cannot be imported ({where(error)})") from error
+        raise ConfigError(f"task file {path} {_not_imported(error)}") from error
     return module
 
 
@@ -217,8 +224,13 @@ def _module_of_name(location: str, name: str) -> ModuleType:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{location}.".startswith(f"{missing}."):
-            raise ConfigError(f"task {name!r}: there is no module {missing!r}; {VALID}") from error
-        raise ConfigError(f"task module {location} cannot be imported ({where(error)})") from error
+            raise ConfigError(f"task {name!r}: no module named {missing!r}; {VALID}") from error
+        raise ConfigError(f"task module {location} {_not_imported(error)}") from error
+
+
+def _not_imported(error: Exception) -> str:
+    how = install_vision(error)
+    return f"cannot be imported ({where(error)})" + (f"; {how}" if how else "")
 
 
 def _search_also(folder: Path) -> None:
@@ -231,12 +243,14 @@ def _only_task(module: ModuleType, name: str) -> type[Any]:
     is_file = name.endswith(".py")
     if not classes:
         raise ConfigError(
-            f"{name} has 0 task classes: a task is a class with {_listed(REQUIRED_METHODS)}; a script with a "
-            f"loop of its own is started without --task: tandem launch {'' if is_file else '-m '}{name}"
+            f"{name} has 0 task classes: a task is a class with {_listed(REQUIRED_METHODS)}; start a script "
+            f"without --task: tandem launch {'' if is_file else '-m '}{name}"
         )
     if len(classes) != 1:
         names = _listed([found.__name__ for found in classes])
-        raise ConfigError(f"{name} has {len(classes)} task classes ({names}): name one, as in {name}:MyTask")
+        raise ConfigError(
+            f"{name} has {len(classes)} task classes ({names}): choose one, as in {name}:MyTask"
+        )
     return classes[0]
 
 
@@ -260,7 +274,7 @@ def _without_near_misses(found: type[Any]) -> type[Any]:
         if near in optional:
             raise ConfigError(
                 f"{found.__name__}.{name} would never be called; did you mean {near}? "
-                f"A helper of your own can be called _{name}"
+                f"If it is a helper, rename it to _{name}"
             )
     return found
 

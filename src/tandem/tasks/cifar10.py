@@ -27,7 +27,7 @@ class Cifar10:
     def prepare(self) -> None:
         """Download the files where that is asked for; those that are there and whole are left alone."""
         if self.download:
-            vision = torchvision_for("cifar10")
+            vision = torchvision_for("task cifar10")
             download("cifar10", lambda: vision.datasets.CIFAR10(self.data_dir, download=True))
 
     def build_model(self) -> nn.Module:
@@ -40,12 +40,12 @@ class Cifar10:
         return cross_entropy(model, batch)
 
     def _read(self, train: bool, augment: Augment | None) -> TensorImages:
-        vision = torchvision_for("cifar10")
+        vision = torchvision_for("task cifar10")
         try:
             read = vision.datasets.CIFAR10(self.data_dir, train)
         except RuntimeError as error:
             raise ConfigError(
-                f"task cifar10 found no whole cifar-10-batches-py (MD5 checked) in {self.data_dir}: "
+                f"task cifar10 found no complete cifar-10-batches-py (MD5 checked) in {self.data_dir}: "
                 "put it there, or add --download"
             ) from error
         labels = torch.tensor(read.targets, dtype=torch.int64)

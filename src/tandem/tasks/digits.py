@@ -23,7 +23,9 @@ class Digits:
 
     def __post_init__(self) -> None:
         if not 1 <= self.train_samples <= TRAIN_SAMPLES:
-            raise ConfigError(f"--task.train-samples is {self.train_samples}: give 1 to {TRAIN_SAMPLES}")
+            raise ConfigError(
+                f"--task.train-samples: invalid value {self.train_samples}; expected 1 to {TRAIN_SAMPLES}"
+            )
 
     def prepare(self) -> None:
         prepare_digits(self.data_dir / "digits")

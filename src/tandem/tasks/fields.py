@@ -12,7 +12,7 @@ from tandem.errors import ConfigError
 
 _TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _FROM_TEXT: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
-    int: ("a whole number", int),
+    int: ("an integer", int),
     float: ("a number", float),
     bool: ("true or false", lambda text: _TRUTH[text.lower()]),
     str: ("text", str),
@@ -37,14 +37,14 @@ def convert_fields(
     for key, text in texts.items():
         field = key.replace("-", "_")
         if field in given:
-            raise ConfigError(f"--task.{key} is set with --{field.replace('_', '-')}: give that instead")
+            raise ConfigError(f"--task.{key} cannot be set; use --{field.replace('_', '-')} instead")
         if field not in known:
             free = [other for other in known if other not in given]
             raise ConfigError(f"task {name} has no field {key!r}{_nearest(field, free)}")
         try:
             values[field] = _convert(hints[field], text)
         except ValueError as error:
-            raise ConfigError(f"--task.{key} is {text!r}: {error}") from error
+            raise ConfigError(f"--task.{key}: invalid value {text!r}; {error}") from error
     if absent := [field for field in known if field not in values and _is_required(known[field])]:
         flags = " ".join(f"--task.{field} VALUE" for field in absent)
         raise ConfigError(f"task {name} needs {flags}")
@@ -59,7 +59,7 @@ def _hints(task_class: type[Any], name: str) -> dict[str, Any]:
     try:
         return get_type_hints(task_class)
     except Exception as error:  # the annotations are the user's code
-        raise ConfigError(f"the field types of task {name} cannot be read ({one_line(error)})") from error
+        raise ConfigError(f"cannot read the field types of task {name} ({one_line(error)})") from error
 
 
 def _convert(kind: Any, text: str) -> Any:
@@ -76,17 +76,17 @@ def _convert(kind: Any, text: str) -> Any:
             words, convert = _FROM_TEXT[choice]
         else:
             name = getattr(choice, "__name__", choice)
-            raise ValueError(f"a field of type {name} cannot be set from text; {_SETTABLE} can")
+            raise ValueError(f"a field of type {name} cannot be set from the command line; use {_SETTABLE}")
         try:
             return convert(text)
         except (ValueError, KeyError):
             valid.append(words)
-    raise ValueError(f"give {', or '.join(valid)}")
+    raise ValueError(f"expected {', or '.join(valid)}")
 
 
 def _nearest(field: str, known: list[str]) -> str:
     if not known:
-        return ": it has none"
+        return "; it has no fields"
     near = get_close_matches(field, known, n=1)
-    meant = f", did you mean --task.{near[0]}" if near else ""
-    return f"{meant}; it has {', '.join(known)}"
+    meant = f"; did you mean --task.{near[0]}?" if near else ";"
+    return f"{meant} its fields are {', '.join(known)}"

@@ -1,18 +1,63 @@
 """Your own pictures: one folder for each class, under train/ and val/, and a torchvision model."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from tandem.data.datasets import Datasets, one_line, torchvision_for
 from tandem.errors import ConfigError
 from tandem.tasks.classification import LossAndSums, cross_entropy
 from tandem.tasks.normalised import normalised
 
+LEFT_BY_TOOLS = frozenset(
+    ("__MACOSX", "@eaDir", "lost+found", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information")
+)
+"""Folders that archives, file servers and file systems leave among data; all others begin with a dot."""
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+
+
+class Pictures(Dataset[tuple[Any, int]]):
+    """The pictures of `folder`/CLASS as torchvision's ImageFolder orders them; an error names its file."""
+
+    def __init__(self, folder: Path, classes: Sequence[str], transform: Callable[[Any], Any]) -> None:
+        """Raises FileNotFoundError for a class without a picture."""
+        from torchvision.datasets import folder as pictures
+
+        folder = folder.expanduser()
+
+        def is_picture(path: str) -> bool:
+            return pictures.is_image_file(path) and not any(
+                map(is_left_by_tools, Path(path).relative_to(folder).parts)
+            )
+
+        self.classes, self.transform, self._load = list(classes), transform, pictures.default_loader
+        self.class_to_idx = {name: index for index, name in enumerate(classes)}
+        self.samples = pictures.make_dataset(folder, self.class_to_idx, is_valid_file=is_picture)
+        self.targets = [target for _, target in self.samples]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        """(the transformed picture, its class). Raises OSError for a file that is no whole picture."""
+        path, target = self.samples[index]
+        try:
+            picture = self._load(path)
+        except Exception as error:  # decoders of many formats have many
+            raise OSError(
+                f"cannot read {path} as an image ({one_line(error)}); replace or remove it"
+            ) from error
+        return self.transform(picture), target
+
+
+def is_left_by_tools(name: str) -> bool:
+    """Whether a file or folder of this name was not put there as data."""
+    return name.startswith(".") or name in LEFT_BY_TOOLS
 
 
 @dataclass
@@ -24,43 +69,46 @@ class ImageFolder:
     image_size: int = 224
 
     def build_model(self) -> nn.Module:
-        models = torchvision_for("image-folder").models
+        models = torchvision_for("task image-folder").models
         known = models.list_models(module=models)
         if self.model not in known:
             near = ", ".join(get_close_matches(self.model, known, n=3)) or "resnet18"
-            raise ConfigError(f"--task.model is {self.model!r}, not a torchvision model; near it: {near}")
+            raise ConfigError(
+                f"--task.model: {self.model!r} is not a torchvision model; similar names: {near}"
+            )
         model: nn.Module = models.get_model(self.model, weights=None, num_classes=len(self._classes("train")))
         return normalised(model, _MEAN, _STD)
 
     def build_datasets(self) -> Datasets:
-        vision = torchvision_for("image-folder")
+        vision = torchvision_for("task image-folder")
         train, evaluation = self._classes("train"), self._classes("val")
         if train != evaluation:
             different = ", ".join(sorted(set(train) ^ set(evaluation)))
             raise ConfigError(
-                f"train and val in {self.data_dir} have different classes: make in both {different}"
+                f"train and val in {self.data_dir} have different classes; create in both: {different}"
             )
         transforms = vision.transforms
         as_tensor = [transforms.PILToTensor()]
         cut = [transforms.RandomResizedCrop(self.image_size), transforms.RandomHorizontalFlip()]
         centre = [transforms.Resize(self.image_size * 8 // 7), transforms.CenterCrop(self.image_size)]
         return Datasets(
-            self._folder(vision, "train", transforms.Compose(cut + as_tensor)),
-            self._folder(vision, "val", transforms.Compose(centre + as_tensor)),
+            self._folder("train", train, transforms.Compose(cut + as_tensor)),
+            self._folder("val", train, transforms.Compose(centre + as_tensor)),
         )
 
     def loss(self, model: nn.Module, batch: Any) -> LossAndSums:
         return cross_entropy(model, batch)
 
-    def _folder(self, vision: Any, part: str, transform: Any) -> Any:
+    def _folder(self, part: str, classes: Sequence[str], transform: Any) -> Pictures:
         try:
-            return vision.datasets.ImageFolder(self.data_dir / part, transform)
+            return Pictures(self.data_dir / part, classes, transform)
         except FileNotFoundError as error:  # a class without a picture
             raise ConfigError(f"{self.data_dir / part} is incomplete ({one_line(error)})") from error
 
     def _classes(self, part: str) -> list[str]:
         folder = self.data_dir / part
-        classes = sorted(entry.name for entry in folder.glob("*") if entry.is_dir())
+        found = (entry.name for entry in folder.glob("*") if entry.is_dir())
+        classes = sorted(name for name in found if not is_left_by_tools(name))
         if not classes:
             raise ConfigError(
                 f"task image-folder found no class folders in {folder}: "

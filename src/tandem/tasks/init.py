@@ -22,29 +22,43 @@ NO_CHECKOUT = "PATH-OF-TANDEM"
 
 def init(folder: Path) -> str:
     """Write the project, and say what comes next. Raises ConfigError for files that are there already."""
-    there = [name for name in FILES if (folder / name).exists()]
+    there = [name for name in FILES if os.path.lexists(folder / name)]  # also a link that leads nowhere
     if there:
-        raise ConfigError(f"{folder} has {', '.join(there)} already; give a folder without: tandem init DIR")
+        raise ConfigError(
+            f"{folder} has {', '.join(there)} already; choose another directory: tandem init DIR"
+        )
+    if linked := [each for each in _folders() if (folder / each).is_symlink()]:
+        raise ConfigError(
+            f"{folder}/{linked[0]} is a symbolic link; choose another directory: tandem init DIR"
+        )
     name = name_of(folder)
     for target, text in texts(folder, checkout()).items():
         path = folder / target
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            with path.open("x") as file:
+                file.write(text)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}; give another folder") from error
+            raise ConfigError(f"cannot write {path}: {error.strerror}; choose another directory") from error
     steps = (
         (f"cd {folder}", ""),
-        ("tandem check task.py", "is it sound?"),
-        ("pytest", "does it save, and go on from there? (pip install pytest)"),
+        ("tandem check task.py", "validate the task"),
+        ("pytest", "test that it saves and resumes (pip install pytest)"),
         ("tandem launch --nodes 2 --task task.py:MyTask", ""),
-        (f"docker build -t {name} .", "on top of tandem:cuda, which `make image` in the checkout builds"),
+        (f"docker build -t {name} .", "builds on tandem:cuda, from `make image` in the checkout"),
     )
     lines = [f"{folder}: {', '.join(FILES)}", "next:"]
     lines += [f"  {command:<47} {'# ' * bool(why)}{why}".rstrip() for command, why in steps]
     if checkout() is None:
-        lines.append(f"in compose.override.yaml and k8s/: put a checkout of tandem for {NO_CHECKOUT}")
+        lines.append(
+            f"in compose.override.yaml and k8s/: put the path of a tandem checkout for {NO_CHECKOUT}"
+        )
     return "\n".join(lines)
+
+
+def _folders() -> list[str]:
+    """Those below the project's own that files go into."""
+    return [parent for name in FILES if (parent := os.path.dirname(name))]
 
 
 def texts(folder: Path, source: Path | None) -> dict[str, str]:

@@ -23,12 +23,12 @@ Outputs = Mapping[str, Any]
 """{name: a tensor or a list with a row for each sample}."""
 OUTPUTS = "evaluate_batch returns ({name: (sum, count)}, {name: a tensor or list, a row for each sample})"
 LOSS = "return the mean loss, or (mean loss, {name: (sum, count)})"
-SCORES = "return {name: (sum, count)}, each a number or a tensor of one element"
+SCORES = "return {name: (sum, count)}, each a number or a tensor with one element"
 
 
-def mistake(method: Callable[..., Any], got: str, valid: str) -> ConfigError:
-    """The error of a method that gives what it should not: where it stands, what it gives, what is valid."""
-    return ConfigError(f"{line_of(method)}{getattr(method, '__name__', 'the task')} gives {got}; {valid}")
+def mistake(method: Callable[..., Any], got: str, valid: str, verb: str = "returns") -> ConfigError:
+    """The error for a method that returns or does something wrong: its place, what is wrong, what to do."""
+    return ConfigError(f"{line_of(method)}{getattr(method, '__name__', 'the task')} {verb} {got}; {valid}")
 
 
 @contextmanager
@@ -81,16 +81,16 @@ def loss_and_sums(method: Callable[..., Any], outcome: Any, trains: bool = False
             raise mistake(method, kind(outcome), LOSS)
         loss, sums = outcome
     if not isinstance(loss, Tensor):
-        hint = "return it as the tensor that it was before .item() or float()"
+        hint = "return the tensor itself, without .item() or float()"
         raise mistake(method, kind(loss), hint if isinstance(loss, Number) else LOSS)
     if loss.dim():
         if loss.numel() != 1:
-            raise mistake(method, kind(loss), "return the mean over the samples, a tensor of one element")
+            raise mistake(method, kind(loss), "return the mean over the samples, a tensor with one element")
         loss = loss.reshape(())
     if trains and not loss.requires_grad:
         raise mistake(
             method,
-            "a tensor that no gradient leads to",
+            "a tensor that has no gradient",
             "compute it from the model's output, without detach(), .data or no_grad()",
         )
     return loss, sums
@@ -111,8 +111,8 @@ def sums_and_outputs(method: Callable[..., Any], made: Any, size: int, gathers: 
     """What a method gave for an evaluation batch of `size`: sums, and outputs where a task gathers them."""
     is_pair = isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Mapping) for part in made)
     if is_pair != gathers:
-        got = "outputs, which no evaluate_all takes" if is_pair else f"{kind(made)} and no outputs beside it"
-        raise mistake(method, got, f"where a task has evaluate_all, {OUTPUTS}")
+        got = "outputs, but the task has no evaluate_all" if is_pair else f"{kind(made)} without outputs"
+        raise mistake(method, got, f"in a task with evaluate_all, {OUTPUTS}")
     sums, outputs = made if is_pair else (made, {})
     check_sums(method, sums)
     for name, rows in outputs.items():
@@ -125,7 +125,9 @@ def sums_and_outputs(method: Callable[..., Any], made: Any, size: int, gathers: 
 def weight_of(method: Callable[..., Any], weight: Any) -> Tensor | float:
     """What a task's `weight` gave for a batch. Raises ConfigError where it is no number."""
     if not _is_number(weight):
-        raise mistake(method, kind(weight), "return the number of what the loss is the mean over, as tokens")
+        raise mistake(
+            method, kind(weight), "return how many items (such as tokens) the loss is the mean over"
+        )
     found: Tensor | float = weight
     return found
 

@@ -27,7 +27,7 @@ class Mnist:
     def prepare(self) -> None:
         """Download the files where that is asked for; raises ConfigError if they are missing in the end."""
         if self.download and find_idx_folder(self._folders()) is None:
-            make = getattr(torchvision_for(self.name).datasets, self.torchvision_class)
+            make = getattr(torchvision_for(f"task {self.name}").datasets, self.torchvision_class)
             download(self.name, lambda: make(self.data_dir, download=True))  # both parts at once
         self._folder()
 

@@ -1,11 +1,14 @@
 """What a task is called on the command line: one of ours, a file's class, or a module's. Imports no torch."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
+from tandem.config.sources import Loaded
 from tandem.errors import ConfigError
+from tandem.log import printable
 
 BUILT_IN: Mapping[str, str] = {
     "digits": "tandem.tasks.digits:Digits",
@@ -14,7 +17,8 @@ BUILT_IN: Mapping[str, str] = {
     "cifar10": "tandem.tasks.cifar10:Cifar10",
     "image-folder": "tandem.tasks.image_folder:ImageFolder",
 }
-VALID = f"valid are {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS and PACKAGE.MODULE:CLASS"
+LONGEST = 400
+VALID = f"expected {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS or PACKAGE.MODULE:CLASS"
 
 
 class TaskName(NamedTuple):
@@ -35,9 +39,70 @@ def parsed(name: str) -> TaskName:
     location, _, class_name = text.rpartition(":") if ":" in text else (text, "", "")
     found = TaskName(text, location, class_name)
     if found.is_file and not Path(location).is_file():
-        raise ConfigError(f"task file {location} does not exist (from {Path.cwd()}): give PATH/FILE.py:CLASS")
+        raise ConfigError(
+            f"task file {location} does not exist (looked from {Path.cwd()}); expected PATH/FILE.py:CLASS"
+        )
     if not (found.is_file or class_name or "." in location):
         near = get_close_matches(text, BUILT_IN, n=1)
-        meant = f", did you mean {near[0]!r}" if near else ""
-        raise ConfigError(f"unknown task {text!r}{meant}: {VALID}")
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown task {text!r}{meant or ';'} {VALID}")
     return found
+
+
+def code_of(name: str) -> list[Path]:
+    """The files whose code runs when a task is imported; none for a built-in task, or one that is not found.
+
+    Finds them without importing anything. Raises ConfigError as `parsed`.
+    """
+    asked = parsed(name)
+    if asked.is_file:
+        return [Path(asked.location).absolute()]
+    return [] if asked.location.partition(".")[0] == "tandem" else list(_modules(asked.location))
+
+
+def _modules(location: str) -> Iterator[Path]:
+    """Those of a module and of the packages that it is in, the module's own last."""
+    path: list[str] | None = None
+    parts = location.split(".")
+    for number in range(1, len(parts) + 1):
+        name = ".".join(parts[:number])
+        where = [*sys.path, str(Path.cwd())] if path is None else path
+        found = (finder.find_spec(name, where) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        if (spec := next((each for each in found if each is not None), None)) is None:
+            return
+        if spec.origin is not None and spec.has_location:
+            yield Path(spec.origin).absolute()
+        path = list(spec.submodule_search_locations or [])
+
+
+def named_by(name: str, who: str, run_dir: PurePath | None) -> str:
+    """The line that says whose code is about to run, where nobody typed a task's name; "" for one of ours.
+
+    `who` names it. Raises ConfigError where the code is in `run_dir`, which may be anybody's: an archive of a
+    run is not a program.
+    """
+    files = code_of(name)
+    if not files:
+        return ""
+    _, _, class_name = name.rpartition(":") if ":" in name else ("", "", "")
+    what = printable(f"task {class_name or name} from {files[-1]}", LONGEST)
+    if isinstance(run_dir, Path) and any(_is_in(file, run_dir) for file in files):
+        raise ConfigError(
+            f"{who} names {what}, which is in the run directory and would run the code stored there; "
+            f"if you trust it, add --task {name}"
+        )
+    return f"importing {what}, named by {who}; use --task to choose another"
+
+
+def _is_in(file: Path, folder: Path) -> bool:
+    here = folder.resolve()
+    return any(each.is_relative_to(here) for each in (file.parent.resolve() / file.name, file.resolve()))
+
+
+def untyped(loaded: Loaded) -> str:
+    """`named_by` for settings of a launch: a task that a file names, and no flag or variable."""
+    source = loaded.sources["task"]
+    if source.startswith(("flag", "environment", "argument")) or source == "default":
+        return ""
+    file = Path(source.removeprefix("config "))
+    return named_by(loaded.settings.run.task, str(file), file.parent if file.suffix == ".json" else None)

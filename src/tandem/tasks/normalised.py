@@ -23,7 +23,7 @@ def normalised(model: nn.Module, mean: Sequence[float], std: Sequence[float]) ->
     """
     if not mean or len(mean) != len(std) or 0 in std:
         given = f"normalised(mean={tuple(mean)}, std={tuple(std)})"
-        raise ConfigError(f"{given}: give both one number for each channel, and no std of 0")
+        raise ConfigError(f"{given}: expected one number per channel in both, and no std of 0")
     model.__class__ = _normalising(type(model))
     model._of_bytes = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
     return model
@@ -39,8 +39,8 @@ def _normalising(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
         if images.dtype != torch.uint8:
             raise ConfigError(
-                f"a normalised() model was given pictures of {images.dtype}: give it torch.uint8, as "
-                "torchvision's PILToTensor makes them"
+                f"a normalised() model got images of {images.dtype}; expected torch.uint8, as from "
+                "torchvision's PILToTensor"
             )
         if self._of_bytes.device != images.device:  # once: a copy in each step would wait for the GPU
             self._of_bytes = self._of_bytes.to(images.device)

@@ -19,8 +19,8 @@ from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import OUTPUTS, kind, mistake
 
-DATASETS = "return Datasets(train, evaluation), from tandem.data.datasets"
-OWN_LOOP = "a loop that needs more is written as in docs/your-own-loop.md"
+DATASETS = "return Datasets(train, evaluation), from tandem"
+OWN_LOOP = "for anything else write your own loop (docs/your-own-loop.md)"
 
 
 def datasets_of(task: WholeTask) -> Datasets:
@@ -31,7 +31,9 @@ def datasets_of(task: WholeTask) -> Datasets:
     sets = made.evaluation if isinstance(made.evaluation, Mapping) else {"": made.evaluation}
     if not sets or not all(isinstance(name, str) and "/" not in name and " " not in name for name in sets):
         raise mistake(
-            task.build_datasets, f"evaluation sets {list(sets)}", "give {name: dataset}, as val, test"
+            task.build_datasets,
+            f"evaluation sets {list(sets)}",
+            "return {name: dataset}, with names such as val or test",
         )
     named = {f"evaluation set {name}" if name else "evaluation": each for name, each in sets.items()}
     for part, dataset in (("train", made.train), *named.items()):
@@ -45,13 +47,13 @@ def datasets_of(task: WholeTask) -> Datasets:
 def _problem_of(dataset: Any) -> str:
     """What is to be done about a dataset that cannot be one; empty where it can."""
     if isinstance(dataset, DataLoader):
-        return "return the dataset itself: batches and their order are tandem's (--batch-size, --workers)"
+        return "return the dataset itself: tandem makes the batches and their order (--batch-size, --workers)"
     if hasattr(dataset, "of_rank"):
         return ""
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
-        return f"a dataset has __len__ and __getitem__, or __iter__; {DATASETS}"
+        return f"a dataset needs __len__ and __getitem__, or __iter__; {DATASETS}"
     if not is_stream(dataset) and not hasattr(dataset, "__len__"):
-        return "one with __getitem__ needs __len__ too, the number of its samples"
+        return "a dataset with __getitem__ also needs __len__, the number of samples"
     return ""
 
 
@@ -62,10 +64,10 @@ def order_of(task: WholeTask, train: Any) -> MakeOrder:
         return GlobalOrder
     name, method = own[0], getattr(task, own[0])
     if len(own) > 1:
-        raise mistake(method, "an order, and sample_lengths another", "leave out one of them")
+        raise mistake(method, "an order, and so does sample_lengths", "remove one of them", "sets")
     if hasattr(train, "of_rank") or is_stream(train):
-        got = f"an order to {kind(train)}, which has one of its own"
-        raise mistake(method, got, "it is for a dataset with __len__ and __getitem__")
+        got = f"the order of {kind(train)}, which has its own"
+        raise mistake(method, got, "use it only with a dataset that has __len__ and __getitem__", "sets")
     made: Any = method(train)
     try:
         numbers = torch.as_tensor(made, dtype=torch.float64).cpu()
@@ -76,7 +78,9 @@ def order_of(task: WholeTask, train: Any) -> MakeOrder:
         raise mistake(method, got, f"return a number for each of the {len(train):,} samples")
     if not numbers.isfinite().all() or (numbers < 0).any() or not numbers.any():
         raise mistake(
-            method, f"numbers from {numbers.min():g} to {numbers.max():g}", "return numbers from 0 up"
+            method,
+            f"numbers from {numbers.min():g} to {numbers.max():g}",
+            "return numbers >= 0 that are not all 0",
         )
     if name == "sample_weights":
         return partial(WeightedOrder, weights=numbers)
@@ -89,8 +93,8 @@ def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
         inspect.signature(task.place).bind(None, *devices)
     except TypeError:
         raise ConfigError(
-            f"--devices-per-rank {len(devices)} needs a task with a method place(model, DEVICE, ...) for "
-            f"{len(devices)} devices, which puts the model's parts on them"
+            f"--devices-per-rank {len(devices)} needs a task with a method place(model, DEVICE, ...) that "
+            f"puts the model's parts on {len(devices)} devices"
         ) from None
     built: Any = task.build_model()
     if not isinstance(built, nn.Module):
@@ -98,8 +102,8 @@ def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
     placed = task.place(built, *devices)
     model = placed if isinstance(placed, nn.Module) else built
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        advice = "return one with parameters of which some have requires_grad"
-        raise mistake(task.build_model, "a model without a parameter to train", advice)
+        advice = "return one in which some parameters have requires_grad"
+        raise mistake(task.build_model, "a model without trainable parameters", advice)
     return model
 
 
@@ -109,12 +113,14 @@ def optimizer_of(task: WholeTask, model: nn.Module) -> torch.optim.Optimizer | N
     if own is None:
         return None
     if not isinstance(own, torch.optim.Optimizer):
-        advice = f"return one torch.optim.Optimizer; two rates are two parameter groups of it, {OWN_LOOP}"
+        advice = (
+            f"return one torch.optim.Optimizer; for two learning rates use two parameter groups, {OWN_LOOP}"
+        )
         raise mistake(task.build_optimizer, kind(own), advice)
     of_model = {id(parameter) for parameter in model.parameters()}
     if not any(id(each) in of_model for group in own.param_groups for each in group["params"]):
-        advice = "make it from the model that it is given"
-        got = "an optimizer of none of the model's parameters"
+        advice = "build it from the model passed to build_optimizer"
+        got = "an optimizer without any of the model's parameters"
         raise mistake(task.build_optimizer, got, advice)
     return own
 
@@ -125,16 +131,16 @@ def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps:
     if own is None:
         return None
     if isinstance(own, ReduceLROnPlateau):
-        advice = f"a schedule goes by steps and knows no score of an evaluation; {OWN_LOOP}"
+        advice = f"a schedule depends on steps only, not on evaluation scores; {OWN_LOOP}"
         raise mistake(task.build_scheduler, kind(own), advice)
     if not all(callable(getattr(own, name, None)) for name in ("step", "state_dict", "load_state_dict")):
         raise mistake(task.build_scheduler, kind(own), "return a torch.optim.lr_scheduler.LRScheduler")
     if getattr(own, "optimizer", optimizer) is not optimizer:
-        advice = "make it from the optimizer that it is given"
-        raise mistake(task.build_scheduler, f"{kind(own)} of another optimizer", advice)
+        advice = "build it from the optimizer passed to build_scheduler"
+        raise mistake(task.build_scheduler, f"{kind(own)} for a different optimizer", advice)
     if isinstance(own, OneCycleLR) and own.total_steps < total_steps:  # it raises when it is past its end
-        got = f"{kind(own)} of {own.total_steps:,} steps to a run of {total_steps:,}"
-        raise mistake(task.build_scheduler, got, "make it by the argument total_steps")
+        got = f"{kind(own)} of {own.total_steps:,} steps for a run of {total_steps:,}"
+        raise mistake(task.build_scheduler, got, "use the argument total_steps")
     found: LRScheduler = own
     return found
 
@@ -142,23 +148,23 @@ def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps:
 def check_methods(task: WholeTask) -> None:
     """Raise ConfigError for a method without the one it goes with, or without place for what it is given."""
     if "evaluate_all" in task.own and "evaluate_batch" not in task.own:
-        raise mistake(task.evaluate_all, "scores of outputs that no evaluate_batch gives", OUTPUTS)
+        raise mistake(task.evaluate_all, "outputs, but the task has no evaluate_batch", OUTPUTS, "needs")
     for name, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
         if name in task.own and other not in task.own:
             method = getattr(task, name)
-            raise mistake(method, "what no method takes back", f"a task with {name} has {other} too")
+            raise mistake(method, f"a matching {other}", f"add {other} to the task", "needs")
     try:
         inspect.signature(task.after_evaluation).bind({})
     except TypeError as error:
-        got = f"no place for the scores ({error})"
-        raise mistake(task.after_evaluation, got, "write it as after_evaluation(self, scores)") from None
+        advice = "write it as after_evaluation(self, scores)"
+        raise mistake(task.after_evaluation, f"the scores ({error})", advice, "cannot take") from None
 
 
 def answer_of(task: WholeTask, scores: Mapping[str, float]) -> bool:
     """Whether the task ends its run after these scores. Raises ConfigError for an answer that is no bool."""
     answer: Any = task.after_evaluation(dict(scores))
     if answer is not None and not isinstance(answer, bool | numpy.bool_):
-        advice = "return True to end the run here, else False"
+        advice = "return True to end the run here, or False to continue"
         raise mistake(task.after_evaluation, kind(answer), advice)
     return bool(answer)
 

@@ -12,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem import running
 from tandem.telemetry.meter import StepTimes
-from tandem.torch_private import after_gradients
+from tandem.torch_private import after_gradients, around_compilation
 
 STEP_PHASES = ("data", "transfer", "forward", "backward", "optimizer", "between")
 """What the training thread is in while it trains, in the order of a step."""
@@ -32,20 +34,23 @@ RECENT_STEPS = 50
 class Clock:
     """Where one rank is. Told by the training thread alone, read from any.
 
-    `step` counts finished steps; `current` is the finest phase known, since `since` (monotonic seconds);
+    `step` counts finished steps; `current` is the finest phase known, since `since` (`running.now`);
     `entered` counts its changes. `on_activity` is called when another activity has begun.
     """
 
     def __init__(self) -> None:
         self._timer: HostTimer | DeviceTimer = HostTimer()
         self.activity = self.current = "startup"
-        self.since, self.entered = time.monotonic(), 0
+        self.since, self.entered = running.now(), 0
         self.step = self.first_step = 0
         self.on_activity: Callable[[], None] = lambda: None
         self.computes_alone = False
         """Whether only the wait behind backward holds collectives: no forward pass, backward or optimizer."""
         self._knows_wait = False
-        self._durations = [0.0] * RECENT_STEPS
+        self._compilations: list[str] = []  # the phases that those under way have begun in
+        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.longest_step = 0.0
+        """Seconds of the longest step so far."""
         self._step_began, self._open = self.since, "other"
         self.recent: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
         """Times of the last steps whose times are known."""
@@ -98,8 +103,11 @@ class Clock:
         """The step is over: its times, or on GPUs those of earlier steps that have come in by now."""
         self._timer.mark(self._open)
         self.step += 1
+        if self.step == self.first_step + 1:  # the compiler is imported by now, if it is used
+            around_compilation(self._compiles, self._compiled)
         self._enter("between")
-        self._durations[self.step % RECENT_STEPS] = self.since - self._step_began
+        self._durations.append(self.since - self._step_began)
+        self.longest_step = max(self.longest_step, self._durations[-1])
         self._step_began = self.since
         times = self._timer.end()
         self.recent += times
@@ -135,9 +143,9 @@ class Clock:
         return self.step > self.first_step
 
     @property
-    def longest_step(self) -> float:
-        """Seconds of the longest of the last RECENT_STEPS steps."""
-        return max(self._durations)
+    def typical_step(self) -> float:
+        """Seconds of the middle one of the last RECENT_STEPS steps, which a rare long one does not change."""
+        return median(tuple(self._durations) or (0.0,))
 
     def stamp(self, record: logging.LogRecord) -> bool:
         """A filter for logging handlers: lines know the step at which they were written."""
@@ -146,8 +154,16 @@ class Clock:
         return True
 
     def _enter(self, phase: str) -> None:
-        self.current, self.since = phase, time.monotonic()
+        self.current, self.since = phase, running.now()
         self.entered += 1
+
+    def _compiles(self) -> None:
+        """A shape that is new compiles again, for as long as the first step took: a phase of its own."""
+        self._compilations.append(self.current)
+        self._enter("compile")
+
+    def _compiled(self) -> None:
+        self._enter(self._compilations.pop())
 
     def _gradients_done(self) -> None:
         self._knows_wait = True

@@ -65,7 +65,7 @@ class Gpus:
             except Exception as error:
                 if not self._told:
                     self._told = True
-                    logger.warning("GPU %d cannot be asked: %s", gpu, error)
+                    logger.warning("cannot query GPU %d: %s", gpu, error)
         return samples
 
     def _sample_one(self, gpu: int, handle: Any, samples: list[Sample]) -> None:

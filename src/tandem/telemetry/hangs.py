@@ -1,11 +1,16 @@
 """Hangs, by name: which rank, on which node, in which phase of which step, and since when; pure."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.telemetry.clock import STEP_PHASES
 from tandem.telemetry.messages import Heartbeat
+from tandem.timeouts import AGAIN_SECONDS, STARTING_HANG_SECONDS
+
+ELSEWHERE = "has waited in a different collective than the others"
+NEAR_STEPS = 1  # ranks that wait for each other count a step before its last wait, or behind it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +25,29 @@ class Beat(Heartbeat):
     silent: float = 0.0
     halted: bool = False
 
-    def later(self, seconds: float, halted: bool) -> "Beat":
-        """The same words, heard some seconds ago."""
-        return replace(self, quiet=self.quiet + seconds, silent=self.silent + seconds, halted=halted)
+    def later(self, seconds: float, idle: float, halted: bool) -> "Beat":
+        """The same words, heard some seconds ago, in the last `idle` of which no work was seen."""
+        return replace(
+            self,
+            quiet=self.quiet + seconds,
+            idle=idle if idle < seconds else self.idle + seconds,
+            silent=self.silent + seconds,
+            halted=halted,
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is in a step, and has finished one before."""
+        return self.trained and self.activity == "train"
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A hang: the rank that holds the others up, and the line that says so."""
+    """A hang: the rank that holds the others up, and the line that says so.
+
+    `halted`: it could not be heard, which a next generation need not meet. `together`: all wait for each
+    other, and which of them is named depends on how far each has come. `again`: one has hung so before.
+    """
 
     rank: int
     node: int
@@ -35,43 +55,130 @@ class Alarm:
     step: int
     seconds: float
     text: str
+    halted: bool = False
+    together: bool = False
+    again: bool = False
 
 
-def judge(beats: Sequence[Beat]) -> Alarm | None:
+@dataclass(frozen=True)
+class Past:
+    """What earlier generations of a run knew: the hang of one, and the longest limit that steps had given."""
+
+    hang: Alarm | None = None
+    idle_limit: float = 0.0
+
+    def after(self, alarm: Alarm | None, beats: Sequence[Beat]) -> "Past":
+        """With what one more generation knew at its end."""
+        hang = self.hang if alarm is None or alarm.halted else alarm
+        return Past(hang, max([self.idle_limit, *(beat.idle_limit for beat in beats if beat.trains)]))
+
+    def applied_to(self, beats: Sequence[Beat]) -> list[Beat]:
+        """Heartbeats with the limits that follow from it."""
+        hang = self.hang
+        is_there = hang is not None and any(_is_at(hang, beat) for beat in beats)
+        return [self._of(beat, is_there) for beat in beats]
+
+    def is_again(self, alarm: Alarm) -> bool:
+        """Whether it is the hang of an earlier generation."""
+        hang = self.hang
+        if hang is None or alarm.halted or alarm.together != hang.together:
+            return False
+        is_line = alarm.step == 0 and _is_same_line(alarm.phase, hang.phase)
+        if hang.together:
+            return is_line or _is_near(alarm.step, hang)
+        return alarm.rank == hang.rank and (is_line or alarm.step == hang.step)
+
+    def _of(self, beat: Beat, is_there: bool) -> Beat:
+        if is_there and self.hang is not None and (beat.waiting or beat.rank == self.hang.rank):
+            limit = beat.hang if beat.hang > STARTING_HANG_SECONDS else AGAIN_SECONDS
+            return replace(beat, idle_limit=min(beat.idle_limit, limit))
+        is_auto = beat.trains and beat.idle_limit > beat.hang
+        return replace(beat, idle_limit=max(beat.idle_limit, self.idle_limit)) if is_auto else beat
+
+
+NOTHING_BEFORE = Past()
+
+
+def judge(beats: Sequence[Beat], past: Past = NOTHING_BEFORE) -> Alarm | None:
     """The rank that holds up the world, or None as long as nobody is overdue.
 
     1. Somebody cannot be heard for longer than a hang: that rank.
     2. Somebody is not in a collective: the others wait for it. Overdue, it is named; until then all is well.
-    3. All stand in collectives for longer than they may: they stand in different ones. Named is the rank that
-       is out of line with most; of two, the one that is ahead, because it left one out.
+    3. All wait in collectives for longer than they may: in different ones that is soon. Named is the rank
+       that is out of line with most; of two, the one that is ahead, because it left one out.
     """
     gone = [beat for beat in beats if beat.halted and beat.silent > beat.hang]
     if gone:
         first = max(gone, key=lambda beat: (beat.silent, -beat.rank))
-        return _alarm(first, first.silent, "cannot be heard")
+        return replace(_alarm(first, first.silent, "has sent no heartbeat"), halted=True)
+    found = _overdue(past.applied_to(beats))
+    if found is None:
+        return None
+    beat, what = found
+    alarm = _alarm(beat, beat.quiet if beat.quiet > beat.limit else beat.idle, what)
+    alarm = replace(alarm, together=beat.waiting)
+    if past.is_again(alarm):
+        text = f"{alarm.text}; the same hang as in an earlier generation, so restarting does not help"
+        return replace(alarm, again=True, text=text)
+    if what == ELSEWHERE:
+        return alarm
+    option = "--hang-timeout" if beat.trains else "--first-step-timeout"
+    longer = 10 * math.ceil(alarm.seconds / 5)
+    return replace(
+        alarm, text=f"{alarm.text}; if this work is meant to take that long, use {option} {longer}"
+    )
+
+
+def _overdue(beats: Sequence[Beat]) -> tuple[Beat, str] | None:
+    """Who is named by 2 or 3, and what for."""
     busy = [beat for beat in beats if not beat.waiting]
     if busy:
-        overdue = [beat for beat in busy if beat.quiet > beat.limit]
+        overdue = [beat for beat in busy if beat.quiet > beat.limit or beat.idle > beat.idle_limit]
         if not overdue:
             return None
         last = min(overdue, key=lambda beat: (beat.step, -beat.quiet))
-        return _alarm(last, last.quiet, "does not get on")
-    if not beats or any(beat.quiet <= beat.limit for beat in beats):
+        return last, "has made no progress"
+    places = Counter(map(_place, beats))
+    for beat in beats:
+        limit = beat.hang if len(places) > 1 and beat.trains else beat.idle_limit
+        if beat.idle <= min(limit, beat.idle_limit) and beat.quiet <= beat.limit:
+            return None
+    if not beats:
         return None
-    places = Counter((beat.step, _order(beat.phase)) for beat in beats)
-    odd = min(
-        beats, key=lambda beat: (places[beat.step, _order(beat.phase)], -beat.step, -_order(beat.phase))
-    )
-    return _alarm(odd, odd.quiet, "waits in another collective than the others")
+    odd = min(beats, key=lambda beat: (places[_place(beat)], -beat.step, -_order(beat.phase)))
+    return odd, ELSEWHERE if len(places) > 1 else "has waited together with all other ranks"
+
+
+def _place(beat: Beat) -> tuple[int, int | str]:
+    order = _order(beat.phase)
+    return beat.step, beat.phase if order == len(STEP_PHASES) else order
 
 
 def _order(phase: str) -> int:
     return STEP_PHASES.index(phase) if phase in STEP_PHASES else len(STEP_PHASES)
 
 
+def _is_at(hang: Alarm, beat: Beat) -> bool:
+    """Whether this rank is where that hang was. A script counts its steps from 0 again: its line tells."""
+    if beat.rank != hang.rank and not (hang.together and beat.waiting):
+        return False
+    is_there = _is_near(beat.step, hang) if hang.together else beat.step == hang.step
+    return (beat.activity == "train" and is_there) or (
+        not beat.trained and _is_same_line(beat.phase, hang.phase)
+    )
+
+
+def _is_near(step: int, hang: Alarm) -> bool:
+    return abs(step - hang.step) <= NEAR_STEPS
+
+
+def _is_same_line(one: str, other: str) -> bool:
+    return one == other and ":" in one
+
+
 def _alarm(beat: Beat, seconds: float, what: str) -> Alarm:
     text = (
-        f"hang: rank {beat.rank} on node {beat.node} ({beat.node_name}) {what} since {seconds:.1f} s, "
-        f"in phase {beat.phase} of step {beat.step}"
+        f"hang: rank {beat.rank} on node {beat.node} ({beat.node_name}) {what} for {seconds:.1f} s "
+        f"(phase {beat.phase}, step {beat.step})"
     )
     return Alarm(beat.rank, beat.node, beat.phase, beat.step, round(seconds, 1), text)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tandem.reading import content, count, finite, parsed
 from tandem.timeouts import NODE_TICK_SECONDS, SLACK_SECONDS, STALE_SECONDS
 from tandem.words import lasting
 
@@ -94,9 +95,7 @@ def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[
     """(healthy?, one line that says why) from STATE_DIR/health.json; never raises."""
     path = os.path.join(state_dir, FILE_NAME)
     try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-        return judge(record, time.time() if now is None else now)
+        return judge(parsed(content(state_dir, FILE_NAME)), time.time() if now is None else now)
     except FileNotFoundError:
         return False, f"no heartbeat: {path} does not exist"
     except OSError as error:
@@ -107,20 +106,20 @@ def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[
 
 def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
     """Judge one heartbeat; raises KeyError, TypeError or ValueError if it is not one."""
-    state, step = str(record["state"]), int(_number(record["step"]))
+    state, step = str(record["state"]), count(record["step"])
     where = f"{state} at step {step:,}"
     if state == "succeeded":
         return True, where
-    if state == "failed":
+    if state in ("stopped", "failed"):
         return False, where
-    age = now - _number(record["time"])
+    age = now - finite(record["time"])
     if age > STALE_SECONDS:
         return False, f"last heartbeat {lasting(age)} ago, limit {STALE_SECONDS:.0f} s ({where})"
-    pid = int(_number(record["pid"]))
+    pid = count(record["pid"])
     if not _is_alive(pid):
         return False, f"process {pid} is gone ({where})"
-    quiet = max(0.0, now - _number(record["last_progress"]))
-    limit = float("inf") if record["limit_seconds"] is None else _number(record["limit_seconds"])
+    quiet = max(0.0, now - finite(record["last_progress"]))
+    limit = float("inf") if record["limit_seconds"] is None else finite(record["limit_seconds"])
     if quiet > limit:
         return False, f"no progress for {lasting(quiet)}, limit {lasting(limit)} ({where})"
     return True, f"{where}, last progress {lasting(quiet)} ago"
@@ -135,12 +134,6 @@ def main(environ: Mapping[str, str]) -> int:
         healthy, line = check(state_dir)
     print(f"{'healthy' if healthy else 'unhealthy'}: {line}", flush=True)
     return 0 if healthy else 1
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"not a number: {value!r}")
-    return float(value)
 
 
 def _is_alive(pid: int) -> bool:

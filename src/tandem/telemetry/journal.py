@@ -12,14 +12,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tandem.rotation import EVENTS_BYTES, appending, exclusively, older, replace_full
+from tandem.reading import EVENTS, METRICS, RunFiles, numbers
+from tandem.rotation import EVENTS_BYTES, appending, exclusively, replace_full
 from tandem.telemetry.restarts import COUNTED, Restarts
 
 logger = logging.getLogger("tandem")
 
-EVENTS = "events.jsonl"
 BLOCK_BYTES = 64 * 1024
-TAIL_BYTES = 4 * 2**20
 
 
 def plain(value: object) -> object:
@@ -45,7 +44,8 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
     """Replace `path`, durably: readers see the old or the new content, never a part. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # through no link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -65,42 +65,9 @@ def write_json_atomic(path: Path, obj: object) -> None:
     write_bytes_atomic(path, (to_json(obj, indent=2) + "\n").encode())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty for what is missing, torn or none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of the last 4 MiB of a JSON-lines file; what is torn or no object is left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in lines[1:] if size > TAIL_BYTES else lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record
-
-
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's events.jsonl, after those of the older file where there is one."""
-    path = run_dir / EVENTS
-    is_one = False
-    with suppress(OSError):  # one of them is not there
-        is_one = path.samefile(older(path))  # as a kill leaves them
-    if not is_one:
-        yield from read_lines(older(path))
-    yield from read_lines(path)
+    return RunFiles(run_dir).events()
 
 
 class Journal:
@@ -108,7 +75,7 @@ class Journal:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.events_path = run_dir, run_dir / EVENTS
-        self.metrics_path = run_dir / "metrics.jsonl"
+        self.metrics_path = run_dir / METRICS
         self.failures = 0
         self._lock = threading.Lock()
 
@@ -139,8 +106,8 @@ class Journal:
         with suppress(OSError), self.metrics_path.open("rb") as file:
             at_step = takewhile(lambda found: _step_of(found[1]) >= step, _lines_backwards(file))
             whole = (json.loads(line) for _, line in at_step if _step_of(line) == step)
-            scores = next((line["eval"] for line in whole if "eval" in line), {})
-        return {name: float(value) for name, value in scores.items()} if isinstance(scores, dict) else {}
+            scores = next((line["eval"] for line in whole if isinstance(line.get("eval"), dict)), {})
+        return {name: float(value) for name, value in numbers(scores).items()}
 
     def rewind(self, step: int) -> int:
         """Drop the lines of metrics.jsonl after `step`, and torn ones; returns how many went.
@@ -185,7 +152,7 @@ class Journal:
     def _failed(self, path: Path, error: OSError) -> None:
         self.failures += 1
         if self.failures == 1:
-            logger.warning("cannot write %s (%s); training goes on", path, error.strerror or error)
+            logger.warning("cannot write %s (%s); training continues", path, error.strerror or error)
 
 
 def _is_torn(descriptor: int) -> bool:

@@ -25,7 +25,7 @@ STATE_OF = {
 }
 """The run's state while rank 0 is in an activity."""
 ACTIVITY_OF = {state: activity for activity, state in STATE_OF.items()} | dict.fromkeys(
-    ("succeeded", "failed"), "drain"
+    metrics.FINAL_STATES, "drain"
 )
 
 
@@ -160,5 +160,5 @@ class HealthFile:
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                log.warning("cannot write health to %s: %s; trying again", self._folder, error)
+                log.warning("cannot write health to %s: %s; retrying", self._folder, error)
             self._has_failed = True

@@ -10,6 +10,7 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from tandem.telemetry.families import Sample
@@ -17,12 +18,13 @@ from tandem.telemetry.families import Sample
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank is, several times a second. `quiet`: seconds since it entered `phase`.
+    """Where a rank is, several times a second. `quiet`: seconds since it entered `phase`; `idle`: since it
+    has shown work there. Both are of the time in which it ran.
 
-    `limit` is what that phase may take and `hang` what a training phase may, in seconds; `trained`: it has
-    finished a step; `waiting`: it stands in a collective. Of a script, which gathers nothing by itself, `own`
-    and `quick` are a typical and a quick step without the wait for other ranks, and `doing` the line where
-    most of that time goes; None as long as it is not known.
+    `limit` and `idle_limit` are what those may be, and `hang` what silence may; `trained`: it has finished a
+    step; `waiting`: it stands in a collective. Of a script, which gathers nothing by itself, `own` and
+    `quick` are a typical and a quick step without the wait for other ranks, and `doing` the line where most
+    of that time goes; None as long as it is not known.
     """
 
     rank: int
@@ -34,6 +36,8 @@ class Heartbeat:
     hang: float
     trained: bool
     waiting: bool
+    idle: float = 0.0
+    idle_limit: float = inf
     own: float | None = None
     quick: float | None = None
     doing: str | None = None

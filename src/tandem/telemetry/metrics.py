@@ -11,32 +11,32 @@ from tandem.telemetry.meter import ACTIVITIES, PHASES
 
 STATES = (
     "starting", "rendezvous", "resuming", "training", "evaluating", "checkpointing", "draining",
-    "succeeded", "failed",
+    "succeeded", "stopped", "failed",
 )  # fmt: skip
-FINAL_STATES = ("succeeded", "failed")
+FINAL_STATES = ("succeeded", "stopped", "failed")
 SKIP_REASONS = ("amp_overflow", "nonfinite_loss", "nonfinite_grad")
 RESTART_REASONS = ("elastic", "preemption", "crash", "hang", "unknown")
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 STEP_BUCKETS = tuple(0.001 * 2**i for i in range(17))
 SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 # fmt: off
 BUILD_INFO = Info("build_info",
-    "Versions of what runs.", "identity", labels("version", "revision", "python", "torch", "cuda", "nccl"))
+    "Software versions.", "identity", labels("version", "revision", "python", "torch", "cuda", "nccl"))
 RUN_INFO = Info("run_info",
-    "What this run is.", "identity", labels("run", "task", "platform", "backend", "precision", "config_hash"))
+    "The run itself.", "identity", labels("run", "task", "platform", "backend", "precision", "config_hash"))
 RUN_STATE = StateSet("run_state",
-    "What the run is doing; exactly one state is 1.", "identity", {"tandem_run_state": STATES})
+    "State of the run; exactly one state is 1.", "identity", {"tandem_run_state": STATES})
 WORLD_SIZE = Gauge("world_size", "Ranks of the current generation.", "identity")
 NODES = Gauge("nodes", "Nodes of the current generation.", "identity")
 RUN_START_TIMESTAMP_SECONDS = Gauge("run_start_timestamp_seconds",
     "When this launch started, Unix time.", "identity")
 
 EPOCH = Gauge("epoch", "Epochs completed.", "progress")
-EPOCHS_PLANNED = Gauge("epochs_planned", "Epochs this run is to complete.", "progress")
+EPOCHS_PLANNED = Gauge("epochs_planned", "Epochs planned for this run.", "progress")
 GLOBAL_STEP = Gauge("global_step",
     "Optimizer steps done since the run's first launch; survives restarts.", "progress")
-STEPS_PLANNED = Gauge("steps_planned", "Optimizer steps this run is to do.", "progress")
+STEPS_PLANNED = Gauge("steps_planned", "Optimizer steps planned for this run.", "progress")
 PROGRESS_RATIO = Gauge("progress_ratio", "Steps done over steps planned, 0 to 1.", "progress")
 ESTIMATED_COMPLETION_TIMESTAMP_SECONDS = Gauge("estimated_completion_timestamp_seconds",
     "When training ends at the current pace, Unix time.", "progress")
@@ -45,9 +45,9 @@ LAST_STEP_TIMESTAMP_SECONDS = Gauge("last_step_timestamp_seconds",
 STEPS = Counter("steps", "Optimizer steps done since the launch.", "progress")
 SAMPLES = Counter("samples", "Training samples of all ranks since the launch.", "progress")
 TOKENS = Counter("tokens",
-    "Training tokens of all ranks since the launch, as far as rank 0 has told.", "progress", late=True)
+    "Training tokens of all ranks since the launch, as reported by rank 0.", "progress", late=True)
 TOKENS_PER_SECOND = Gauge("tokens_per_second",
-    "Tokens of all ranks a second of steps, in the last log interval.", "progress")
+    "Tokens of all ranks per second of step time, in the last log interval.", "progress")
 STEPS_REPLAYED = Counter("steps_replayed", "Steps done again after a restart.", "progress")
 
 STEP_DURATION_SECONDS = Histogram("step_duration_seconds",
@@ -69,30 +69,30 @@ RANK_COMPUTE_SECONDS_MAX = Gauge("rank_compute_seconds_max",
     "Own time of the slowest rank in a typical step.", "stragglers")
 SLOWEST_RANK = Gauge("slowest_rank", "The rank with the most own time.", "stragglers")
 RANK_COMPUTE_SECONDS = Gauge("rank_compute_seconds",
-    "Own time of a typical step: all of it but the wait for gradients.", "stragglers", labels("rank", "node"))
+    "Own time of a typical step: all but the wait for gradients.", "stragglers", labels("rank", "node"))
 RANK_DATA_SECONDS = Gauge("rank_data_seconds",
     "Time of a typical step spent waiting for data.", "stragglers", labels("rank", "node"))
 RANK_MEMORY_BYTES = Gauge("rank_memory_bytes",
     "Resident memory of a rank's process.", "stragglers", labels("rank"), by_node=True)
 STRAGGLER_EXCESS_SECONDS = Gauge("straggler_excess_seconds",
-    "Own time above the median rank's, of a rank that holds the others back; absent without one.",
+    "Own time of the straggler above the median rank's; absent if there is no straggler.",
     "stragglers", labels("rank", "node", phase=PHASES))
 
-LOSS = Gauge("loss", "Mean loss over all ranks in the last interval.", "optimisation", labels("split"))
+LOSS = Gauge("loss", "Mean loss over all ranks in the last interval.", "optimization", labels("split"))
 TRAIN_SCORE = Gauge("train_score",
-    "Mean over the last interval of a sum that the task returns with its loss.", "optimisation",
+    "Mean over the last interval of a sum that the task returns with its loss.", "optimization",
     labels("score"))
-EVAL_SCORE = Gauge("eval_score", "Score of the last evaluation.", "optimisation", labels("score"))
-LEARNING_RATE = Gauge("learning_rate", "Learning rate of the last step.", "optimisation", labels("group"))
-GRAD_NORM = Gauge("grad_norm", "Gradient norm before clipping.", "optimisation")
-LOSS_SCALE = Gauge("loss_scale", "Loss scale of fp16 training.", "optimisation")
-GRAD_CLIPS = Counter("grad_clips", "Steps whose gradients were clipped.", "optimisation")
+EVAL_SCORE = Gauge("eval_score", "Score of the last evaluation.", "optimization", labels("score"))
+LEARNING_RATE = Gauge("learning_rate", "Learning rate of the last step.", "optimization", labels("group"))
+GRAD_NORM = Gauge("grad_norm", "Gradient norm before clipping.", "optimization")
+LOSS_SCALE = Gauge("loss_scale", "Loss scale of fp16 training.", "optimization")
+GRAD_CLIPS = Counter("grad_clips", "Steps whose gradients were clipped.", "optimization")
 STEPS_SKIPPED = Counter("steps_skipped",
-    "Steps whose update was left out.", "optimisation", labels(reason=SKIP_REASONS))
+    "Steps whose update was skipped.", "optimization", labels(reason=SKIP_REASONS))
 DATA_ERRORS = Counter("data_errors",
-    "Samples that could not be read.", "optimisation", labels("reason"), by_node=True)
+    "Samples that could not be read.", "optimization", labels("reason"), by_node=True)
 REPLICA_MISMATCHES = Counter("replica_mismatches",
-    "Replicas whose parameters differed from rank 0's.", "optimisation")
+    "Replicas whose parameters differed from rank 0's.", "optimization")
 
 CHECKPOINT_SAVES = Counter("checkpoint_saves", "Checkpoints saved.", "checkpoints")
 CHECKPOINT_SAVE_FAILURES = Counter("checkpoint_save_failures",
@@ -104,7 +104,7 @@ CHECKPOINT_FALLBACKS = Counter("checkpoint_fallbacks",
     "Loads that had to use an older checkpoint.", "checkpoints")
 CHECKPOINT_WRITTEN_BYTES = Counter("checkpoint_written_bytes", "Checkpoint bytes written.", "checkpoints")
 CHECKPOINT_BLOCKED_SECONDS = Counter("checkpoint_blocked_seconds",
-    "Time training stood still for checkpoints.", "checkpoints")
+    "Time that checkpoints blocked training.", "checkpoints")
 CHECKPOINT_SAVE_DURATION_SECONDS = Histogram("checkpoint_save_duration_seconds",
     "Time from snapshot to committed checkpoint.", "checkpoints", buckets=SAVE_BUCKETS)
 # Starts at 0 so that a run whose saves never succeed is stale too, instead of having no series.
@@ -123,7 +123,10 @@ CHECKPOINT_VOLUME_SIZE_BYTES = Gauge("checkpoint_volume_size_bytes",
     "Size of the checkpoint volume.", "checkpoints")
 
 RESTARTS = Counter("restarts",
-    "Generations started again, by reason.", "life cycle", labels(reason=RESTART_REASONS))
+    "Restarts since the run's first launch, by reason.", "life cycle",
+    labels(reason=RESTART_REASONS))
+PLANNED_STOPS = Counter("planned_stops",
+    "Stops by a signal, with a save, after which the run was started again.", "life cycle")
 SIGNALS_RECEIVED = Counter("signals",
     "Stop signals that node 0 received.", "life cycle", labels(signal=SIGNALS))
 LOG_MESSAGES = Counter("log_messages",
@@ -141,7 +144,7 @@ GPU_MEMORY_SIZE_BYTES = Gauge("gpu_memory_size_bytes", "Device memory.", "GPU", 
 GPU_TEMPERATURE_CELSIUS = Gauge("gpu_temperature_celsius",
     "Temperature of the GPU.", "GPU", labels("gpu"), by_node=True)
 GPU_THROTTLED = Gauge("gpu_throttled",
-    "1 while heat or hardware holds the clocks down.", "GPU", labels("gpu"), by_node=True)
+    "1 while heat or hardware throttles the clocks.", "GPU", labels("gpu"), by_node=True)
 TORCH_MEMORY_ALLOCATED_BYTES = Gauge("torch_memory_allocated_bytes",
     "Device memory in tensors of this node's ranks.", "GPU", labels("gpu"), by_node=True)
 TORCH_MEMORY_RESERVED_BYTES = Gauge("torch_memory_reserved_bytes",
@@ -153,10 +156,10 @@ GPU_ENERGY_JOULES = Counter("gpu_energy_joules",
 TORCH_ALLOC_RETRIES = Counter("torch_alloc_retries",
     "Allocations that had to flush torch's cache first.", "GPU", by_node=True)
 TORCH_OOMS = Counter("torch_ooms",
-    "Allocations that failed for want of device memory.", "GPU", by_node=True)
+    "Allocations that failed because device memory ran out.", "GPU", by_node=True)
 
 MODEL_FLOPS = Counter("model_flops", "Floating point operations of the model, all ranks.", "efficiency")
-PEAK_FLOPS = Gauge("peak_flops", "Peak floating point operations a second of all devices.", "efficiency")
+PEAK_FLOPS = Gauge("peak_flops", "Peak floating point operations per second of all devices.", "efficiency")
 # fmt: on
 
 FAMILIES: tuple[Family, ...] = tuple(each for each in globals().values() if isinstance(each, Family))

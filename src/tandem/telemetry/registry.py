@@ -129,7 +129,7 @@ class Registry:
         elif isinstance(metric, prometheus.Info):
             if not set(labels) <= set(family.labels):
                 raise _BadSampleError("labels")
-            metric.info({name: str(labels.get(name, ""))[:MAX_LABEL_LENGTH] for name in family.labels})
+            metric.info({name: _text(labels.get(name, "")) for name in family.labels})
         elif value is None:
             self._clear(family)
         else:
@@ -239,6 +239,11 @@ def _number(value: object) -> float:
     return float(value)
 
 
+def _text(value: object) -> str:
+    """A label's value: bounded, and such that it can be written (a folder's name may be no UTF-8)."""
+    return str(value)[:MAX_LABEL_LENGTH].encode(errors="replace").decode()
+
+
 def _label_names(family: Family) -> tuple[str, ...]:
     return (*family.labels, "node") if family.by_node else tuple(family.labels)
 
@@ -248,7 +253,7 @@ def _key(family: Family, labels: Mapping[str, object]) -> tuple[str, ...]:
     names = _label_names(family)
     if set(labels) != set(names):
         raise _BadSampleError("labels")
-    key = tuple(str(labels[name])[:MAX_LABEL_LENGTH] for name in names)
+    key = tuple(_text(labels[name]) for name in names)
     for name, value in zip(names, key, strict=True):
         known = family.labels.get(name)
         if known and value not in known:

@@ -9,12 +9,15 @@ from tandem.telemetry.families import Sample
 
 COUNTED = "counted"
 """The first line of an events.jsonl that goes on where an older file ends: what was counted until then."""
+PLANNED = "preemption"
+"""The reason of a start after a stop that was asked for: counted for itself, and no restart."""
 
 
 class Restarts:
     """How often a run's ranks were started again since it began, by any launch: counted from its events.
 
     A pod that takes the place of another goes on counting. A run that had finished, and is extended, begins.
+    A start after a planned stop is no restart.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -27,13 +30,18 @@ class Restarts:
 
     @property
     def total(self) -> int:
-        return self.by_reason.total()
+        return self.by_reason.total() - self.planned_stops
+
+    @property
+    def planned_stops(self) -> int:
+        """How often the run was stopped by a signal with all saved, and started again."""
+        return self.by_reason[PLANNED]
 
     def earlier(self, anew: bool) -> list[Sample]:
         """What a launch goes on counting from; `anew`: from nothing, as where the run had finished."""
         if anew or self._is_over:
             self.by_reason.clear()
-        return [metrics.RESTARTS.inc(count, reason=why) for why, count in self.by_reason.items()]
+        return [sample(why, count) for why, count in self.by_reason.items()]
 
     def take(self, kind: str, event: Mapping[str, Any]) -> str | None:
         """The reason of the restart that this event is."""
@@ -49,7 +57,7 @@ class Restarts:
         elif kind == "hang":
             self._next = "hang"
         elif kind == "stopped" and self._next is not None:
-            self._next = "preemption"
+            self._next = PLANNED
         elif kind == "finished":
             self._is_over = True
         elif kind == COUNTED:
@@ -72,3 +80,10 @@ class Restarts:
             self.by_reason = Counter(known)
             self._next = following if isinstance(following, str) else None
             self._nodes, self._is_over = event.get("nodes"), event.get("over") is True
+
+
+def sample(reason: str, count: int = 1) -> Sample:
+    """The metric that counts a start for this reason."""
+    return (
+        metrics.PLANNED_STOPS.inc(count) if reason == PLANNED else metrics.RESTARTS.inc(count, reason=reason)
+    )

@@ -111,9 +111,9 @@ class Verdict:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} on node {self.node} holds the others back: {1e3 * self.slowest:.1f} ms of its "
-            f"own in a step, the median rank {1e3 * self.median:.1f} ms; "
-            f"{f'most of it at {self.place}' if self.place else f'the difference is in {self.phase}'}"
+            f"straggler: rank {self.rank} on node {self.node} needs {1e3 * self.slowest:.1f} ms per step "
+            f"(median {1e3 * self.median:.1f} ms); "
+            f"{f'most of it at {self.place}' if self.place else f'the extra time is in {self.phase}'}"
         )
 
 

@@ -23,21 +23,24 @@ class EventWriter:
         except ImportError as error:
             raise ConfigError(
                 f"--tensorboard needs TensorBoard, which cannot be imported ({error}); "
-                "type: pip install 'tandem-train[tensorboard]', or leave --tensorboard out"
+                "run: pip install 'tandem-train[tensorboard]', or omit --tensorboard"
             ) from error
         self._failed = False
         # torch.utils.tensorboard has no annotations
-        self._writer: Any = SummaryWriter(log_dir=str(directory), purge_step=purge_step)  # type: ignore[no-untyped-call,unused-ignore]
+        self._writer: Any = None
+        with self._told_once():
+            self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step)  # type: ignore[no-untyped-call,unused-ignore]
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write `values` (name -> number) at `step`."""
         with self._told_once():
-            for name, value in values.items():
+            for name, value in values.items() if self._writer is not None else ():
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         with self._told_once():
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
@@ -45,5 +48,5 @@ class EventWriter:
             yield
         except OSError as error:
             if not self._failed:
-                logger.warning("cannot write TensorBoard events (%s); training goes on", error)
+                logger.warning("cannot write TensorBoard events (%s); training continues", error)
             self._failed = True

@@ -1,39 +1,133 @@
-"""A model's buffers before a step, to be put back where the step must change nothing.
+"""A model's buffers from before a step, put back where the step must change nothing; those of a checkpoint.
 
-Those of one type and device are kept in one piece: some kernels a step, not some for each buffer.
+A forward pass may make buffers, grow them, change their type or put others in their places, as caches of
+attention masks and rotary embeddings do. So a buffer is known by its module and name.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from tandem.torch_private import copy_all
+from tandem.torch_private import copy_all, is_batchnorm
+
+log = logging.getLogger("tandem.run")
+
+Place = tuple[nn.Module, str]
 
 
 class KeptBuffers:
-    """Copies of the buffers that `live()` gives; a forward pass may put others in their places."""
+    """Copies of all buffers of `modules()`.
 
-    def __init__(self, live: Callable[[], Iterable[Tensor]]) -> None:
-        self._live = live
-        self._kept: list[tuple[list[int], Tensor]] = []  # (places of one type and device, their values)
+    Those of one type and device are in one piece: some kernels a step, not some for each buffer.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        self._modules = modules
+        self._empty: list[Place] = []  # registered without a tensor
+        self._kept: list[tuple[list[Place], list[torch.Size], Tensor]] = []
 
     def keep(self) -> None:
         """Remember them as they are now."""
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        buffers = list(self._live())
-        for place, buffer in enumerate(buffers):
-            groups.setdefault((buffer.dtype, buffer.device), []).append(place)
-        self._kept = [(places, _flat([buffers[each] for each in places])) for places in groups.values()]
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[Place, Tensor]]] = {}
+        self._empty = []
+        for place, buffer in self._live():
+            if buffer is None:
+                self._empty.append(place)
+            else:
+                groups.setdefault((buffer.dtype, buffer.device), []).append((place, buffer))
+        self._kept = [
+            ([place for place, _ in group], [b.shape for _, b in group], _flat([b for _, b in group]))
+            for group in groups.values()
+        ]
 
     def put_back(self, found: Tensor | None = None) -> None:
-        """As they were; with `found`, a scalar on a device, where it is above 0: nobody waits to know it."""
-        buffers = list(self._live())
-        for places, before in self._kept:
-            group = [buffers[place] for place in places]
-            flat = before if found is None else torch.where(found.to(before.device) > 0, before, _flat(group))
-            parts = torch.split(flat, [buffer.numel() for buffer in group])
-            copy_all(group, [part.view(buffer.shape) for part, buffer in zip(parts, group, strict=True)])
+        """As they were; with `found`, a scalar on a device, where it is above 0.
+
+        Nobody waits to know it, unless a buffer has another form now.
+        """
+        new = {place for place, buffer in self._live() if buffer is not None}
+        replaced: list[tuple[Place, Tensor]] = []
+        for places, shapes, flat in self._kept:
+            parts = torch.split(flat, [shape.numel() for shape in shapes])
+            before = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            pairs = [
+                (place, old, place[0]._buffers.get(place[1]))
+                for place, old in zip(places, before, strict=True)
+            ]
+            new.difference_update(places)
+            replaced += [(place, old) for place, old, now in pairs if not _is_alike(old, now)]
+            alike = [(now, old) for _, old, now in pairs if now is not None and _is_alike(old, now)]
+            _copy_where(found, alike)
+        if (new or replaced) and (found is None or bool(found)):
+            for (module, name), old in replaced:
+                module._buffers[name] = old.clone()
+            for module, name in new.intersection(self._empty):
+                module._buffers[name] = None
+            for module, name in new.difference(self._empty):
+                del module._buffers[name]
+
+    def _live(self) -> Iterator[tuple[Place, Tensor | None]]:
+        for module in self._modules():
+            for name, buffer in module._buffers.items():
+                yield (module, name), buffer
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put the model's buffers (running statistics) back afterwards."""
+    kept = KeptBuffers(model.modules)
+    kept.keep()
+    try:
+        yield
+    finally:
+        kept.put_back()
+
+
+def adopt_buffers(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give the model's buffers the forms that they have in a saved state: a forward pass had changed them.
+
+    Not those of BatchNorm, whose forms say which model it is.
+    """
+    modules = dict(model.named_modules())
+    for key, value in saved.items():
+        owner, _, name = key.rpartition(".")
+        module = modules.get(owner)
+        is_fixed = module is None or is_batchnorm(module) or isinstance(module, LazyModuleMixin)
+        if module is None or is_fixed or not isinstance(value, Tensor):
+            continue
+        is_free = name in module._buffers or not hasattr(module, name)
+        if is_free and not _is_alike(value, module._buffers.get(name), any_device=True):
+            device = next((p.device for p in (*module.parameters(), *model.parameters())), value.device)
+            module._buffers[name] = torch.empty_like(value, device=device)
+            log.info(
+                "%s takes the shape %s from the checkpoint (the buffer was resized in a forward pass)",
+                key,
+                tuple(value.shape),
+            )
+
+
+def _is_alike(old: Tensor, now: Tensor | None, any_device: bool = False) -> bool:
+    if now is None or old.shape != now.shape or old.dtype != now.dtype:
+        return False
+    return any_device or old.device == now.device
+
+
+@torch.no_grad()
+def _copy_where(found: Tensor | None, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """(buffer, its old values): copied, with `found` where that is above 0."""
+    if not pairs:
+        return
+    group, before = [now for now, _ in pairs], [old for _, old in pairs]
+    if found is not None:
+        flat = torch.where(found.to(group[0].device) > 0, _flat(before), _flat(group))
+        parts = torch.split(flat, [buffer.numel() for buffer in group])
+        before = [part.view(buffer.shape) for part, buffer in zip(parts, group, strict=True)]
+    copy_all(group, before)
 
 
 def _flat(group: list[Tensor]) -> Tensor:

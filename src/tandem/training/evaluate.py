@@ -2,24 +2,40 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tandem.config.slices import DataConfig, EvaluationConfig
+from tandem.data.fetch import is_stream
 from tandem.data.kinds import begins_anew, evaluation_batches
-from tandem.data.loader import batch_size_of
+from tandem.data.loader import batch_size_of, joint_batches
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.statistics import Statistics
 from tandem.distributed.strategy import Strategy
+from tandem.distributed.watching import Watching
+from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import Outputs as Rows
-from tandem.tasks.mistakes import Sums, check_batch, sums_and_outputs
-from tandem.training.flops import buffers_kept
+from tandem.tasks.mistakes import Sums, check_batch, kind, line_of, sums_and_outputs
+from tandem.training.buffers import buffers_kept
 from tandem.training.gathered import Outputs
 from tandem.training.precision import autocast
+
+
+class _CollectiveMet(BaseException):
+    """A task's method is about to call a collective; no `except Exception` of its own shall hide it."""
+
+
+class _Scored(NamedTuple):
+    """What a pass gave, and whether its sums count."""
+
+    sums: Sums
+    rows: Rows
+    counts: bool = True
+
 
 REHEARSED_SAMPLES = 2
 """Of each rank: enough to see what a task makes of a batch, and no wait for data that are slow to read."""
@@ -47,6 +63,8 @@ class Evaluation:
     precision: str = "fp32"
     workers: int = 0
     statistics: Statistics | None = None
+    exchanges: dict[str, bool] = field(default_factory=dict)
+    """Whether the scoring method calls collectives, by the name of it; what is known is saved."""
 
     def scores(self) -> dict[str, float]:
         """Means over the whole `dataset`, and what `evaluate_all` gives, by score name, equal on all ranks.
@@ -67,15 +85,14 @@ class Evaluation:
         All ranks call this. Nothing of the model is changed, and each step sets the random state anew. Data
         that can be read only once are left alone. Raises ConfigError, and what the task raises.
         """
+        self.exchanges.clear()  # of a checkpoint, and the task may be another since
         for _, each in self._sets():
             if begins_anew(each.dataset, self.world.rank, self.world.size):
                 first = replace(each, batch_size=REHEARSED_SAMPLES, workers=0)
                 outputs = first._outputs()
                 with self._evaluating(), buffers_kept(self.model):
-                    for batch, counts in first._passes():
-                        _, rows = self._scores_of(batch)
-                        if counts and rows:
-                            outputs.add(rows)
+                    for made in first._scored():
+                        outputs.add(made.rows)
                         break
                 if self._gathers:
                     outputs.rehearse()
@@ -93,14 +110,12 @@ class Evaluation:
         sums: dict[str, list[float]] = {}
         outputs = self._outputs()
         with self._evaluating():
-            for batch, counts in self._passes():
-                of_batch, rows = self._scores_of(batch)
-                if counts and rows:
-                    outputs.add(rows)
-                for name, (total, count) in of_batch.items():
+            for made in self._scored():
+                outputs.add(made.rows)
+                for name, (total, count) in made.sums.items():
                     entry = sums.setdefault(name, [0.0, 0.0])
-                    entry[0] += float(total) * counts
-                    entry[1] += float(count) * counts
+                    entry[0] += float(total) * made.counts
+                    entry[1] += float(count) * made.counts
         names = sorted({str(name) for part in self.world.gather_json(sorted(sums)) for name in part})
         reduced = self.world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
         pairs = zip(names, reduced[::2], reduced[1::2], strict=True)
@@ -117,21 +132,80 @@ class Evaluation:
         finally:
             self.model.train(was_training)
 
-    def _passes(self) -> Iterator[tuple[Any, bool]]:
-        """This rank's batches, and whether they count.
+    def _scored(self) -> Iterator["_Scored"]:
+        """What this rank's passes give.
 
-        Where a forward pass needs all ranks, each makes as many as the rank with the most batches, however
-        the data are divided: before each pass they ask whether any has one left. Who has none runs its last
-        batch again, or the first of all.
+        A method that calls collectives needs passes of all ranks with equal numbers of samples. Whether it
+        does shows in the first pass, which is stopped before the first collective and made again.
+        """
+        batches = self._batches(self.world.rank, self.world.size)
+        if self.world.size == 1:
+            yield from (_Scored(*self._scores_of(batch)) for batch in batches)
+        elif self.strategy.shares_parameters:
+            yield from self._scored_in_step() if self._is_of_any_length else self._scored_together()
+        else:
+            name = self._scoring.__name__
+            if name not in self.exchanges:
+                made, stopped = self._first_scored(next(batches, None))
+                self.exchanges[name] = self.world.sum([float(stopped)])[0] > 0
+                if not self.exchanges[name]:
+                    yield from made
+            if self.exchanges[name]:
+                yield from self._scored_together()
+            else:
+                yield from (_Scored(*self._scores_of(batch)) for batch in batches)
+
+    def _first_scored(self, batch: Any) -> tuple[list["_Scored"], bool]:
+        """What the first pass gives, and whether it was stopped before a collective."""
+        try:
+            with Watching(_stop):
+                return ([] if batch is None else [_Scored(*self._scores_of(batch))]), False
+        except _CollectiveMet:
+            return [], True
+
+    @property
+    def _is_of_any_length(self) -> bool:
+        return hasattr(self.dataset, "of_rank") or is_stream(self.dataset)
+
+    def _scored_together(self) -> Iterator["_Scored"]:
+        """Equal numbers of samples in each pass. What is left over all ranks score, and each once counts."""
+        if self._is_of_any_length:
+            method = self._scoring
+            raise ConfigError(
+                f"{line_of(method)}{method.__name__} calls collectives, but ranks may get different numbers "
+                f"of samples from {kind(self.dataset)}; evaluate on a dataset with __len__ and __getitem__, "
+                "or without collectives"
+            )
+        rank, size = self.world.rank, self.world.size
+        for batch, shared in joint_batches(
+            self.dataset,
+            rank,
+            size,
+            self.batch_size,
+            workers=self.workers,
+            collate=self.task.collate,
+            device=self.world.device,
+        ):
+            sums, rows = self._scores_of(batch)
+            if shared is None:
+                yield _Scored(sums, rows)
+            else:  # a row goes to the rank that has it where ranks divide the set
+                mine = [place for place, index in enumerate(shared) if index % size == rank]
+                kept = {name: each[mine[0] : mine[0] + 1] for name, each in rows.items()} if mine else {}
+                yield _Scored(sums, kept, counts=rank == 0)
+
+    def _scored_in_step(self) -> Iterator["_Scored"]:
+        """As many passes on each rank as on the rank with the most batches, however the data are divided.
+
+        Before each pass they ask whether any has one left. Who has none runs its last batch again, or the
+        first of all.
         """
         batches, spare = self._batches(self.world.rank, self.world.size), None
-        if not self.strategy.shares_parameters:
-            yield from ((batch, True) for batch in batches)
-            return
         while self.world.sum([float((batch := next(batches, None)) is not None)])[0]:
             if batch is None and spare is None:
                 spare = next(self._batches(0, 1))
-            yield (spare, False) if batch is None else (batch, True)
+            sums, rows = self._scores_of(spare if batch is None else batch)
+            yield _Scored(sums, {}, False) if batch is None else _Scored(sums, rows)
             spare = spare if batch is None else batch
 
     def _batches(self, rank: int, size: int) -> Iterator[Any]:
@@ -163,3 +237,7 @@ class Evaluation:
     def _scoring(self) -> Callable[..., Any]:
         """The method of the task that gives the scores."""
         return self.task.evaluate_batch if "evaluate_batch" in self.task.own else self.task.loss
+
+
+def _stop(name: str, shapes: list[list[int]]) -> None:
+    raise _CollectiveMet(name)

@@ -40,8 +40,8 @@ def export(place: str, kind: str, output: Path | None) -> str:
 def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
     """Where the file goes. Raises ConfigError where one is there already."""
     path = output or Path(f"{saved.run_name}-step-{saved.step}{suffix}")
-    if path.exists():
-        raise ConfigError(f"{path} is there already; remove it, or give another --output FILE")
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} already exists; remove it, or choose another file with --output FILE")
     return path
 
 
@@ -69,13 +69,13 @@ def _safetensors(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) 
         from safetensors.torch import save_file
     except ImportError as error:
         raise ConfigError(
-            "--format safetensors needs safetensors: pip install 'tandem-train[export]', or give "
+            "--format safetensors needs safetensors: pip install 'tandem-train[export]', or use "
             "--format torch"
         ) from error
     try:
         save_file(weights, path, metadata=facts)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise ConfigError(f"safetensors cannot hold it ({one_line(error)}); give --format torch") from error
+        raise ConfigError(f"safetensors cannot store it ({one_line(error)}); use --format torch") from error
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -89,4 +89,6 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
                     made, path.parent / made.name
                 )  # what belongs to it first: ONNX beyond 2 GB has two
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}; give --output FILE") from error
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}; choose another file with --output FILE"
+        ) from error

@@ -23,7 +23,7 @@ from tandem.tasks.parts import datasets_of, model_of
 from tandem.training.export import facts_of, path_for, write_whole
 from tandem.training.memory import recall
 from tandem.training.resume import check_model
-from tandem.training.weights import saved_at, tensors_in
+from tandem.training.weights import Saved, saved_at, tensors_in
 
 SAMPLES = 3
 """Of the batch that is traced: torch.export takes a size of 1 for a constant."""
@@ -57,16 +57,14 @@ class Call(NamedTuple):
         return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == self.size
 
 
-def export_model(
-    place: str, form: str, output: Path | None, settings_of: Callable[[Mapping[str, Any]], Settings]
-) -> str:
+def export_model(place: str, form: str, output: Path | None, settings_of: Callable[[Saved], Settings]) -> str:
     """Write the model with the weights at `place` as `form`; a line about it.
 
-    `settings_of` gives the settings of a manifest, which say the task. Raises ConfigError for what is not
+    `settings_of` gives the settings of a checkpoint, which say the task. Raises ConfigError for what is not
     there, weights of another model, a model that cannot be written so, and ONNX that computes something else.
     """
     saved = saved_at(place)
-    settings = settings_of(saved.info)
+    settings = settings_of(saved)
     path = path_for(saved, "" if form == "hf" else f".{form}", output)
     state = deserialize(saved.raw)
     weights = tensors_in(state)
@@ -100,8 +98,8 @@ def export_model(
 def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
     save: Any = getattr(model, "save_pretrained", None)
     if not callable(save):
-        advice = "--format hf is for those of transformers and the like; give --format onnx or safetensors"
-        raise mistake(task.build_model, f"{kind(model)}, which has no save_pretrained", advice)
+        advice = "--format hf needs a transformers-style model; use --format onnx or safetensors"
+        raise mistake(task.build_model, f"{kind(model)}, which has no save_pretrained()", advice)
 
     def write(there: Path) -> None:
         save(str(there))
@@ -116,7 +114,7 @@ def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
     batches = evaluation_batches(dataset, 0, 1, SAMPLES, collate=task.collate, device=torch.device("cpu"))
     batch = next(batches, None)
     if batch is None:
-        raise ConfigError("the task's datasets have no sample to trace the model with")
+        raise ConfigError("the task's datasets have no samples to trace the model with")
     calls: list[Call] = []
 
     def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -127,7 +125,7 @@ def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
     if not calls:
         method = task.evaluate_batch if "evaluate_batch" in task.own else task.loss
         raise mistake(
-            method, "no call of the model itself", "call model(...), whose graph is what ONNX holds"
+            method, "the model itself", "call model(...), whose graph is exported to ONNX", "never calls"
         )
     return calls[0]
 
@@ -172,7 +170,7 @@ def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
     try:
         import onnxruntime
     except ImportError:
-        return "not compared with PyTorch, for onnxruntime is not there"
+        return "not compared with PyTorch, because onnxruntime is not installed"
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names, largest = [each.name for each in session.get_inputs()], 0.0
     for call in calls:
@@ -185,5 +183,7 @@ def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
             apart = (torch.from_numpy(theirs).double() - ours.double()).abs().max()
             largest = max(largest, float(apart / ours.double().abs().max().clamp(min=1.0)))
     if not largest <= TOLERANCE:
-        raise ConfigError(f"the ONNX model differs from PyTorch's by {largest:.1e}, more than {TOLERANCE:g}")
-    return f"{largest:.0e} from PyTorch's"
+        raise ConfigError(
+            f"the ONNX model's output differs from PyTorch's by {largest:.1e}, more than {TOLERANCE:g}"
+        )
+    return f"within {largest:.0e} of PyTorch's output"

@@ -2,8 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -66,7 +65,7 @@ def flops_of(forward_and_backward: Callable[[], None]) -> int:
     except ConfigError:
         raise
     except Exception as error:  # a count is not worth a run: a task may do what the counter cannot follow
-        log.info("FLOPs cannot be counted (%s); there is no MFU", type(error).__name__)
+        log.info("cannot count FLOPs (%s); no MFU will be reported", type(error).__name__)
         return 0
 
 
@@ -84,10 +83,26 @@ def peak_flops(device: torch.device, precision: str, convolves: bool = False) ->
     fp32, tf32, half = GPU_PEAKS.get(name, (0, 0, 0))
     if precision != "fp32":
         return half * 1e12
-    in_tf32 = torch.get_float32_matmul_precision() != "highest" or (
-        convolves and torch.backends.cudnn.allow_tf32
-    )
+    in_tf32 = _products_in_tf32() or (convolves and _convolutions_in_tf32())
     return (tf32 or fp32 if in_tf32 else fp32) * 1e12
+
+
+def _products_in_tf32() -> bool:
+    """Whether fp32 matrices are multiplied in TF32, as either of torch's settings says.
+
+    The older ones cannot be read where a task has set the ones of torch 2.9.
+    """
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def _convolutions_in_tf32() -> bool:
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:
+        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined,unused-ignore]
 
 
 def convolves(model: nn.Module) -> bool:
@@ -104,15 +119,3 @@ def _measured_peak() -> float:
         torch.mm(left, left)
         best = min(best, time.perf_counter() - began)
     return float(2 * PRODUCT_SIZE**3 / best)
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put the model's buffers (running statistics) back afterwards."""
-    before = [buffer.clone() for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, old in zip(model.buffers(), before, strict=True):
-                buffer.copy_(old)

@@ -29,7 +29,7 @@ class _Given(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         place, there = line_of(self._task.evaluate_all), ", ".join(map(repr, self)) or "nothing"
-        raise ConfigError(f"{place}evaluate_all asks for {name!r}, and evaluate_batch gives {there}")
+        raise ConfigError(f"{place}evaluate_all asks for {name!r}, but evaluate_batch returns {there}")
 
 
 class Outputs:
@@ -44,7 +44,8 @@ class Outputs:
 
     def add(self, outputs: Mapping[str, Any]) -> None:
         """Of one batch, whose form has been checked."""
-        self._batches.append({
+        if outputs:
+            self._batches.append({
             name: rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)
             for name, rows in outputs.items()
         })  # fmt: skip
@@ -66,7 +67,7 @@ class Outputs:
         if problem is not None:
             raise problem
         if told is None:
-            raise TandemError("evaluate_all failed on rank 0, whose log says why")
+            raise TandemError("evaluate_all failed on rank 0; see the log of rank 0")
         return dict(told)
 
     def rehearse(self) -> None:
@@ -83,7 +84,10 @@ class Outputs:
             except MISTAKES as error:
                 problem = f"{line_of(method)}evaluate_all fails: {where(error)}; {OUTPUTS}"
             except Exception as error:  # AUC of one class, a division by no sample
-                log.info("evaluate_all was tried on a few samples, which it may be too few: %s", where(error))
+                log.info(
+                    "a test of evaluate_all failed, maybe because it used only a few samples: %s",
+                    where(error),
+                )
         if problem := str(self._world.broadcast_json(problem)):
             raise ConfigError(problem)
 
@@ -125,5 +129,5 @@ class Outputs:
             shapes = ", ".join(sorted({str(tuple(part.shape[1:])) for part in parts}))
             got = f"rows of different shapes ({shapes}) for {name!r}"
             raise mistake(
-                self._task.evaluate_batch, got, f"give them as a list, or alike; {OUTPUTS}"
+                self._task.evaluate_batch, got, f"return a list, or rows of one shape; {OUTPUTS}"
             ) from error

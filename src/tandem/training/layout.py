@@ -17,7 +17,7 @@ def lay_out(model: nn.Module, channels_last: bool, shares: str = "") -> None:
     if not channels_last:
         return
     if shares:
-        raise ConfigError(f"--channels-last is not for {shares}: leave it out, or train with ddp")
+        raise ConfigError(f"--channels-last does not work with {shares}; remove it, or use --strategy ddp")
     model.to(memory_format=torch.channels_last)
     model.register_forward_pre_hook(_turned, with_kwargs=True)
 

@@ -1,10 +1,10 @@
 """What is trained, and what a checkpoint holds of it: all that the next step depends on beside its number."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.checkpoint.flatten import flatten
 from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimisationConfig, RunConfig
@@ -22,7 +22,10 @@ from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.parts import check_methods, datasets_of, model_of, order_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
+from tandem.torch_private import compile_deterministically
+from tandem.training.groups import groups_of
 from tandem.training.layout import lay_out
+from tandem.training.lazy import materialize
 from tandem.training.memory import Memory
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
@@ -71,13 +74,17 @@ class Learner:
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.devices)
+        materialize(self.task, self.model, self.datasets.train, world)
         lay_out(self.model, compute.channels_last, flag)
         if compute.sync_batchnorm:
             self.model = world.synchronise_batchnorm(self.model)
-        self.rank_zeros = rank_zeros(self.model)  # before a strategy makes them other tensors
+        self._ranks_share = parameter_names(self.model)  # before a strategy makes them other tensors
         self.model = self.strategy.spread(self.model)
         self.statistics = Statistics.of(compute.dist_bn, world, self.model)
-        self._optimizer = self.strategy.spread_optimizer(build_optimizer(optimisation, self.task, self.model))
+        check_compilation(compute)
+        has_all_gradients = self.strategy.checks_gradients and not exchange.find_unused
+        optimizer = build_optimizer(optimisation, self.task, self.model, has_all_gradients)
+        self._optimizer = self.strategy.spread_optimizer(optimizer)
         self.schedule = Schedule(
             optimisation,
             data.batch_size,
@@ -107,8 +114,12 @@ class Learner:
             clock,
         )
         self.stepper.samples_of = self.order.samples
-        self.stepper.drops_gradients = world.device.type == "cuda" and not exchange.find_unused
-        self.nonfinite = Policy(optimisation.on_nonfinite, compute.precision, recorder)
+        if isinstance(self.data, ShardedData):
+            self.stepper.may_miss_ranks = len(set(self.data.sharded.sizes)) > 1
+        self.stepper.drops_gradients = world.device.type == "cuda" or exchange.find_unused
+        self.exchanges: dict[str, bool] = {}
+        """As `Evaluation`."""
+        self.nonfinite = Policy(optimisation.on_nonfinite, self.stepper.scaler.is_enabled, recorder)
 
     @property
     def workers(self) -> int:
@@ -117,8 +128,8 @@ class Learner:
 
     def _loading(self) -> str:
         if not takes_workers(self.datasets.train, self.task.collate):
-            return "0, the training set gives whole batches or is a stream"
-        return f"{self.workers} for each rank with {counted(self._reader.cores, 'CPU')} of its own"
+            return "0, because the training set returns whole batches or is a stream"
+        return f"{self.workers} per rank, which has {counted(self._reader.cores, 'CPU')}"
 
     def begin(self, beginning: Beginning) -> None:
         """Put back what `whole` gave before the first step; without it, start afresh or from weights.
@@ -132,12 +143,14 @@ class Learner:
             if beginning.weights is not None:
                 beginning.weights.load(self.strategy, self.model)
             return
-        load_state(saved, self.strategy, self.model, self._optimizer, self.schedule)
+        ours = groups_of(self._optimizer, self.model.named_parameters())
+        load_state(saved, self.strategy, self.model, self._optimizer, self.schedule, ours)
         if self.statistics is not None:
             self.statistics.load(saved.get("statistics", {}))
         self.data.load(saved.get("data", {}))
         self.shares.load(saved.get("shares", []))
         self.recorder.load(saved.get("log", {}))
+        self.exchanges.update(saved.get("exchanges", {}))
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
@@ -151,16 +164,42 @@ class Learner:
         if self.statistics is not None:
             state = {**state, "model": self.statistics.whole(state["model"])}
             state["statistics"] = self.statistics.state()
+        return {**state, **self._rest()}
+
+    def check_state(self) -> None:
+        """Before the first step: raise ConfigError, naming it, for what no checkpoint can hold."""
+        spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        flatten({**spread, **self._rest()})
+
+    def _rest(self) -> dict[str, Any]:
+        """The state beside the model and the optimizer; as `whole`."""
         return {
-            **state,
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
             "data": self.data.state(),
             "shares": self.shares.state(),
             "exchange": self.strategy.exchange_state(),
             "log": self.recorder.state(),
+            "exchanges": dict(self.exchanges),
             **self.memory.state(),
         }
+
+    def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
+        """The names of the optimizer's parameters, to compare at a resume. Exchanges nothing."""
+        return {"groups": groups_of(self._optimizer, self.model.named_parameters())}
+
+    @property
+    def keeps_own(self) -> bool:
+        """No: what a task remembers is equal on all ranks."""
+        return False
+
+    def own(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
+        """As `Learning`."""
+        return places_beside(state["model"], self._ranks_share)
 
     def weights(self) -> dict[str, Any]:
         """The model's part alone; as `whole`."""
@@ -179,24 +218,47 @@ def check_uneven(shares: str, sync_batchnorm: bool, static_graph: bool) -> None:
         ("--static-graph", static_graph),
     ):
         if is_set:
-            raise ConfigError(f"{flag} cannot be where a dataset has of_rank(), whose parts may end early")
+            raise ConfigError(
+                f"{flag} does not work with a dataset that has of_rank(), because its parts may end early"
+            )
+
+
+def check_compilation(compute: ComputeConfig) -> None:
+    """With --deterministic the same kernels are compiled everywhere, also in a new container.
+
+    max-autotune takes those that were fastest when it tried them. Raises ConfigError.
+    """
+    if not (compute.compile and compute.deterministic):
+        return
+    if compute.compile_mode == "max-autotune":
+        raise ConfigError(
+            "--compile-mode max-autotune chooses kernels by timing them, but --deterministic needs the same "
+            "kernels in every process; use --compile-mode default or reduce-overhead"
+        )
+    compile_deterministically()
 
 
 def check_freezing(shares: str, compression: str) -> None:
     """Raise ConfigError for what is laid out once for the parameters of the first step; as `check_uneven`."""
     if shares or compression != "none":
         flag = shares or f"--gradient-compression {compression}"
-        raise ConfigError(f"{flag} cannot be where a task has freeze(), which changes what is exchanged")
+        raise ConfigError(
+            f"{flag} does not work with a task that has freeze(), which changes what is all-reduced"
+        )
 
 
-def rank_zeros(model: nn.Module) -> frozenset[int]:
-    """Which tensors of a flattened `model.state_dict()` are buffers: ranks differ in running statistics."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+def parameter_names(model: nn.Module) -> frozenset[str]:
+    """All names in `model.state_dict()` that are parameters'."""
+    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+
+
+def places_beside(state: Mapping[str, Any], names: Set[str]) -> frozenset[int]:
+    """Which tensors of a flattened `state` are not under `names`: buffers, in which ranks may differ."""
     own: set[int] = set()
     index = 0
-    for name, value in model.state_dict().items():
-        count = len(flatten({name: value})[1])
-        if name not in parameters:
+    for name, value in state.items():
+        count = 1 if isinstance(value, Tensor) else len(flatten({name: value})[1])
+        if name not in names:
             own.update(range(index, index + count))
         index += count
     return frozenset(own)

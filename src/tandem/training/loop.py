@@ -169,13 +169,8 @@ def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bo
     if {"eval", "save"} <= due:
         with t.clock.phase("checkpoint"):
             t.saver.begin(t.step)  # an evaluation that fails does not cost what was trained
-    if "eval" in due:
-        with t.clock.phase("eval"):
-            scores = t.evaluate()
-            t.recorder.evaluated(t.step, scores)
-            if t.ends(t.step, scores) and t.step < t.timetable.steps_planned:
-                t.saver.is_end = True
-                due = {"save"}  # a snapshot would be gone on from
+    if "eval" in due and evaluate(t):
+        due = {"save"}  # a snapshot would be gone on from
     if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
         with t.clock.phase("checkpoint") if t.saver.begins_snapshots else nullcontext():
             t.saver.snapshot(t.step)
@@ -184,6 +179,26 @@ def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bo
             t.saver.save(t.step)
     stops = consensus is not None and consensus.stop and t.step < t.timetable.steps_planned
     return stops or t.saver.is_end
+
+
+def evaluate(t: Course) -> bool:
+    """Score the weights of now; whether the task ends the run with them."""
+    with t.clock.phase("eval"):
+        scores = t.evaluate()
+        t.recorder.evaluated(t.step, scores)
+        if t.ends(t.step, scores) and t.step < t.timetable.steps_planned:
+            t.saver.is_end = True
+    return t.saver.is_end
+
+
+def make_up(t: Course) -> None:
+    """The evaluation in which the run had failed; the checkpoint of its step gets the scores."""
+    if t.timetable.cadences["eval"].unit != "never":
+        with t.clock.phase("checkpoint"):
+            t.saver.begin(t.step)
+        evaluate(t)
+        with t.clock.phase("checkpoint"):
+            t.saver.save(t.step)
 
 
 def heed(t: Course, consensus: Consensus | None) -> set[str]:

@@ -25,7 +25,7 @@ from tandem.training.buffers import KeptBuffers
 log = logging.getLogger("tandem.run")
 
 MOST_SKIPS_IN_A_ROW = 100
-ADVICE = "lower --lr, set --clip-norm, or look at the data"
+ADVICE = "lower --lr, set --clip-norm, or check the data"
 
 
 class Guard:
@@ -52,8 +52,9 @@ class Guard:
         self._keeps_buffers = policy != "stop"  # after a stop nobody reads them
         self._reads_at_once = device.type == "cpu" or policy == "raise" or strategy.shares_parameters
         self._one = torch.ones((), device=device)
-        self._buffers = KeptBuffers(model.buffers)
+        self._buffers = KeptBuffers(model.modules)
         self.raises = policy == "raise"
+        self.step: Callable[[], Any] = optimizer.step
 
     def begin_step(self) -> None:
         """Before the forward pass: remember the buffers, which a bad batch would spoil."""
@@ -79,7 +80,7 @@ class Guard:
         elif self._reads_at_once or not self._can_be_told():
             if not found:
                 clip()
-                self._optimizer.step()
+                self.step()
         else:
             clip()
             self._optimizer.found_inf = found  # type: ignore[attr-defined]
@@ -98,7 +99,7 @@ class Guard:
     def _show_scaler(self, found: Tensor) -> None:
         """GradScaler looks at gradients alone: a loss that is not finite has to show in them."""
         for gradients in self._gradients_by_type():
-            gradients[0].masked_fill_(found > 0, math.nan)
+            gradients[0].masked_fill_(found.to(gradients[0].device) > 0, math.nan)
 
     def _overflowed(self) -> bool:
         """Whether unscaling found what is not finite. Before there is a state it must not be left to a fused
@@ -145,10 +146,13 @@ def note_all_nonfinite(gradients: Sequence[Tensor], found: Tensor, one: Tensor) 
 
 
 class Policy:
-    """What a step that was left out means for the run; every rank holds one, and all decide alike."""
+    """What a step that was left out means for the run; every rank holds one, and all decide alike.
 
-    def __init__(self, name: str, precision: str, recorder: Recorder) -> None:
-        self._name, self._precision, self._recorder = name, precision, recorder
+    `is_scaled`: whether a GradScaler scales the loss, and finds its scale by gradients that overflow.
+    """
+
+    def __init__(self, name: str, is_scaled: Callable[[], bool], recorder: Recorder) -> None:
+        self._name, self._is_scaled, self._recorder = name, is_scaled, recorder
         self._skipped = self._last_step = self._in_a_row = 0
 
     def consider(self, consensus: Consensus) -> None:
@@ -156,7 +160,7 @@ class Policy:
         if not consensus.left_out:
             return
         step, in_loss = consensus.step + 1, math.isnan(consensus.loss)
-        overflow = self._precision == "fp16" and not in_loss
+        overflow = self._is_scaled() and not in_loss
         reason = "nonfinite_loss" if in_loss else "amp_overflow" if overflow else "nonfinite_grad"
         self._recorder.samples(metrics.STEPS_SKIPPED.inc(reason=reason))
         if overflow:  # how the loss scale is found; GradScaler has lowered it
@@ -167,14 +171,14 @@ class Policy:
             if in_loss:
                 self._recorder.not_finite()
             raise NonFiniteError(
-                f"{what} not finite; {ADVICE}; a checkpoint, where there is one, is from before it"
+                f"{what} not finite; {ADVICE}; checkpoints, if any, are from before this step"
             )
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
         self._skipped, self._last_step = self._skipped + 1, step
         if self._in_a_row >= MOST_SKIPS_IN_A_ROW:
-            raise NonFiniteError(f"{what} not finite, nor were the {self._in_a_row - 1} before it; {ADVICE}")
+            raise NonFiniteError(f"{what} not finite, like the {self._in_a_row - 1} before it; {ADVICE}")
         if self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th...
-            log.warning("%s not finite: no update in it (%d so far)", what, self._skipped)
+            log.warning("%s not finite: skipped the update (%d so far)", what, self._skipped)
 
 
 def culprit(

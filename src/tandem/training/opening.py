@@ -9,7 +9,7 @@ from tandem.config.slices import ComputeConfig, ReliabilityConfig
 from tandem.distributed.devices import allow_tf32, choose_devices, compute_deterministically, set_threads
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.numa import bind_to_node
-from tandem.log import redirect_output, setup
+from tandem.log import log_warnings, redirect_output, setup
 from tandem.silence import still
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
@@ -29,6 +29,7 @@ def set_up_log(log_format: str, position: Position, run_dir: Path) -> None:
         except OSError:
             pass  # a worker needs no volume: without one its words go to the terminal
     setup(copy_to, position.rank, position.node_rank, True, log_format == "json")
+    log_warnings()
 
 
 def open_world(
@@ -52,7 +53,7 @@ def open_world(
         threads = set_threads(compute.threads, position)
         if compute.deterministic:
             compute_deterministically()
-        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
+        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
         if compute.numa_binding == "node":
             bind_to_node(devices)
         if compute.tf32 and devices[0].type == "cuda":
@@ -61,10 +62,15 @@ def open_world(
             # Nobody else says it: there is no agent, and a rank that was started alone waits for long.
             where = ":".join(map(str, position.master))
             log.info(
-                "meeting the other %d of %d ranks at %s", position.world_size - 1, position.world_size, where
+                "waiting for the other %d of %d ranks at %s",
+                position.world_size - 1,
+                position.world_size,
+                where,
             )
         limits = reliability.first_step_timeout, reliability.connect_timeout
         world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
         world.check_same_settings({**common, "the version of tandem": __version__})
+        if devices[0].type == "cuda":
+            position.note_gpu()
     clock.measure(devices[0])
     return clock, world, threads

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,23 +24,42 @@ SCHEDULED = ("lr", "momentum", "betas")
 """What a scheduler moves in an optimizer's groups, besides what its constructor has added to them."""
 
 
-def build_optimizer(config: OptimisationConfig, task: WholeTask, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimisationConfig, task: WholeTask, model: nn.Module, has_all_gradients: bool = True
+) -> torch.optim.Optimizer:
     """The task's own optimizer if it has one, else the one that the settings name.
 
-    On GPUs it is a fused one, which can leave an update out without the host waiting (see `nonfinite.Guard`).
+    On GPUs it is a fused one, which can leave an update out without the host waiting (see `nonfinite.Guard`),
+    unless torch has none for these parameters. `has_all_gradients`: each step trains all parameters.
     """
     if (own := optimizer_of(task, model)) is not None:
         return own
     parameters = trained_by(task, model)
     lr, decay = config.lr, config.weight_decay
-    fused = all(p.is_cuda for p in parameters) or None  # None: torch decides
+    is_fit = not has_sparse_gradients(model) and not any(p.is_complex() for p in parameters)
+    fused = (is_fit and all(p.is_cuda for p in parameters)) or None  # None: torch decides
     if config.optimizer == "sgd":
         momentum = config.momentum
+        if momentum and ("freeze" in task.own or not has_all_gradients):
+            fused = (
+                None  # its kernel wants all momentum to be there from the first step on (torch 2.6 to 2.15)
+            )
         return torch.optim.SGD(
             parameters, lr=lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0, fused=fused
         )
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
+
+
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Whether some module gives its gradients as sparse tensors."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def takes_closure(optimizer: torch.optim.Optimizer, must: bool) -> bool:
+    """Whether its `step` takes a function that computes loss and gradients again; `must`: not without it."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and not (must and closure.default is None)
 
 
 def trained_by(task: WholeTask, model: nn.Module) -> list[nn.Parameter]:
@@ -81,7 +101,7 @@ class Schedule:
             return str(self._rates)
         used = self.used()
         own = f"optimizer, {used['optimizer']}" if self._own is None else f"scheduler, {used['schedule']}"
-        return f"lr by the task's own {own}"
+        return f"lr from the task's own {own}"
 
     def used(self) -> dict[str, object]:
         """What takes the steps, for the run's summary.
@@ -110,7 +130,7 @@ class Schedule:
             if each.name in unread and each.name in chosen
         ]
         kind = "optimizer" if self._fixed else "scheduler"
-        return f"without effect beside the task's own {kind}: {', '.join(flags)}" if flags else ""
+        return f"no effect, because the task has its own {kind}: {', '.join(flags)}" if flags else ""
 
     def set(self, step: int) -> float:
         """Prepare the optimizer for 0-based `step`; return the rate of its first group."""
@@ -149,8 +169,8 @@ class Schedule:
                 for _ in range(min(step, self._planned)):
                     self._own.step()
         except Exception as error:  # whatever a task's scheduler raises
-            advice = "make it by the argument total_steps"
+            advice = "use the argument total_steps"
             got = (
-                f"{kind(self._own)} that cannot be at step {step:,} of {self._planned:,} ({one_line(error)})"
+                f"{kind(self._own)} that cannot reach step {step:,} of {self._planned:,} ({one_line(error)})"
             )
-            raise mistake(self._build, got, f"{advice}, or give {planned:,} steps as before") from error
+            raise mistake(self._build, got, f"{advice}, or train {planned:,} steps as before") from error

@@ -28,6 +28,6 @@ def precision_of(wanted: str, world: ProcessGroup) -> str:
     has = world.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     found = "fp32" if world.sum([float(not has)])[0] else "bf16"
     if world.is_first:
-        why = "all ranks have it" if found == "bf16" else "not every rank has a GPU that computes in bf16"
+        why = "all ranks support bf16" if found == "bf16" else "not every rank has a GPU that supports bf16"
         log.info("--precision auto: %s, %s", found, why)
     return found

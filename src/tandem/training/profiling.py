@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.profiler import profile
 
+from tandem.log import reporting
+
 log = logging.getLogger("tandem.run")
 
 
@@ -34,6 +36,7 @@ def profiled(batches: Iterator[Any], window: str | None, first_step: int, path: 
 
 def _finish(recording: Any, path: Path) -> None:
     recording.__exit__(None, None, None)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    recording.export_chrome_trace(str(path))
-    log.info("profile written to %s", path)
+    with reporting(f"write the profile {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recording.export_chrome_trace(str(path))
+        log.info("profile written to %s", path)

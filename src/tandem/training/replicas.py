@@ -51,8 +51,9 @@ def check_replicas(
     recorder.samples(metrics.REPLICA_MISMATCHES.inc(len(found)))
     said = "; ".join("rank {rank} on {node} differs, first in {tensor}".format(**one) for one in found)
     raise ReplicaMismatchError(
-        f"the ranks no longer train the same weights after step {step}: {said}; if the task does not change "
-        "weights by itself, suspect that machine; go on from an earlier checkpoint with --resume PATH@STEP"
+        f"the ranks no longer train the same weights after step {step}: {said}; unless the task "
+        "changes weights itself, suspect that machine; resume from an earlier checkpoint with "
+        "--resume PATH@STEP"
     )
 
 

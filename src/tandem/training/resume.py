@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -12,23 +12,31 @@ from torch import Tensor, nn
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, say_damaged
 from tandem.checkpoint.large import file_of, through
-from tandem.checkpoint.snapshot import newest_snapshot
-from tandem.checkpoint.state import deserialize, deserialize_file
+from tandem.checkpoint.snapshot import OF, PER_RANK, newest_snapshot, read_slot, skeleton_in, whole_slots
+from tandem.checkpoint.state import deserialize, deserialize_file, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
+from tandem.data.fingerprint import changed
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.whole_state import broadcast_state
-from tandem.errors import ConfigError, CorruptCheckpointError
+from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
+from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
+from tandem.training.buffers import adopt_buffers
+from tandem.training.groups import check_groups
+from tandem.training.lazy import is_lazy
 from tandem.training.optim import Schedule
 from tandem.training.weights import Initial, read_weights
 
 log = logging.getLogger("tandem.run")
 
 COMPLETE = -1
+Redistribute = Callable[[list[dict[str, Any]], int, int], dict[str, Any]]
+"""(what each rank that saved had of its own, this rank, ranks now) -> what this rank has, by name."""
 NONE: Mapping[str, Tensor] = {}
+EXTRA = "_extra_state"
 KERNELS = ("fused", "foreach", "capturable")
 """What an optimizer's group says of how it computes; not what."""
 
@@ -39,7 +47,9 @@ class Beginning:
 
     `slot`: of the snapshot that the state came from; None when it came from elsewhere. `weights`: those that
     a fresh run starts from. `scores`: of an evaluation at this step. `ended_of`: the task ended a run of so
-    many steps here; 0 where it has not.
+    many steps here; 0 where it has not. `owes_evaluation`: a run failed in the evaluation of this step.
+    `data`: what the manifest says of the data set. `own`: what this rank alone had, by name, and `own_slot`
+    the slot of its snapshot.
     """
 
     step: int
@@ -48,6 +58,10 @@ class Beginning:
     weights: Initial | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
     ended_of: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    own_slot: int | None = None
+    owes_evaluation: bool = False
 
 
 def begin(
@@ -58,32 +72,101 @@ def begin(
     recorder: Recorder,
     download: bool,
     homes: Mapping[str, Tensor] = NONE,
+    own: Collection[str] = (),
+    redistribute: Redistribute | None = None,
 ) -> Beginning:
     """Rank 0 finds the newest state, see `_newest`, or the weights to start from; all get it by broadcast.
 
-    `homes`: the model's state_dict, which a large state's tensors may be read into at once.
+    `homes`: the model's state_dict, which a large state's tensors may be read into at once. `own`: the names
+    of what each rank keeps of its own, and `redistribute` what makes that of another number of ranks'.
+    Raises ConfigError, on all ranks, where the checkpoint has other names, or is of another number of ranks.
     """
     found, decision = _Found(0), position.resume
+    slots = _own_slots(position) if own else {}
+    common = set.intersection(*map(set, world.gather_json(list(slots)))) if own else None
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
     elif world.is_first:
         store.open_for_writing()
-        found = _newest(store, position, decision, recorder, homes)
-    step, slot, info = world.broadcast_json([found.step, found.slot, found.said()])
+        found = _newest(store, position, decision, recorder, homes, common)
+    parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
+    named = sorted({name for part in parts for name in part})
+    step, slot, info, count, named = world.broadcast_json(
+        [found.step, found.slot, found.said(), len(parts), named]
+    )
     if step == 0 and config.init_from is not None:
         return Beginning(step, None, weights=_weights(world, config.init_from, config.init_min, download))
     if step <= 0:
         return Beginning(step, None)
     began, state = time.monotonic(), found.state
-    if world.is_first and state is None:
-        state = deserialize(found.payload)
-    found = _Found(step)  # whose bytes may go
+    found = _Found(step)  # whose state may go
     state = broadcast_state(world, state, homes) if world.size > 1 else state
+    if slot is not None:
+        own_slot = slots.get(step)
+        mine = read_slot(position.own_memories, step, slots[step]).state[PER_RANK] if own else {}
+    else:
+        own_slot = None
+        mine = _mine(world, parts, count, named, own, redistribute)
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return Beginning(
-        step, state, slot, scores=_numbers(info.get("eval", {})), ended_of=info.get("ended_of", 0)
+        step,
+        state,
+        slot,
+        scores=_numbers(info.get("eval", {})),
+        ended_of=info.get("ended_of", 0),
+        data=info.get("data", {}),
+        own=mine,
+        own_slot=own_slot,
+        owes_evaluation=bool(info.get("owes_evaluation", False)),
     )
+
+
+def _own_slots(position: Position) -> dict[int, int]:
+    """{step: slot} of the snapshots of what this rank keeps of its own, as one of as many ranks as now."""
+    regions = position.own_memories
+    me = [position.rank, position.world_size]
+    return {s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot)[OF] == me}
+
+
+def _mine(
+    world: ProcessGroup,
+    parts: Sequence[dict[str, Any]],
+    count: int,
+    named: Sequence[str],
+    own: Collection[str],
+    redistribute: Redistribute | None,
+) -> dict[str, Any]:
+    """This rank's of the `parts` of a checkpoint, which rank 0 has; all ranks call this."""
+    if sorted(own) != sorted(named):
+        raise ConfigError(
+            f"the checkpoint has different per_rank state: {_listed(named)} in it, {_listed(own)} here; "
+            "keep the same names, or use another --run-dir or --resume never"
+        )
+    if not own:
+        return {}
+    if count != world.size and redistribute is None:
+        raise ConfigError(
+            f"the checkpoint's per_rank state ({_listed(named)}) is from {counted(count, 'rank')}, but there "
+            f"are {world.size} now; start {counted(count, 'rank')}, or set run.keep(..., redistribute=...)"
+        )
+    mine = list[dict[str, Any]]()
+    for rank in range(count):
+        raw = world.broadcast_bytes(serialize({PER_RANK: parts[rank]}) if world.is_first else None)
+        if count != world.size or rank == world.rank:
+            mine.append(deserialize(raw)[PER_RANK])
+    if count == world.size:
+        return mine[0]
+    assert redistribute is not None
+    made = redistribute(mine, world.rank, world.size)
+    if not isinstance(made, dict) or sorted(made) != sorted(named):
+        got = _listed(made) if isinstance(made, dict) else type(made).__name__
+        raise ConfigError(f"redistribute returned {got}; expected a dict with {_listed(named)}")
+    return made
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(map(str, names))) or "none"
 
 
 def _weights(world: ProcessGroup, place: PurePath, least: float, download: bool) -> Initial:
@@ -100,18 +183,23 @@ def _weights(world: ProcessGroup, place: PurePath, least: float, download: bool)
     return Initial(deserialize(world.broadcast_bytes(raw)), place, least)
 
 
+SAID = ("eval", "ended_of", "owes_evaluation", "data")
+
+
 class _Found(NamedTuple):
-    """Where to go on: the bytes of a checkpoint, or the state of a snapshot and its slot."""
+    """Where to go on: the state of a checkpoint, or that of a snapshot and its slot."""
 
     step: int
-    payload: bytes = b""
     state: dict[str, Any] | None = None
     slot: int | None = None
     info: Mapping[str, Any] = {}
 
     def said(self) -> dict[str, Any]:
         """What all ranks need of its manifest."""
-        return {name: self.info[name] for name in ("eval", "ended_of") if name in self.info}
+        said = {name: self.info[name] for name in SAID if name in self.info}
+        if "data" not in said and "train_samples" in self.info:  # saved by an older version
+            said["data"] = {"samples": self.info["train_samples"]}
+        return said
 
 
 def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
@@ -125,28 +213,51 @@ def _newest(
     decision: ResumeDecision,
     recorder: Recorder,
     homes: Mapping[str, Tensor] = NONE,
+    among: Collection[int] | None = None,
 ) -> _Found:
     """Where to go on; the first that is there:
 
-    1. the snapshot in the node's memory, unless a checkpoint here is newer;
-    2. the newest checkpoint here whose hashes hold: one that this launch has saved, or the decision's;
+    1. the snapshot in the node's memory (of the steps `among`), unless a checkpoint here is newer;
+    2. the newest checkpoint here whose hashes hold and that can be loaded: one that this launch has saved, or
+       the decision's;
     3. the decision's checkpoints of another run, in its order;
-    4. step 0, unless the decision needs a checkpoint.
+    4. step 0, unless the decision needs a checkpoint, or one that is here cannot be loaded.
     """
-    snapshot = newest_snapshot(position.memories)
-    if snapshot is not None and snapshot.step >= max(store.steps(), default=0):
-        log.info("going on from step %s, kept in the node's memory", f"{snapshot.step:,}")
+    snapshot, unloadable = newest_snapshot(position.shared_memories, among), list[str]()
+
+    def cannot_load(step: int, problem: str) -> None:
+        unloadable.append(f"step {step}: {problem}")
+        log.warning(
+            "checkpoint step %d is intact but cannot be loaded (%s): falling back to the previous one",
+            step,
+            problem,
+        )
+        _count_fallback(recorder, step, problem)
+
+    def passed_over(step: int, problem: str) -> None:
+        say_damaged(step, problem)
+        _count_fallback(recorder, step, problem)
+
+    found = None
+    if snapshot is None or snapshot.step < max(store.steps(), default=0):
+        found = store.newest(lambda step: _read(store, step, homes), passed_over, on_unloadable=cannot_load)
+    if snapshot is not None and (found is None or found[0] <= snapshot.step):
+        log.info("resuming from step %s (in-memory snapshot)", f"{snapshot.step:,}")
         return _Found(snapshot.step, state=snapshot.state, slot=snapshot.slot)
-    found = store.newest(
-        lambda step: _read(store, step, homes), lambda bad, problem: _passed_over(recorder, bad, problem)
-    )
     if found is not None:
         return found[1]
     for directory, step in decision.elsewhere:
         try:
             return _read(CheckpointStore(directory), step, homes)
         except CorruptCheckpointError as error:
-            _passed_over(recorder, step, str(error))
+            passed_over(step, str(error))
+        except UnloadableError as error:
+            cannot_load(step, str(error))
+    if unloadable:
+        raise ConfigError(
+            f"no checkpoint in {store.directory} can be loaded ({unloadable[0]}); use the versions it was "
+            "saved with, or use another --run-dir or --resume never"
+        )
     if decision.needed:
         raise ConfigError(nothing_valid(store.directory))
     return _Found(0)
@@ -155,15 +266,35 @@ def _newest(
 def _read(store: CheckpointStore, step: int, homes: Mapping[str, Tensor]) -> _Found:
     if path := file_of(store, step):
         state, info = through(store, step, path, lambda file: deserialize_file(file, homes))
-        return _Found(step, state=state, info=info)
-    payload, info = store.read(step)
-    return _Found(step, payload, info=info)
+    else:
+        payload, info = store.read(step)
+        state = deserialize(payload)
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise UnloadableError("the checkpoint's state has no model")
+    return _Found(step, state, info=info)
 
 
-def _passed_over(recorder: Recorder, step: int, problem: str) -> None:
-    say_damaged(step, problem)
+def _count_fallback(recorder: Recorder, step: int, problem: str) -> None:
     recorder.event("fallback", step=step, problem=problem)
     recorder.samples(metrics.CHECKPOINT_FALLBACKS.inc(), metrics.CHECKPOINT_LOAD_FAILURES.inc())
+
+
+def check_data(world: ProcessGroup, beginning: Beginning, now: Mapping[str, Any], on_change: str) -> None:
+    """Compare rank 0's training set with that of the checkpoint; all ranks call this.
+
+    Raises ConfigError, on all ranks, where it is another one, unless `on_change` says "continue".
+    """
+    problem = str(world.broadcast_json(changed(beginning.data, now) if beginning.step > 0 else ""))
+    if not problem:
+        return
+    meaning = "so the checkpoint's position refers to different samples"
+    if on_change != "continue":
+        raise ConfigError(
+            f"cannot resume at step {beginning.step:,}: {problem}, {meaning}; restore the data, or use "
+            "--on-data-change continue, another --run-dir, or --resume never"
+        )
+    if world.is_first:
+        log.warning("resuming at step %s although %s, %s", f"{beginning.step:,}", problem, meaning)
 
 
 def load_state(
@@ -172,14 +303,19 @@ def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
+    named: Mapping[str, Any],
 ) -> None:
-    """Load a checkpoint's state; ConfigError when it is of another model (the checkpoint is left alone).
+    """Load a checkpoint's state. `named`: the optimizer's groups, from `groups_of`.
+
+    Raises ConfigError for another model or other groups; the checkpoint is left alone.
 
     The optimizer's numbers (weight decay, momentum) are those of the settings, which may have changed, unless
     the task made the optimizer or moves its learning rate by a scheduler of its own.
     """
     theirs = state["model"]
+    adopt_buffers(model, theirs)
     check_shapes(model.state_dict(), theirs)
+    check_groups("optimizer", state["optimizer"], state.get("groups"), optimizer, named)
     strategy.load_model(model, theirs)
     groups = [dict(group) for group in optimizer.param_groups]
     strategy.load_optimizer(optimizer, state["optimizer"])
@@ -216,22 +352,29 @@ def _beside(parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_de
 
 
 def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ConfigError naming the first tensor in which a model's state and a checkpoint's differ."""
+    """Raise ConfigError naming the first tensor in which a model's state and a checkpoint's differ.
+
+    What a module's get_extra_state() gives may change its shape.
+    """
     for name in sorted({*mine, *theirs}):
+        if name in theirs and is_lazy(mine.get(name)):
+            continue  # loading gives it its shape
         here = tuple(getattr(mine[name], "shape", ())) if name in mine else "missing"
         there = tuple(getattr(theirs[name], "shape", ())) if name in theirs else "missing"
-        if here != there:
+        is_extra = name.rpartition(".")[2] == EXTRA and name in mine and name in theirs
+        if here != there and not is_extra:
             raise ConfigError(
-                f"the checkpoint is of another model: {name} is {there} in it and {here} in this model; "
-                "give another --run-dir or --resume never"
+                f"the checkpoint is from a different model: {name} is {there} in it but {here} here; "
+                "use another --run-dir or --resume never"
             )
 
 
 def check_model(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """As `check_shapes`, where a task is asked for the model of a checkpoint."""
+    adopt_buffers(model, weights)
     try:
         check_shapes(model.state_dict(), weights)
     except ConfigError as error:
         raise ConfigError(
-            f"{str(error).partition(';')[0]}; give the task and fields it was trained with"
+            f"{str(error).partition(';')[0]}; use the task and fields it was trained with"
         ) from error

@@ -2,7 +2,6 @@
 
 import logging
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,10 +13,13 @@ from tandem.checkpoint.owner import fence
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings, TaskJob
+from tandem.data.fingerprint import data_facts
+from tandem.data.loader import end_loaders
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import open_gpus
 from tandem.distributed.gpu_failures import is_gpu_failure
-from tandem.distributed.group import Position, ProcessGroup, first_line, in_one_line
+from tandem.distributed.group import Position, ProcessGroup, in_one_line
+from tandem.distributed.helpers import killed_helper
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import (
     FAILED,
@@ -29,24 +31,26 @@ from tandem.errors import (
     StoppedError,
     TandemError,
 )
+from tandem.log import reporting
 from tandem.signals import StopFlag
 from tandem.silence import still
 from tandem.tasks.base import task_class
+from tandem.tasks.traces import full_trace, short_trace, what_and_where
 from tandem.telemetry.channel import sender
-from tandem.telemetry.heartbeat import dump_stacks_on_request
 from tandem.telemetry.life import count_log_messages
 from tandem.telemetry.messages import Event, Send
 from tandem.telemetry.recorder import Recorder
+from tandem.telemetry.stacks import keep_stacks
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.learner import Learner
-from tandem.training.loop import Timetable, Training, train
+from tandem.training.loop import Timetable, Training, make_up, train
 from tandem.training.opening import open_world, set_up_log
 from tandem.training.precision import precision_of
 from tandem.training.profiling import profiled
 from tandem.training.replicas import check_replicas
-from tandem.training.resume import COMPLETE, begin
+from tandem.training.resume import COMPLETE, begin, check_data
 from tandem.training.saving import Saver, snapshot_every, warn_of_unsaved_scores
-from tandem.training.summary import Facts, open_displays, write_summary
+from tandem.training.summary import Facts, forget_summary, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
 
@@ -69,32 +73,40 @@ def run_rank(
     run_dir = local_folder(settings.run.place)
     try:
         set_up_log(settings.telemetry.log_format, position, run_dir)
-        dump_stacks_on_request(run_dir / "log", position.rank)
+        keep_stacks(run_dir / "log", position.rank)
         send = send or sender(position.sample_socket)
         if position.store is not None:  # without an agent, this process counts its messages already
             count_log_messages(send)
         return _run(settings, job.chosen, position, run_dir, stop, send, started)
     except TandemError as error:
+        end_loaders()
         log.error("%s", error)
         _tell(send, position, error)
         return error.exit_code
     except Exception as error:
+        killed = killed_helper(error)
+        end_loaders()  # while the traceback keeps them: they would be waited for when it goes
         if is_gpu_failure(error):
-            log.error("this rank's GPU failed, which a new process may mend: %s", in_one_line(error))
+            log.error("this rank's GPU failed (a new process may recover it): %s", in_one_line(error))
             return GPU_FAILED
         if is_peer_loss(error, position.world_size):
             log.error("lost the other ranks", extra={"detail": in_one_line(error)})
             return PEER_LOST
+        if killed is not None:
+            log.error("%s: the rank exits as if it had been killed, and will be restarted", killed[0])
+            return killed[1]
         _tell(send, position, error)
-        what = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
-        log.error("the task failed: %s\n%s", what, traceback.format_exc().rstrip())
+        log.info(
+            "the full traceback is in log/rank-%d.log", position.rank, extra={"detail": full_trace(error)}
+        )
+        log.error("%s\nthe task failed: %s", short_trace(error), what_and_where(error))
         return FAILED
 
 
 def _tell(send: Send | None, position: Position, error: Exception) -> None:
     """Why this rank fails, for its agent, which says it last of all, and to the other nodes."""
     if send is not None and not isinstance(error, PeerLostError):
-        what = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, TandemError) else what_and_where(error)
         reason = f"rank {position.rank} on node {position.node_rank}: {what}"
         send(Event("rank_failed", time.time(), {"rank": position.rank, "reason": reason[:1000]}))
 
@@ -124,22 +136,25 @@ def _run(
     given, settings = settings, settings.replace(precision=precision_of(settings.compute.precision, world))
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
     slices = settings.run, settings.data, settings.compute, settings.optimisation, settings.exchange
-    with still("making data and model"):
+    with still("building data and model"):
         learner = Learner(*slices, world, clock, recorder, chosen)
     store = CheckpointStore(settings.run.place / "checkpoints", fence(settings.run.place, position.owner))
-    with clock.phase("resume"), still("finding where to begin"):
+    with clock.phase("resume"), still("deciding where to resume"):
         homes, download = learner.model.state_dict(), settings.data.download
         beginning = begin(world, store, settings.checkpoint, position, recorder, download, homes)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
         if world.is_first:
-            (run_dir / "summary.json").unlink(missing_ok=True)
+            forget_summary(run_dir)
+        data = data_facts(learner.datasets.train) if world.is_first else {}
+        check_data(world, beginning, data, settings.checkpoint.on_data_change)
         learner.begin(beginning)
+        learner.check_state()
         beginning = replace(beginning, state=None)  # the model and the optimizer have it
     timetable = _timetable(settings, learner, world)
     evaluation = _evaluation(settings, learner, world)
     if position.restart == 0 and timetable.cadences["eval"].unit != "never":
-        with still("trying the evaluation"):
+        with still("testing the evaluation"):
             evaluation.rehearse()
     facts = Facts(
         run=settings.run,
@@ -156,14 +171,17 @@ def _run(
         first_step=beginning.step,
         started=started,
         shares=learner.shares.sizes,
+        data=data,
     )
     saver = Saver(settings.checkpoint, facts, store, learner, recorder, beginning.slot)
     window = settings.telemetry.profile if world.is_first else None
     training = _training(learner, timetable, evaluation, saver, facts, stop, window)
     open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, learner.model)
-    first = f"in the first steps (--log-every {settings.telemetry.log_every})"
+    first = f"running the first steps (--log-every {settings.telemetry.log_every})"
     with saver, still(first) if world.is_first else nullcontext():
         saver.is_end = beginning.ended_of == learner.planned
+        if beginning.owes_evaluation:
+            make_up(training)
         finished = saver.is_end or train(training)
         if beginning.slot is not None and beginning.step == learner.planned:
             saver.save(training.step)  # no step was left to take, and the state is in memory alone
@@ -175,7 +193,7 @@ def _timetable(settings: Settings, learner: Learner, world: ProcessGroup) -> Tim
     """When what is due, and a line on what will never be."""
     evaluates = learner.datasets.evaluation is not None
     if world.is_first and not evaluates:
-        log.info("no evaluation: the task's datasets have none to evaluate on")
+        log.info("no evaluation: the task has only a training dataset")
     timetable = Timetable.of(
         learner.order.steps_per_epoch,
         learner.planned,
@@ -203,6 +221,7 @@ def _evaluation(settings: Settings, learner: Learner, world: ProcessGroup) -> Ev
         settings.compute.precision,
         learner.workers,
         learner.statistics,
+        learner.exchanges,
     )
 
 
@@ -262,6 +281,7 @@ def _told(steps: Iterator[list[Any]], recorder: Recorder) -> Iterator[list[Any]]
 
 
 def _leave(world: ProcessGroup, recorder: Recorder, code: int) -> int:
-    recorder.close()
+    with reporting("close the displays"):
+        recorder.close()
     world.close()
     return code

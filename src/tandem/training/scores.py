@@ -29,14 +29,14 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     """
     compute, data = settings.compute, settings.data
     set_threads(compute.threads, position)
-    devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank)
+    devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
     limits = settings.reliability.first_step_timeout, settings.reliability.connect_timeout
     world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
     task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
     world.once_per_node(task.prepare)
     dataset = datasets_of(task).evaluation
     if dataset is None:
-        raise ConfigError(f"task {settings.run.task} has no evaluation set: its Datasets have none")
+        raise ConfigError(f"task {settings.run.task} has no evaluation set; return one in its Datasets")
     seed_model(settings.run.seed)
     strategy = strategies.load_to_evaluate(compute.strategy, world)
     model = strategy.spread(model_of(task, world.devices))

@@ -63,7 +63,7 @@ class BatchShares:
         self._recorder.event("batch_shares", step=step, sizes=sizes, samples_per_second=paces)
         if self._world.is_first:
             log.info(
-                "batch shares after %d steps: %s of %d samples%s; their ranks compute %s samples/s",
+                "batch shares after %d steps: %s of %d samples%s; the ranks process %s samples/s",
                 step,
                 ":".join(map(str, sizes)),
                 config.batch_size,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from tandem.config.slices import ComputeConfig, OptimisationConfig
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_micro_step
 from tandem.distributed.consensus import (
+    LOSS,
     LOSS_NOT_FINITE,
     SLOTS,
     Consensus,
@@ -20,15 +22,26 @@ from tandem.distributed.consensus import (
 )
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy, waits_inside
+from tandem.distributed.watching import Watching
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import WholeTask
-from tandem.tasks.mistakes import Sums, at, check_batch, check_sums, loss_and_sums, weight_of
+from tandem.tasks.mistakes import (
+    Sums,
+    at,
+    check_batch,
+    check_sums,
+    kind,
+    loss_and_sums,
+    mistake,
+    weight_of,
+)
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
+from tandem.training.buffers import buffers_kept
 from tandem.training.clipping import Clipping
-from tandem.training.flops import buffers_kept, convolves, flops_of, peak_flops
+from tandem.training.flops import convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
-from tandem.training.optim import trained_by
+from tandem.training.optim import takes_closure, trained_by
 from tandem.training.precision import autocast
 
 SMALLEST_WEIGHT = 1e-12
@@ -71,11 +84,15 @@ class TrainingModule(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(weighted loss, numbers to add up over micro-batches and ranks: that loss, then the named sums)."""
         if batch is None:  # no sample of this rank's: gradients of zero, which the exchange waits for
-            nothing = torch.stack([p.sum().float() for p in self.parameters() if p.requires_grad]).sum() * 0
-            return nothing, torch.zeros(1 + 2 * len(self.names), device=self._device)
+            totals = [
+                p.sum().float().to(self._device, non_blocking=True)
+                for p in self.parameters()
+                if p.requires_grad
+            ]
+            return torch.stack(totals).sum() * 0, torch.zeros(1 + 2 * len(self.names), device=self._device)
         loss, sums = self.outcome(batch)
         n = self.weight(batch) if self.weighs else batch_size_of(batch)
-        loss = loss.to(self._device, torch.float32) * (n * self._ranks / self.samples)
+        loss = loss.to(self._device, torch.float32, non_blocking=True) * (n * self._ranks / self.samples)
         return loss, torch.stack([loss.detach(), *self._flat(sums, loss.device)])
 
     def outcome(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Sums]:
@@ -87,17 +104,19 @@ class TrainingModule(nn.Module):
     def weight(self, batch: Any) -> Tensor:
         """The task's own for a batch, a scalar on the device; 0 where there is none."""
         value = 0.0 if batch is None else weight_of(self._task.weight, self._task.weight(batch))
-        return torch.as_tensor(value, dtype=torch.float32, device=self._device).reshape(())
+        return self._there(value, self._device)
 
     def _flat(self, sums: Sums, device: torch.device) -> list[Tensor]:
         """The sums and counts of `names`, in their order; what is not finite, or not there, adds nothing."""
         numbers = [number for name in self.names for number in sums.get(name, (0.0, 0.0))]
-        return [
-            number.detach().to(device, torch.float32).reshape(())
-            if isinstance(number, Tensor)
-            else torch.full((), float(number), device=device)
-            for number in numbers
-        ]
+        return [self._there(number, device) for number in numbers]
+
+    @staticmethod
+    def _there(number: Tensor | float, device: torch.device) -> Tensor:
+        """A scalar on `device`, which nobody waits for."""
+        if isinstance(number, Tensor):
+            return number.detach().to(device, torch.float32, non_blocking=True).reshape(())
+        return torch.full((), float(number), device=device)
 
 
 class Stepper:
@@ -128,10 +147,16 @@ class Stepper:
         self._guard = Guard(optimisation.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._guard.parameters = self._parameters
         self._clipping = Clipping(optimisation, strategy, self._parameters, world)
+        self._needs_closure = takes_closure(optimizer, must=True)
+        self._has_stepped = False
+        if self._needs_closure:
+            check_closure(task, optimizer, strategy, self.scaler)
         self.samples_of: Callable[[int], int] = lambda step: batch_size  # of all ranks in a step
+        self.may_miss_ranks = False
+        """Whether some rank may be without a sample in a step, and not call the loss."""
         self.drops_gradients = False
         """Whether gradients of the step before are forgotten, not set to 0: on a GPU a kernel less for each.
-        Only where each step has all of them: an optimizer leaves alone what has no gradient."""
+        Also where a step may leave parameters out: an optimizer leaves alone what has no gradient."""
 
     def freeze(self, epoch: int) -> bool:
         """Let the task say what is trained in this epoch; whether that is something else than before."""
@@ -156,13 +181,15 @@ class Stepper:
         Gradients are thrown away, buffers are put back; the random state is set anew by each step.
         """
         self._task.moment.step = step
-        with buffers_kept(self._model):
+        with buffers_kept(self._model):  # DDP shall find those of before the first forward pass
             if micro_batches[0] is not None:
                 check_batch(self._task.collate, self._task.build_datasets, micro_batches[0])
+            self._check_collectives(micro_batches[0])
             flops, names = known.flops_per_sample, known.sums
             if not flops or names is None:
                 flops, names = self._count(micro_batches[0])
-            self._module.names[:] = names
+        self._module.names[:] = names
+        with buffers_kept(self._model):
             self._strategy.wrap(self._module, SLOTS + 2 * len(names))
             self.clock.computes_alone = not waits_inside(self._strategy, self._model)
             self._accumulate(micro_batches, step, Proposal())
@@ -175,6 +202,25 @@ class Stepper:
         self.clock.begin_step()
         sync_bytes = self._strategy.sync_bytes([p for p in self._parameters if p.requires_grad])
         return Costs(flops, device_flops, self._world.size, sync_bytes, names)
+
+    def _check_collectives(self, batch: Any) -> None:
+        """Raise ConfigError where the loss calls collectives that uneven shares do not go with."""
+        sizes = self._world.gather(0 if batch is None else batch_size_of(batch))
+        misses = self.may_miss_ranks or 0 in sizes
+        if (len(set(sizes)) == 1 and not misses) or batch is None or self._strategy.shares_parameters:
+            return
+
+        def meet(name: str, shapes: list[list[int]]) -> None:
+            if misses:
+                advice = "return parts of equal lengths from of_rank(), or compute the loss without it"
+                raise mistake(self._task.loss, f"{name}, which some ranks will not call", advice, "calls")
+            if any(each != shapes for each in self._world.gather_json(shapes)):
+                got = f"{name} with different shapes, because ranks have {sizes} samples of a batch"
+                advice = f"choose a --batch-size that divides evenly over {len(sizes)} ranks"
+                raise mistake(self._task.loss, got, advice, "calls")
+
+        with torch.no_grad(), Watching(meet):
+            self._module.outcome(batch, self._model)
 
     def _peak(self) -> float:
         return peak_flops(self._world.device, self._precision, convolves(self._model))
@@ -212,8 +258,40 @@ class Stepper:
         skip = left_out(exchanged)
         if self._guard.raises and skip and not self._is_overflow(exchanged):
             self._raise(micro_batches, step)
+        self._guard.step = partial(self._step, micro_batches, step)
         self._guard.update(skip, self._clipping.clip)
         return consensus
+
+    def _step(self, micro_batches: Sequence[Any], step: int) -> None:
+        """The optimizer's step, with a closure where it wants one; some say so only by an error."""
+        if not self._needs_closure:
+            try:
+                self._optimizer.step()
+            except Exception:
+                if self._has_stepped or not takes_closure(self._optimizer, must=False):
+                    raise
+                check_closure(self._task, self._optimizer, self._strategy, self.scaler)
+                self._needs_closure = True
+        if self._needs_closure:
+            again = partial(self._again, micro_batches, step)
+            self._optimizer.step(again)  # type: ignore[arg-type]
+        self._has_stepped = True
+
+    def _again(self, micro_batches: Sequence[Any], step: int) -> Tensor:
+        """Gradients of the same batch with the weights of now; the mean loss of all ranks, equal on them.
+
+        Raises NonFiniteError: what the optimizer has changed in this step cannot be taken back.
+        """
+        self._accumulate(micro_batches, step, Proposal())
+        exchanged = self._strategy.exchange(self._guard.look())
+        if left_out(exchanged):
+            name = type(self._optimizer).__name__
+            raise NonFiniteError(
+                f"step {step + 1}: the closure of {name} returned a value that is not finite; lower its lr"
+            )
+        self._clipping.clip()
+        self.clock.enter("optimizer")
+        return exchanged[LOSS]
 
     def read(self) -> Readings:
         """Everything for a line of the log; waits for the device, so not in every step."""
@@ -232,7 +310,9 @@ class Stepper:
     def _accumulate(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> None:
         device = self._world.device
         # Here rather than after the step before: until now its gradients could be looked at.
-        self._optimizer.zero_grad(set_to_none=self.drops_gradients)
+        # Nor where parts of a batch are added up: gradients of the first would be beside DDP's buckets, one
+        # more copy of all of them.
+        self._optimizer.zero_grad(set_to_none=self.drops_gradients and len(micro_batches) == 1)
         self._strategy.reset()
         self._module.samples = self.samples_of(step)
         if self._module.weighs:  # one more exchange, of a number, before the first backward
@@ -268,6 +348,22 @@ class Stepper:
         self._guard.put_buffers_back()
         name = culprit(self._world, self._strategy, self._model, micro_batches, forward)
         raise NonFiniteError(f"step {step + 1}: {name} is not finite")
+
+
+def check_closure(
+    task: WholeTask,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Raise ConfigError for what an optimizer whose step takes a closure does not go with."""
+    got = f"{kind(optimizer)}, whose step takes a closure"
+    if scaler.is_enabled():
+        raise mistake(
+            task.build_optimizer, got, "torch cannot scale gradients there: use --precision bf16 or fp32"
+        )
+    if strategy.shares_parameters:
+        raise mistake(task.build_optimizer, got, "it needs whole parameters: use --strategy ddp")
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

@@ -4,7 +4,7 @@ import logging
 import platform as machine
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from tandem.config.slices import RunConfig, TelemetryConfig
 from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import FINISHED
-from tandem.log import counted
+from tandem.log import counted, reporting
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
 from tandem.telemetry.journal import Journal, read_events, write_json_atomic
@@ -31,6 +31,8 @@ from tandem.words import lasting, shown
 
 log = logging.getLogger("tandem.run")
 
+SUMMARY = "summary.json"
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -38,7 +40,7 @@ class Facts:
 
     `settings` and `fingerprint` are as a manifest holds them, `config_hash` is their digest. `run_dir` is on
     this machine, `started` is of time.monotonic(); the run goes on after `first_step` steps.
-    `shares`: samples of each rank in a batch; none: equal.
+    `shares`: samples of each rank in a batch; none: equal. `data`: see `fingerprint.data_facts`.
     """
 
     run: RunConfig
@@ -55,6 +57,7 @@ class Facts:
     first_step: int
     started: float
     shares: tuple[int, ...] = ()
+    data: Mapping[str, object] = field(default_factory=dict)
 
 
 def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
@@ -84,10 +87,13 @@ def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
     ]
 
 
-def manifest_info(facts: Facts, step: int, scores: Mapping[str, float], is_end: bool) -> dict[str, Any]:
+def manifest_info(
+    facts: Facts, step: int, scores: Mapping[str, float], is_end: bool, owes_evaluation: bool
+) -> dict[str, Any]:
     """What the manifest says about a checkpoint, so that the decision to resume needs no torch.load.
 
-    `is_end`: the task ended a run of so many planned steps with it.
+    `is_end`: the task ended a run of so many planned steps with it. `owes_evaluation`: the run failed in the
+    evaluation of this step.
     """
     order = facts.order
     return {
@@ -101,10 +107,18 @@ def manifest_info(facts: Facts, step: int, scores: Mapping[str, float], is_end: 
         "steps_per_epoch": order.steps_per_epoch,
         "steps_planned": facts.planned,
         "train_samples": order.n,
+        "data": dict(facts.data),
         "time": time.time(),
         "eval": dict(scores),
         **({"ended_of": facts.planned} if is_end else {}),
+        **({"owes_evaluation": True} if owes_evaluation else {}),
     }
+
+
+def forget_summary(run_dir: Path) -> None:
+    """Before training: that of an earlier end counts no more."""
+    with reporting("remove the old summary.json"):
+        (run_dir / SUMMARY).unlink(missing_ok=True)
 
 
 def write_summary(
@@ -122,6 +136,7 @@ def write_summary(
     """
     position = facts.world.position
     digest = weights_sha256(weights)
+    restarts = Restarts(read_events(facts.run_dir))
     summary = {
         "state": "finished" if code == FINISHED else "stopped",
         "exit_code": code,
@@ -139,18 +154,20 @@ def write_summary(
         "wall_seconds": round(time.monotonic() - facts.started, 3),
         "weights_sha256": digest,
         **used,
-        "restarts": max(position.restart, Restarts(read_events(facts.run_dir)).total),
+        "restarts": max(position.restart, restarts.total),
+        "planned_stops": restarts.planned_stops,
         "resumed_from_step": facts.first_step or None,
         "last_checkpoint_step": saved_step,
     }
-    write_json_atomic(facts.run_dir / "summary.json", summary)
+    with reporting("write summary.json"):
+        write_json_atomic(facts.run_dir / SUMMARY, summary)
     recorder.event(str(summary["state"]), step=recorder.step, exit_code=code)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in recorder.scores.items())
     log.info(
         "%s at step %s%s: %s; %s samples/s; weights %s",
         summary["state"],
         f"{recorder.step:,}",
-        f" of {facts.planned:,}, where after_evaluation ended it" if ended_early else "",
+        f" of {facts.planned:,}, ended by after_evaluation" if ended_early else "",
         scores or "not evaluated",
         f"{recorder.meter.samples_per_second:,.0f}",
         digest[:12],
@@ -165,19 +182,20 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
     since = f" since step {resumed:,}" if resumed else ""
     pace = f"{summary['samples_per_second']:,.0f} a second{since}"
     place = shown(run_dir)
-    again = f"; to go on: the same command with --run-dir {place}" if summary["state"] == "stopped" else ""
+    again = f"; to resume: the same command with --run-dir {place}" if summary["state"] == "stopped" else ""
     shares = [f"{name} {part / steps.seconds:.0%}" for name, part in steps.phases.items() if steps.seconds]
     return {
         "steps": f"{summary['global_step']:,}, epoch {summary['epoch']}"
         + (f"; resumed from step {resumed:,}" if resumed else "")
         + ("; ended by after_evaluation" if summary["ended_early"] else ""),
-        "samples": f"{summary['samples_seen']:,} in all, {pace}",
-        "loss": f"{summary['loss']:.4f} (training)" if steps.steps else "none: no step was taken",
+        "samples": f"{summary['samples_seen']:,} in total, {pace}",
+        "loss": f"{summary['loss']:.4f} (training)" if steps.steps else "none: no steps were taken",
         **{name: f"{value:.4f} (evaluation)" for name, value in summary["eval"].items() if name != "loss"},
         "time": f"{lasting(summary['wall_seconds'])}{since}, {lasting(steps.seconds)} of it in steps",
         "a step": ", ".join(shares) or "none taken",
         "ranks": f"{summary['world_size']} on {counted(summary['nodes'], 'node')}, "
-        f"restarts: {summary['restarts']}",
+        f"restarts: {summary['restarts']}"
+        + (f", planned stops: {summary['planned_stops']}" if summary["planned_stops"] else ""),
         "checkpoint": "none saved" if saved is None else f"step {saved:,} in {place}/checkpoints{again}",
     }
 
@@ -205,7 +223,7 @@ def open_displays(
 def _say_derived_numbers(facts: Facts, model: nn.Module) -> None:
     world, parameters = facts.world, sum(parameter.numel() for parameter in model.parameters())
     log.info(
-        "%s: %s samples, %s parameters; %s on %s (%s), %s of a batch of %s each, %s, %s",
+        "%s: %s samples, %s parameters; %s on %s (%s), each with %s of a batch of %s, %s, %s",
         facts.run.task,
         f"{facts.order.n:,}",
         f"{parameters:,}",
@@ -218,7 +236,7 @@ def _say_derived_numbers(facts: Facts, model: nn.Module) -> None:
         counted(facts.threads, "thread"),
     )
     log.info(
-        "steps %s to %s, %s an epoch%s",
+        "steps %s to %s, %s per epoch%s",
         *(f"{each:,}" for each in (facts.first_step, facts.planned, facts.order.steps_per_epoch)),
         f"; resumed from step {facts.first_step:,}" if facts.first_step else "",
     )

@@ -43,14 +43,14 @@ def read_weights(place: PurePath, download: bool) -> bytes:
     if named is not None and not (isinstance(place, Path) and place.exists()):
         place = _torchvision_file(named[2], download)
     elif isinstance(place, Path) and not place.exists() and "@" not in place.name:
-        raise ConfigError(f"--init-from {place}: nothing is there (from {Path.cwd()}); valid is {VALID}")
+        raise ConfigError(f"--init-from: {place} does not exist (looked from {Path.cwd()}); expected {VALID}")
     try:
         if isinstance(place, Path) and place.is_file():
             return serialize(tensors_in(_state_in(place)))
         return serialize(tensors_in(deserialize(saved_at(str(place)).raw)))
     except CheckpointError as error:
         raise ConfigError(
-            f"--init-from {place}: {error}; weights alone can be read: torch.save(model.state_dict(), FILE)"
+            f"--init-from {place}: {error}; save only the weights: torch.save(model.state_dict(), FILE)"
         ) from error
     except (ConfigError, OSError) as error:
         raise ConfigError(f"--init-from {place}: {error}") from error
@@ -68,12 +68,12 @@ def _state_in(path: Path) -> Mapping[str, Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ConfigError("this needs safetensors: pip install 'tandem-train[export]'") from error
+        raise ConfigError("reading it needs safetensors: pip install 'tandem-train[export]'") from error
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise CheckpointError(f"no whole safetensors file ({one_line(error)})") from error
+        raise CheckpointError(f"not a valid safetensors file ({one_line(error)})") from error
 
 
 class Saved(NamedTuple):
@@ -87,7 +87,7 @@ class Saved(NamedTuple):
     @property
     def epoch_steps(self) -> int:
         """Steps of an epoch of its run."""
-        return int(self.info.get("steps_per_epoch", 1))
+        return max(1, self.info.get("steps_per_epoch") or 1)
 
     @property
     def run_name(self) -> str:
@@ -102,7 +102,7 @@ def saved_at(place: str) -> Saved:
         return Saved(store.directory, step, *store.read(step))
     found = store.newest(store.read, say_damaged, quarantine=False)
     if found is None:
-        raise ConfigError(f"{store.directory} holds no checkpoint whose bytes hold")
+        raise ConfigError(f"{store.directory} contains no valid checkpoint")
     return Saved(store.directory, found[0], *found[1])
 
 
@@ -124,7 +124,9 @@ def _torchvision_file(name: str, download: bool) -> Path:
     if path.is_file():
         return path
     if not download:
-        raise ConfigError(f"--init-from {name}: {path} is not there; put it there, or give --download")
+        raise ConfigError(
+            f"--init-from {name}: {path} does not exist; copy the file there, or use --download"
+        )
     log.info("downloading %s", name)
     checked = re.search(r"-([0-9a-f]{8,})\.", path.name)  # named by the beginning of its hash
     try:
@@ -144,14 +146,14 @@ def tensors_in(state: object) -> dict[str, Tensor]:
     Raises CheckpointError where there are none.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"there is a {type(state).__name__} and no state_dict in it")
+        raise CheckpointError(f"it contains a {type(state).__name__}, expected a state_dict")
     inner = next((state[key] for key in CONTAINERS if isinstance(state.get(key), Mapping)), None)
     if inner is not None:
         return tensors_in(inner)
     found = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not found:
         keys = ", ".join(list(map(str, state))[:SHOWN])
-        raise CheckpointError(f"no tensors by name are in it (there is: {keys or 'nothing'})")
+        raise CheckpointError(f"it contains no named tensors (found: {keys or 'nothing'})")
     return found
 
 
@@ -198,7 +200,7 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
         if here == there and isinstance(mine[place], Tensor):
             loaded[place] = theirs[name]
         else:
-            wrong[place] = f"{place} is {there} there and {here} here"
+            wrong[place] = f"{place} is {there} in the file but {here} in the model"
     names: dict[int, tuple[int, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter.numel(), []))[1].append(name)
@@ -228,11 +230,13 @@ class Initial:
         for line in (f"starting from {self.place}: {said}", *found.table()):
             log.info("%s", line)
         if share == 0 or share < self.least:
-            wants = f"and --init-min asks for {self.least:.1%}" if share else "which is no start from it"
+            wants = (
+                f"but --init-min requires {self.least:.1%}" if share else "so nothing can be loaded from it"
+            )
             lacks = [*found.wrong_shaped, *(f"{name} is missing" for name in found.missing)][:2]
             raise ConfigError(
                 f"--init-from {self.place} has {said}, {wants} ({'; '.join(lacks)}; the table in the log has "
-                f"all); give weights of this model{', or lower --init-min' if share else ''}"
+                f"all); use weights of this model{', or lower --init-min' if share else ''}"
             )
         strategy.load_model(model, found.loaded, strict=False)
 

@@ -31,7 +31,7 @@ def config(options: "Namespace", environ: Environment) -> int:
 
 
 def _config_options(parser: "Parser") -> None:
-    parser.option("--explain", bool, "where every value comes from, instead of a file that --config reads")
+    parser.option("--explain", bool, "show where each value comes from, instead of printing a --config file")
     parser.option("--markdown", bool, "the tables of docs/configuration.md")
 
 
@@ -46,7 +46,7 @@ def doctor(options: "Namespace", environ: Environment) -> int:
 
 
 def _doctor_options(parser: "Parser") -> None:
-    parser.option("--json", bool, "one line of JSON")
+    parser.option("--json", bool, "print one line of JSON")
 
 
 def health(_: "Namespace | None", environ: Environment) -> int:
@@ -58,13 +58,13 @@ def health(_: "Namespace | None", environ: Environment) -> int:
 
 VERBS: Mapping[str, Verb] = {
     "config": Verb(
-        config, "[--explain] [settings]", "every setting, its value and where it comes from", _config_options
+        config, "[--explain] [settings]", "print every setting, its value and its source", _config_options
     ),
     "doctor": Verb(
         doctor,
         "[--json] [settings]",
-        "what is wrong here: names, port, volume, clock...; versions, GPUs",
+        "check this machine: names, ports, volume, clock, versions, GPUs",
         _doctor_options,
     ),
-    "health": Verb(health, "", "is the run making progress? (for probes)", None, False),
+    "health": Verb(health, "", "check whether the run makes progress (for probes)", None, False),
 }

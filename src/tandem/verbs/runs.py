@@ -3,7 +3,8 @@
 As in `cli`, which puts the verbs together, one imports what it needs when it is called.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from tandem.config import Parser, Settings
+    from tandem.training.weights import Saved
 
 FORMATS = ("safetensors", "torch", "onnx", "hf")
+LONGEST_LINE = 400
 OF_WEIGHTS = FORMATS[:2]
 """Formats that hold tensors by name; the others need the task, for its model."""
 
@@ -48,44 +51,59 @@ def checkpoints(options: "Namespace", environ: Environment) -> int:
 def checkpoints_options(parser: "Parser") -> None:
     from tandem.config import BestText, Count
 
-    parser.add_argument("action", choices=("ls", "verify", "prune"), help="list, check every byte, remove")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
-    parser.option("--keep", Count, "newest checkpoints to keep; else as the run was told")
-    parser.option("--keep-best", BestText, "keep the best one by this score, too")
-    parser.option("--keep-every", Count, "keep one for every so many steps, too")
-    parser.option("--dry-run", bool, "only say what prune would remove")
+    parser.add_argument(
+        "action",
+        choices=("ls", "verify", "prune"),
+        help="ls: list; verify: check every byte; prune: delete old ones",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+    parser.option("--keep", Count, "number of newest checkpoints to keep; default: as set for the run")
+    parser.option("--keep-best", BestText, "also keep the best checkpoint by this score")
+    parser.option("--keep-every", Count, "also keep one checkpoint every N steps")
+    parser.option("--dry-run", bool, "only show what prune would delete")
 
 
 def report(options: "Namespace", environ: Environment) -> int:
     """One HTML file: RUN_DIR/report.html, or where --output says."""
     from tandem.checkpoint.storage.copies import local_folder
+    from tandem.config.secrets import secrets_in
+    from tandem.log import printable
     from tandem.report.report import write_report
-    from tandem.report.secrets import secrets_in
 
     run_dirs = [options.run_dir, *options.compare]
     output = options.output or local_folder(options.run_dir) / "report.html"
-    write_report(run_dirs, output, secrets_in(environ))
-    print(output)
+    _warn(write_report(run_dirs, output, secrets_in(environ)))
+    print(printable(str(output)))
     return FINISHED
 
 
+def _warn(problems: Sequence[str]) -> None:
+    """A line for each, on standard error."""
+    for problem in problems:
+        print(f"tandem: {problem}", file=sys.stderr)
+
+
 def report_options(parser: "Parser") -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
-    parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="other runs")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="instead of RUN_DIR/report.html")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+    parser.add_argument(
+        "--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="runs to compare with"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="output file; default RUN_DIR/report.html"
+    )
 
 
 def page(options: "Namespace", environ: Environment) -> int:
     """Serve the reports of runs until Ctrl-C."""
+    from tandem.config.secrets import secrets_in
     from tandem.config.slices import MetricsConfig
     from tandem.report.access import load_access
-    from tandem.report.secrets import secrets_in
     from tandem.report.serve import ReportServer, runs_in
     from tandem.signals import StopFlag
 
     access = load_access(MetricsConfig(metrics_token_file=options.token_file))
     if access.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
-        raise ConfigError(f"--host {options.host} lets others read; give --token-file FILE as well")
+        raise ConfigError(f"--host {options.host} lets other machines read the runs; add --token-file FILE")
     secrets = [*secrets_in(environ), access.token or ""]
     stop = StopFlag().install()
     try:
@@ -93,6 +111,7 @@ def page(options: "Namespace", environ: Environment) -> int:
     except OSError as error:
         raise ConfigError(str(error)) from error
     print(f"{server.url}/ (Ctrl-C ends it)", flush=True)
+    _warn(server.problems())
     server.serve(lambda: bool(stop))
     return FINISHED
 
@@ -100,38 +119,44 @@ def page(options: "Namespace", environ: Environment) -> int:
 def page_options(parser: "Parser") -> None:
     from tandem.config.fields import Port
 
-    help_text = "runs, or folders of runs; default runs"
+    help_text = "runs, or directories of runs; default runs"
     parser.add_argument(
         "run_dirs", type=Path, nargs="*", default=[Path("runs")], metavar="RUN_DIR", help=help_text
     )
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens; default 127.0.0.1")
-    parser.option("--port", Port, "its port", 9469)
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="what readers have to know")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
+    parser.option("--port", Port, "port to listen on", 9469)
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the token that readers must send"
+    )
 
 
 def track(options: "Namespace", environ: Environment) -> int:
     """Send a run to its tracker, or what is missing there."""
     from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
+    from tandem.config.secrets import secrets_in
+    from tandem.log import printable
+    from tandem.reading import RunFiles
     from tandem.report import tracking
-    from tandem.report.secrets import secrets_in
     from tandem.report.trackers import check
-    from tandem.telemetry.journal import read_json
 
     folder, copies = local_folder(options.run_dir), Copies(options.run_dir)
     if not options.follow:
         if folder != options.run_dir:
             make_folder(folder)
         copies.fetch(folder)
-    config = read_json(folder / "config.json")
+    files = RunFiles(folder)
+    config = files.read("config.json")
     if not config:
-        raise ConfigError(f"{options.run_dir} is no run: it has no config.json; give the run directory")
+        why = "; ".join(files.problems) or "it has no config.json"
+        raise ConfigError(f"{options.run_dir} is not a run: {why}; give the run directory")
     name = tracking.chosen(config, options.tracker)
     check(name)
     with tracking.alone(folder, wait=options.follow):
         sending = tracking.Sending(folder, name, secrets_in(environ))
         if options.follow:
             return FINISHED if tracking.follow_launch(sending, name, config, folder) else FAILED
-        print(sending.catch_up())
+        print(printable(sending.catch_up(), LONGEST_LINE))
+        _warn([printable(f"{options.run_dir}: {each}", LONGEST_LINE) for each in sending.files.problems])
     copies.push()
     return FINISHED
 
@@ -139,20 +164,23 @@ def track(options: "Namespace", environ: Environment) -> int:
 def track_options(parser: "Parser") -> None:
     from tandem.report.trackers import TRACKERS
 
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
-    parser.add_argument("--tracker", choices=TRACKERS, help="mlflow or wandb; default the run's own")
-    parser.option("--follow", bool, "until the standard input is closed, as a launch runs it")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+    parser.add_argument(
+        "--tracker", choices=TRACKERS, help="mlflow or wandb; default: the tracker of the run"
+    )
+    parser.option("--follow", bool, "internal: keep sending until standard input is closed")
 
 
 def runs(options: "Namespace", environ: Environment) -> int:
     """What runs there are, without torch; with --clean those that left nothing go."""
+    from tandem.log import printable
     from tandem.report.runs import clean, find_runs, table
 
     found = find_runs(options.folder)
     if options.clean or options.dry_run:
         done = "would remove" if options.dry_run else "removed"
         for row in clean(found, options.dry_run):
-            print(f"{done} {row.path}: {row.state}, no checkpoint, {row.bytes:,} bytes")
+            print(printable(f"{done} {row.path}: {row.state}, no checkpoint, {row.bytes:,} bytes"))
         found = find_runs(options.folder)
     print(table(found, options.folder))
     return FINISHED
@@ -160,11 +188,16 @@ def runs(options: "Namespace", environ: Environment) -> int:
 
 def runs_options(parser: "Parser") -> None:
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("runs"), metavar="DIR", help="default runs"
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+        metavar="DIR",
+        help="directory of runs; default runs",
     )
-    text = "remove runs that ended, or were killed an hour ago, and left neither checkpoint nor other files"
+    text = "remove runs that ended (or were killed an hour ago) without a checkpoint or other files"
     parser.option("--clean", bool, text)
-    parser.option("--dry-run", bool, "only say what --clean would remove")
+    parser.option("--dry-run", bool, "only show what --clean would remove")
 
 
 def kill(options: "Namespace", environ: Environment) -> int:
@@ -172,7 +205,9 @@ def kill(options: "Namespace", environ: Environment) -> int:
     from tandem.launch.kill import kill as send
 
     if (options.rank is None) == (options.node is None):
-        raise ConfigError(f"give --rank N or --node N: what of {options.run_dir} shall get the signal")
+        raise ConfigError(
+            f"give either --rank N or --node N: which part of {options.run_dir} gets the signal"
+        )
     kind, number = ("rank", options.rank) if options.node is None else ("node", options.node)
     print(send(options.run_dir, kind, number, options.signal))
     return FINISHED
@@ -181,9 +216,9 @@ def kill(options: "Namespace", environ: Environment) -> int:
 def kill_options(parser: "Parser") -> None:
     from tandem.config import Natural
 
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
-    parser.option("--rank", Natural, "the rank, counted over all nodes")
-    parser.option("--node", Natural, "the agent of a simulated node, and its ranks with it")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+    parser.option("--rank", Natural, "global rank")
+    parser.option("--node", Natural, "simulated node: its agent and all its ranks")
     names = ("KILL", "STOP", "CONT", "TERM", "INT")
     parser.add_argument("--signal", choices=names, default="KILL", help=f"{', '.join(names)}; default KILL")
 
@@ -199,35 +234,41 @@ def evaluate(options: "Namespace", environ: Environment) -> int:
 
 
 def evaluate_options(parser: "Parser") -> None:
-    parser.add_argument("place", metavar="RUN", help="a run or one of its checkpoints; @STEP behind it")
-    parser.option("--json", bool, "one line of JSON")
+    parser.add_argument("place", metavar="RUN", help="a run, or one of its checkpoints as RUN@STEP")
+    parser.option("--json", bool, "print one line of JSON")
 
 
 def export(options: "Namespace", environ: Environment) -> int:
     """The weights of a checkpoint, or its model, for programs without tandem."""
+    from tandem.log import printable
+
     if options.format in OF_WEIGHTS:
         if options.given:
             flag = next(iter(options.given.values())).name
-            raise ConfigError(f"{flag} says nothing to --format {options.format}, which needs no task")
+            raise ConfigError(
+                f"{flag} has no effect with --format {options.format}, which needs no task; remove it"
+            )
         from tandem.training.export import export as write
 
-        print(write(options.place, options.format, options.output))
+        print(printable(write(options.place, options.format, options.output)))
         return FINISHED
     from tandem.launch.scoring import settings_of
     from tandem.training.export_model import export_model
 
-    def settings(info: Mapping[str, object]) -> "Settings":
-        return settings_of(info, options.given, environ)
+    def settings(saved: "Saved") -> "Settings":
+        found, said = settings_of(saved.directory, saved.info, options.given, environ)
+        _warn([said] if said else [])
+        return found
 
-    print(export_model(options.place, options.format, options.output, settings))
+    print(printable(export_model(options.place, options.format, options.output, settings)))
     return FINISHED
 
 
 def export_options(parser: "Parser") -> None:
-    parser.add_argument("place", metavar="RUN", help="a run or one of its checkpoints; @STEP behind it")
-    text = "default safetensors; onnx and hf (save_pretrained) hold the model, for which its task is asked"
+    parser.add_argument("place", metavar="RUN", help="a run, or one of its checkpoints as RUN@STEP")
+    text = "default safetensors; onnx and hf (save_pretrained) export the model, built by its task"
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=text)
-    help_text = "instead of ./RUN-step-STEP with the ending of the format; a folder for hf"
+    help_text = "output file (directory for hf); default RUN-step-STEP with the extension of the format"
     parser.add_argument("--output", type=Path, metavar="FILE", help=help_text)
 
 
@@ -235,55 +276,55 @@ VERBS: Mapping[str, Verb] = {
     "checkpoints": Verb(
         checkpoints,
         "ls|verify|prune RUN_DIR",
-        "look after the checkpoints of a run",
+        "list, verify or prune a run's checkpoints",
         checkpoints_options,
         takes_settings=False,
     ),
     "report": Verb(
         report,
         "RUN_DIR [--compare RUN_DIR...]",
-        "one HTML file of a finished run, or of several side by side",
+        "write an HTML report of one run, or of several side by side",
         report_options,
         takes_settings=False,
     ),
     "page": Verb(
         page,
         "[RUN_DIR...] [--port PORT]",
-        "serve the reports of runs that are there",
+        "serve the pages of the runs in a directory",
         page_options,
         takes_settings=False,
     ),
     "track": Verb(
         track,
         "RUN_DIR [--tracker mlflow|wandb]",
-        "send a run to a tracker, or what is missing there",
+        "upload a run, or the missing part of it, to MLflow or Weights & Biases",
         track_options,
         takes_settings=False,
     ),
     "runs": Verb(
         runs,
         "[DIR] [--clean] [--dry-run]",
-        "the runs in a folder: state, score, age and size",
+        "list runs: state, score, age and size",
         runs_options,
         takes_settings=False,
     ),
     "kill": Verb(
         kill,
         "RUN_DIR --rank N [--signal NAME]",
-        "a signal to one rank (or --node) of a run on this machine, to see what happens",
+        "send a signal to one rank or node of a local run (fault injection)",
         kill_options,
         takes_settings=False,
     ),
     "eval": Verb(
         evaluate,
         "RUN[@STEP] [--json] [settings]",
-        "the scores of a checkpoint, by any number of ranks",
+        "evaluate a checkpoint with any number of ranks",
         evaluate_options,
     ),
     "export": Verb(
         export,
         "RUN[@STEP] [--format FORMAT] [settings]",
-        "a checkpoint as a file for plain PyTorch, ONNX or transformers",
+        "convert a checkpoint for plain PyTorch, ONNX or transformers",
         export_options,
     ),
 }

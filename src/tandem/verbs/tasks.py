@@ -4,21 +4,24 @@ As in `cli`, which puts the verbs together, one imports what it needs when it is
 """
 
 import socket
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.errors import FINISHED, ConfigError
+from tandem.errors import FINISHED
 from tandem.verbs.verb import Environment, Verb
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from tandem.config import Parser
+    from tandem.config import Parser, Settings
+    from tandem.config.sources import Loaded
 
 CHECK = (
-    "check: {task}, 2 ranks on CPUs: two short runs, what each rank makes, and a run that is killed; "
-    "about half a minute, more where a start or a step is slow"
+    "check: {task}, 2 ranks on CPUs: two short runs, a comparison of the ranks, and a killed run; "
+    "about half a minute, longer if startup or steps are slow"
 )
 
 
@@ -42,8 +45,8 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     from tandem.signals import StopFlag
 
     trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
-    settings = resolve(options.given, environ).settings
-    _check_alone("verify-resume", environ)
+    settings = _announced(resolve(options.given, environ))
+    environ = _on_this_host("verify-resume", environ)
     script = None
     if options.script is not None:
         from tandem.launch.program import check
@@ -58,19 +61,28 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     return verify(settings, flags, environ, trials, stop, lambda line: print(line, flush=True), script)
 
 
-def _check_alone(verb: str, environ: Environment) -> None:
-    from tandem.platforms.placement import detect
+def _announced(loaded: "Loaded") -> "Settings":
+    """The settings; says first whose code is about to run where a file names the task. Raises ConfigError."""
+    from tandem.tasks.names import untyped
 
-    platform = detect(environ, socket.gethostname()).platform
-    if platform != "none":
-        raise ConfigError(f"{verb} starts its own ranks, and this is a rank or node of {platform}")
+    if said := untyped(loaded):
+        print(f"tandem: {said}", file=sys.stderr, flush=True)
+    return loaded.settings
+
+
+def _on_this_host(verb: str, environ: Environment) -> Environment:
+    from tandem.platforms.placement import on_this_host
+
+    return on_this_host(verb, environ, socket.gethostname())
 
 
 def verify_resume_options(parser: "Parser") -> None:
     from tandem.config import Count
 
-    parser.option("--trials", Count, "runs to kill; default 3, TANDEM_TRIALS")
-    parser.add_argument("--script", metavar="FILE", help="a script with a loop of its own (not a task)")
+    parser.option("--trials", Count, "number of runs to kill; default 3 or TANDEM_TRIALS")
+    parser.add_argument(
+        "--script", metavar="FILE", help="a script with its own training loop (instead of a task)"
+    )
 
 
 def check(options: "Namespace", environ: Environment) -> int:
@@ -79,8 +91,8 @@ def check(options: "Namespace", environ: Environment) -> int:
     from tandem.signals import StopFlag
 
     given = {**options.given, **({"task": Given(options.file, "argument", "TASK")} if options.file else {})}
-    settings = resolve(given, environ).settings
-    _check_alone("check", environ)
+    settings = _announced(resolve(given, environ))
+    environ = _on_this_host("check", environ)
     print(CHECK.format(task=settings.run.task), flush=True)  # before torch is imported, which takes seconds
     from tandem.verify.check import check as look
 
@@ -89,7 +101,7 @@ def check(options: "Namespace", environ: Environment) -> int:
 
 
 def check_options(parser: "Parser") -> None:
-    text = "PATH/FILE.py, PATH/FILE.py:CLASS or PACKAGE.MODULE:CLASS; else as --task says"
+    text = "PATH/FILE.py, PATH/FILE.py:CLASS or PACKAGE.MODULE:CLASS; default: --task"
     parser.add_argument("file", nargs="?", metavar="TASK", help=text)
 
 
@@ -98,8 +110,8 @@ def bench(options: "Namespace", environ: Environment) -> int:
     from tandem.config import as_flags, resolve
     from tandem.verify.bench import Wanted, compare
 
-    settings = resolve(options.given, environ).settings
-    _check_alone("bench", environ)
+    settings = _announced(resolve(options.given, environ))
+    environ = _on_this_host("bench", environ)
     wanted = Wanted.of(options.compare, options.rounds, options.json)
     return compare(settings, as_flags(options.given), environ, wanted, lambda line: print(line, flush=True))
 
@@ -107,9 +119,23 @@ def bench(options: "Namespace", environ: Environment) -> int:
 def bench_options(parser: "Parser") -> None:
     from tandem.config import Count
 
-    parser.add_argument("--compare", metavar="A,B", help="strategies; default all")
-    parser.option("--rounds", Count, "runs of each, in turn; default 3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
+    parser.add_argument("--compare", metavar="A,B", help="strategies to compare; default all")
+    parser.option("--rounds", Count, "runs of each strategy, in turn; default 3")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+
+
+def demo(options: "Namespace", environ: Environment) -> int:
+    """Train on two simulated nodes, kill a rank, and report the recovery."""
+    from tandem.signals import StopFlag
+    from tandem.verify.demo import demo as show
+
+    environ = _on_this_host("demo", environ)
+    run_dir = options.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    return show(run_dir, environ, StopFlag().install(), lambda line: print(line, flush=True))
+
+
+def demo_options(parser: "Parser") -> None:
+    parser.add_argument("--run-dir", type=Path, metavar="PATH", help="run directory; default runs/demo-TIME")
 
 
 def init(options: "Namespace", environ: Environment) -> int:
@@ -121,41 +147,48 @@ def init(options: "Namespace", environ: Environment) -> int:
 
 
 def init_options(parser: "Parser") -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or one without these files")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="a new directory, or one without these files"
+    )
 
 
 VERBS: Mapping[str, Verb] = {
     "launch": Verb(
         launch,
         "[settings] [SCRIPT [ARGUMENTS]]",
-        "train a task, or run a script as torchrun does: start this node's ranks, restart them",
+        "train a task or a script on this node, and restart its ranks after failures",
     ),
-    "train": Verb(
-        train, "[settings]", "train a task as the rank that the environment says (torchrun, or alone)"
+    "train": Verb(train, "[settings]", "train a task as one rank, alone or under torchrun"),
+    "demo": Verb(
+        demo,
+        "[--run-dir PATH]",
+        "train on two simulated nodes, kill a rank, and watch the recovery",
+        demo_options,
+        takes_settings=False,
     ),
     "init": Verb(
         init,
         "DIR",
-        "a project of one's own: task, test, image, Compose and Kubernetes files",
+        "create a project: task, test, image, Compose and Kubernetes files",
         init_options,
         takes_settings=False,
     ),
     "check": Verb(
         check,
         "[TASK] [settings]",
-        "is this task sound? its data, model and loss on two ranks, and a killed run",
+        "test a task: its data, model and loss on two ranks, and a killed run",
         check_options,
     ),
     "verify-resume": Verb(
         verify_resume,
         "[--script FILE] [settings]",
-        "kill a run of this task or script, resume it, compare every bit",
+        "kill a run, resume it, and compare every bit",
         verify_resume_options,
     ),
     "bench": Verb(
         bench,
         "[--compare A,B] [settings]",
-        "strategies side by side: pace, memory and loss",
+        "compare strategies: speed, memory and loss",
         bench_options,
     ),
 }

@@ -19,10 +19,10 @@ from typing import Any
 from tandem.config import SETTINGS, Settings
 from tandem.config.fields import words_of
 from tandem.config.slices import ONE_PROCESS
-from tandem.errors import FAILED, FINISHED, ConfigError
+from tandem.errors import FAILED, FINISHED, ConfigError, RunFailedError
 from tandem.signals import StopFlag
 from tandem.telemetry.journal import write_json_atomic
-from tandem.verify.watched_run import RunFailedError, WatchedRun, rank_processes
+from tandem.verify.watched_run import WatchedRun, rank_processes
 
 ROUNDS = 3
 STEPS = 120
@@ -90,28 +90,30 @@ class Wanted:
             if name not in known:
                 near = get_close_matches(name, known, n=1)
                 meant = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"--compare: {name!r} is no strategy; valid are {', '.join(known)}{meant}")
+                raise ConfigError(f"--compare: invalid value {name!r}; expected {', '.join(known)}{meant}")
         if output is not None and not output.absolute().parent.is_dir():
-            raise ConfigError(f"--json {output}: there is no folder {output.absolute().parent}")
+            raise ConfigError(f"--json {output}: directory {output.absolute().parent} does not exist")
         return cls(names, rounds or ROUNDS, output)
 
 
 def modes_of(names: Sequence[str], settings: Settings, gpus: int) -> list[Mode]:
     """What is to be run: a process for single and dp, `--nproc` ranks for the others. Raises ConfigError."""
     if settings.launch.nodes not in (None, 1):
-        raise ConfigError(f"--nodes is {settings.launch.nodes}: bench compares on this machine, give --nproc")
+        raise ConfigError(
+            f"--nodes is {settings.launch.nodes}: bench compares on this machine only; use --nproc"
+        )
     asked = settings.launch.nproc
     ranks = int(asked) if asked != "auto" else gpus or CPU_RANKS
     modes = []
     for name in names:
         mode = Mode(name, 1 if name in ONE_PROCESS else ranks)
         if name == "dp" and gpus < 2:
-            mode.problem = f"nn.DataParallel needs two GPUs, and torch sees {gpus}"
+            mode.problem = f"nn.DataParallel needs two GPUs, but torch sees {gpus}"
         elif name != "ddp" and settings.exchange.gradient_compression != "none":
-            mode.problem = "--gradient-compression is for ddp only"
+            mode.problem = "--gradient-compression works only with ddp"
         elif gpus and mode.ranks > gpus:
             mode.problem = (
-                f"{mode.ranks} ranks need as many GPUs, and torch sees {gpus}; --device cpu has no limit"
+                f"{mode.ranks} ranks need {mode.ranks} GPUs, but torch sees {gpus}; --device cpu has no limit"
             )
         modes.append(mode)
     return modes

@@ -10,26 +10,30 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from tandem.config import Settings
-from tandem.errors import FAILED, FINISHED
+from tandem.errors import FAILED, FINISHED, ConfigError, RunFailedError
 from tandem.launch.simulated import stop_with_parent
 from tandem.process import safe_path
 from tandem.signals import StopFlag
-from tandem.timeouts import CHECK_SECONDS
+from tandem.timeouts import CHECK_SAYS_SECONDS, CHECK_SECONDS
 from tandem.verify.outcome import difference
 from tandem.verify.probe import Fact, Facts
 from tandem.verify.resume import SEE, STATE, Runner
-from tandem.verify.watched_run import RunFailedError
 from tandem.words import lasting
 
 STEPS, RANKS = 20, 2
-_DRAWS = "draw from the global generators of torch, random or numpy, not from entropy, the time or one's own"
-_RANKS = "they have to be equal on all ranks: tandem gives each its share (docs/bring-your-own-model.md)"
+MISTAKEN = ConfigError.exit_code
+_DRAWS = (
+    "draw from the global generators of torch, random or numpy, not from entropy, time or your own generator"
+)
+_RANKS = "they must be equal on all ranks: tandem gives each rank its share (docs/bring-your-own-model.md)"
 Say = Callable[[str], None]
 
 
@@ -69,15 +73,48 @@ def check(
 ) -> int:
     """All of it in a temporary directory: 0 where nothing is wrong, 1 where something is.
 
-    `arguments` are the flags that `settings` came from. Raises StoppedError; RunFailedError with the
-    run's own code and the line of its mistake where the task cannot train at all.
+    `arguments` are the flags that `settings` came from. Raises StoppedError; RunFailedError with code 2 and
+    the line of the mistake where the task cannot start at all.
     """
     count = 0
-    for finding in findings(settings, arguments, environ, stop):
-        say(str(finding))
-        count += finding.level == "wrong"
+    with said_to_go_on(say) as say_now:
+        try:
+            for finding in findings(settings, arguments, environ, stop):
+                say_now(str(finding))
+                count += finding.level == "wrong"
+        except RunFailedError as error:
+            if error.exit_code == MISTAKEN:
+                raise
+            say_now(str(Finding("wrong", f"a run ended with exit code {error.exit_code}: {error}")))
+            count += 1
     say("verdict: sound" if not count else f"verdict: {'1 thing is' if count == 1 else f'{count} are'} wrong")
     return FAILED if count else FINISHED
+
+
+@contextmanager
+def said_to_go_on(say: Say) -> Iterator[Say]:
+    """`say`, with a line of its own after each CHECK_SAYS_SECONDS in which it was not called."""
+    closing, lock = threading.Event(), threading.Lock()
+    began = last = time.monotonic()
+
+    def say_now(text: str) -> None:
+        nonlocal last
+        with lock:
+            last = time.monotonic()
+            say(text)
+
+    def watch() -> None:
+        while not closing.wait(max(0.0, last + CHECK_SAYS_SECONDS - time.monotonic())):
+            if time.monotonic() - last >= CHECK_SAYS_SECONDS:
+                say_now(str(Finding("...", f"still running after {lasting(time.monotonic() - began)}")))
+
+    thread = threading.Thread(target=watch, name="tandem-check", daemon=True)
+    thread.start()
+    try:
+        yield say_now
+    finally:
+        closing.set()
+        thread.join()
 
 
 def findings(
@@ -98,15 +135,16 @@ def findings(
         yield parts.next("the same run again")
         if again := difference(calm, runner.undisturbed()):
             if not wrong:
-                yield Finding("wrong", f"two undisturbed runs differ: {again}; {SEE['task']}", task)
+                yield Finding("wrong", f"two uninterrupted runs differ: {again}; {SEE['task']}", task)
             return  # what is killed would differ as well
-        yield Finding("ok", "two undisturbed runs are the same, bit for bit")
-        yield parts.next("a run that is killed, and resumed")
+        yield Finding("ok", "two uninterrupted runs are bit-identical")
+        yield parts.next("a run that is killed and resumed")
         trial = next(runner.trials(calm, 1, random.Random()))
         if trial.difference is None:
             yield Finding("ok", str(trial))
         else:
-            why = f"something it goes by is neither {STATE['task']} nor decided by the step; {SEE['task']}"
+            reason = f"something it depends on is neither {STATE['task']} nor determined by the step"
+            why = f"{reason}; {SEE['task']}"
             yield Finding("wrong", f"{trial}; {why}", task)
 
 
@@ -116,9 +154,9 @@ def compared(ranks: Sequence[Facts]) -> Iterator[Finding]:
     for of_ranks in zip(*(rank.facts for rank in ranks), strict=True):
         fact, here = of_ranks[0], [each.first for each in of_ranks]
         if fact.first != fact.second:
-            text = f"{fact.name}: two calls in a row give different ones with the same seeds; {_DRAWS}"
+            text = f"{fact.name}: two calls in a row differ with the same seeds; {_DRAWS}"
         elif len(set(here)) > 1:
-            text = f"{fact.name}: ranks have different ones ({', '.join(here)}); {_RANKS}"
+            text = f"{fact.name}: different on each rank ({', '.join(here)}); {_RANKS}"
         else:
             continue
         sound = False
@@ -128,7 +166,7 @@ def compared(ranks: Sequence[Facts]) -> Iterator[Finding]:
         names = ", ".join(fact.name for fact in ranks[0].facts)
         yield Finding("ok", f"the same at every call and on every rank: {names}")
     for place, text in ranks[0].unpicklable:
-        yield Finding("note", f"{text}; tandem's loaders do not need it, those of others may", place)
+        yield Finding("note", f"{text}; tandem's loaders do not need that, others may", place)
 
 
 def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path) -> list[Facts]:
@@ -156,7 +194,9 @@ def _facts(process: "subprocess.Popen[str]") -> Facts:
         said, errors = process.communicate(timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise RunFailedError(f"a rank has made no data and model in {CHECK_SECONDS:g} s", FAILED) from None
+        raise RunFailedError(
+            f"a rank did not build its data and model within {CHECK_SECONDS:g} s", FAILED
+        ) from None
     if process.returncode != FINISHED:
         raise RunFailedError((errors.strip() or f"code {process.returncode}").splitlines()[-1], FAILED)
     facts, unpicklable, task = json.loads(said.splitlines()[-1])

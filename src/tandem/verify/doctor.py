@@ -18,17 +18,18 @@ import torch.distributed as dist
 from tandem import __version__
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
-from tandem.distributed.devices import DRIVER_FILE, why_no_gpu
+from tandem.distributed.devices import DRIVER_FILE, driver_version, why_no_gpu
 from tandem.errors import TandemError
 from tandem.launch.reach import Finding, clock, interfaces, names, others, world_size
-from tandem.platforms.placement import detect
-from tandem.platforms.replica import with_index
-from tandem.verify.machine import findings
+from tandem.platforms.placement import detect, of_this_process
+from tandem.verify import containers
+from tandem.verify.machine import findings, refused
 
 GIB = 2**30
 # Version 2 of control groups, then version 1; no limit is "max", or a number near 2**63.
 MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 NO_LIMIT_BYTES = 2**60
+NO_DRIVER = "none: no NVIDIA driver here (a container needs --gpus all and NVIDIA's container toolkit)"
 
 Environment = Mapping[str, str]
 
@@ -61,7 +62,8 @@ class Diagnosis(NamedTuple):
 def diagnose(settings: Settings, environ: Environment) -> Diagnosis:
     """All facts and checks; a fact that cannot be told says why in its own line."""
     facts = dict(_lines(settings, environ))
-    return Diagnosis(facts, [*_place(settings, environ), *findings(settings)])
+    checks = [*_place(settings, environ), *findings(settings), *containers.findings(environ)]
+    return Diagnosis(facts, checks)
 
 
 def _place(settings: Settings, environ: Environment) -> Iterator[Finding]:
@@ -69,9 +71,9 @@ def _place(settings: Settings, environ: Environment) -> Iterator[Finding]:
     nproc = settings.launch.nproc
     ranks = max(1, torch.cuda.device_count()) if nproc == "auto" else int(nproc)
     try:
-        placement = detect(with_index(environ), socket.gethostname(), settings.launch)
+        placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
     except (TandemError, OSError) as error:
-        remedy = "docs/platforms.md says which variables count where"
+        remedy = "see docs/platforms.md for the variables of each platform"
         yield world_size(environ, None, ranks) or Finding("placement", "fail", str(error), remedy)
         yield from interfaces(environ)
         yield clock({})
@@ -91,11 +93,11 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
     yield "cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in the machine"
     yield "memory", memory(Path("/"))
     yield "/dev/shm", _space(Path("/dev/shm"))
-    yield "run dir", _space(local_folder(run_dir)) if run_dir else "runs/TASK-TIME, made at the start"
+    yield "run dir", _space(local_folder(run_dir)) if run_dir else "runs/TASK-TIME, created at the start"
     yield "data", _space(settings.data.data_dir)
     yield (
         "placement",
-        _tried(lambda: str(detect(with_index(environ), socket.gethostname(), settings.launch))),
+        _tried(lambda: str(detect(of_this_process(environ), socket.gethostname(), settings.launch))),
     )
 
 
@@ -106,25 +108,19 @@ def _torch() -> Iterator[tuple[str, str]]:
     nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     yield "cuDNN", dotted(cudnn()) or "none in this build of torch"
     yield "NCCL", ".".join(map(str, nccl())) if dist.is_nccl_available() else "none in this build of torch"
-    yield "gloo", "available" if dist.is_gloo_available() else "missing: training on CPUs needs it"
-    yield "driver", _driver()
+    yield "gloo", "available" if dist.is_gloo_available() else "missing, but training on CPUs needs it"
+    yield "driver", driver_version() or NO_DRIVER
     count = torch.cuda.device_count()
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-    why = "" if names else why_no_gpu(DRIVER_FILE)
-    yield "GPUs", names or f"none that torch sees{': ' if why else ''}{why}"
+    why = refused(count) if count else why_no_gpu(DRIVER_FILE)
+    if count and not why:
+        yield "GPUs", ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    else:
+        yield "GPUs", f"none that torch {'can use' if count else 'sees'}{': ' if why else ''}{why}"
 
 
 def dotted(number: int | None) -> str:
     """cuDNN's 92600 as 9.26.0 (from version 9 on, two digits each)."""
     return f"{number // 10_000}.{number // 100 % 100}.{number % 100}" if number else ""
-
-
-def _driver() -> str:
-    try:
-        first = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0]
-    except OSError:
-        return "none: no NVIDIA driver here (a container needs --gpus all and NVIDIA's container toolkit)"
-    return " ".join(first.partition("Kernel Module")[2].split()[:1]) or first
 
 
 def memory(root: Path) -> str:
@@ -153,4 +149,4 @@ def _tried(check: Callable[[], str]) -> str:
     try:
         return check()
     except (TandemError, OSError) as error:
-        return f"cannot be told: {error}"
+        return f"unknown: {error}"

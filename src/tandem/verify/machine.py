@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
-from tandem.distributed.devices import DRIVER_FILE, why_no_gpu
+from tandem.distributed.devices import DRIVER_FILE, why_no_gpu, why_refused
 from tandem.launch.reach import Finding
 from tandem.log import counted
 from tandem.telemetry.journal import read_events
@@ -33,7 +33,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield shared_memory(Path("/dev/shm"), settings.data.workers)
     place, saves = settings.run.run_dir, list[dict[str, object]]()
     if place is not None and local_folder(place) != place:
-        yield Finding("run volume", "pass", f"{place} is an object store, which is not tried here")
+        yield Finding("run volume", "pass", f"{place} is an object store, not checked here")
     else:
         run_dir = Path("runs") if place is None else local_folder(place)
         saves = [line for line in read_events(run_dir) if line.get("kind") == "checkpoint"]
@@ -44,7 +44,10 @@ def findings(settings: Settings) -> Iterator[Finding]:
 
 def shared_memory(folder: Path, workers: Literal["auto"] | int) -> Finding:
     """Loader processes and NCCL pass data on through it; tandem itself does not."""
-    name, remedy = "shm", "--shm-size=1g or --ipc=host (Docker), a medium: Memory volume there (Kubernetes)"
+    name, remedy = (
+        "shm",
+        "--shm-size=1g or --ipc=host (Docker), or mount a medium: Memory volume there (Kubernetes)",
+    )
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -67,7 +70,9 @@ def volume(run_dir: Path, save_bytes: float) -> Iterator[Finding]:
     """
     there = next(each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists())
     if os.statvfs(there).f_flag & os.ST_RDONLY:
-        yield Finding("run volume", "fail", f"{there} is read-only", "mount it for writing, or --run-dir")
+        yield Finding(
+            "run volume", "fail", f"{there} is read-only", "mount it for writing, or use another --run-dir"
+        )
         return
     owner = _owner(there, is_run=there == run_dir.absolute())
     yield owner
@@ -75,8 +80,8 @@ def volume(run_dir: Path, save_bytes: float) -> Iterator[Finding]:
         return
     usage = shutil.disk_usage(there)
     said = f"{there}: {usage.free / MIB:,.0f} of {usage.total / MIB:,.0f} MiB are free"
-    remedy = "make room, prune (`tandem checkpoints prune RUN_DIR`), or give another --run-dir"
-    said += f", and a checkpoint has {save_bytes / MIB:,.1f}" if save_bytes else ""
+    remedy = "free space, prune (`tandem checkpoints prune RUN_DIR`), or use another --run-dir"
+    said += f", a checkpoint needs {save_bytes / MIB:,.1f}" if save_bytes else ""
     if usage.free < max(save_bytes, 2 * TRIED_BYTES):
         yield Finding("space", "fail", said, remedy)
         return
@@ -90,15 +95,15 @@ def volume(run_dir: Path, save_bytes: float) -> Iterator[Finding]:
 def _owner(folder: Path, is_run: bool) -> Finding:
     seen, me = folder.stat(), os.geteuid()
     mode = stat.S_IMODE(seen.st_mode)
-    who = f"{folder} belongs to user {seen.st_uid}, mode {mode:o}, and this is user {me}"
+    who = f"{folder} belongs to user {seen.st_uid}, mode {mode:o}, but this process runs as user {me}"
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         remedy = f"`chown {me}` it (Kubernetes: fsGroup), run as user {seen.st_uid}, or another --run-dir"
-        return Finding("owner", "fail", f"{who}, who may not write there", remedy)
+        return Finding("owner", "fail", f"{who}, who cannot write there", remedy)
     if is_run and seen.st_uid != me:
-        remedy = f"run as user {seen.st_uid}, who may else not read what this one writes"
+        remedy = f"run as user {seen.st_uid}, who may otherwise be unable to read the files written"
         return Finding("owner", "warn", who, remedy)
     if is_run and mode & stat.S_IWOTH:
-        return Finding("owner", "warn", f"{who}: anybody may write there", f"`chmod o-w {folder}`")
+        return Finding("owner", "warn", f"{who}: anyone can write there", f"`chmod o-w {folder}`")
     return Finding("owner", "pass", who)
 
 
@@ -121,13 +126,15 @@ def _written(folder: Path) -> Finding:
                 os.close(descriptor)
             seconds, written = time.monotonic() - before, last.stat().st_mtime
     except OSError as error:
-        remedy = "checkpoints need write, fsync and rename there; see its mount options, or --run-dir"
+        remedy = (
+            "checkpoints need write, fsync and rename there; check mount options, or use another --run-dir"
+        )
         return Finding(name, "fail", f"{folder}: {error.strerror or error}", remedy)
     ahead = began - written if began > written else min(0.0, began + seconds - written)
     if abs(ahead) > CLOCK_SKEW_SECONDS:
         when = "before" if ahead > 0 else "after"
         said = f"files in {folder} are dated {abs(ahead):.0f} s {when} this clock"
-        return Finding("clock", "warn", said, "synchronise this node's clock and its file server's")
+        return Finding("clock", "warn", said, "synchronize the clocks of this node and its file server")
     return Finding(name, "pass", f"{folder}: 1 MiB written, synced and renamed in {lasting(seconds)}")
 
 
@@ -136,7 +143,7 @@ def grace(shutdown_timeout: float, save_seconds: list[float]) -> Finding:
     name, said = "grace", f"--shutdown-timeout {shutdown_timeout:g} s"
     outer = f"the platform's own grace period {shutdown_timeout + LEAVE_SECONDS:g} s or more"
     if not save_seconds:
-        return Finding(name, "pass", f"{said}; no save of this run is measured yet; {outer}")
+        return Finding(name, "pass", f"{said}; no save of this run has been measured yet; {outer}")
     longest = max(save_seconds)
     said = f"{said}, and the longest of {counted(len(save_seconds), 'save')} took {lasting(longest)}"
     remedy = f"--shutdown-timeout {max(5, round(3 * longest))}, and the platform's grace period 10 s above it"
@@ -153,14 +160,26 @@ def gpus(device: str) -> Finding:
     if count == 0:
         why = why_no_gpu(DRIVER_FILE)
         if why or device == "cuda":
-            remedy = "update the driver, or install a torch for it; --device cpu trains without"
-            return Finding(name, "fail", why or "--device cuda, and torch sees no GPU", remedy)
-        return Finding(name, "pass", "none: this node trains on its CPU")
+            remedy = "update the driver, or install a torch built for it; --device cpu trains without a GPU"
+            return Finding(name, "fail", why or "--device cuda, but torch sees no GPU", remedy)
+        return Finding(name, "pass", "none: this node trains on its CPUs")
+    if why := refused(count):
+        return Finding(
+            name, "fail", f"{counted(count, 'GPU')}, but {why}", "--device cpu trains without a GPU"
+        )
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     if not dist.is_nccl_available():
-        return Finding(name, "fail", f"{counted(count, 'GPU')}, and no NCCL", "install a torch with NCCL")
+        return Finding(name, "fail", f"{counted(count, 'GPU')}, but no NCCL", "install a torch with NCCL")
     nccl = ".".join(map(str, version()))
     return Finding(name, "pass", f"{counted(count, 'GPU')}, CUDA {torch.version.cuda}, NCCL {nccl}")
+
+
+def refused(count: int) -> str:
+    """Why CUDA refuses one of the GPUs that the driver counts; "" where it takes all."""
+    try:
+        return why_refused([torch.device("cuda", index) for index in range(count)])
+    except RuntimeError as error:  # a new process may fix it
+        return str(error).splitlines()[0]
 
 
 def _number(line: dict[str, object], key: str) -> float:

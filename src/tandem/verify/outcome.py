@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tandem.checkpoint.state import deserialize
@@ -79,7 +80,7 @@ def difference(one: Outcome, other: Outcome) -> str | None:
         if differing:
             found.append(f"{len(differing)} of {len(names)} {part} differ at the end, first {differing[0]}")
     if not found and one.weights_sha256 != other.weights_sha256:
-        found.append("the checkpoints agree, and weights_sha256 of summary.json does not")
+        found.append("the checkpoints agree, but weights_sha256 in summary.json differs")
     return "; ".join(found) or None
 
 
@@ -97,6 +98,8 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def _bytes(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor):
         return repr(value).encode()
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

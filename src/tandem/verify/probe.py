@@ -21,9 +21,11 @@ from tandem.data.kinds import begins_anew, training_data
 from tandem.data.seeds import seed_micro_step, seed_model
 from tandem.data.source import Reader
 from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.watching import Watching
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.mistakes import kind, line_of, loss_and_sums
 from tandem.tasks.parts import datasets_of, model_of, order_of
+from tandem.training.lazy import materialize
 from tandem.verify.outcome import digest, flat
 
 BATCHES = 2
@@ -71,7 +73,9 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> Facts:
 
     def model() -> nn.Module:
         seed_model(run.seed)
-        return model_of(task, world.devices)
+        made = model_of(task, world.devices)
+        materialize(task, made, datasets.train, world)
+        return made
 
     facts = []
     if not hasattr(datasets.train, "of_rank") and begins_anew(datasets.train, 0, 1):
@@ -83,9 +87,14 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> Facts:
         def loss(number: int) -> Any:
             learner = model().train()
             seed_micro_step(run.seed, 0, 0, 0)
-            value, _ = loss_and_sums(task.loss, task.loss(learner, seen[0][0][0]), trains=True)
+            met: list[str] = []
+            with Watching(lambda name, shapes: met.append(name)):
+                value, _ = loss_and_sums(task.loss, task.loss(learner, seen[0][0][0]), trains=True)
             value.backward()  # type: ignore[no-untyped-call]
-            return [value.detach(), *(each.grad for each in learner.parameters())]
+            found = [value.detach(), *(each.grad for each in learner.parameters())]
+            if not met:
+                return found
+            return [each if each is None else world.mean(each) for each in found]  # ranks do differ
 
         facts.append(_fact("loss and gradients", line_of(task.loss), loss))
     return Facts(facts, unpicklable(task, datasets), line_of(task.build_model))

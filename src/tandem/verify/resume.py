@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.config import Settings
-from tandem.errors import FAILED, FINISHED, ConfigError
+from tandem.errors import FAILED, FINISHED, ConfigError, RunFailedError
 from tandem.launch.gpus import gpus_of
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome, difference
-from tandem.verify.watched_run import EndedFirstError, Kill, RunFailedError, WatchedRun
+from tandem.verify.watched_run import EndedFirstError, Kill, WatchedRun
 
 STEPS = 40
 TRIES = 3
-STATE = {"task": "in the state of its model and optimizer", "script": "named to run.keep"}
+STATE = {"task": "in the state of its model and optimizer", "script": "passed to run.keep"}
 SEE = {
     "task": "see `What to keep to` in docs/bring-your-own-model.md",
     "script": "see `What to keep to` in docs/your-own-loop.md",
@@ -72,14 +72,16 @@ def verify(
         name = script or settings.run.task
         say(f"verify-resume: {name}, {calm.step} steps on {_ranks(calm.world_size)}, {trials} trials")
         shown = ", ".join(f"{name} {value[:12]}" for name, value in calm.digests().items())
-        say(f"undisturbed: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
+        say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
         for trial in runner.trials(calm, trials, random.Random()):
             done.append(trial)
             say(f"trial {len(done)} of {trials}: {trial}")
         bad = [trial for trial in done if trial.difference is not None]
         if not bad:
-            say(f"verdict: exact; {trials} of {trials} killed runs have the bits of the undisturbed one")
+            say(
+                f"verdict: exact; {trials} of {trials} killed runs are bit-identical to the uninterrupted run"
+            )
             return FINISHED
         say(f"verdict: not exact; {len(bad)} of {trials} killed runs differ; {runner.diagnosis(calm)}")
         return FAILED
@@ -103,6 +105,7 @@ class Runner:
     ) -> None:
         self._arguments, self._environ, self._folder = list(arguments), dict(environ), folder
         self._steps, self._stop, self._script, self._count = steps, stop, script, 0
+        self._differs: list[str] = []
 
     def undisturbed(self) -> Outcome:
         """A run that nobody touches.
@@ -112,10 +115,11 @@ class Runner:
         run = self._new_run(save_every=self._steps)
         with run:
             run.finish(self._stop)
+        self._differs = run.kept_that_differs()
         if self._script is not None and not run.has_trained():
             raise ConfigError(
-                f"{self._script} has ended well, but without a step in a loop over run.batches(...); "
-                "verify-resume is for a script that calls tandem.start(), see docs/your-own-loop.md"
+                f"{self._script} succeeded, but without a step in a loop over run.batches(...); "
+                "verify-resume needs a script that calls tandem.start(), see docs/your-own-loop.md"
             )
         return run.outcome()
 
@@ -138,8 +142,8 @@ class Runner:
             except EndedFirstError:
                 continue
         raise RunFailedError(
-            f"the run of {calm.step} steps ended {TRIES} times before it could be killed; give a larger "
-            "batch, or a larger model",
+            f"the run of {calm.step} steps ended {TRIES} times before it could be killed; use a larger "
+            "batch or a larger model",
             FAILED,
         )
 
@@ -157,7 +161,7 @@ class Runner:
                     trial.kills.append((run.kill(kill, self._stop), kill.rank))
                 run.finish(self._stop)
             except RunFailedError as error:
-                trial.difference = f"it could not go on: {error}"
+                trial.difference = f"it could not resume: {error}"
         if run.was_through(calm.step):
             raise EndedFirstError
         trial.resumed_from = run.resumed_from()
@@ -171,12 +175,18 @@ class Runner:
         again = difference(calm, self.undisturbed())
         if again is not None:
             return (
-                f"two undisturbed runs already differ ({again}): this {what} is not deterministic, it draws "
-                f"on the time, on entropy, or on kernels that add in any order; {SEE[what]}"
+                f"two uninterrupted runs already differ ({again}): this {what} is not deterministic, it uses "
+                f"the time, entropy, or kernels that add in any order; {SEE[what]}"
+            )
+        if self._differs:
+            names = ", ".join(self._differs)
+            return (
+                f"uninterrupted runs agree: {names}, passed to run.keep, differ between ranks, but a "
+                f"checkpoint has rank 0's only; pass each rank's own values in per_rank; {SEE[what]}"
             )
         return (
-            f"undisturbed runs agree: something this {what} goes by is neither {STATE[what]} nor decided by "
-            f"the step, such as a random generator of its own or a counter; {SEE[what]}"
+            f"uninterrupted runs agree: something this {what} depends on is neither {STATE[what]} nor "
+            f"determined by the step, such as a random generator of its own or a counter; {SEE[what]}"
         )
 
     def _new_run(self, save_every: int) -> WatchedRun:

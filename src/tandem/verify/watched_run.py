@@ -2,27 +2,23 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import FINISHED, StoppedError, TandemError
+from tandem.errors import FINISHED, StoppedError
+from tandem.launch.endings import run_failed
 from tandem.launch.simulated import stop_with_parent
-from tandem.process import safe_path
+from tandem.process import below, is_alive, safe_path, send
 from tandem.signals import StopFlag
 from tandem.telemetry.journal import read_events
-from tandem.timeouts import END_POLL_SECONDS, STEP_POLL_SECONDS
+from tandem.timeouts import END_LOOK_SECONDS, END_POLL_SECONDS, KILLED_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
-
-NO_ERROR = re.compile(r"\d\d:\d\d:\d\d (node|rank) \d+ \| (?!error: )")
-"""A line of our own log that tells of something else."""
-WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.errors\.\w+: )?")
-"""What torch and a traceback put before the words of an error."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +27,6 @@ class Kill:
 
     step: int
     rank: int | None = None
-
-
-class RunFailedError(TandemError):
-    """A run ended with an error, `code`."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code  # type: ignore[misc]
 
 
 class EndedFirstError(Exception):
@@ -86,7 +74,7 @@ class WatchedRun:
             if look is not None:
                 look(process.pid)
             if stop:
-                raise StoppedError(f"stopped by {stop.name}; nothing is decided")
+                raise StoppedError(f"stopped by {stop.name}; no result")
             time.sleep(END_POLL_SECONDS)
         self._fail_unless_finished(process)
 
@@ -97,6 +85,10 @@ class WatchedRun:
     def has_trained(self) -> bool:
         """Whether there was a step."""
         return bool(self._events("training"))
+
+    def kept_that_differs(self) -> list[str]:
+        """The names of what a script keeps and ranks have differently."""
+        return [str(name) for event in self._events("kept_differs") for name in event.get("names", ())]
 
     def was_through(self, last_step: int) -> bool:
         """Whether the last kill came when `last_step` was done, so that nothing was left to resume."""
@@ -126,16 +118,14 @@ class WatchedRun:
 
     def _look(self, process: subprocess.Popen[bytes], stop: StopFlag) -> None:
         if stop:
-            raise StoppedError(f"stopped by {stop.name}; nothing is decided")
+            raise StoppedError(f"stopped by {stop.name}; no result")
         if process.poll() is not None:
             self._fail_unless_finished(process)
             raise EndedFirstError
 
     def _fail_unless_finished(self, process: subprocess.Popen[bytes]) -> None:
         if process.returncode != FINISHED:
-            code = process.returncode if process.returncode > 0 else 128 - process.returncode
-            lines = self._output.read_text(errors="replace").splitlines()
-            raise RunFailedError(last_words([line for line in lines if line.strip()]) or f"code {code}", code)
+            raise run_failed(process.returncode, self._output.read_text(errors="replace").splitlines())
 
     def _logged_step(self) -> int:
         """The step of the last whole line of metrics.jsonl; 0 where there is none."""
@@ -147,40 +137,19 @@ class WatchedRun:
 
     def _kill_all(self) -> None:
         if self._process is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            all_below = below(self._process.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # who would start them again goes first
+            send(signal.SIGKILL, all_below)
             self._process.wait()
+            deadline = time.monotonic() + KILLED_SECONDS
+            while any(is_alive(each.pid) for each in all_below) and time.monotonic() < deadline:
+                time.sleep(END_LOOK_SECONDS)
             self._process = None
 
 
-def last_words(lines: Sequence[str]) -> str:
-    """Why a run failed, in one line: its last error, or the end of a script's traceback.
-
-    The agent of a script says last whose code has ended it; rank 0's own words stand just before that, and
-    those of another rank below it.
-    """
-    last = next((n for n in reversed(range(len(lines))) if "error: " in lines[n]), len(lines) - 1)
-    if lines and "error: ended with code " in lines[last]:
-        own = (lines[last + 1 :] or lines[:last])[-1:]
-        if own and not NO_ERROR.match(own[0]):
-            return WHOSE.sub("", own[0].rpartition("| error: ")[2].strip())
-    return lines[last].partition("error: ")[2] or lines[last].removeprefix("tandem: ") if lines else ""
-
-
-def rank_processes(session: int) -> dict[int, int]:
-    """{rank: process id} of the ranks in a session (Linux: /proc); their loader processes bear their name."""
-    parents: dict[int, int] = {}
-    ranks: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                name, pid = (entry / "comm").read_text().strip(), int(entry.name)
-                if name.startswith("tandem-rank-") and os.getsid(pid) == session:
-                    state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                    if state != "Z":  # a zombie is a rank of the generation before
-                        ranks[pid], parents[pid] = int(name.rpartition("-")[2]), int(parent)
-            except OSError:  # gone meanwhile
-                continue
-    return {rank: pid for pid, rank in ranks.items() if parents[pid] not in ranks}
+def rank_processes(launch: int) -> dict[int, int]:
+    """{rank: process id} of the ranks of a launch, given by its process; their children bear their name."""
+    named = [each for each in below(launch) if each.name.startswith("tandem-rank-")]
+    ranks = {each.pid for each in named}
+    return {int(each.name.rpartition("-")[2]): each.pid for each in named if each.parent not in ranks}

@@ -44,7 +44,7 @@ def make_folder(folder: Path) -> None:
     if folder.is_relative_to(top):
         top.mkdir(mode=0o700, exist_ok=True)
         if top.is_symlink() or top.stat().st_uid != os.getuid():
-            raise PermissionError(f"{top} is somebody else's")
+            raise PermissionError(f"{top} belongs to another user; remove it or set TMPDIR")
     folder.mkdir(parents=True, exist_ok=True)
 
 

@@ -9,7 +9,6 @@ import errno
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -25,6 +24,7 @@ from tandem.checkpoint.storage.protocol import (
     Sink,
     unstale,
 )
+from tandem.reading import descriptor
 
 NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that cannot, and need not
 LISTINGS = 10  # at most, of a folder that another writer prunes; NFS may name for a minute what is gone
@@ -59,20 +59,16 @@ class Folder:
         return unstale(lambda: _entries(Path(directory)))
 
     def open(self, path: PurePath, from_disk: bool = False) -> Reader:
-        try:  # without waiting for a pipe's writer, and not through a link
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO):
-                raise
-            raise OSError(errno.EBADMSG, "it is no file, but a link or a socket") from None
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EBADMSG, "it is no file, but a pipe, a device or a directory")
+        path = Path(path)
+        found = descriptor(path.parent.parent, f"{path.parent.name}/{path.name}")
         if from_disk:
             with suppress(OSError):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return _File(os.fdopen(descriptor, "rb"), state.st_size)
+                os.posix_fadvise(found, 0, 0, os.POSIX_FADV_DONTNEED)
+        size = os.fstat(found).st_size
+        if size and not _has_data(found):
+            os.close(found)
+            raise OSError(errno.EBADMSG, f"{path.name} has a size but no data on disk")
+        return _File(os.fdopen(found, "rb"), size)
 
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
@@ -83,7 +79,7 @@ class Folder:
         target = Path(target)
         unstale(lambda: self._prepare(target.parent))
         if not replace and unstale(target.exists):
-            raise FileExistsError(errno.EEXIST, "another writer has saved this step")
+            raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
         try:
             return self._write(target, payload, manifest)
         except OSError as error:
@@ -135,12 +131,24 @@ class Folder:
             unstale(lambda: _remove([Path(entry) for entry in entries]))
 
 
+def _has_data(descriptor: int) -> bool:
+    """Whether any of a file was ever written: reading a sparse tebibyte takes hours."""
+    try:
+        os.lseek(descriptor, 0, os.SEEK_DATA)
+    except OSError as error:
+        return error.errno != errno.ENXIO
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return True
+
+
 def _entries(directory: Path, tries: int = LISTINGS) -> dict[str, dict[str, int]]:
     """What lies there. Where a writer prunes meanwhile, its newer one is not among the names: asked again."""
     found: dict[str, dict[str, int]] = {}
     for name in os.listdir(directory) if directory.is_dir() else []:
         try:
-            if STEP_NAME.fullmatch(name):
+            if STEP_NAME.fullmatch(name) and (directory / name).is_symlink():
+                found[name] = {MANIFEST: 0}  # which says when it is read that it is reached through a link
+            elif STEP_NAME.fullmatch(name):
                 with os.scandir(directory / name) as files:
                     found[name] = {file.name: file.stat(follow_symlinks=False).st_size for file in files}
             elif (directory / name).is_dir():  # what it holds is nobody's business here

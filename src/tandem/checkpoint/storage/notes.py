@@ -15,6 +15,7 @@ from typing import Protocol
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.storage.protocol import unstale
 from tandem.config.address import RemotePath
+from tandem.reading import opened
 
 LARGEST_BYTES = 64 * 1024
 NAME = re.compile(r"\d{9,}")
@@ -62,10 +63,8 @@ class FolderNotes:
 
     def read(self, number: int) -> bytes | None:
         def once() -> bytes:
-            descriptor = os.open(
-                self._path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            )
-            with os.fdopen(descriptor, "rb") as file:
+            path = self._path(number)
+            with opened(path.parent.parent, f"{path.parent.name}/{path.name}") as file:
                 return file.read(LARGEST_BYTES)
 
         with suppress(FileNotFoundError):

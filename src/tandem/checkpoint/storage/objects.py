@@ -58,9 +58,9 @@ class Objects:
 
             self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
         except ImportError as error:
+            library = INSTALL.get(scheme, f"fsspec and its implementation of {scheme}")
             raise ConfigError(
-                f"{scheme}:// needs a library that is missing; "
-                f"pip install {INSTALL.get(scheme, f'fsspec and what it has for {scheme}')}"
+                f"{scheme}:// needs a library that is not installed; pip install {library}"
             ) from error
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
@@ -96,7 +96,7 @@ class Objects:
         """Put an object where there is none; whether it is the one that is there now."""
         held, lost = self._put(path, data, replace=False)
         if held is None:
-            raise lost or OSError(errno.EIO, "an object that was put is not there")
+            raise lost or OSError(errno.EIO, "an uploaded object is missing from the store")
         return held == data
 
     def _put(self, path: PurePath, data: bytes, replace: bool) -> tuple[bytes | None, OSError | None]:
@@ -118,8 +118,8 @@ class Objects:
         held, lost = self._put(seal, raw, replace)
         if held != raw:
             if held is not None and not replace:
-                raise FileExistsError(errno.EEXIST, "another writer has saved this step") from lost
-            raise lost or OSError(errno.EIO, "the manifest there is not the one that was put")
+                raise FileExistsError(errno.EEXIST, "another writer has already saved this step") from lost
+            raise lost or OSError(errno.EIO, "the manifest in the store is not the one that was uploaded")
         if replace:
             self.delete(target, self._keys(target).keys() - {state.name, MANIFEST})
         return sink.bytes + len(raw)
@@ -137,7 +137,7 @@ class Objects:
                 file.discard()
             raise
         if (size := ask(self._fs.info, path)["size"]) != sink.bytes:
-            raise OSError(errno.EIO, f"{size} of {sink.bytes} bytes have arrived")
+            raise OSError(errno.EIO, f"only {size} of {sink.bytes} bytes were uploaded")
         return sink
 
     def mend(self, directory: PurePath) -> None:

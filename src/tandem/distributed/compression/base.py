@@ -51,6 +51,6 @@ def refuse_sparse(modules: nn.Module, word: str) -> None:
     for name, module in modules.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ConfigError(
-                f"--gradient-compression {word}: the gradients of {name} are sparse; leave the setting out, "
-                "or make it with sparse=False"
+                f"--gradient-compression {word}: the gradients of {name} are sparse; remove the setting, "
+                "or create it with sparse=False"
             )

@@ -62,17 +62,22 @@ class Half:
         exact = carried(bucket, self._carrier)
         if exact is not None and sent is not whole:
             pairs.append((exact, exact.clone()))  # after the bucket, whose copy overwrites it
-        done = [dist.all_reduce(s.div_(self._ranks), async_op=True).get_future() for _, s in pairs]
+        *others, last = [
+            dist.all_reduce(sent.div_(self._ranks), async_op=True).get_future() for _, sent in pairs
+        ]
 
         def widen(finished: torch.futures.Future[Any]) -> Tensor:
-            for future in finished.value():
-                future.value()  # raises what the exchange has raised
+            finished.value()  # raises what the exchange has raised
+            for future in others:
+                future.wait()
             for target, source in pairs:
                 if target is not source:
                     target.copy_(source)
             return whole
 
-        return torch.futures.collect_all(done).then(widen)
+        # NCCL's future is done once the all-reduce is enqueued. Only its own then() and wait() make a stream
+        # wait for it: one that torch.futures.collect_all makes knows no device, and value() never waits.
+        return last.then(widen)
 
 
 def carried(bucket: Bucket, carrier: nn.Parameter) -> Tensor | None:

@@ -17,7 +17,7 @@ It feeds errors back for what it sends as it is, too, which would spoil the tele
 NaN in them for ever. The state here goes by the names of parameters, so it does not depend on buckets.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,12 +47,17 @@ class PowerSGD:
         self._next: dict[str, tuple[Tensor, Tensor]] = {}
         self._buckets: list[tuple[Tensor, Future[Any]]] = []
         self._gradients: dict[int, Tensor] = {}
+        if group.device.type == "cuda" and len(group.devices) > 1:
+            raise ConfigError(
+                "--gradient-compression powersgd sends all factors in one piece, but --devices-per-rank puts "
+                "them on several GPUs; use bf16 or none"
+            )
         self._threads = torch.get_num_threads()
         threads = group.gather(self._threads) if group.device.type == "cpu" else [1]
         if len(set(threads)) > 1:
             raise ConfigError(
-                "--gradient-compression powersgd computes the same factors on every rank, and the ranks have "
-                f"{', '.join(map(str, sorted(set(threads))))} threads: give --threads {min(threads)}"
+                "--gradient-compression powersgd computes the same factors on every rank, but the ranks have "
+                f"{', '.join(map(str, sorted(set(threads))))} threads; use --threads {min(threads)}"
             )
 
     def attach(
@@ -63,8 +68,8 @@ class PowerSGD:
         for name, parameter in self._names.items():
             if parameter.dtype != torch.float32:
                 raise ConfigError(
-                    f"--gradient-compression powersgd takes parameters in torch.float32, and {name} is in "
-                    f"{parameter.dtype}; use bf16, or none"
+                    f"--gradient-compression powersgd needs parameters in torch.float32, but {name} is in "
+                    f"{parameter.dtype}; use bf16 or none"
                 )
         self._matrices = {name: p for name, p in self._names.items() if self._is_worth_it(p)}
         left = [p for name, p in self._names.items() if name not in self._matrices]
@@ -166,6 +171,7 @@ class PowerSGD:
                     # all cores: on some CPUs a product then has other bits than on the other ranks.
                     torch.set_num_threads(self._threads)
                     done.value()
+                    _used_here(whole.values())
                     step()
                 except Exception as error:
                     for _, answer in buckets:
@@ -198,6 +204,16 @@ def orthonormal(columns: Tensor) -> Tensor:
     """An orthonormal basis whose span has that of `columns` in it, also where those are dependent or zero."""
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
+
+
+def _used_here(tensors: Iterable[Tensor]) -> None:
+    """On a GPU: the memory of `tensors`, made on another stream, is kept until this stream is done.
+
+    A callback of NCCL's future runs on a stream of its own, and frees on the host what that still reads.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _matrix(tensor: Tensor) -> Tensor:

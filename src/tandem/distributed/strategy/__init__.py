@@ -24,7 +24,7 @@ def load(
 ) -> Strategy:
     """The strategy of that name for the ranks of `group`; ConfigError where it cannot work with them."""
     if compute.dp_first_share != 1.0 and name != "dp":
-        raise ConfigError("--dp-first-share is for --strategy dp: leave it out, or train with dp")
+        raise ConfigError("--dp-first-share works only with --strategy dp; remove it, or use --strategy dp")
     check_together(exchange, compute)
     strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy
@@ -38,12 +38,12 @@ def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
     """
     if exchange.gradient_compression == "powersgd" and compute.precision == "fp16":
         raise ConfigError(
-            "--gradient-compression powersgd with --precision fp16, whose gradients change their scale: "
+            "--gradient-compression powersgd does not work with --precision fp16, which rescales gradients; "
             "use --precision bf16 or fp32"
         )
     if compute.compile and exchange.bucket_mb is not None and exchange.bucket_mb < 1:
         raise ConfigError(
-            f"--bucket-mb {exchange.bucket_mb:g} with --compile, for which 1 is the least; give 1 or more"
+            f"--bucket-mb: invalid value {exchange.bucket_mb:g}; expected a number >= 1 with --compile"
         )
 
 

@@ -33,6 +33,8 @@ class Strategy(Protocol):
     shares_state: bool
     """Whether no rank has the whole state of model and optimizer by itself. Then there is nothing to keep in
     a node's memory after a step, and a checkpoint is where a restart goes back to."""
+    checks_gradients: bool
+    """Whether a parameter that a step gives no gradient is refused, unless --find-unused allows it."""
 
     def spread(self, model: nn.Module) -> nn.Module:
         """The model as it is to be trained; its parameters may be others afterwards."""

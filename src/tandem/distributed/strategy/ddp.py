@@ -34,10 +34,10 @@ class Telemetry(nn.Module):
     or saved.
     """
 
-    def __init__(self, module: nn.Module, slots: int) -> None:
+    def __init__(self, module: nn.Module, slots: int, device: torch.device | None = None) -> None:
         super().__init__()
-        self.module = module
-        self.carrier = nn.Parameter(torch.zeros(slots))
+        self.module = module  # where it is: parts of a model may be on several devices
+        self.carrier = nn.Parameter(torch.zeros(slots, device=device))
 
     def forward(
         self, slots: Tensor, carries: float, batch: Any, scale: Tensor, so_far: Tensor
@@ -61,6 +61,8 @@ def listed(names: Sequence[str]) -> str:
 class Strategy(single.Strategy):
     """Gradients are means over ranks; weights are equal on all of them from the start."""
 
+    checks_gradients = True
+
     def check(self, group: ProcessGroup) -> None:
         """It works with any number of ranks."""
 
@@ -79,7 +81,7 @@ class Strategy(single.Strategy):
         """BatchNorm's running statistics are not read in training mode, so a model whose buffers are all
         BatchNorm's does without DDP's broadcast before every forward; evaluation gets rank 0's."""
         buffers = buffer_argument(has_buffers_beside_batchnorm(module))
-        telemetry = Telemetry(module, slots).to(self._group.device)
+        telemetry = Telemetry(module, slots, self._group.device)
         if self.__dict__.pop("_ddp", None) is not None:  # other parameters are trained from here on
             gc.collect()  # its hooks on the parameters go with the last reference to it
         self._carrier = telemetry.carrier
@@ -107,8 +109,8 @@ class Strategy(single.Strategy):
             if "find_unused_parameters" not in str(error):
                 raise
             raise UnusedParametersError(
-                f"in the step before, no gradient reached {listed(self._without_gradient(str(error)))}: "
-                "give --find-unused where a step may leave parameters out"
+                f"in the previous step, no gradient reached {listed(self._without_gradient(str(error)))}; "
+                "use --find-unused if a step may leave out parameters"
             ) from error
         return result
 
@@ -120,8 +122,8 @@ class Strategy(single.Strategy):
         without = [name for name, p in self._named.items() if p.requires_grad and p.grad is None]
         if without:
             raise ConfigError(
-                f"the loss gives no gradient to {listed(without)}: use them in the loss, freeze them with "
-                "requires_grad_(False), or give --find-unused"
+                f"the loss has no gradient for {listed(without)}; use them in the loss, freeze them with "
+                "requires_grad_(False), or use --find-unused"
             )
 
     def _without_gradient(self, said: str) -> list[str]:

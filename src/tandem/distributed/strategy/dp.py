@@ -31,7 +31,7 @@ class Strategy(single.Strategy):
     def check(self, group: ProcessGroup) -> None:
         if group.size > 1:
             raise ConfigError(
-                f"--strategy dp trains in one process with all its GPUs, and there are {group.size} ranks; "
+                f"--strategy dp trains in one process with all its GPUs, but there are {group.size} ranks; "
                 "use --nproc 1 on one node, or --strategy ddp"
             )
 
@@ -96,12 +96,12 @@ def limits(devices: Sequence[int], first_share: float) -> str:
     if len(devices) < 2:
         found = "1 GPU" if devices else "no GPU"
         return (
-            f"--strategy dp: nn.DataParallel splits a batch over GPUs and there is {found} here, so nothing "
-            "is split: this run computes as --strategy single does"
+            f"--strategy dp: nn.DataParallel splits a batch over GPUs, but there is {found} here, so nothing "
+            "is split; this run computes the same as --strategy single"
         )
     return (
-        f"--strategy dp: one process drives {len(devices)} GPUs by threads that share one interpreter lock; "
-        f"every step copies the weights to all of them and the gradients back to the first, which computes "
-        f"{first_share:g} of what another does; BatchNorm's running statistics are the first GPU's alone; "
+        f"--strategy dp: one process drives {len(devices)} GPUs with threads that share the Python GIL; "
+        f"every step copies the weights to all GPUs and the gradients back to the first, which gets "
+        f"{first_share:g} of another GPU's work; BatchNorm's running statistics are the first GPU's only; "
         "--strategy ddp has none of these limits"
     )

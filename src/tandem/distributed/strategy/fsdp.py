@@ -33,8 +33,8 @@ class Strategy(single.Strategy):
         """It works with any number of ranks. Raises ConfigError where torch has it on GPUs alone (2.6)."""
         if group.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise ConfigError(
-                f"--strategy fsdp on CPUs is not in torch {torch.__version__}; install torch 2.11 to 2.15, "
-                "or give --strategy ddp"
+                f"--strategy fsdp on CPUs needs torch 2.11 to 2.15, found {torch.__version__}; install one "
+                "of those, or use --strategy ddp"
             )
 
     def spread(self, model: nn.Module) -> nn.Module:
@@ -60,7 +60,7 @@ class Strategy(single.Strategy):
         """
         if mode != "default":
             raise ConfigError(
-                f"--compile-mode {mode} is not for --strategy fsdp; leave it out, or train with ddp"
+                f"--compile-mode {mode} does not work with --strategy fsdp; remove it, or use --strategy ddp"
             )
         self._compiles = self._blocks or [model]
         return model

@@ -19,6 +19,7 @@ class Strategy:
 
     shares_parameters = False
     shares_state = False
+    checks_gradients = False
     has_one_device = False
     """Whether it takes a model to be on one device."""
 
@@ -28,7 +29,7 @@ class Strategy:
         self.check(group)
         if self.has_one_device and len(group.devices) > 1:
             raise ConfigError(
-                "--devices-per-rank is for --strategy ddp or single: leave it out, or use those"
+                "--devices-per-rank works only with --strategy ddp or single; remove it, or use one of those"
             )
         self.check_exchange(exchange)
 
@@ -36,7 +37,7 @@ class Strategy:
         """Raise ConfigError where this strategy cannot work."""
         if group.size > 1:
             raise ConfigError(
-                f"--strategy single trains in one process, and there are {group.size} ranks; "
+                f"--strategy single trains in one process, but there are {group.size} ranks; "
                 "use --strategy ddp, or --nproc 1 on one node"
             )
 
@@ -45,7 +46,7 @@ class Strategy:
         for each in dataclasses.fields(exchange):
             if each.name != "powersgd_rank" and getattr(exchange, each.name) != each.default:
                 flag = "--" + each.name.replace("_", "-")
-                raise ConfigError(f"{flag} is for --strategy ddp: leave it out, or train with ddp")
+                raise ConfigError(f"{flag} works only with --strategy ddp; remove it, or use --strategy ddp")
 
     def spread(self, model: nn.Module) -> nn.Module:
         return model

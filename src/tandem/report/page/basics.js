@@ -44,6 +44,7 @@ const counted = (count, what) => `${number(count)} ${what}${count === 1 ? "" : "
 const date = time => isNumber(time) ? new Date(1000 * time).toLocaleString([], {dateStyle: "medium", timeStyle: "short", hourCycle: "h23"}) : "–";
 
 function clock(time) {
+  if (!isNumber(time)) return "–";
   const then = new Date(1000 * time), isToday = then.toDateString() === new Date().toDateString();
   const more = isToday ? {} : {month: "short", day: "numeric"};
   return then.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23", ...more});

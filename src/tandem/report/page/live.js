@@ -31,7 +31,7 @@ function show(run) {
     ["samples per second", number(run.samples_per_second)],
     ["time left", isOver ? "–" : seconds(run.seconds_left), !isOver && isNumber(run.seconds_left) ? `at ${clock(run.time + run.seconds_left)}` : ""],
     ["last checkpoint", newest ? `${seconds(run.time - newest.time)} ago` : "none", newest ? `step ${number(newest.step)}` : ""],
-    ["restarts", number(run.restarts)],
+    ["restarts", number(run.restarts), run.planned_stops ? `and ${number(run.planned_stops)} planned stops` : ""],
   ]);
   showRanks(run.ranks ?? []);
   checkpointTable($("checkpoints"), run.checkpoints, run.time);
@@ -41,7 +41,7 @@ function show(run) {
 function showRanks(ranks) {
   const parent = $("ranks");
   parent.replaceChildren();
-  add(parent, "h2", "Ranks: own time of a step, without the wait for the others");
+  add(parent, "h2", "Ranks: step time without waiting for other ranks");
   if (!ranks.length) { add(parent, "p", "nothing yet", "quiet"); return; }
   const most = Math.max(...ranks.map(rank => rank.own_ms));
   const heads = [["rank", "who"], ["node", ""], ["phases", "bar"], ["ms", "number"]];
@@ -55,7 +55,7 @@ function showRanks(ranks) {
 
 function ended(run) {
   const {state, exit_code: code, reason} = run.ending;
-  const at = `The run has ${state === "finished" ? "finished" : state === "stopped" ? "stopped, and is saved," : "failed"}`;
+  const at = `The run has ${state === "finished" ? "finished" : state === "stopped" ? "stopped and saved" : "failed"}`;
   const why = state === "failed" ? `: ${reason} (exit code ${code}).` : ".";
   return `${at} at step ${number(run.step)}${why} These are its last values; \`tandem report\` keeps them as a file.`;
 }
@@ -95,13 +95,13 @@ async function refresh() {
     if (run.error) throw new Error(run.error);
     show(run);
     if (run.history !== version) showCurves(await ask("api/history"), run.run);
-    if (starts !== run.restarts && await askAbout()) starts = run.restarts;
+    if (starts !== run.restarts + run.planned_stops && await askAbout()) starts = run.restarts + run.planned_stops;
     if (isOver) return;
     $("note").textContent = "";
     if (run.ending) showEnd(run);
     await showLog();
   } catch (error) {
-    if (!isOver) $("note").textContent = "No answer from the run; these are its last values.";
+    if (!isOver) $("note").textContent = "The run does not answer; these are its last values.";
   }
   if (!isOver) setTimeout(refresh, EVERY);
 }

@@ -1,5 +1,6 @@
 // The parts of both pages beside the curves: phases, checkpoints, events, and what is known of the run.
 const PHASES = ["data", "transfer", "forward", "backward", "optimizer", "other"];
+const stamp = time => isNumber(time) ? new Date(1000 * time).toISOString() : "";
 const ROUTINE = ["world", "training", "checkpoint", "checkpoint_verified"];
 const TROUBLE = ["rank_killed", "rank_failed", "hang", "nonfinite", "checkpoint_failed", "fallback", "replica_mismatch", "failed"];
 
@@ -47,7 +48,7 @@ function checkpointTable(parent, checkpoints, now) {
   table(parent, heads, rows, "Checkpoints").forEach((line, i) => {
     line.lastChild.className = checkpoints[i].state === "verified" ? "ok" : checkpoints[i].state;
   });
-  add(parent, "small", "written: hashed and on disk; verified: read back and the hash holds");
+  add(parent, "small", "written: hashed and on disk; verified: read back and the hash matches");
 }
 
 // What a line of events.jsonl says to a person; a kind that is not known here is told by its fields.
@@ -58,23 +59,23 @@ function sentence(event) {
   const cost = ` after ${seconds(rest.seconds)}${isGiven(rest.steps_lost) ? `, ${counted(rest.steps_lost, "step")} lost` : ""}`;
   const size = `${counted(rest.world_size, "rank")} on ${counted(rest.nodes, "node")}`;
   const sentences = {
-    world: () => rest.number > 1 ? `Start ${number(rest.number)}: ${size} meet again` : `The run starts${rest.anew ? " from nothing" : ""}: ${size}`,
+    world: () => rest.number > 1 ? `Start ${number(rest.number)}: ${size} restart` : `The run starts${rest.anew ? " from scratch" : ""}: ${size}`,
     training: () => `Training begins${at}`,
-    resumed: () => `Training goes on after step ${number(step)}`,
+    resumed: () => `Training resumed after step ${number(step)}`,
     checkpoint: () => `Checkpoint of step ${number(step)} saved: ${bytes(rest.bytes)} in ${seconds(rest.seconds)}`,
-    checkpoint_verified: () => `Checkpoint of step ${number(step)} read back: its hash holds`,
-    checkpoint_failed: () => `The checkpoint of step ${number(step)} could not be saved; training goes on`,
-    fallback: () => `The checkpoint of step ${number(step)} cannot be used (${rest.problem}); an older one is tried`,
-    straggler: () => `${who} holds the others back: ${seconds(rest.own_seconds)} of its own in a step, the median rank ${seconds(rest.median_seconds)}; ${rest.place ? `most of it at ${rest.place}` : `the difference is in ${rest.phase}`}`,
-    hang: () => `${who} hangs in ${rest.phase}${at}, for ${seconds(rest.seconds)} now; all ranks are started again`,
+    checkpoint_verified: () => `Checkpoint of step ${number(step)} verified: its hash matches`,
+    checkpoint_failed: () => `The checkpoint of step ${number(step)} could not be saved; training continues`,
+    fallback: () => `The checkpoint of step ${number(step)} cannot be used (${rest.problem}); trying an older one`,
+    straggler: () => `${who} is a straggler: it needs ${seconds(rest.own_seconds)} per step (median ${seconds(rest.median_seconds)}); ${rest.place ? `most of it at ${rest.place}` : `the extra time is in ${rest.phase}`}`,
+    hang: () => `${who} has hung in ${rest.phase}${at} for ${seconds(rest.seconds)}; restarting all ranks`,
     rank_killed: () => `${who} was killed (${rest.signal}); training again${cost}`,
     recovered: () => `Training again${cost}`,
     rank_failed: () => `A rank failed: ${reason}`,
     nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
-    replica_mismatch: () => `Ranks ${told(rest.ranks)} have other parameters than rank 0${at}`,
-    batch_shares: () => `The batch is shared out as ${(rest.sizes ?? []).join(" : ")}${at}`,
+    replica_mismatch: () => `Ranks ${told(rest.ranks)} have different parameters from rank 0${at}`,
+    batch_shares: () => `The batch is split as ${(rest.sizes ?? []).join(" : ")}${at}`,
     finished: () => `The run finished${at}`,
-    stopped: () => `The run was stopped, and saved${at}`,
+    stopped: () => `The run was stopped and saved${at}`,
     failed: () => `The run failed: ${reason} (exit code ${rest.exit_code})`,
   };
   if (Object.hasOwn(sentences, kind)) return sentences[kind]();
@@ -84,7 +85,7 @@ function sentence(event) {
 
 function eventLine(parent, event) {
   const line = add(parent, "li", "", TROUBLE.includes(event.kind) ? "trouble" : event.kind === "straggler" ? "warned" : "");
-  add(line, "time", clock(event.time)).dateTime = new Date(1000 * event.time).toISOString();
+  add(line, "time", clock(event.time)).dateTime = stamp(event.time);
   add(line, "span", sentence(event));
 }
 
@@ -104,7 +105,7 @@ function eventList(parent, events) {
     if (end - i < 2) { eventLine(list, events[i++]); continue; }
     const run = events.slice(i, end), oldest = run.at(-1).time, saves = run.filter(each => each.kind === "checkpoint");
     const line = add(list, "li");
-    add(line, "time", clock(run[0].time)).dateTime = new Date(1000 * run[0].time).toISOString();
+    add(line, "time", clock(run[0].time)).dateTime = stamp(run[0].time);
     const details = unfold(line, saves.length ? `${counted(saves.length, "checkpoint")} saved, the newest of step ${number(saves[0].step)}${saves.length < run.length ? `; ${counted(run.length - saves.length, "routine event")} more` : ""}` : sentence(run[0]), unfolded.has(oldest));
     details.addEventListener("toggle", () => details.open ? unfolded.add(oldest) : unfolded.delete(oldest));
     const inner = add(details, "ol", "", "events");
@@ -123,7 +124,7 @@ function aboutSection(parent, about) {
     ["versions", Object.entries(about.versions ?? {}).map(pair => pair.join(" ")).join(", ")],
     ["hardware", (about.hardware ?? []).join("; ")],
   ].filter(row => row[1]);
-  if (!rows.length) add(parent, "p", "nothing is written down of its start", "quiet");
+  if (!rows.length) add(parent, "p", "no record of its start", "quiet");
   else {
     const list = add(parent, "dl");
     for (const [name, value] of rows) {
@@ -141,7 +142,7 @@ function settingsSection(parent, settings) {
   const rows = settings.map(({name, value, default: usual}) => [name.replaceAll("_", "-"), shown(value), shown(usual)]);
   const own = rows.filter((_, i) => settings[i].differs), heads = [["setting", "short"], ["value", ""], ["default", "default"]];
   if (own.length) table(parent, heads, own, "Settings that differ from the default");
-  else add(parent, "p", "all have their default", "quiet");
+  else add(parent, "p", "all have their default values", "quiet");
   const rest = unfold(parent, `all ${rows.length} settings`);
   rest.addEventListener("toggle", () => { if (rest.open && rest.children.length === 1) table(rest, heads, rows, "All settings"); });
 }

@@ -1,5 +1,5 @@
 // The report of finished runs: one in full, or several beside each other.
-const {runs, made, links, up} = JSON.parse($("runs").textContent);
+const {runs, made, links, up, problems} = JSON.parse($("runs").textContent);
 const timed = (name, value) => name.endsWith("time") ? seconds(value) : number(value);
 
 function header(parent, run) {
@@ -12,6 +12,7 @@ function header(parent, run) {
   const when = runs.length === 1 && isNumber(run.ended) ? `${run.state} on ${date(run.ended)} · ` : "";
   add(head, "span", `${when}report of ${date(made)}`, "quiet");
   if (up) add(head, "a", "all runs").href = up;
+  for (const problem of problems ?? []) add(parent, "p", problem, "said failed");
   if (runs.length === 1 && run.reason) add(parent, "p", `The run has failed: ${run.reason}`, "said failed");
 }
 

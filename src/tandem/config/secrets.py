@@ -6,6 +6,7 @@ that this process was itself given under such a name. Quantifiers are bounded: a
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 HIDDEN = "[hidden]"
 SHORTEST = 6
@@ -15,7 +16,7 @@ _NAME = (
     r"|(?:access|account|api|auth|deploy|encryption|license|master|private|signing|storage)[_-]?key)"
 )
 _VALUE = r"""("[^"]*"|'[^']*'|[^\s,;&"']+)"""
-_IS_SECRET = re.compile(rf"(?:{_NAME}|[\w.-]*secret[\w.-]*|pgpassword)\Z", re.I)
+_IS_SECRET = re.compile(rf"(?:{_NAME}|[\w.-]*secret[\w.-]*|pgpassword|auth|authorization|cookie)\Z", re.I)
 _NAMED = re.compile(rf"""(\b{_NAME}["']?(?:\s*[=:]\s*|\s+))((?:(?:bearer|basic)\s+)?){_VALUE}""", re.I)
 _HEADER = re.compile(
     r"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:\w{1,20}\s+)?|\bbearer\s+)([\w.~+/=-]{8,})", re.I
@@ -36,6 +37,32 @@ def is_secret(name: str) -> bool:
 def secrets_in(environ: Mapping[str, str]) -> list[str]:
     """The values of an environment that no page may show."""
     return [value for name, value in environ.items() if is_secret(name)]
+
+
+def hidden(value: Any, secrets: Iterable[str] = (), is_named: bool = False, is_setting: bool = False) -> Any:
+    """A copy of plain JSON without secrets, however deep, in names too.
+
+    `is_named`: it stands behind the name of a secret, and no text of it is shown; no number either where it
+    `is_setting`: a metric may be called loss_per_token.
+    """
+
+    def inner(item: Any, name: object = "") -> Any:
+        return hidden(item, secrets, is_named or is_secret(str(name).lstrip("-")), is_setting)
+
+    if isinstance(value, dict):
+        label = value.get(
+            "name", value.get("key")
+        )  # as an environment is written: {"name": ..., "value": ...}
+        return {
+            hide(str(name), secrets): inner(item, label if name == "value" else name)
+            for name, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        before = ["", *(each if isinstance(each, str) else "" for each in value)]  # ["--password", "..."]
+        return [inner(item, name) for item, name in zip(value, before, strict=False)]
+    if isinstance(value, str):
+        return HIDDEN if is_named and value else hide(value, secrets)
+    return HIDDEN if is_named and is_setting and not isinstance(value, bool | None) else value
 
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:

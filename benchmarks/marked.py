@@ -1,0 +1,38 @@
+"""Processes of a launch that a benchmark has started, wherever they are: each has a mark in its environment.
+
+Ranks lead sessions of their own, and daemons have no parent: what they have in common is a variable.
+"""
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+MARK = "STARTED_BY_BENCHMARK"
+
+
+class Marked(NamedTuple):
+    pid: int
+    name: str
+    session: int
+
+
+def marked(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for a program whose processes are to be known."""
+    return {**environ, MARK: uuid.uuid4().hex}
+
+
+def living(environ: Mapping[str, str]) -> list[Marked]:
+    """What was started with this environment and has not ended."""
+    found, line = [], f"{MARK}={environ[MARK]}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if line in (entry / "environ").read_bytes().split(b"\0"):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    name, pid = (entry / "comm").read_text().strip(), int(entry.name)
+                    found.append(Marked(pid, name, os.getsid(pid)))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,109 @@
+"""Is a training set the one that a checkpoint was trained on? Its length, and a look at a few samples.
+
+The position in the data is a step: with another set it means other samples, and nothing else would show it.
+Only what costs nothing and draws no random number is looked at: rows of tensors, names of files, labels.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from tandem.data.datasets import TensorImages, TensorRows
+from tandem.data.fetch import is_stream
+
+PLACES = 8
+ELEMENTS = 4096
+"""Of a row, at most."""
+CLOSE = 1e-3
+"""Relative: the same data computed on another machine may differ in its last bits."""
+
+
+def data_facts(dataset: Any) -> dict[str, Any]:
+    """{"samples": their number, "probe": [what some samples are like]}; less where that is not known.
+
+    A dataset with of_rank() compares its parts itself.
+    """
+    if hasattr(dataset, "of_rank") or not hasattr(dataset, "__len__"):
+        return {}
+    count = len(dataset)
+    if is_stream(dataset):
+        return {"samples": count}
+    places = sorted({number * (count - 1) // (PLACES - 1) for number in range(PLACES)}) if count else []
+    try:
+        probe = [_sample(dataset, place) for place in places]
+    except Exception:  # a dataset of whatever kind that only looks like one of these
+        probe = []
+    return {"samples": count, "probe": probe if any(probe) else []}
+
+
+def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """How a training set differs from the one of a checkpoint, in a few words; "": not as far as is known."""
+    was, count = saved.get("samples"), now.get("samples")
+    if isinstance(was, int) and isinstance(count, int) and was != count:
+        return f"the training set had {was:,} samples and now has {count:,}"
+    before, after = saved.get("probe") or [], now.get("probe") or []
+    if before and after and (len(before) != len(after) or not all(map(_alike, before, after))):
+        return f"the training set has different samples than before, though the same number ({count or 0:,})"
+    return ""
+
+
+def _sample(dataset: Any, place: int) -> list[Any]:
+    """A few numbers and words on one sample; none where it is not cheap to have."""
+    getitem = getattr(type(dataset), "__getitem__", None)
+    if getitem is TensorDataset.__getitem__:
+        return [_number(tensor[place]) for tensor in dataset.tensors]
+    if isinstance(dataset, TensorImages):
+        return [_number(dataset.images[place]), _number(dataset.labels[place])]
+    if isinstance(dataset, TensorRows):
+        return [_number(dataset.inputs[place]), _number(dataset.targets[place])]
+    if getitem is Subset.__getitem__:
+        inner = int(dataset.indices[place])
+        return [inner, *_sample(dataset.dataset, inner)]
+    if getitem is StackDataset.__getitem__:
+        parts = dataset.datasets
+        inside = parts.values() if isinstance(parts, dict) else parts
+        return [each for part in inside for each in _sample(part, place)]
+    if getitem is ConcatDataset.__getitem__:
+        number = bisect_right(dataset.cumulative_sizes, place)
+        before = dataset.cumulative_sizes[number - 1] if number else 0
+        return [number, *_sample(dataset.datasets[number], place - before)]
+    if isinstance(dataset, list | tuple):
+        item = dataset[place]
+        return [_number(each) for each in (item if isinstance(item, list | tuple) else [item])]
+    return [*_of_list(dataset, "samples", place), *_of_list(dataset, "targets", place)]
+
+
+def _of_list(dataset: Any, name: str, place: int) -> list[Any]:
+    """What torchvision's datasets list: (file, class), or labels."""
+    listed = getattr(dataset, name, None)
+    if not isinstance(listed, list | Tensor) or len(listed) != len(dataset):
+        return []
+    item = listed[place]
+    if isinstance(item, tuple) and item and isinstance(item[0], str | PurePath):
+        return ["/".join(PurePath(item[0]).parts[-2:])]
+    return [_number(item)]
+
+
+def _number(value: Any) -> Any:
+    """A tensor as one number; numbers and words as they are; "" for everything else."""
+    if isinstance(value, Tensor):
+        some = value.detach().reshape(-1)[:ELEMENTS]
+        value = float(some.abs().double().mean()) if some.numel() else 0.0
+    if isinstance(value, str):
+        return value[:80]
+    if isinstance(value, bool | int):
+        return int(value) if abs(value) < 2**62 else ""
+    return value if isinstance(value, float) and math.isfinite(value) else ""
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float | int) and isinstance(other, float | int):
+        return math.isclose(one, other, rel_tol=CLOSE, abs_tol=1e-9)
+    return bool(one == other)

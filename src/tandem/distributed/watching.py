@@ -1,0 +1,33 @@
+"""Collectives that a person's own code calls, seen before they are run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+SAME_SHAPES = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_scatter", "broadcast")
+"""Collectives for which every rank has to bring tensors of the same shapes."""
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, `meet(name, shapes)` is called before each collective; what it raises stops that.
+
+    `shapes` are those of all its tensors, none for a collective whose shapes may differ between ranks.
+    """
+
+    def __init__(self, meet: Callable[[str, list[list[int]]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meet = meet
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func.namespace in NAMESPACES and not name.startswith("wait"):
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            alike = any(word in name for word in SAME_SHAPES)
+            self._meet(name.strip("_"), [[*each.shape] for each in tensors] if alike else [])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,78 @@
+"""The same end twice: what comes back at the same step has a cause, and it is shown on node 0's terminal.
+
+A rank that is killed or aborts writes its last words to its own log, on its own node, and the others only see
+that it is gone. Restarts hide that, until their budget is spent.
+"""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tandem.distributed.position import Position
+from tandem.errors import FINISHED, PEER_LOST, STOPPED
+from tandem.launch.endings import Cause, last_words
+from tandem.launch.part import Node
+from tandem.script.environment import error_file
+from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
+
+log = logging.getLogger("tandem.agent")
+
+Words = tuple[Cause, str]
+"""How a rank ended, and where it was then."""
+
+
+class Repeats:
+    """Compares the end of each generation that is followed by another with the end before it."""
+
+    def __init__(self, node: Node, store: TCPStore) -> None:
+        self._node, self._store = node, store
+        self._last: tuple[int, int] | None = None
+
+    def ended(self, code: int, positions: Mapping[int, Position], codes: Mapping[int, int]) -> None:
+        """A generation has ended with `code` here, and its ranks {local rank: code} with theirs."""
+        first = positions[0]
+        prefix = f"{first.store[2] if first.store else ''}/words/"
+        mine = [
+            (self._cause(positions[rank], code), self._node.view.whereabouts(positions[rank].rank))
+            for rank, code in codes.items()
+            if rank in positions and code not in (FINISHED, STOPPED)
+        ]
+        with contextlib.suppress(RuntimeError):  # the store is gone: there is nobody to read it
+            told = [[cause.to_json(), where] for cause, where in mine]
+            self._store.set(f"{prefix}{first.node_rank}", json.dumps(told))
+        this = code, self._node.view.rank_zeros_step()
+        is_same, self._last = this == self._last, this
+        if is_same and first.node_rank == 0:
+            self._show(mine + self._of_others(prefix, first.nodes))
+
+    def _cause(self, position: Position, code: int) -> Cause:
+        path = self._node.view.run_dir / "log" / f"rank-{position.rank}.log"
+        lines = tuple(line for line in last_words(error_file(position), path) if "frame #" not in line)
+        return Cause(position.rank, position.node_rank, position.node_name, code, lines)
+
+    def _of_others(self, prefix: str, nodes: int) -> list[Words]:
+        """What the other nodes have left word of, within a short time."""
+        found, missing = list[Words](), set(range(1, nodes))
+        deadline = time.monotonic() + OTHERS_SECONDS
+        with contextlib.suppress(RuntimeError):
+            while missing and time.monotonic() < deadline:
+                for node in [each for each in missing if self._store.check([f"{prefix}{each}"])]:
+                    missing.discard(node)
+                    with contextlib.suppress(
+                        ValueError, TypeError, AttributeError
+                    ):  # anybody may write there
+                        told = json.loads(self._store.get(f"{prefix}{node}"))
+                        found += [(Cause.from_json(cause), str(where)[:100]) for cause, where in told]
+                time.sleep(MONITOR_SECONDS * bool(missing))
+        return found
+
+    def _show(self, words: list[Words]) -> None:
+        """Those of the ranks that did more than lose their peers, if there are any."""
+        own = [each for each in words if each[0].code != PEER_LOST] or words
+        for cause, where in own:
+            lines = "\n  ".join(["", *cause.lines])
+            log.warning("the same failure a second time: %s %s; end of its log:%s", cause, where, lines)

@@ -1,0 +1,360 @@
+"""Read the files of a run directory: one bounded, typed reader, which trusts no file.
+
+A run directory may come from an archive, a shared volume or a stranger. Only regular files are opened, and no
+link is followed below the directory; bytes, depth and items have limits; bytes that are not UTF-8 are
+replaced; and each file declares the types of its fields. What does not fit is left out and becomes a problem,
+a phrase that a command prints. Standard library only.
+"""
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, BinaryIO, NoReturn, TypeVar
+
+EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
+OLDER = ".1"
+"""What the name of a file ends with that was full and put aside (`rotation.older`)."""
+RECORD_BYTES = 4 * 2**20
+"""Of a file that is read whole, as JSON or as text; a hundred times what one has."""
+TAIL_BYTES = 4 * 2**20
+"""Of a file of JSON lines its end is read. More than `rotation.EVENTS_BYTES`."""
+LINE_BYTES = 2**20
+MOST_LINES, MOST_STRAY_LINES = 50_000, 10_000
+DEEPEST, MOST_ITEMS = 16, 200_000
+LARGEST = 2**63
+LONGEST_TEXT = 64 * 1024
+LATEST = 253_402_300_800.0
+"""Unix seconds of the year 10000, the first that no date can show."""
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Numbers that JSON does not have, as `journal.plain` spells them."""
+KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+T = TypeVar("T")
+StrPath = str | os.PathLike[str]
+Type = Callable[[object], object]
+"""Returns the value as its type has it. Raises ValueError, TypeError or OverflowError for another one."""
+
+
+def anything(value: object) -> object:
+    """Plain JSON: text can be printed, and numbers are of a size that every reader can format."""
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if -LARGEST < value < LARGEST else float(value)
+    if isinstance(value, dict):
+        return {text(name): anything(item) for name, item in value.items()}
+    return [anything(item) for item in value] if isinstance(value, list) else value
+
+
+def text(value: object) -> str:
+    """Text without the halves of characters that nothing can print."""
+    if not isinstance(value, str):
+        raise TypeError("not text")
+    return value[:LONGEST_TEXT].encode("utf-8", "replace").decode()
+
+
+def count(value: object) -> int:
+    """A natural number of 63 bits."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST:
+        raise TypeError("not a count")
+    return value
+
+
+def number(value: object) -> int | float:
+    """Any number, also one that is not finite."""
+    if isinstance(value, str):
+        return NOT_FINITE.get(value) or _wrong(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("not a number")
+    return value if isinstance(value, float) or -LARGEST < value < LARGEST else float(value)
+
+
+def finite(value: object) -> int | float:
+    """A number that is one."""
+    found = number(value)
+    return found if math.isfinite(found) else _wrong(found)
+
+
+def moment(value: object) -> float:
+    """Unix seconds that a date can show."""
+    found = float(number(value))
+    return found if 0 <= found < LATEST else _wrong(found)
+
+
+def table_of(kind: Callable[[object], T]) -> Callable[[object], dict[str, T]]:
+    """An object whose items of another type are left out."""
+
+    def table(value: object) -> dict[str, T]:
+        if not isinstance(value, dict):
+            raise TypeError("not an object")
+        found: dict[str, T] = {}
+        for name, item in value.items():
+            with suppress(ValueError, TypeError, OverflowError):
+                found[text(name)] = kind(item)
+        return found
+
+    return table
+
+
+def list_of(kind: Type) -> Type:
+    """A list of this type alone."""
+
+    def listed(value: object) -> list[object]:
+        if not isinstance(value, list):
+            raise TypeError("not a list")
+        return [kind(item) for item in value]
+
+    return listed
+
+
+def _wrong(value: object) -> NoReturn:
+    raise ValueError(value)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The types of an object's fields. Null is as good as missing for all but those that are `required`.
+
+    `others`: the type of fields that are not named here; None leaves them out.
+    """
+
+    fields: Mapping[str, Type] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+    others: Type | None = anything
+
+
+numbers = table_of(number)
+SUMMARY = Shape({
+    "state": text, "reason": text, "task": text, "platform": text, "weights_sha256": text,
+    "optimizer": text, "schedule": text, "exit_code": count, "world_size": count, "nodes": count,
+    "global_step": count, "samples_seen": count, "restarts": count, "planned_stops": count,
+    "resumed_from_step": count, "last_checkpoint_step": count, "epoch": number, "loss": number, "lr": number,
+    "samples_per_second": number, "wall_seconds": number, "eval": numbers,
+})  # fmt: skip
+CONFIG = Shape({"run_dir": text, "run_name": text, "task": text, "tracker": text, "log_format": text})
+ABOUT = Shape(
+    {
+        "started": moment, "command": text, "folder": text, "commit": text, "versions": table_of(text),
+        "hardware": list_of(text),
+    },
+    others=None,
+)  # fmt: skip
+EVENT = Shape(
+    {
+        "time": moment, "kind": text, "step": count, "rank": count, "node": count, "number": count,
+        "nodes": count, "world_size": count, "exit_code": count, "bytes": finite, "seconds": finite,
+        "steps_lost": finite, "own_seconds": finite, "median_seconds": finite, "reason": text,
+        "problem": text, "signal": text, "phase": text, "place": text, "sizes": list_of(count),
+    },
+    frozenset({"kind"}),
+)  # fmt: skip
+POINT = Shape(
+    {"step": count, "time": moment, "eval": numbers, "scores": numbers, "phases": numbers},
+    frozenset({"step"}),
+    others=number,
+)
+STARTS = Shape(
+    {"starts": count, "step": count, "reason": text}, frozenset({"starts", "step", "reason"}), others=None
+)
+MARK = Shape(
+    {"ours": text, "run": text, "step": lambda value: value if value == -1 else count(value), "rows": count,
+     "sent": count},
+    frozenset({"ours"}),
+    others=_wrong,
+)  # fmt: skip
+SHAPES = {
+    "config.json": CONFIG,
+    "summary.json": SUMMARY,
+    "about.json": ABOUT,
+    "tracker.json": Shape(),
+    METRICS: POINT,
+    EVENTS: EVENT,
+    EVENTS + OLDER: EVENT,
+}
+
+
+def opened(folder: StrPath, name: str) -> BinaryIO:
+    """The file of a `descriptor`."""
+    return os.fdopen(descriptor(folder, name), "rb")
+
+
+def descriptor(folder: StrPath, name: str) -> int:
+    """A regular file below `folder`, open for reading: `name` may have folders in it, none of them a link.
+
+    `folder` itself is as a person typed it, and may be a link. Raises OSError: FileNotFoundError where there
+    is none, EBADMSG for what is not a file.
+    """
+    *inner, last = PurePath(name).parts
+    at = os.open(folder, _DIRECTORY)
+    try:
+        for each in inner:
+            _check_kind(at, each, stat.S_IFDIR)
+            below = os.open(each, _DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = below
+        _check_kind(at, last, stat.S_IFREG)  # opening some devices is an action
+        found = os.open(last, _FILE, dir_fd=at)
+    finally:
+        os.close(at)
+    if stat.S_ISREG(os.fstat(found).st_mode):
+        return found
+    os.close(found)
+    raise OSError(errno.EBADMSG, f"{last} is not a file")
+
+
+def _check_kind(at: int, name: str, wanted: int) -> None:
+    kind = stat.S_IFMT(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode)
+    if kind != wanted:
+        raise OSError(errno.EBADMSG, f"{name} is {KINDS.get(kind, 'no file')}")
+
+
+def content(folder: StrPath, name: str, limit: int = RECORD_BYTES) -> bytes:
+    """The whole of a small file. Raises OSError, also where it is larger than `limit`."""
+    with opened(folder, name) as file:
+        found = file.read(limit + 1)
+    if len(found) > limit:
+        raise OSError(errno.EFBIG, f"{name} has more than {limit:,} bytes")
+    return found
+
+
+def parsed(raw: bytes) -> Any:
+    """The value of JSON, within the limits. Raises ValueError with what is wrong."""
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_ITEMS:
+        raise ValueError(f"has more than {MOST_ITEMS:,} items")
+    try:
+        found = json.loads(raw.decode("utf-8", "replace"))
+    except RecursionError:
+        raise ValueError(f"is nested deeper than {DEEPEST} levels") from None
+    except ValueError:
+        raise ValueError("is not JSON") from None
+    if is_deep(found):
+        raise ValueError(f"is nested deeper than {DEEPEST} levels")
+    return found
+
+
+def is_deep(value: object) -> bool:
+    """Whether there is anything more than DEEPEST levels down."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            item
+            for each in level
+            if isinstance(each, dict | list)
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
+
+
+def typed(value: object, shape: Shape) -> tuple[dict[str, Any], list[str]]:
+    """The fields of the right type, and the names of the others. Raises ValueError for no such object."""
+    if not isinstance(value, dict):
+        raise ValueError("is not an object")
+    found: dict[str, Any] = {}
+    left_out = []
+    for key, item in value.items():
+        kind, name = shape.fields.get(key, shape.others), text(key)
+        if kind is None:
+            continue
+        try:
+            found[name] = None if item is None and key not in shape.required else kind(item)
+        except (ValueError, TypeError, OverflowError):
+            left_out.append(name)
+    if not shape.required <= found.keys():
+        raise ValueError(f"has no {', '.join(sorted(shape.required - found.keys()))}")
+    return found, left_out
+
+
+class RunFiles:
+    """The files of the run in `folder`. What cannot be read is missing, and one of the `problems`."""
+
+    def __init__(self, folder: StrPath) -> None:
+        self._folder = folder
+        self.problems: list[str] = []
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file, with the types of SHAPES; empty where there is none."""
+        try:
+            found, left_out = typed(parsed(content(self._folder, name)), SHAPES[name])
+        except OSError as error:
+            self._note(name, error)
+            return {}
+        except ValueError as error:
+            self.problems.append(f"{name} {error}")
+            return {}
+        if left_out:
+            shown = ", ".join(each[:40] for each in left_out[:3])
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            self.problems.append(f"{name} has a value of the wrong type: {shown}{more}")
+        return found
+
+    def lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """The objects of the end of a JSON-lines file; what is torn or no such object is left out."""
+        try:
+            with opened(self._folder, name) as file:
+                found = _last_lines(file)
+        except OSError as error:
+            self._note(name, error)
+            return
+        stray = 0
+        for line in found:
+            try:
+                record = typed(parsed(line), SHAPES[name])[0] if line[:1] == b"{" else _wrong(line)
+            except ValueError:
+                stray += 1
+                if stray > MOST_STRAY_LINES:
+                    self.problems.append(f"{name} has more than {MOST_STRAY_LINES:,} stray lines")
+                    return
+                continue
+            yield record
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The lines of events.jsonl, after those of the older file where there is one."""
+        if not self._is_one(EVENTS, EVENTS + OLDER):  # as a kill leaves them
+            yield from self.lines(EVENTS + OLDER)
+        yield from self.lines(EVENTS)
+
+    def text(self, name: str) -> str:
+        """The whole of a small text file; empty where there is none."""
+        try:
+            return content(self._folder, name).decode("utf-8", "replace")
+        except OSError as error:
+            self._note(name, error)
+            return ""
+
+    def _is_one(self, *names: str) -> bool:
+        with suppress(OSError):
+            facts = [os.stat(os.path.join(self._folder, name), follow_symlinks=False) for name in names]
+            return os.path.samestat(*facts)
+        return False
+
+    def _note(self, name: str, error: OSError) -> None:
+        if isinstance(error, FileNotFoundError):
+            return
+        is_ours = error.errno in (errno.EBADMSG, errno.EFBIG)
+        self.problems.append(str(error.strerror) if is_ours else f"{name}: {error.strerror or error}")
+
+
+def _last_lines(file: BinaryIO) -> list[bytes]:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TAIL_BYTES))
+    lines = file.read(TAIL_BYTES).splitlines()
+    whole = lines[1:] if size > TAIL_BYTES else lines
+    return [line for line in whole[-MOST_LINES:] if 1 < len(line) <= LINE_BYTES]

@@ -1,0 +1,61 @@
+"""Where in a task's own code an error came from, and a traceback short enough to be read.
+
+A shape or a dtype that does not fit is raised in torch, dozens of frames below the task's line.
+"""
+
+import linecache
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+from tandem.errors import text_of
+
+OURS = str(Path(__file__).resolve().parent.parent) + "/"
+TASKS = str(Path(__file__).resolve().parent) + "/"
+INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + "/")
+FRAME = re.compile(r'^ +\|? *File "([^"<][^"]*)", line (\d+), in (.+)$', re.M)
+MOST_FRAMES, MOST_LINES, LINE_CHARACTERS = 4, 10, 500
+LOADER = re.compile(r"Caught \w+ in .+\.\nOriginal Traceback")
+
+
+def full_trace(error: BaseException) -> str:
+    """The whole traceback, as python shows it."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def short_trace(error: BaseException) -> str:
+    """The frames of the task's own code, else the last ones of all: MOST_LINES lines at most."""
+    lines = ["Traceback (most recent call last, in the task's code):"]
+    for file, line, name in _frames(error)[-MOST_FRAMES:]:
+        lines.append(f'  File "{file}", line {line}, in {name}')
+        if code := linecache.getline(file, int(line)).strip():
+            lines.append(f"    {code[:LINE_CHARACTERS]}")
+    return "\n".join(lines[:MOST_LINES])
+
+
+def what_and_where(error: BaseException) -> str:
+    """`RuntimeError: shapes do not fit (my_task.py line 12)`: one line."""
+    kind, text = type(error).__name__, text_of(error).strip()
+    if LOADER.match(text):  # of a loader process: the error itself is the last line of its traceback
+        kind, _, text = text.splitlines()[-1].partition(": ")
+    what = f"{kind}: {text.splitlines()[0]}" if text else kind
+    frames = _frames(error)
+    return f"{what} ({_shown(frames[-1][0])} line {frames[-1][1]})" if frames else what
+
+
+def _frames(error: BaseException) -> list[tuple[str, str, str]]:
+    """(file, line, function) of the task's code, of a built-in task's, or of anything.
+
+    Read from the text: that of a loader process is text already.
+    """
+    found = FRAME.findall(full_trace(error))
+    own = [
+        each for each in found if not each[0].startswith(OURS) and not any(i in each[0] for i in INSTALLED)
+    ]
+    return own or [each for each in found if each[0].startswith(TASKS)] or found
+
+
+def _shown(file: str) -> str:
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

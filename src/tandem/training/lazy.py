@@ -1,0 +1,51 @@
+"""Lazy modules (nn.LazyLinear): parameters that get their shapes from the first batch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.data.kinds import begins_anew, evaluation_batches
+from tandem.distributed.group import ProcessGroup
+from tandem.tasks.base import WholeTask
+from tandem.tasks.mistakes import check_batch, mistake
+
+SAMPLES = 2
+"""Of the training set: BatchNorm needs two."""
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether a parameter or buffer has no shape yet."""
+    return isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer)
+
+
+def materialize(task: WholeTask, model: nn.Module, train: Any, world: ProcessGroup) -> None:
+    """Give each parameter of a lazy module its shape and first values, by a forward pass of a few samples.
+
+    In evaluation mode, so that neither dropout nor running statistics depend on it: the weights are the same
+    on any number of ranks. Raises ConfigError where no batch can be had in advance, or none reaches a module.
+    """
+    if not _without_shape(model):
+        return
+    if not begins_anew(train, world.rank, world.size):
+        got = "a lazy module, but the data can be read only once"
+        raise mistake(task.build_model, got, "set the module's sizes explicitly, as in nn.Linear(in, out)")
+    place = (world.rank, world.size) if hasattr(train, "of_rank") else (0, 1)
+    batches = evaluation_batches(train, *place, SAMPLES, collate=task.collate, device=world.device)
+    batch = next(batches, None)
+    if batch is not None:
+        check_batch(task.collate, task.build_datasets, batch)
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            task.loss(model, batch)
+        model.train(was_training)
+    if names := _without_shape(model):
+        got = f"a lazy module that the first batch does not reach ({names[0]})"
+        raise mistake(task.build_model, got, "set the module's sizes explicitly, as in nn.Linear(in, out)")
+
+
+def _without_shape(model: nn.Module) -> list[str]:
+    named: Iterator[tuple[str, Any]] = iter([*model.named_parameters(), *model.named_buffers()])
+    return [name for name, value in named if is_lazy(value)]

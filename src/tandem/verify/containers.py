@@ -1,0 +1,105 @@
+"""Check the container runtimes of Slurm jobs: Apptainer or Singularity, and Pyxis with Enroot.
+
+A runtime that is not installed has no line.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tandem.launch.reach import Finding
+from tandem.timeouts import TOOL_ANSWER_SECONDS
+
+USER_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
+NO_NAMESPACES = "user namespaces are disabled (user.max_user_namespaces is 0)"
+ASK = "ask your cluster administrator to fix it"
+ASK_SETUID = "ask your cluster administrator for a setuid installation"
+PYXIS_OPTION = "--container-image"
+
+Environment = Mapping[str, str]
+
+
+def findings(environ: Environment, namespaces: Path = USER_NAMESPACES) -> Iterator[Finding]:
+    """Yield one line for each container runtime installed here."""
+    for name in ("apptainer", "singularity"):
+        if program := _program(name, environ):
+            yield _apptainer(name, program, environ, namespaces)
+            break
+    yield from _pyxis(environ, namespaces)
+
+
+def _apptainer(name: str, program: str, environ: Environment, namespaces: Path) -> Finding:
+    works, said = _answer([program, "--version"], environ)
+    if not works:
+        return Finding(name, "warn", f"{program} fails: {said}", ASK)
+    if os.geteuid() and not _has_namespaces(namespaces) and not _is_setuid(name, program):
+        return Finding(name, "warn", f"{said}, and {NO_NAMESPACES}", ASK_SETUID)
+    return _placed(name, said, "slurm/train-apptainer.sbatch", environ)
+
+
+def _pyxis(environ: Environment, namespaces: Path) -> Iterator[Finding]:
+    name, srun, enroot = "pyxis", _program("srun", environ), _program("enroot", environ)
+    works, said = _answer([enroot, "version"], environ) if enroot else (True, "enroot is not on PATH")
+    version = said if not enroot or not works else f"enroot {said}"
+    helps, options = _answer([srun, "--help"], environ) if srun else (True, "")
+    is_loaded = PYXIS_OPTION in options
+    if not enroot and not is_loaded:
+        return
+    if not works or not helps:
+        yield Finding(name, "warn", f"{srun if works else enroot} fails: {said if helps else options}", ASK)
+    elif not is_loaded:
+        missing = f"srun has no {PYXIS_OPTION}" if srun else "srun is not on PATH"
+        remedy = "load spank_pyxis.so in Slurm's plugstack.conf, or use `srun enroot start`"
+        yield Finding(name, "warn", f"{version}, but {missing}", remedy)
+    elif enroot and os.geteuid() and not _has_namespaces(namespaces):
+        yield Finding(name, "warn", f"{version}, and {NO_NAMESPACES}", ASK)
+    elif not enroot and "SLURMD_NODENAME" in environ:
+        yield Finding(name, "warn", f"srun has {PYXIS_OPTION}, but {version} on this node", ASK)
+    else:
+        yield _placed(name, f"srun has {PYXIS_OPTION}, {version}", "slurm/train-pyxis.sbatch", environ)
+
+
+def _placed(name: str, said: str, file: str, environ: Environment) -> Finding:
+    """Pass inside a job or without Slurm; on a login node, say how to get into a job."""
+    if job := environ.get("SLURM_JOB_ID"):
+        return Finding(name, "pass", f"{said}, in job {job}")
+    if _program("srun", environ) is None:
+        return Finding(name, "pass", said)
+    remedy = f"submit {file}, or check a node with `srun tandem doctor`"
+    return Finding(name, "warn", f"{said}, but this is not inside an allocation", remedy)
+
+
+def _program(name: str, environ: Environment) -> str | None:
+    return shutil.which(name, path=environ.get("PATH", os.defpath))
+
+
+def _answer(command: list[str], environ: Environment) -> tuple[bool, str]:
+    """Whether a command succeeds, and its output; if it fails, the last line."""
+    try:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, encoding="utf-8", timeout=TOOL_ANSWER_SECONDS
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return False, str(error)
+    if done.returncode == 0:
+        return True, done.stdout.strip()
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return False, lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def _has_namespaces(limit: Path) -> bool:
+    """False if user namespaces are disabled; a kernel without that limit has them."""
+    try:
+        return limit.read_text(encoding="ascii").strip() != "0"
+    except OSError:
+        return True
+
+
+def _is_setuid(name: str, program: str) -> bool:
+    """Whether its setuid helper is installed next to the program."""
+    prefix = Path(program).resolve().parents[1]
+    places = ("libexec", "lib", f"lib/{platform.machine()}-linux-gnu")
+    return any((prefix / place / name / "bin" / "starter-suid").is_file() for place in places)

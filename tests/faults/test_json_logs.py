@@ -1,0 +1,29 @@
+"""`--log-format json`: every line on stderr is a JSON object, also what C++ says of a lost master."""
+
+import json
+import time
+
+import pytest
+from small_runs import Runs
+
+from patience import patient
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+
+@pytest.mark.slow
+def test_a_lost_master_leaves_json_lines(runs: Runs, free_port: int) -> None:
+    flags = ("--nodes", 2, "--master", f"127.0.0.101:{free_port}", "--steps", 100_000, "--log-format", "json")
+    node_0, node_1 = (
+        runs.start("launch", "run", "--node-rank", node, *flags, delay=0.02) for node in range(2)
+    )
+    runs.wait_for_step("run", 5)
+    node_0.kill()
+    time.sleep(patient(8))  # node 1 loses its rank's peer and its store, and waits for the master
+    node_1.terminate()
+    code, said = runs.processes.wait(node_1, 120)
+    assert code in (137, 143), said
+    lines = said.splitlines()
+    records = [json.loads(line) for line in lines]
+    assert any("output" in each for each in records), "torch has printed frames"
+    assert {"time", "level", "rank", "node", "step", "message"} <= set.intersection(*map(set, records))

@@ -1,0 +1,56 @@
+"""The time while a process ran: what it counts when the process is stopped, and after a fork."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from patience import patient
+from tandem import running
+
+SAYS_BOTH = """
+import sys, time
+from tandem import running
+print(time.monotonic() - running.now(), flush=True)
+for _ in sys.stdin:
+    print(time.monotonic() - running.now(), flush=True)
+"""
+
+
+def test_a_pause_is_not_counted_whoever_asks_first() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAYS_BOTH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        before = float(process.stdout.readline())
+        time.sleep(1.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        process.stdin.write("\n")  # asked at once when it wakes up, before any tick
+        process.stdin.flush()
+        time.sleep(4.0)
+        os.kill(process.pid, signal.SIGCONT)
+        asleep = float(process.stdout.readline()) - before
+    finally:
+        process.kill()
+        process.wait()
+    assert 2.5 < asleep < patient(30)
+
+
+def test_it_never_goes_back_and_goes_on_in_a_forked_child() -> None:
+    before = running.now()
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            first = running.now()
+            time.sleep(1.5)  # longer than a gap that counts: a thread of the child's own has to look
+            os.write(theirs, f"{first} {running.now()}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    first, later = map(float, os.read(ours, 100).split())
+    assert before <= first and later - first > 1.2
+    moments = [running.now() for _ in range(1000)]
+    assert moments == sorted(moments) and moments[0] >= before
