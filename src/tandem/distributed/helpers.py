@@ -80,7 +80,7 @@ def _told_by(error: BaseException) -> tuple[str, int] | None:
 def _is_of_a_pipe(error: BaseException) -> bool:
     """Whether multiprocessing has found the other end of a pipe gone; a network's errors are not that.
 
-    Several of its modules read from pipes: a tensor's descriptor is received by `reduction`, not `connection`.
+    Several of its modules read from pipes: `reduction`, not `connection`, receives a tensor's descriptor.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
