@@ -137,8 +137,8 @@ test: setup-dev ## every part once, in minutes; what this machine lacks is skipp
 test-all: test ## and the long trials
 	$(call PYTEST,$(ALL_LIMIT)) -m 'slow and not soak' tests
 
-soak: setup-dev ## what test-all proves, at more counts and settings; before a release, about an hour
-	$(call PYTEST,$(SOAK_LIMIT)) -m soak tests
+soak: setup-dev ## what test-all proves, at more counts and settings, each program a new interpreter; before a release, hours
+	TEST_FORKS=0 $(call PYTEST,$(SOAK_LIMIT)) -m soak tests
 
 gpu-check: ## ten minutes on one GPU: does all of it work there, and what it costs (without a network: make gpu-wheels)
 	@if compgen -G '$(WHEELS)/*.whl' >/dev/null; then \

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 import tree
+from forked import Forked, may_be_forked
 from needs import require
 from patience import PATIENCE, patient
 
@@ -124,7 +125,9 @@ class Processes:
         """`subprocess.Popen` with text pipes; stderr goes into stdout unless told otherwise."""
         defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         environ = tree.marked(options.pop("env", None) or os.environ)
-        process = subprocess.Popen(command, start_new_session=True, env=environ, **{**defaults, **options})
+        options = {"start_new_session": True, "env": environ, **defaults, **options}
+        kind = Forked if may_be_forked(command, options) else subprocess.Popen
+        process = kind(command, **options)
         tree.remember(process.pid, environ)
         self.started.append(process)
         return process
