@@ -30,8 +30,8 @@ def closed_schema(document: Document) -> list[str]:
     kind = document.get("kind")
     if kind in CORE_KINDS:
         return []
-    if kind == "TrainingRuntime":
-        schema = _training_runtime()
+    if kind in ("TrainingRuntime", "ClusterTrainingRuntime"):
+        schema = _training_runtime(kind)
     elif kind in SCHEMAS:
         schema = _schema(SCHEMAS[kind])
     else:
@@ -102,6 +102,8 @@ def differences(given: Any, returned: Any, path: str = "") -> list[str]:
             for index, (left, right) in enumerate(zip(given, returned, strict=True))
             for line in differences(left, right, f"{path}[{index}]")
         ]
+    if ".resources." in path and str(given) == str(returned):
+        return []  # a quantity: 1 and "1" are the same
     return [] if given == returned else [f"changes {path} from {given!r} to {returned!r}"]
 
 
@@ -111,7 +113,7 @@ def _schema(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _training_runtime() -> dict[str, Any]:
+def _training_runtime(kind: str) -> dict[str, Any]:
     """A runtime is a machine-learning policy around a JobSet; only the parts used here, closed as well."""
     jobset = _schema(SCHEMAS["JobSet"])
     metadata = jobset["properties"]["metadata"]
@@ -119,7 +121,7 @@ def _training_runtime() -> dict[str, Any]:
     policy = {"numNodes": {"type": "integer", "minimum": 1}, "torch": _closed(torch)}
     template = _closed({"metadata": metadata, "spec": jobset["properties"]["spec"]}, "spec")
     spec = _closed({"mlPolicy": _closed(policy), "template": template}, "template")
-    kinds = {"apiVersion": {"const": "trainer.kubeflow.org/v1alpha1"}, "kind": {"const": "TrainingRuntime"}}
+    kinds = {"apiVersion": {"const": "trainer.kubeflow.org/v1alpha1"}, "kind": {"const": kind}}
     return _closed({**kinds, "metadata": metadata, "spec": spec}, "apiVersion", "kind", "metadata", "spec")
 
 
