@@ -33,13 +33,10 @@ GOLDENS = (*OVERLAYS, "indexed-job,gpu", "jobset,gpu", "trainjob,gpu", "cluster-
 
 _VERSION = re.compile(r"^( *app\.kubernetes\.io/version: ).*$", re.M)
 _FROM_PODS = "# Made from pod.yaml by `make k8s-generate`; edit it there.\n"
-_FROM_TRAINJOB = """\
-# Made from ../trainjob/trainjob.yaml by `make k8s-generate`; edit it there. With it in the cluster, a TrainJob
-# has ten lines: docs/kubernetes.md.
-"""
-# Made from ../trainjob/trainjob.yaml by `make k8s-generate`; edit it there. With it in the cluster, a TrainJob
-# has ten lines: docs/kubernetes.md.
-"""
+_FROM_TRAINJOB = (
+    "# Made from ../trainjob/trainjob.yaml by `make k8s-generate`; edit it there.\n"
+    "# With it in the cluster, a TrainJob has ten lines: docs/kubernetes.md.\n"
+)
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 _OWNED = re.compile(r"(github\.com/|--repo )[A-Za-z0-9-]+(/tandem\b)")
 
@@ -119,9 +116,10 @@ def cluster_runtime() -> Document:
 
 
 def versioned() -> dict[Path, str]:
-    """{file with the label app.kubernetes.io/version: its text with this version}."""
+    """{file with the label app.kubernetes.io/version: its text with this version}; generated ones have it."""
     paths = [path for path in ROOT.rglob("*.yaml") if not path.is_symlink()]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    texts = {path: text for path, text in texts.items() if not text.startswith("# Made from")}
     made = {path: _VERSION.sub(rf'\g<1>"{__version__}"', text) for path, text in texts.items()}
     return {path: text for path, text in made.items() if _VERSION.search(text)}
 

@@ -169,7 +169,7 @@ def covers_pairs(kind: str) -> list[tuple[str, ...]]:
 
 
 def check_set(kind: str, chosen: tuple[str, ...]) -> None:
-    """The rendering passes the closed schemas, the security check, all rules, and its controller's contract."""
+    """The rendering passes the closed schemas, the security check, all rules, and the controller's contract."""
     documents = load(render(",".join([kind, *chosen])))
     assert problems(documents) == [], (kind, chosen)
     if kind == "cluster-runtime":
@@ -321,7 +321,9 @@ def test_monitoring_scrapes_worker_0_where_there_is_no_master() -> None:
     assert chosen["training.kubeflow.org/replica-index"] == "0"
 
 
-@pytest.mark.parametrize("selection", ["pytorchjob", "indexed-job", "jobset", "trainjob", "trainjob,cpu", "cpu", "gpu,kueue"])
+@pytest.mark.parametrize(
+    "selection", ["pytorchjob", "indexed-job", "jobset", "trainjob", "trainjob,cpu", "cpu", "gpu,kueue"]
+)
 def test_image_is_replaced_everywhere(selection: str) -> None:
     image = "registry.example:5000/team/tandem:1.2"
     text = render(selection, image)
