@@ -5,6 +5,7 @@ Trainer 2, JobSet, Kubernetes' Job controller). tests/k8s compares the result wi
 captured from real pods, and starts the manifest's command with it.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -130,6 +131,8 @@ def _trainjob(documents: list[Document]) -> Iterator[PodPlan]:
     (template,) = pod_templates(runtime)
     labels = {**template.labels, "jobset.sigs.k8s.io/jobset-name": name}
     template = replace(template, labels=labels)  # which of a ClusterTrainingRuntime has another name
+    if nproc == "auto":
+        nproc = _auto(template.container().get("resources") or {})
     for index in range(nodes):
         added = {
             "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": str(nproc), "PET_NODE_RANK": str(index),
@@ -137,6 +140,14 @@ def _trainjob(documents: list[Document]) -> Iterator[PodPlan]:
         }  # fmt: skip
         added |= {each["name"]: each["value"] for each in trainer.get("env", [])}
         yield _jobset_pod(template, name, "node", 0, index, added)
+
+
+def _auto(resources: Document) -> str:
+    """Trainer's `auto`: torchrun's where there is a GPU, else as many ranks as the pod asks for CPUs."""
+    if any(name.endswith("/gpu") for name in resources.get("limits") or {}):
+        return "auto"
+    cpus = str((resources.get("requests") or {}).get("cpu", "1"))
+    return str(max(1, math.ceil(float(cpus[:-1]) / 1000 if cpus.endswith("m") else float(cpus))))
 
 
 def _runtime(documents: list[Document]) -> Document:

@@ -169,7 +169,7 @@ def covers_pairs(kind: str) -> list[tuple[str, ...]]:
 
 
 def check_set(kind: str, chosen: tuple[str, ...]) -> None:
-    """The rendering passes the closed schemas, the security check, all rules, and the controller's contract."""
+    """It passes the closed schemas, the security check, all rules, and the contract of its controller."""
     documents = load(render(",".join([kind, *chosen])))
     assert problems(documents) == [], (kind, chosen)
     if kind == "cluster-runtime":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.kubernetes import seen
-from tandem.kubernetes.render import GET_KUBECTL, UsageError, kinds
+from tandem.kubernetes.render import GET_KUBECTL, KIND, UsageError, kinds
 from tandem.kubernetes.spoken import option, typed
 
 QUICK_SECONDS = 20
@@ -61,11 +61,19 @@ REMOVED = {  # kind -> resource; claims are not among them
 
 @dataclass(frozen=True)
 class Target:
-    """What to work on: the rendered manifest, where, and the run's name (app.kubernetes.io/instance)."""
+    """What to work on: the rendered manifest, where, the run's name (app.kubernetes.io/instance), and the
+    selection that was rendered."""
 
     text: str
     namespace: str
     run: str = "tandem"
+    selection: str = KIND
+
+    def command(self, verb: str, **more: str) -> str:
+        """What to type for the same job: `make k8s-logs OVERLAY=trainjob`."""
+        options = {"--with": self.selection} if self.selection != KIND else {}
+        options |= {"--namespace": self.namespace} if self.namespace else {}
+        return typed(verb, {**options, **{f"--{name}": text for name, text in more.items()}})
 
     @property
     def selector(self) -> str:
@@ -141,12 +149,12 @@ def apply(target: Target) -> int:
         name, end = f"{job['kind']} {job['metadata']['name']}", seen.outcome(job, pods)
         if end is None:
             raise UsageError(
-                f"{name} is there and has not ended: to apply would not change its pods; {typed('logs')} "
-                f"follows it, {typed('delete')} ends it after a checkpoint"
+                f"{name} is there and has not ended: to apply would not change its pods; "
+                f"{target.command('logs')} follows it, {target.command('delete')} ends it after a checkpoint"
             )
         raise UsageError(
             f"{name} has ended, {end}: to apply would start nothing; remove it first, its checkpoints stay: "
-            f"{typed('delete')}"
+            f"{target.command('delete')}"
         )
     if any("deletionTimestamp" in pod["metadata"] for pod in pods):
         raise UsageError(
@@ -156,7 +164,10 @@ def apply(target: Target) -> int:
     _check_claims(target)
     done = subprocess.run(target.kubectl("apply", "--filename", "-"), input=target.text, text=True)
     if done.returncode == 0 and any(kind in JOBS for kind in kinds(target.text)):
-        print(f"follow the pods: {typed('logs')}; live page and metrics on this machine: {typed('forward')}")
+        print(
+            f"follow the pods: {target.command('logs')}; "
+            f"live page and metrics on this machine: {target.command('forward')}"
+        )
     return done.returncode
 
 
@@ -184,7 +195,7 @@ def _check_claims(target: Target) -> None:
             if difference:
                 raise UsageError(
                     f"the claim {name} is there with {difference}; give the manifest what is there, or "
-                    f"remove it with its checkpoints: {typed('delete', {'--purge': ''})}"
+                    f"remove it with its checkpoints: {target.command('delete', purge='')}"
                 )
 
 

@@ -26,11 +26,12 @@ class Asked:
 
 def run(asked: Asked) -> int:
     """Run the verb and return its exit code. Raises UsageError with one line."""
-    text = render(selection_of(asked.kind, asked.components), asked.image)
+    selection = selection_of(asked.kind, asked.components)
+    text = render(selection, asked.image)
     if asked.verb == "render":
         sys.stdout.write(text)
         return 0
-    target = cluster.Target(text, asked.namespace, asked.run)
+    target = cluster.Target(text, asked.namespace, asked.run, selection)
     if asked.verb == "delete":
         return cluster.delete(target, asked.purge)
     if asked.verb == "forward":

@@ -7,7 +7,6 @@ from typing import Any
 from tandem.kubernetes.cluster import Target, jobs_of, kubectl_json, preflight
 from tandem.kubernetes.render import UsageError
 from tandem.kubernetes.seen import container_lines, lives, outcome
-from tandem.kubernetes.spoken import typed
 
 POLL_SECONDS = 2.0
 MISSED = 5  # answers in a row that may fail to come while pods are followed
@@ -27,7 +26,9 @@ def logs(target: Target) -> int:
             found = jobs_of(target)
             unseen = 0 if found else unseen + 1
             if unseen > (MISSED if followed else 0):
-                raise UsageError(f"there is no job of the run {target.run}; start one: {typed('apply')}")
+                raise UsageError(
+                    f"there is no job of the run {target.run}; start one: {target.command('apply')}"
+                )
             if unseen:
                 time.sleep(POLL_SECONDS)
                 continue

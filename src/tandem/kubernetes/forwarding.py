@@ -5,7 +5,6 @@ import sys
 
 from tandem.kubernetes.cluster import REMOVED, Target, jobs_of, kubectl_json, preflight
 from tandem.kubernetes.render import UsageError
-from tandem.kubernetes.spoken import typed
 
 SERVICE = "tandem-metrics"
 PORT = 9469
@@ -15,7 +14,7 @@ def forward(target: Target, port: int = PORT) -> int:
     """Forward a local port to the metrics Service. Raises UsageError if there is no job or no Service."""
     preflight(target)
     if not jobs_of(target):
-        raise UsageError(f"there is no job of the run {target.run}; start one: {typed('apply')}")
+        raise UsageError(f"there is no job of the run {target.run}; start one: {target.command('apply')}")
     found = [each["metadata"]["name"] for each in kubectl_json(target, REMOVED["Service"])]
     if SERVICE not in found:
         raise UsageError(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.errors import ConfigError
-from tandem.kubernetes.spoken import mistake, option, typed
+from tandem.kubernetes.spoken import mistake, typed
 
 CHECKOUT = Path(__file__).resolve().parents[3] / "k8s"
 PACKAGED = Path(__file__).resolve().parent / "manifests"
@@ -110,7 +110,7 @@ def selection_of(kind: str, components: Sequence[str]) -> str:
 def _image(image: str) -> list[str]:
     match = re.fullmatch(r"([^\s@]+?)(?::([\w][\w.-]{0,127}))?(?:@(sha256:[0-9a-f]{64}))?", image)
     if match is None:
-        raise UsageError(f"{option('--image')}={image!r} is not an image; give NAME[:TAG][@sha256:DIGEST]")
+        raise UsageError(f"{mistake('--image', image)} expected NAME[:TAG][@sha256:DIGEST]")
     lines = ["images:", f"- name: {DEFAULT_IMAGE}", f'  newName: "{match[1]}"']
     lines += [f'  newTag: "{match[2]}"'] if match[2] else []
     return lines + ([f'  digest: "{match[3]}"'] if match[3] else [])
