@@ -399,6 +399,12 @@ def test_what_tandem_k8s_cannot_render_is_one_line_and_2(
     assert result[0] == 2
 
 
+def test_a_shared_runtime_is_not_deleted_with_a_job(processes: Any, require: Callable[..., None]) -> None:
+    require("kubectl")
+    words = ["-m", "tandem", "k8s", "delete", "--kind", "cluster-runtime"]
+    one_line(processes.run([sys.executable, *words]), "all namespaces share it", "kubectl delete")
+
+
 def test_tandem_k8s_speaks_of_its_own_commands(processes: Any, tmp_path: Path) -> None:
     own = {**os.environ, "KUBECONFIG": str(tmp_path / "none")}
     result = processes.run([sys.executable, "-m", "tandem", "k8s", "apply"], env=own)

@@ -44,6 +44,10 @@ CUSTOM = {
     "TrainJob": Resource(
         "trainjobs.trainer.kubeflow.org", "Trainer is not installed: kubeflow.org/docs/components/trainer"
     ),
+    "ClusterTrainingRuntime": Resource(
+        "clustertrainingruntimes.trainer.kubeflow.org",
+        "Trainer is not installed: kubeflow.org/docs/components/trainer",
+    ),
     "PodMonitor": Resource(
         "podmonitors.monitoring.coreos.com",
         "the Prometheus operator is not installed; install it, or leave monitoring out of {with}",

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from tandem.kubernetes import cluster, following, forwarding
-from tandem.kubernetes.render import ALIASES, FOLDERS, render, selection_of
+from tandem.kubernetes.render import ALIASES, FOLDERS, UsageError, parts_of, render, selection_of
 
 KINDS = (*FOLDERS, *ALIASES)
 VERBS = ("render", "apply", "logs", "status", "forward", "delete")
@@ -31,6 +31,11 @@ def run(asked: Asked) -> int:
     if asked.verb == "render":
         sys.stdout.write(text)
         return 0
+    if asked.verb != "apply" and parts_of(selection)[0] == "cluster-runtime":
+        raise UsageError(
+            f"{asked.verb}: cluster-runtime is no job, and all namespaces share it; use kubectl, such as "
+            "kubectl delete clustertrainingruntime tandem"
+        )
     target = cluster.Target(text, asked.namespace, asked.run, selection)
     if asked.verb == "delete":
         return cluster.delete(target, asked.purge)
