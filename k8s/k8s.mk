@@ -1,5 +1,6 @@
 # Kubernetes. All but k8s-validate and k8s-generate need kubectl and Python's standard library alone.
-#   OVERLAY=   pytorchjob (default), indexed-job, jobset, trainjob, or components of k8s/components: gpu,kueue
+#   OVERLAY=   a kind (pytorchjob, the default; trainjob, jobset, indexed-job), components of k8s/components
+#              (gpu,kueue), or both: trainjob,gpu
 #   NAMESPACE= the context's own by default       IMAGE= NAME[:TAG][@sha256:DIGEST] in place of the manifest's
 OVERLAY ?= pytorchjob
 NAMESPACE ?=
@@ -8,10 +9,11 @@ PURGE ?=
 GIVEN += OVERLAY NAMESPACE PURGE
 
 K8S_IMAGE = $(if $(filter undefined file,$(origin IMAGE)),,--image "$$GIVEN_IMAGE")
-K8S_TOOL = PYTHONPATH=k8s $(PYTHON) -m tandem_k8s
+K8S_TOOL = PYTHONPATH=src $(PYTHON) -m tandem.kubernetes
 K8S_TARGET = --overlay "$$GIVEN_OVERLAY" --namespace "$$GIVEN_NAMESPACE" $(K8S_IMAGE)
 
-.PHONY: k8s-render k8s-validate k8s-generate k8s-apply k8s-logs k8s-status k8s-delete k8s-try
+.PHONY: k8s-render k8s-validate k8s-generate k8s-apply k8s-logs k8s-status k8s-forward k8s-delete \
+	k8s-try k8s-release
 
 k8s-render: ## print the manifest of OVERLAY (no cluster needed)
 	@$(K8S_TOOL) render $(K8S_TARGET)
@@ -19,7 +21,7 @@ k8s-render: ## print the manifest of OVERLAY (no cluster needed)
 k8s-validate: setup-dev ## check all manifests: schemas, rules, pod security
 	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s validate
 
-k8s-generate: setup-dev ## remake the owner's name in all links, the PrometheusRule and the tests' golden renderings
+k8s-generate: setup-dev ## write all generated files: owner and version, replacements, runtime, rules, golden renderings
 	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s generate
 
 k8s-apply: ## start the job of OVERLAY in the current cluster
@@ -31,8 +33,14 @@ k8s-logs: ## follow all its pods
 k8s-status: ## job, pods, volume, warnings
 	@$(K8S_TOOL) status $(K8S_TARGET)
 
+k8s-forward: ## the live page and metrics of node 0 on http://localhost:9469/
+	@$(K8S_TOOL) forward $(K8S_TARGET)
+
 k8s-delete: ## remove the job and wait for its pods; the volume stays (PURGE=1 removes it)
 	@$(K8S_TOOL) delete $(K8S_TARGET) $${GIVEN_PURGE:+--purge}
 
 k8s-try: ## a cluster on this machine (kind or minikube): build, load, operator, apply, follow
-	@$(K8S_TOOL) try $(K8S_IMAGE)
+	@PYTHONPATH=k8s:src $(PYTHON) -m tandem_k8s try $(K8S_IMAGE)
+
+k8s-release: ## manifests with the image by digest, into dist: IMAGE=NAME[:TAG]@sha256:DIGEST
+	@PYTHONPATH=k8s:src $(PYTHON) -m tandem_k8s release $(K8S_IMAGE)

@@ -1,1 +1,1 @@
-"""Tools around the manifests: check, render, apply. Development only; nothing of it is in the image."""
+"""Development tools around the manifests: checks, generated files, a trial cluster. In no image or wheel."""

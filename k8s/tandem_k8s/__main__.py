@@ -1,28 +1,25 @@
-"""`python -m tandem_k8s VERB`: what the targets of k8s/k8s.mk call."""
+"""`python -m tandem_k8s VERB`: checks of the manifests, what is generated from them, and a trial cluster."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem_k8s.render import UsageError, render
+from tandem.kubernetes.render import UsageError, render
+from tandem.kubernetes.spoken import speak_make
 
 WRONG = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one verb; 2 and one line on standard error when something has to be put right first."""
+    """Run one verb; print one line and return 2 if something has to be corrected first."""
     parser = argparse.ArgumentParser(prog="tandem_k8s", description=__doc__)
-    parser.add_argument(
-        "verb", choices=("render", "validate", "generate", "apply", "logs", "status", "delete", "try")
-    )
-    parser.add_argument("--overlay", default="pytorchjob")
+    parser.add_argument("verb", choices=("validate", "generate", "try", "release"))
     parser.add_argument("--image", default="")
-    parser.add_argument("--namespace", default="")
-    parser.add_argument("--run", default="tandem", help="the run's name: app.kubernetes.io/instance")
-    parser.add_argument("--purge", action="store_true", help="delete the volume as well")
-    parser.add_argument("files", nargs="*", type=Path, help="for validate: manifests; without, the project's")
+    parser.add_argument("--output", type=Path, default=Path("dist"), help="for release: a folder")
+    parser.add_argument("files", nargs="*", type=Path, help="for validate: manifests; default: the project's")
     given = parser.parse_args(arguments)
+    speak_make()
     try:
         return _run(given)
     except UsageError as error:
@@ -33,40 +30,44 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    if given.verb == "render":
-        sys.stdout.write(render(given.overlay, given.image))
-        return 0
     if given.verb == "validate":
         return validate(given.files)
-    if given.verb == "generate":
-        from tandem_k8s.generate import write
-
-        print("\n".join(f"wrote {path}" for path in write()))
-        return 0
-    from tandem_k8s import cluster, following, trial
-
     if given.verb == "try":
+        from tandem_k8s import trial
+
         return trial.try_it(given.image)
-    target = cluster.Target(render(given.overlay, given.image), given.namespace, given.run)
-    if given.verb == "delete":
-        return cluster.delete(target, given.purge)
-    return {"apply": cluster.apply, "logs": following.logs, "status": cluster.status}[given.verb](target)
+    if given.verb == "release":
+        from tandem_k8s.release import write as write_release
+
+        print("\n".join(f"wrote {path}" for path in write_release(given.image, given.output)))
+        return 0
+    from tandem_k8s.generate import write
+
+    print("\n".join(f"wrote {path}" for path in write()))
+    return 0
 
 
 def validate(files: Sequence[Path]) -> int:
-    """Check the files, or every manifest and overlay of the project; 1 when there is any problem."""
-    from tandem_k8s.documents import MANIFESTS, OVERLAYS, load
-    from tandem_k8s.validate import problems
+    """Check the files, or every manifest and overlay of the project; 1 if there is any problem."""
+    from tandem_k8s.documents import MANIFESTS, OVERLAYS
+    from tandem_k8s.validate import problems_of
 
-    texts = {str(path): path.read_text(encoding="utf-8") for path in files}
+    texts = {str(path): _text(path) for path in files}
     texts = texts or {name: render(name) for name in (*MANIFESTS, *OVERLAYS)}
     failed = 0
     for name, text in texts.items():
-        found = problems(load(text))
+        found = problems_of(text)
         print(f"{name}: {'good' if not found else ''}".rstrip())
         print("".join(f"  {line}\n" for line in found), end="")
         failed += bool(found)
     return 1 if failed else 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 if __name__ == "__main__":

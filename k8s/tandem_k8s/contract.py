@@ -5,16 +5,16 @@ Trainer 2, JobSet, Kubernetes' Job controller). tests/k8s compares the result wi
 captured from real pods, and starts the manifest's command with it.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem_k8s.documents import Document, PodTemplate, find, jobset_spec, pod_templates
+from tandem_k8s.documents import COMPLETION_INDEX, Document, PodTemplate, find, jobset_spec, pod_templates
 
 DEFAULT_PORT_OF_PYTORCHJOB = 23456
 DEFAULT_PORT_OF_TRAINER = 29500
-COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,16 @@ def _jobset_pod(
 
 def _trainjob(documents: list[Document]) -> Iterator[PodPlan]:
     """Trainer makes a JobSet named like the TrainJob, and fills in the Job whose container is `node`."""
-    trainjob, runtime = find(documents, "TrainJob"), find(documents, "TrainingRuntime")
+    trainjob, runtime = find(documents, "TrainJob"), _runtime(documents)
     name, trainer = trainjob["metadata"]["name"], trainjob["spec"].get("trainer") or {}
     policy = runtime["spec"].get("mlPolicy") or {}
     nodes = trainer.get("numNodes", policy.get("numNodes", 1))
     nproc = trainer.get("numProcPerNode", (policy.get("torch") or {}).get("numProcPerNode", "auto"))
     (template,) = pod_templates(runtime)
+    labels = {**template.labels, "jobset.sigs.k8s.io/jobset-name": name}
+    template = replace(template, labels=labels)  # which of a ClusterTrainingRuntime has another name
+    if nproc == "auto":
+        nproc = _auto(template.container().get("resources") or {})
     for index in range(nodes):
         added = {
             "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": str(nproc), "PET_NODE_RANK": str(index),
@@ -136,6 +140,19 @@ def _trainjob(documents: list[Document]) -> Iterator[PodPlan]:
         }  # fmt: skip
         added |= {each["name"]: each["value"] for each in trainer.get("env", [])}
         yield _jobset_pod(template, name, "node", 0, index, added)
+
+
+def _auto(resources: Document) -> str:
+    """Trainer's `auto`: torchrun's where there is a GPU, else as many ranks as the pod asks for CPUs."""
+    if any(name.endswith("/gpu") for name in resources.get("limits") or {}):
+        return "auto"
+    cpus = str((resources.get("requests") or {}).get("cpu", "1"))
+    return str(max(1, math.ceil(float(cpus[:-1]) / 1000 if cpus.endswith("m") else float(cpus))))
+
+
+def _runtime(documents: list[Document]) -> Document:
+    kinds = [document.get("kind") for document in documents]
+    return find(documents, "TrainingRuntime" if "TrainingRuntime" in kinds else "ClusterTrainingRuntime")
 
 
 def _pod(

@@ -10,8 +10,9 @@ import yaml
 Document = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
-MANIFESTS = ("pytorchjob", "indexed-job", "jobset", "trainjob")
-OVERLAYS = ("cpu", "gpu", "elastic", "rdma", "kueue", "monitoring", "script")
+MANIFESTS = ("pytorchjob", "indexed-job", "jobset", "trainjob", "cluster-runtime")
+COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+OVERLAYS = ("cpu", "gpu", "elastic", "rdma", "kueue", "monitoring", "network", "script")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def pod_templates(document: Document) -> Iterator[PodTemplate]:
                 added[f"{prefix}/job-role"] = "master"
             yield _template(f"PyTorchJob {name} {role}", replica.get("template"), "pytorch", added)
     elif kind == "Job":
-        added = {"batch.kubernetes.io/job-name": name}
+        added = {"batch.kubernetes.io/job-name": name, COMPLETION_INDEX: "0"}  # of the first pod
         yield _template(f"Job {name}", document["spec"].get("template"), "tandem", added)
     elif kind in ("JobSet", "TrainingRuntime", "ClusterTrainingRuntime"):
         for job in jobset_spec(document).get("replicatedJobs", []):
@@ -94,6 +95,7 @@ def pod_templates(document: Document) -> Iterator[PodTemplate]:
                 "jobset.sigs.k8s.io/jobset-name": name,  # of a TrainJob too: both have the run's name here
                 "jobset.sigs.k8s.io/replicatedjob-name": job["name"],
                 "batch.kubernetes.io/job-name": f"{name}-{job['name']}-0",
+                COMPLETION_INDEX: "0",
             }
             main = "tandem" if kind == "JobSet" else "node"
             template = job["template"]["spec"].get("template")

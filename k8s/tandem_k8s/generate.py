@@ -1,4 +1,5 @@
-"""What is made from other files: the owner's name, the PrometheusRule, and the golden renderings."""
+"""What is made from other files: the owner's name, the version, the components' replacements, the
+ClusterTrainingRuntime, the PrometheusRule, and the golden renderings."""
 
 import re
 import subprocess
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from tandem_k8s.documents import OVERLAYS, ROOT
-from tandem_k8s.render import render
+from tandem import __version__
+from tandem.kubernetes.render import render
+from tandem_k8s.components import generated_replacements
+from tandem_k8s.documents import OVERLAYS, ROOT, Document, find, job_specs, read
 
 RULES = ROOT.parent / "monitoring" / "rules.yaml"
 COMPONENT = ROOT / "components" / "monitoring"
@@ -19,14 +22,30 @@ LABELS = {
     "app.kubernetes.io/instance": "tandem",
     "app.kubernetes.io/component": "monitoring",
     "app.kubernetes.io/part-of": "tandem",
+    "app.kubernetes.io/version": __version__,
+    "app.kubernetes.io/managed-by": "tandem",
+    "release": "kube-prometheus-stack",
 }
+CLUSTER_RUNTIME = ROOT / "kinds" / "cluster-runtime" / "cluster-runtime.yaml"
+TRAINJOB = ROOT / "kinds" / "trainjob" / "trainjob.yaml"
+GOLDENS = (*OVERLAYS, "indexed-job,gpu", "jobset,gpu", "trainjob,gpu", "cluster-runtime,gpu")
 
 
+_VERSION = re.compile(r"^( *app\.kubernetes\.io/version: ).*$", re.M)
+_FROM_PODS = "# Made from pod.yaml by `make k8s-generate`; edit it there.\n"
+_FROM_TRAINJOB = (
+    "# Made from ../trainjob/trainjob.yaml by `make k8s-generate`; edit it there.\n"
+    "# With it in the cluster, a TrainJob has ten lines: docs/kubernetes.md.\n"
+)
+JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 _OWNED = re.compile(r"(github\.com/|--repo )[A-Za-z0-9-]+(/tandem\b)")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style for texts of several lines, and lists indented below their key."""
+    """Block style for texts of several lines, lists indented below their key, and no aliases."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -65,26 +84,66 @@ def prometheus_rule(rules: str) -> str:
         "metadata": {"name": "tandem", "labels": LABELS},
         "spec": {"groups": yaml.safe_load(rules)["groups"]},
     }
-    return NOTICE + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return _dump(NOTICE, document)
 
 
-def golden(overlay: str) -> str:
-    """An overlay's rendering, with the dashboard's name in place of its 3,700 lines."""
-    return re.sub(r"^(  tandem\.json: )\|\n(    .*\n)+", r"\1dashboard.json\n", render(overlay), flags=re.M)
+def golden(selection: str) -> str:
+    """A rendering, with the dashboard's name in place of its 3,700 lines."""
+    return re.sub(r"^(  tandem\.json: )\|\n(    .*\n)+", r"\1dashboard.json\n", render(selection), flags=re.M)
+
+
+def golden_path(selection: str) -> Path:
+    return GOLDEN / f"{selection.replace(',', '-')}.yaml"
+
+
+def cluster_runtime() -> Document:
+    """The ClusterTrainingRuntime, from trainjob.yaml's TrainingRuntime: runs are named like TrainJobs."""
+    runtime = find(read(TRAINJOB), "TrainingRuntime")
+    runtime["kind"] = "ClusterTrainingRuntime"
+    ((_, spec),) = job_specs(runtime)
+    del runtime["metadata"]["labels"]["app.kubernetes.io/instance"]
+    del spec["template"]["metadata"]["labels"]["app.kubernetes.io/instance"]
+    pod = spec["template"]["spec"]
+    (spread,) = pod["topologySpreadConstraints"]
+    spread["labelSelector"] = {"matchLabels": {"app.kubernetes.io/name": "tandem"}}
+    spread["matchLabelKeys"] = [JOBSET_NAME]  # only the pods of the same job count
+    (container,) = pod["containers"]
+    field = {"fieldRef": {"fieldPath": f"metadata.labels['{JOBSET_NAME}']"}}
+    (run_dir,) = [each for each in container["env"] if each["name"] == "TANDEM_RUN_DIR"]
+    run_dir["value"] = "/checkpoints/$(TANDEM_RUN_NAME)"
+    container["env"].insert(0, {"name": "TANDEM_RUN_NAME", "valueFrom": field})
+    return runtime
+
+
+def versioned() -> dict[Path, str]:
+    """{file with the label app.kubernetes.io/version: its text with this version}; generated ones have it."""
+    paths = [path for path in ROOT.rglob("*.yaml") if not path.is_symlink()]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    texts = {path: text for path, text in texts.items() if not text.startswith("# Made from")}
+    made = {path: _VERSION.sub(rf'\g<1>"{__version__}"', text) for path, text in texts.items()}
+    return {path: text for path, text in made.items() if _VERSION.search(text)}
 
 
 def generated() -> dict[Path, str]:
-    """{file of the monitoring component: its text}."""
-    return {COMPONENT / "prometheusrule.yaml": prometheus_rule(RULES.read_text(encoding="utf-8"))}
+    """{generated file: its text}, but for the golden renderings."""
+    dumped = {path: _dump(_FROM_PODS, content) for path, content in generated_replacements().items()}
+    return {
+        COMPONENT / "prometheusrule.yaml": prometheus_rule(RULES.read_text(encoding="utf-8")),
+        CLUSTER_RUNTIME: _dump(_FROM_TRAINJOB, cluster_runtime()),
+        **dumped,
+    }
+
+
+def _dump(notice: str, content: object) -> str:
+    return notice + yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 def write() -> list[Path]:
-    """Write the owner's name, the component's files, then the golden renderings of all overlays."""
-    for target, text in owned().items():
-        target.write_text(text, encoding="utf-8")
-    for target, text in generated().items():
-        target.write_text(text, encoding="utf-8")
-    renderings = {GOLDEN / f"{name}.yaml": golden(name) for name in OVERLAYS}
+    """Write the owner's name, the version, all generated files, then the golden renderings."""
+    for texts in (owned, versioned, generated):
+        for target, text in texts().items():
+            target.write_text(text, encoding="utf-8")
+    renderings = {golden_path(selection): golden(selection) for selection in GOLDENS}
     for target, text in renderings.items():
         target.write_text(text, encoding="utf-8")
     return [*generated(), *renderings]

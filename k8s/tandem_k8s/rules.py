@@ -6,6 +6,7 @@ per problem.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,15 @@ ROLES = ("Master", "Worker")
 NOT_RETRIED = (1, 2)  # the task's own error, configuration
 RETRIED = (137, 143, 200)  # killed, stopped with a checkpoint, peer lost
 LEAVE_SECONDS = 15  # the agent's own end after its ranks': tell the others, write the last page
-LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of"))
+LABELS = tuple(
+    f"app.kubernetes.io/{name}"
+    for name in ("name", "instance", "component", "part-of", "version", "managed-by")
+)
+OF_A_RUN = "app.kubernetes.io/instance"
+"""Not on a ClusterTrainingRuntime, which is for all runs."""
+NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+LABEL_KEY = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{NAME}")
+LABEL_VALUE = re.compile(rf"({NAME})?")
 GPU = "nvidia.com/gpu"
 
 
@@ -202,6 +211,8 @@ def run_dir_is_shared(documents: list[Document]) -> Problems:
 
 def claims_exist(documents: list[Document]) -> Problems:
     own = {d["metadata"]["name"] for d in documents if d.get("kind") == "PersistentVolumeClaim"}
+    if any(document.get("kind") == "ClusterTrainingRuntime" for document in documents):
+        return  # its claim is that of each namespace
     for each in _templates(documents):
         for volume in each.spec.get("volumes", []):
             claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
@@ -226,7 +237,7 @@ def resources(documents: list[Document]) -> Problems:
     for each in _templates(documents):
         stated = each.container().get("resources") or {}
         for kind in ("requests", "limits"):
-            for name in ("cpu", "memory"):
+            for name in ("cpu", "memory", "ephemeral-storage"):
                 if name not in (stated.get(kind) or {}):
                     yield f"{each.where}: resources.{kind}.{name} is missing"
         threads, cpus = int(each.values().get("TANDEM_THREADS", "1")), _cpus(stated)
@@ -280,20 +291,21 @@ def selectors_match(documents: list[Document]) -> Problems:
 
 
 def pods_reach_each_other(documents: list[Document]) -> Problems:
-    """gloo and NCCL listen on random ports: between the pods of the job, all are open."""
-    policies = [document for document in documents if document.get("kind") == "NetworkPolicy"]
-    if not policies:
+    """gloo and NCCL listen on random ports, so all are open between the job's pods. Policies add up."""
+    policies = [document["spec"] for document in documents if document.get("kind") == "NetworkPolicy"]
+    if not policies and any(document.get("kind") != "ClusterTrainingRuntime" for document in documents):
         yield "no NetworkPolicy"
-    for policy in policies:
-        spec = policy["spec"]
-        own = {"podSelector": spec.get("podSelector")}
-        for direction, peers in (("ingress", "from"), ("egress", "to")):
-            rules = spec.get(direction, [])
-            if not any(own in rule.get(peers, []) and "ports" not in rule for rule in rules):
-                yield f"{title(policy)}: {direction} does not open all ports among the job's pods"
-        ports = [port.get("port") for rule in spec.get("egress", []) for port in rule.get("ports", [])]
-        if 53 not in ports:
-            yield f"{title(policy)}: egress does not open port 53: no name would resolve"
+    for direction, peers in (("ingress", "from"), ("egress", "to")):
+        applied = [spec for spec in policies if direction.title() in spec.get("policyTypes", [])]
+        if applied and not any(
+            {"podSelector": spec.get("podSelector")} in rule.get(peers, []) and "ports" not in rule
+            for spec in applied
+            for rule in spec.get(direction, [])
+        ):
+            yield f"NetworkPolicy: {direction} does not open all ports among the job's pods"
+    rules = [rule for spec in policies for rule in spec.get("egress", [])]
+    if policies and 53 not in [port.get("port") for rule in rules for port in rule.get("ports", [])]:
+        yield "NetworkPolicy: egress does not open port 53: no name would resolve"
 
 
 def node_counts_agree(documents: list[Document]) -> Problems:
@@ -308,7 +320,7 @@ def node_counts_agree(documents: list[Document]) -> Problems:
             counts |= {name: values[name] for name in ("NNODES", "NODES") if name in values}
             if len(set(counts.values())) > 1:
                 yield f"{where}: {', '.join(f'{k}={v}' for k, v in counts.items())} must be equal"
-            if document.get("kind") != "TrainingRuntime" and spec.get("completionMode") != "Indexed":
+            if document.get("kind") in ("Job", "JobSet") and spec.get("completionMode") != "Indexed":
                 yield f"{where}: completionMode must be Indexed: pods need an index and a name"
 
 
@@ -396,8 +408,56 @@ def labelled(documents: list[Document]) -> Problems:
     for document in documents:
         labels = (document.get("metadata") or {}).get("labels") or {}
         for name in LABELS:
-            if name not in labels:
+            is_shared = document.get("kind") == "ClusterTrainingRuntime" and name == OF_A_RUN
+            if name not in labels and not is_shared:
                 yield f"{title(document)}: label {name} is missing"
+
+
+def labels_are_valid(documents: list[Document]) -> Problems:
+    """The API server refuses other labels when it gets them; those of pods only when pods are created."""
+    for document in documents:
+        holders = [
+            (title(document), document),
+            *((each.where, each.template) for each in pod_templates(document)),
+        ]
+        for where, holder in holders:
+            for key, value in ((holder.get("metadata") or {}).get("labels") or {}).items():
+                if not LABEL_KEY.fullmatch(str(key)):
+                    yield f"{where}: label {key!r}: invalid name; expected [PREFIX/]NAME"
+                elif not isinstance(value, str):
+                    yield f"{where}: label {key}: invalid value {value!r}; expected text, in quotes"
+                elif not LABEL_VALUE.fullmatch(value):
+                    yield (
+                        f"{where}: label {key}: invalid value {value!r}; expected at most 63 letters, digits "
+                        "and -_., a letter or digit at both ends"
+                    )
+
+
+def images_are_fixed(documents: list[Document]) -> Problems:
+    """Pods that are created later must run the same code: no :latest, and no image without a tag."""
+    for each in _templates(documents):
+        for container in each.containers():
+            yield from _image(f"{each.where}: container {container.get('name')}", container.get("image"))
+    for document in documents:
+        if document.get("kind") == "TrainJob" and "image" in (document["spec"].get("trainer") or {}):
+            yield from _image(f"{title(document)}: trainer", document["spec"]["trainer"]["image"])
+
+
+def _image(where: str, image: object) -> Problems:
+    name, _, digest = str(image or "").partition("@")
+    tag = name.rpartition("/")[2].partition(":")[2]
+    if not digest and tag in ("", "latest"):
+        yield f"{where}: image: invalid value {image!r}; expected a tag other than latest, or a digest"
+
+
+def variables_once(documents: list[Document]) -> Problems:
+    """Of two variables of one name the last counts, and some clients drop either."""
+    for each in _templates(documents):
+        for container in each.containers():
+            names = [entry.get("name") for entry in container.get("env", [])]
+            for name in sorted({str(name) for name in names if names.count(name) > 1}):
+                where = f"{each.where}: container {container.get('name')}"
+                yield f"{where}: variable {name} is set more than once"
 
 
 def trainjob_has_its_runtime(documents: list[Document]) -> Problems:
@@ -425,6 +485,6 @@ def scripts_are_there(documents: list[Document]) -> Problems:
 OWN: tuple[Rule, ...] = (
     bounded, rendezvous_port, shutdown_fits, probes, known_variables, run_dir_is_shared, claims_exist,
     shared_memory, resources, gpus_fit_ranks, selectors_match, pods_reach_each_other, node_counts_agree,
-    job_pods, failure_policy, waits_of_its_own, headless_service, labelled, trainjob_has_its_runtime,
-    scripts_are_there,
+    job_pods, failure_policy, waits_of_its_own, headless_service, labelled, labels_are_valid,
+    images_are_fixed, variables_once, trainjob_has_its_runtime, scripts_are_there,
 )  # fmt: skip

@@ -3,12 +3,29 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tandem_k8s.documents import Document
+import yaml
+
+from tandem_k8s.documents import Document, load
 from tandem_k8s.rules import NINE, OWN
 from tandem_k8s.schemas import closed_schema, core_schema, round_trip
 from tandem_k8s.security import restricted
 
 DOCUMENT_CHECKS = (closed_schema, core_schema, round_trip, restricted)
+
+
+def problems_of(text: str) -> list[str]:
+    """Every problem of a YAML text; one line if it cannot be read."""
+    try:
+        documents = load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        return [f"malformed YAML: {where}{getattr(error, 'problem', None) or ' '.join(str(error).split())}"]
+    if strange := [each for each in documents if not isinstance(each, dict)]:
+        return [
+            f"malformed YAML: a document is a {type(strange[0]).__name__}; expected a mapping with a kind"
+        ]
+    return problems(documents) if documents else ["malformed YAML: no document"]
 
 
 def problems(documents: list[Document]) -> list[str]:

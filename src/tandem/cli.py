@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tandem import __version__
 from tandem.errors import FINISHED, ConfigError, TandemError
-from tandem.verbs import place, runs, tasks
+from tandem.verbs import k8s, place, runs, tasks
 from tandem.verbs.verb import Environment, Verb
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ VERBS: Mapping[str, Verb] = {
     **tasks.VERBS,
     **runs.VERBS,
     **place.VERBS,
+    **k8s.VERBS,
     "completion": Verb(
         completion, "bash|zsh|fish", "print a completion script for your shell", _completion_options, False
     ),
@@ -156,6 +157,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Write": ("init", "check"),
     "Inspect": ("runs", "page", "report", "checkpoints", "eval", "health", "doctor"),
     "Use": ("export", "track"),
+    "Deploy": ("k8s",),
     "Prove": ("verify-resume", "bench", "kill"),
     "Settings": ("config", "completion"),
 }

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from trove_classifiers import classifiers
 
+from tandem.kubernetes.render import render
 from tandem_k8s import generate
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 VISION = re.compile(r"(PIL|pillow|torchvision)\b.*", re.I)
 """What the extra `vision` brings into site-packages."""
+MANIFESTS = "tandem/kubernetes/manifests"
 ALONE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
@@ -30,9 +32,11 @@ def dist(tmp_path_factory: pytest.TempPathFactory, module_processes: Any) -> Pat
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     source.mkdir()
-    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy2(ROOT / name, source)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("src", "k8s"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
     code, said = module_processes.run(build)
     assert code == 0, said
@@ -101,10 +105,34 @@ def test_the_wheel_has_every_file_of_the_package_and_the_licenses(wheel: zipfile
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {"tandem/report/page/live.html", "tandem/tasks/project/task.py.txt", "tandem/py.typed"} <= kept
+    shipped = {f"{MANIFESTS}/{path.relative_to(ROOT / 'k8s')}": path for path in manifests()}
+    assert {f"{MANIFESTS}/jobset.yaml", f"{MANIFESTS}/components/monitoring/dashboard.json"} <= set(shipped)
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names == kept
+    assert names == kept | set(shipped)
+    assert [name for name, path in shipped.items() if wheel.read(name) != path.read_bytes()] == []
     licenses = [name.rpartition("/")[2] for name in wheel.namelist() if ".dist-info/licenses/" in name]
     assert sorted(licenses) == ["LICENSE", "uplot-LICENSE"]
+
+
+def manifests() -> list[Path]:
+    """What kubectl reads: the manifests, their kustomizations and the files of those."""
+    folders = ("base", "kinds", "components", "overlays")
+    found = [path for name in folders for path in (ROOT / "k8s" / name).rglob("*") if path.is_file()]
+    return [*found, *(ROOT / "k8s").glob("*.yaml")]
+
+
+def test_the_installed_wheel_renders_as_the_checkout_does(
+    installed: Path, processes: Any, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require("kubectl")
+    words = ["k8s", "render", "--kind", "trainjob", "--with", "kueue,gpu,monitoring"]
+    code, said = processes.run([str(installed / "tandem"), *words], cwd=tmp_path, env=ALONE)
+    assert code == 0 and said == render("trainjob,gpu,kueue,monitoring")
+    init = ["init", "project", "--kubernetes", "jobset"]
+    code, said = processes.run([str(installed / "tandem"), *init], cwd=tmp_path, env=ALONE)
+    assert code == 0, said
+    code, said = processes.run(["kubectl", "kustomize", "project/k8s"], cwd=tmp_path, env=ALONE)
+    assert code == 0 and "image: project:1" in said and "value: /app/task.py:MyTask" in said, said
 
 
 def test_the_installed_wheel_runs_without_a_checkout(installed: Path, processes: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from simulated_cluster import REPOSITORY, Cluster, available
 
 from needs import require as require_now
-from tandem_k8s.render import UsageError
+from tandem.kubernetes.render import UsageError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # small_runs: the task that all of them train
 

@@ -10,9 +10,9 @@ from controllers import Controller
 from simulated_cluster import Cluster
 
 from patience import patient
+from tandem.kubernetes.render import render
 from tandem_k8s.contract import plan
 from tandem_k8s.documents import ROOT, Document, find, load, pod_templates, read
-from tandem_k8s.render import render
 
 RUN_SECONDS = 150.0
 SMALL = {

@@ -4,6 +4,8 @@ import itertools
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -328,3 +330,93 @@ def test_try_builds_loads_installs_applies_and_follows(make: Make, tmp_path: Pat
     ]
     positions = [steps.find(step) for step in wanted]
     assert -1 not in positions and positions == sorted(positions), steps
+
+
+FORWARDER = """#!/bin/sh
+echo "$*" >>{calls}
+case "$1 $2" in "version --output=json") echo '{{"serverVersion": {{}}}}';; esac
+case "$*" in
+  *api-resources*) echo pytorchjobs.kubeflow.org;;
+  kustomize*) echo "kind: PyTorchJob";;
+  *"get pytorchjobs"*) echo '{{"items": [{{"metadata": {{"name": "tandem"}}}}]}}';;
+  *"get services"*) echo '{{"items": [{services}]}}';;
+  *port-forward*) echo "Forwarding from 127.0.0.1:8000 -> 9469";;
+esac
+"""
+SERVICE = '{"metadata": {"name": "tandem-metrics"}}'
+
+
+def tandem_k8s(processes: Any, folder: Path, *words: str, services: str = SERVICE) -> tuple[int, str]:
+    """`tandem k8s ...` with a kubectl that writes down how it was called."""
+    program = folder / "bin" / "kubectl"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(FORWARDER.format(calls=folder / "calls", services=services))
+    program.chmod(0o755)
+    own = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "tandem", "k8s", *words]
+    code, output = processes.run(command, env=own)
+    return code, output
+
+
+def test_forward_leads_to_node_0(processes: Any, tmp_path: Path) -> None:
+    words = ("forward", "--namespace", "team", "--port", "8000")
+    code, output = tandem_k8s(processes, tmp_path, *words)
+    assert code == 0 and "http://localhost:8000/metrics" in output, output
+    last = (tmp_path / "calls").read_text().splitlines()[-1]
+    assert last == "--namespace team port-forward service/tandem-metrics 8000:9469"
+
+
+def test_forward_without_the_service_is_one_line(processes: Any, tmp_path: Path) -> None:
+    one_line(tandem_k8s(processes, tmp_path, "forward", services=""), "no Service tandem-metrics")
+
+
+def test_make_forwards_too(make: Make, api: Callable[..., ApiServer]) -> None:
+    one_line(make("k8s-forward", kubeconfig=api().kubeconfig), "no job of the run tandem", "make k8s-apply")
+
+
+def test_apply_names_what_comes_next(make: Make, api: Callable[..., ApiServer]) -> None:
+    code, output = make("k8s-apply", "OVERLAY=job,cpu", kubeconfig=api().kubeconfig)
+    assert code == 0, output
+    assert "make k8s-logs OVERLAY=job,cpu" in output and "make k8s-forward OVERLAY=job,cpu" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--with", "gpu,cpu"], "--with: invalid value 'gpu,cpu'; cpu contradicts gpu"),
+        (["--kind", "jobset", "--with", "elastic"], "jobset has no component elastic"),
+        (["--kind", "jobset", "--with", "trainjob"], "two kinds of job"),
+        (["--with", "gpuu"], "gpuu is unknown"),
+        (["--image", "two words"], "--image: invalid value 'two words'"),
+    ],
+)
+def test_what_tandem_k8s_cannot_render_is_one_line_and_2(
+    processes: Any, words: list[str], said: str, require: Callable[..., None]
+) -> None:
+    require("kubectl")
+    result = processes.run([sys.executable, "-m", "tandem", "k8s", "render", *words])
+    one_line(result, said)
+    assert result[0] == 2
+
+
+def test_a_shared_runtime_is_not_deleted_with_a_job(processes: Any, require: Callable[..., None]) -> None:
+    require("kubectl")
+    words = ["-m", "tandem", "k8s", "delete", "--kind", "cluster-runtime"]
+    one_line(processes.run([sys.executable, *words]), "all namespaces share it", "kubectl delete")
+
+
+def test_tandem_k8s_speaks_of_its_own_commands(processes: Any, tmp_path: Path) -> None:
+    own = {**os.environ, "KUBECONFIG": str(tmp_path / "none")}
+    result = processes.run([sys.executable, "-m", "tandem", "k8s", "apply"], env=own)
+    one_line(result, "no cluster answers")
+    assert result[0] == 2
+
+
+def test_the_verbs_need_nothing_but_python(make: Make, tmp_path: Path) -> None:
+    """As make calls them: no package of site-packages is imported."""
+    source = str(REPOSITORY / "src")
+    program = f"import sys; sys.path.insert(0, {source!r}); from tandem.kubernetes import commands, __main__"
+    command = [sys.executable, "-S", "-I", "-c", f"{program}; print(sorted(sys.modules))"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "pydantic" not in done.stdout and "argparse" in done.stdout

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tandem.kubernetes.render import render
 from tandem.platforms.placement import Placement, detect
 from tandem_k8s.contract import operator_environment, plan, resolve
 from tandem_k8s.documents import ROOT, Document, find, load, read
-from tandem_k8s.render import render
 
 CAPTURED = Path(__file__).parents[1] / "fixtures" / "environments"
 

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 from mistakes import MISTAKES, NINE, Mistake
 
+from tandem.kubernetes.render import render
 from tandem_k8s.documents import MANIFESTS, OVERLAYS, ROOT, Document, find, load, pod_templates, read
-from tandem_k8s.render import render
 from tandem_k8s.schemas import closed_schema, core_schema, round_trip
 from tandem_k8s.security import restricted
-from tandem_k8s.validate import problems
+from tandem_k8s.validate import problems, problems_of
 
 
 @cache
@@ -52,6 +52,21 @@ def test_the_nine_pass_every_schema(mistake: Mistake) -> None:
 def test_a_manifest_of_nothing_is_a_problem_and_not_a_crash() -> None:
     assert problems([{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "x"}}])
     assert problems([{"apiVersion": "v1", "kind": "Surprise", "metadata": {"name": "x"}}])
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("a: [1", "line 1"),
+        ("kind: Job\n  name: x\n", "line 2"),
+        ("- a list\n", "expected a mapping"),
+        ("", "no document"),
+        ("a: \x07\n", "malformed YAML"),
+    ],
+)
+def test_malformed_yaml_is_one_line(text: str, word: str) -> None:
+    (line,) = problems_of(text)
+    assert line.startswith("malformed YAML: ") and word in line and "\n" not in line
 
 
 def test_round_trip_names_what_the_operator_would_drop() -> None:

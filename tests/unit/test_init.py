@@ -11,7 +11,8 @@ import yaml
 
 from patience import patient
 from tandem.errors import ConfigError
-from tandem.tasks.init import FILES, NO_CHECKOUT, checkout, init, name_of, texts
+from tandem.kubernetes.render import manifests
+from tandem.tasks.init import FILES, NO_CHECKOUT, PODS, checkout, init, name_of, texts
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "project"
 
@@ -77,7 +78,8 @@ def test_names_are_those_of_images_and_runs(folder: str, name: str, tmp_path: Pa
 def test_without_a_checkout_its_place_is_left_to_a_person() -> None:
     made = texts(Path("/home/me/p"), None)
     assert f"-f {NO_CHECKOUT}/compose/compose.yaml" in made["compose.override.yaml"]
-    assert yaml.safe_load(made["k8s/kustomization.yaml"])["resources"] == [f"{NO_CHECKOUT}/k8s/base"]
+    (base,) = yaml.safe_load(made["k8s/kustomization.yaml"])["resources"]
+    assert (Path("/home/me/p/k8s") / base).resolve() == manifests() / "base"
 
 
 @pytest.mark.slow
@@ -102,8 +104,21 @@ def test_kustomize_puts_the_task_and_its_image_into_every_pod(
     (job,) = [each for each in documents if each["kind"] == "PyTorchJob"]
     for role in ("Master", "Worker"):
         container = job["spec"]["pytorchReplicaSpecs"][role]["template"]["spec"]["containers"][0]
-        assert container["image"] == "my-project"
+        assert container["image"] == "my-project:1"
         assert {"name": "TANDEM_TASK", "value": "/app/task.py:MyTask"} in container["env"]
+
+
+@pytest.mark.parametrize("kind", PODS)
+def test_every_kind_of_job_gets_the_task_and_its_image(
+    kind: str, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require("kubectl")
+    init(tmp_path / "mine", kind)
+    text = run("kubectl", "kustomize", "k8s", folder=tmp_path / "mine")
+    assert PODS[kind][0] in {each["kind"] for each in yaml.safe_load_all(text)}
+    images = [line for line in text.splitlines() if "image: " in line]
+    assert len(images) == text.count("value: /app/task.py:MyTask") == len(PODS[kind][1])
+    assert {line.split()[-1] for line in images} == {"mine:1"}
 
 
 def test_compose_takes_the_override(project: Path, require: Callable[..., None]) -> None:

@@ -19,6 +19,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "init": {
         "tandem init my-project": "create a new directory",
         "tandem init .": "use this directory, if it has none of these files",
+        "tandem init my-project --kubernetes trainjob": "for Kubeflow Trainer 2",
     },
     "checkpoints": {
         "tandem checkpoints ls runs/digits": "list steps, sizes and scores",
@@ -73,6 +74,11 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "doctor": {
         "tandem doctor": "this machine",
         "tandem doctor --nodes 2 --run-dir /shared/run --json": "as a node of a two-node job, as JSON",
+    },
+    "k8s": {
+        "tandem k8s render --kind trainjob --with gpu,kueue": "print the manifest; needs no cluster",
+        "tandem k8s apply --with gpu --image registry.example/team/tandem:1.0": "start a PyTorchJob",
+        "tandem k8s forward --with gpu": "its live page on localhost:9469",
     },
     "completion": {
         "tandem completion bash > ~/.local/share/bash-completion/completions/tandem": "for bash",

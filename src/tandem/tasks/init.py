@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from tandem.errors import ConfigError
+from tandem.kubernetes.render import ALIASES, FOLDERS, manifests
 
 FILES = {
     "task.py": "task.py",
@@ -17,10 +18,25 @@ FILES = {
 }
 """{what is written: its template in `project/`}."""
 NO_CHECKOUT = "PATH-OF-TANDEM"
-"""Stands for the folder of a checkout, whose Compose file and manifests are gone by, where there is none."""
+"""Stands for the folder of a checkout, whose Compose file the project builds on, where there is none."""
+CHILD = "/spec/replicatedJobs/0/template/spec/template/spec"
+PODS = {
+    "pytorchjob": (
+        "PyTorchJob",
+        [f"/spec/pytorchReplicaSpecs/{role}/template/spec" for role in ("Master", "Worker")],
+    ),
+    "trainjob": ("TrainingRuntime", [f"/spec/template{CHILD}"]),
+    "jobset": ("JobSet", [CHILD]),
+    "job": ("Job", ["/spec/template/spec"]),
+}
+"""{choice of --kubernetes: (the kind that has the pods, where)}."""
+SET_TASK = """\
+      - op: add
+        path: {pod}/containers/0/env/-
+        value: {{name: TANDEM_TASK, value: "/app/task.py:MyTask"}}"""
 
 
-def init(folder: Path) -> str:
+def init(folder: Path, kind: str = "pytorchjob") -> str:
     """Write the project, and say what comes next. Raises ConfigError for files that are there already."""
     there = [name for name in FILES if os.path.lexists(folder / name)]  # also a link that leads nowhere
     if there:
@@ -32,7 +48,7 @@ def init(folder: Path) -> str:
             f"{folder}/{linked[0]} is a symbolic link; choose another directory: tandem init DIR"
         )
     name = name_of(folder)
-    for target, text in texts(folder, checkout()).items():
+    for target, text in texts(folder, checkout(), kind).items():
         path = folder / target
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +66,7 @@ def init(folder: Path) -> str:
     lines = [f"{folder}: {', '.join(FILES)}", "next:"]
     lines += [f"  {command:<47} {'# ' * bool(why)}{why}".rstrip() for command, why in steps]
     if checkout() is None:
-        lines.append(
-            f"in compose.override.yaml and k8s/: put the path of a tandem checkout for {NO_CHECKOUT}"
-        )
+        lines.append(f"in compose.override.yaml: put the path of a tandem checkout for {NO_CHECKOUT}")
     return "\n".join(lines)
 
 
@@ -61,16 +75,20 @@ def _folders() -> list[str]:
     return [parent for name in FILES if (parent := os.path.dirname(name))]
 
 
-def texts(folder: Path, source: Path | None) -> dict[str, str]:
-    """{file: its text} of a project in `folder` that goes by the manifests of the checkout `source`."""
+def texts(folder: Path, source: Path | None, kind: str = "pytorchjob") -> dict[str, str]:
+    """{file: its text} of a project in `folder` that builds on the checkout `source`, with a job of `kind`.
 
-    def from_here(start: Path) -> str:
-        return NO_CHECKOUT if source is None else os.path.relpath(source, start.resolve())
-
+    Without a checkout, the manifests are those of the installed package.
+    """
+    document, pods = PODS[kind]
+    k8s = manifests() if source is None else source / "k8s"
     values = {
         "@NAME@": name_of(folder),
-        "@CHECKOUT@": from_here(folder),
-        "@K8S@": f"{from_here(folder / 'k8s')}/k8s",
+        "@CHECKOUT@": NO_CHECKOUT if source is None else os.path.relpath(source, folder.resolve()),
+        "@K8S@": os.path.relpath(k8s, (folder / "k8s").resolve()),
+        "@FOLDER@": FOLDERS[ALIASES.get(kind, kind)],
+        "@KIND@": document,
+        "@TASK@": "\n".join(SET_TASK.format(pod=pod) for pod in pods),
     }
     found = {}
     for target, template in FILES.items():

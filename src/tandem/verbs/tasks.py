@@ -142,7 +142,7 @@ def init(options: "Namespace", environ: Environment) -> int:
     """The files of a project around a task of one's own."""
     from tandem.tasks.init import init as write
 
-    print(write(options.folder))
+    print(write(options.folder, options.kubernetes))
     return FINISHED
 
 
@@ -150,6 +150,9 @@ def init_options(parser: "Parser") -> None:
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="a new directory, or one without these files"
     )
+    kinds = ("pytorchjob", "trainjob", "jobset", "job")
+    text = "kind of job in k8s/; default pytorchjob"
+    parser.add_argument("--kubernetes", choices=kinds, default=kinds[0], help=text)
 
 
 VERBS: Mapping[str, Verb] = {
@@ -168,7 +171,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "init": Verb(
         init,
-        "DIR",
+        "DIR [--kubernetes KIND]",
         "create a project: task, test, image, Compose and Kubernetes files",
         init_options,
         takes_settings=False,

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem_k8s import seen
-from tandem_k8s.render import GET_KUBECTL, UsageError, kinds
+from tandem.kubernetes import seen
+from tandem.kubernetes.render import GET_KUBECTL, KIND, UsageError, kinds
+from tandem.kubernetes.spoken import option, typed
 
 QUICK_SECONDS = 20
 DELETE_SECONDS = 240  # longer than the grace period of the pods
@@ -35,7 +36,7 @@ CUSTOM = {
     "PyTorchJob": Resource(
         "pytorchjobs.kubeflow.org",
         f'the training operator is not installed: kubectl apply --server-side -k "{OPERATOR}", '
-        "or take OVERLAY=indexed-job, which needs none",
+        "or use {with}=indexed-job, which needs none",
     ),
     "JobSet": Resource(
         "jobsets.jobset.x-k8s.io", "JobSet is not installed: jobset.sigs.k8s.io/docs/installation"
@@ -43,9 +44,13 @@ CUSTOM = {
     "TrainJob": Resource(
         "trainjobs.trainer.kubeflow.org", "Trainer is not installed: kubeflow.org/docs/components/trainer"
     ),
+    "ClusterTrainingRuntime": Resource(
+        "clustertrainingruntimes.trainer.kubeflow.org",
+        "Trainer is not installed: kubeflow.org/docs/components/trainer",
+    ),
     "PodMonitor": Resource(
         "podmonitors.monitoring.coreos.com",
-        "the Prometheus operator is not installed; install it, or leave monitoring out of OVERLAY",
+        "the Prometheus operator is not installed; install it, or leave monitoring out of {with}",
     ),
 }
 JOBS = ("PyTorchJob", "TrainJob", "JobSet", "Job")
@@ -60,11 +65,19 @@ REMOVED = {  # kind -> resource; claims are not among them
 
 @dataclass(frozen=True)
 class Target:
-    """What to work on: the rendered manifest, where, and the run's name (app.kubernetes.io/instance)."""
+    """What to work on: the rendered manifest, where, the run's name (app.kubernetes.io/instance), and the
+    selection that was rendered."""
 
     text: str
     namespace: str
     run: str = "tandem"
+    selection: str = KIND
+
+    def command(self, verb: str, **more: str) -> str:
+        """What to type for the same job: `make k8s-logs OVERLAY=trainjob`."""
+        options = {"--with": self.selection} if self.selection != KIND else {}
+        options |= {"--namespace": self.namespace} if self.namespace else {}
+        return typed(verb, {**options, **{f"--{name}": text for name, text in more.items()}})
 
     @property
     def selector(self) -> str:
@@ -94,14 +107,15 @@ def preflight(target: Target) -> None:
     if answer.returncode != 0 or "serverVersion" not in answer.stdout:
         raise UsageError(
             f"no cluster answers ({_last_line(answer)}); choose one with kubectl config use-context NAME, "
-            "or make one on this machine: make k8s-try"
+            "or create one on this machine: make k8s-try in a checkout of tandem"
         )
     if target.namespace:
         found = ask(["kubectl", "get", "namespace", target.namespace, "--output=name"])
         if "NotFound" in found.stderr:
             raise UsageError(
                 f"the namespace {target.namespace!r} does not exist; make it with "
-                f"kubectl create namespace {target.namespace}, or give another: NAMESPACE=..."
+                f"kubectl create namespace {target.namespace}, or give another: "
+                f"{option('--namespace')}=..."
             )
     for kind in kinds(target.text):
         if kind not in CUSTOM:
@@ -109,7 +123,8 @@ def preflight(target: Target) -> None:
         resource = CUSTOM[kind]
         served = ask(["kubectl", "api-resources", f"--api-group={resource.group}", "--output=name"])
         if resource.name not in served.stdout.split():
-            raise UsageError(f"the cluster knows no {kind}: {resource.install}")
+            install = resource.install.replace("{with}", option("--with"))
+            raise UsageError(f"the cluster knows no {kind}: {install}")
 
 
 def kubectl_json(target: Target, what: str, *more: str, selected: bool = True) -> list[Any]:
@@ -124,9 +139,7 @@ def kubectl_json(target: Target, what: str, *more: str, selected: bool = True) -
 
 def jobs_of(target: Target) -> list[Any]:
     """The run's job, of the manifest's kind; more than one where somebody else has labelled so."""
-    return [
-        job for kind in kinds(target.text) if kind in JOBS for job in kubectl_json(target, REMOVED[kind])
-    ]
+    return [job for kind in kinds(target.text) if kind in JOBS for job in kubectl_json(target, REMOVED[kind])]
 
 
 def apply(target: Target) -> int:
@@ -140,12 +153,12 @@ def apply(target: Target) -> int:
         name, end = f"{job['kind']} {job['metadata']['name']}", seen.outcome(job, pods)
         if end is None:
             raise UsageError(
-                f"{name} is there and has not ended: to apply would not change its pods; make k8s-logs "
-                "follows it, make k8s-delete ends it after a checkpoint"
+                f"{name} is there and has not ended: to apply would not change its pods; "
+                f"{target.command('logs')} follows it, {target.command('delete')} ends it after a checkpoint"
             )
         raise UsageError(
             f"{name} has ended, {end}: to apply would start nothing; remove it first, its checkpoints stay: "
-            "make k8s-delete"
+            f"{target.command('delete')}"
         )
     if any("deletionTimestamp" in pod["metadata"] for pod in pods):
         raise UsageError(
@@ -154,6 +167,11 @@ def apply(target: Target) -> int:
         )
     _check_claims(target)
     done = subprocess.run(target.kubectl("apply", "--filename", "-"), input=target.text, text=True)
+    if done.returncode == 0 and any(kind in JOBS for kind in kinds(target.text)):
+        print(
+            f"follow the pods: {target.command('logs')}; "
+            f"live page and metrics on this machine: {target.command('forward')}"
+        )
     return done.returncode
 
 
@@ -163,7 +181,7 @@ def _check_queue(target: Target) -> None:
     if not ask(["kubectl", "api-resources", f"--api-group={QUEUE_GROUP}", "--output=name"]).stdout.split():
         raise UsageError(
             "the manifest waits for a queue, and the cluster has no Kueue to admit it: "
-            "kueue.sigs.k8s.io/docs/installation, or leave kueue out of OVERLAY"
+            f"kueue.sigs.k8s.io/docs/installation, or leave kueue out of {option('--with')}"
         )
 
 
@@ -181,7 +199,7 @@ def _check_claims(target: Target) -> None:
             if difference:
                 raise UsageError(
                     f"the claim {name} is there with {difference}; give the manifest what is there, or "
-                    "remove it with its checkpoints: make k8s-delete PURGE=1"
+                    f"remove it with its checkpoints: {target.command('delete', purge='')}"
                 )
 
 
@@ -250,5 +268,8 @@ def delete(target: Target, purge: bool) -> int:
     for node, names in lost.items():
         print(seen.lost_node_line(node, names), flush=True)
     if not purge:
-        print("the volume with the checkpoints stays; the next apply resumes from it (PURGE=1 removes it)")
+        print(
+            "the volume with the checkpoints stays; the next apply resumes from it "
+            f"({option('--purge')}{'=1' if option('--purge') == 'PURGE' else ''} removes it)"
+        )
     return code or gone or int(bool(stuck))

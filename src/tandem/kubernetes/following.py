@@ -1,12 +1,12 @@
-"""`make k8s-logs`: every pod of a run, those that replace others too, until the job has ended."""
+"""`tandem k8s logs`: every pod of a run, those that replace others too, until the job has ended."""
 
 import subprocess
 import time
 from typing import Any
 
-from tandem_k8s.cluster import Target, jobs_of, kubectl_json, preflight
-from tandem_k8s.render import UsageError
-from tandem_k8s.seen import container_lines, lives, outcome
+from tandem.kubernetes.cluster import Target, jobs_of, kubectl_json, preflight
+from tandem.kubernetes.render import UsageError
+from tandem.kubernetes.seen import container_lines, lives, outcome
 
 POLL_SECONDS = 2.0
 MISSED = 5  # answers in a row that may fail to come while pods are followed
@@ -26,7 +26,9 @@ def logs(target: Target) -> int:
             found = jobs_of(target)
             unseen = 0 if found else unseen + 1
             if unseen > (MISSED if followed else 0):
-                raise UsageError(f"there is no job of the run {target.run}; start one: make k8s-apply")
+                raise UsageError(
+                    f"there is no job of the run {target.run}; start one: {target.command('apply')}"
+                )
             if unseen:
                 time.sleep(POLL_SECONDS)
                 continue

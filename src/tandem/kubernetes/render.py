@@ -1,0 +1,137 @@
+"""Render a kind of job and components of it with `kubectl kustomize`, which needs no cluster."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.errors import ConfigError
+from tandem.kubernetes.spoken import mistake, typed
+
+CHECKOUT = Path(__file__).resolve().parents[3] / "k8s"
+PACKAGED = Path(__file__).resolve().parent / "manifests"
+FOLDERS = {
+    "pytorchjob": "base",
+    "trainjob": "kinds/trainjob",
+    "jobset": "kinds/jobset",
+    "indexed-job": "kinds/indexed-job",
+    "cluster-runtime": "kinds/cluster-runtime",
+}
+"""{kind: its folder below the manifests}."""
+KIND = "pytorchjob"
+"""The kind of job where none is named."""
+ALIASES = {"job": "indexed-job"}
+ORDER = ("cpu", "gpu", "rdma", "kueue", "script", "monitoring", "network", "elastic")
+"""All components, in the order in which they are applied: `elastic` removes what the others change."""
+NEEDS = {"rdma": "gpu"}
+CONTRADICTIONS = (("cpu", "gpu"), ("cpu", "rdma"))
+ALLOWED = {"cluster-runtime": ("cpu", "gpu", "rdma")}
+"""{kind: its components}, where these are fewer than all but those of ONLY."""
+ONLY = {"elastic": "pytorchjob"}
+"""{component: the one kind that has it}."""
+DEFAULT_IMAGE = "tandem"
+RENDER_SECONDS = 60
+GET_KUBECTL = "on Debian: sudo apt-get install kubernetes-client; elsewhere: kubernetes.io/docs/tasks/tools"
+
+
+class UsageError(ConfigError):
+    """A selection, image or cluster that cannot be used; one line that says what to type next."""
+
+
+def manifests() -> Path:
+    """The folder with the manifests: `k8s/` of a checkout, or the copy in the installed package."""
+    return CHECKOUT if (CHECKOUT / "base" / "kustomization.yaml").is_file() else PACKAGED
+
+
+def allowed(kind: str) -> tuple[str, ...]:
+    """The components of a kind."""
+    return ALLOWED.get(kind) or tuple(name for name in ORDER if ONLY.get(name, kind) == kind)
+
+
+def render(selection: str, image: str = "") -> str:
+    """The YAML of `selection`, with `image` (NAME[:TAG][@DIGEST]) instead of tandem:cuda.
+
+    A selection is a kind of job, components of it, or both, in any order: `trainjob,gpu,kueue`.
+    Raises UsageError with one line.
+    """
+    kind, parts = parts_of(selection)
+    with tempfile.TemporaryDirectory(prefix="tandem-k8s-") as name:
+        folder = Path(name).resolve()
+        root = manifests()
+        lines = ["apiVersion: kustomize.config.k8s.io/v1beta1", "kind: Kustomization"]
+        lines += [f"resources: [{os.path.relpath(root / FOLDERS[kind], folder)}]"]
+        lines += ["components:"] if parts else []
+        lines += [f"- {os.path.relpath(root / 'components' / part, folder)}" for part in parts]
+        lines += _image(image) if image else []
+        (folder / "kustomization.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return kustomize(folder)
+
+
+def parts_of(selection: str) -> tuple[str, list[str]]:
+    """The kind and the components of `selection`, with what they need, in an order that works.
+
+    Raises UsageError.
+    """
+    named = dict.fromkeys(part.strip() for part in selection.split(",") if part.strip())
+    asked = [ALIASES.get(part, part) for part in named]
+    kinds = list(dict.fromkeys(part for part in asked if part in FOLDERS))
+    parts = {part for part in asked if part not in FOLDERS}
+    said = mistake("--with", selection)
+    if not asked or parts - set(ORDER):
+        wrong = ", ".join(sorted(parts - set(ORDER))) or "nothing"
+        raise UsageError(
+            f"{said} {wrong} is unknown; expected one of {', '.join(FOLDERS)}, or components "
+            f"({', '.join(ORDER)}), or both: {typed('render', {'--with': 'gpu,kueue'})}"
+        )
+    if len(kinds) > 1:
+        raise UsageError(f"{said} {kinds[0]} and {kinds[1]} are two kinds of job; leave one of them out")
+    kind = kinds[0] if kinds else KIND
+    for part in sorted(parts):
+        if part not in allowed(kind):
+            raise UsageError(
+                f"{said} {kind} has no component {part}; expected {', '.join(allowed(kind))}; "
+                f"leave {part} out"
+            )
+    for one, other in CONTRADICTIONS:
+        if {one, other} <= parts:
+            raise UsageError(f"{said} {one} contradicts {other}; leave one of them out")
+    parts |= {NEEDS[part] for part in parts if part in NEEDS}
+    return kind, sorted(parts, key=ORDER.index)
+
+
+def selection_of(kind: str, components: Sequence[str]) -> str:
+    """One selection from `--kind` and `--with`."""
+    return ",".join(part for part in (kind, *components) if part)
+
+
+def _image(image: str) -> list[str]:
+    match = re.fullmatch(r"([^\s@]+?)(?::([\w][\w.-]{0,127}))?(?:@(sha256:[0-9a-f]{64}))?", image)
+    if match is None:
+        raise UsageError(f"{mistake('--image', image)} expected NAME[:TAG][@sha256:DIGEST]")
+    lines = ["images:", f"- name: {DEFAULT_IMAGE}", f'  newName: "{match[1]}"']
+    lines += [f'  newTag: "{match[2]}"'] if match[2] else []
+    return lines + ([f'  digest: "{match[3]}"'] if match[3] else [])
+
+
+def kustomize(folder: Path) -> str:
+    """The output of `kubectl kustomize FOLDER`. Raises UsageError."""
+    if shutil.which("kubectl") is None:
+        raise UsageError(f"kubectl is not installed; {GET_KUBECTL}")
+    try:
+        done = subprocess.run(
+            ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=RENDER_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"kubectl kustomize {folder}: no answer within {RENDER_SECONDS} s") from None
+    if done.returncode != 0:
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise UsageError(f"kubectl kustomize {folder}: {last}")
+    return done.stdout
+
+
+def kinds(text: str) -> list[str]:
+    """The kinds of the documents of a rendered text, each once, in order."""
+    return list(dict.fromkeys(re.findall(r"^kind: (\w+)$", text, re.MULTILINE)))

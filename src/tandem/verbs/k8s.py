@@ -1,0 +1,70 @@
+"""The verb for Kubernetes: render the manifests, and apply, follow, inspect and delete a job.
+
+As in `cli`, which puts the verbs together, this imports what it needs when it is called.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tandem.verbs.verb import Environment, Verb
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from tandem.config import Parser
+
+
+def k8s(options: "Namespace", environ: Environment) -> int:
+    """Run kubectl with the rendered manifest; the exit code of `logs` is the job's."""
+    from tandem.kubernetes import commands
+    from tandem.kubernetes.render import KIND
+
+    parts = tuple(options.components.split(",")) if options.components else ()
+    asked = commands.Asked(
+        verb=options.action,
+        kind=options.kind or ("" if parts else KIND),
+        components=parts,
+        image=options.image,
+        namespace=options.namespace,
+        run=options.run,
+        purge=options.purge,
+        port=options.port,
+    )
+    return commands.run(asked)
+
+
+def k8s_options(parser: "Parser") -> None:
+    from tandem.config import Count
+    from tandem.kubernetes.commands import KINDS, VERBS
+    from tandem.kubernetes.forwarding import PORT
+    from tandem.kubernetes.render import KIND, ORDER
+
+    text = (
+        "render: print the manifest; apply: start the job; logs: follow its pods; status: job, pods, "
+        "warnings; forward: live page and metrics on this machine; delete: remove the job"
+    )
+    parser.add_argument("action", choices=VERBS, help=text)
+    parser.add_argument("--kind", choices=KINDS, default="", help=f"kind of job; default {KIND}")
+    parser.add_argument(
+        "--with", dest="components", metavar="A,B", default="", help=f"components: {', '.join(ORDER)}"
+    )
+    parser.add_argument(
+        "--image", metavar="NAME", default="", help="NAME[:TAG][@sha256:DIGEST] instead of tandem:cuda"
+    )
+    parser.add_argument("--namespace", metavar="NAME", default="", help="default: the context's own")
+    parser.add_argument(
+        "--run", metavar="NAME", default="tandem", help="label app.kubernetes.io/instance; default tandem"
+    )
+    parser.option("--purge", bool, "delete also removes the volume with the checkpoints")
+    parser.option("--port", Count, "local port for forward", PORT)
+
+
+VERBS: Mapping[str, Verb] = {
+    "k8s": Verb(
+        k8s,
+        "render|apply|logs|status|forward|delete [--kind KIND] [--with A,B]",
+        "run a job on Kubernetes (needs kubectl)",
+        k8s_options,
+        takes_settings=False,
+    ),
+}
