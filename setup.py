@@ -1,12 +1,36 @@
-"""What pyproject.toml cannot say: the long description is README.md, its links made absolute."""
+"""What pyproject.toml cannot say: README.md with absolute links, and the files that the wheel ships."""
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+SHIPPED = {
+    "compose": "tandem/shipped/compose",
+    "k8s/components/monitoring/dashboard.json": "tandem/shipped/k8s/components/monitoring/dashboard.json",
+    "monitoring/rules.yaml": "tandem/shipped/monitoring/rules.yaml",
+    "slurm/train.sbatch": "tandem/shipped/slurm/train.sbatch",
+}
+"""{file or directory of the checkout: where the wheel has its copy}; see also MANIFEST.in."""
+NOT_SHIPPED = ("__pycache__", "*.mk", "cluster.py")
+
+
+class BuildWithShipped(build_py):
+    """Copy the shipped files into the package; an editable install uses those of the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        for source, target in SHIPPED.items() if not self.editable_mode else ():
+            path, copy = ROOT / source, Path(self.build_lib) / target
+            if path.is_dir():
+                shutil.copytree(path, copy, ignore=shutil.ignore_patterns(*NOT_SHIPPED), dirs_exist_ok=True)
+            elif path.is_file():  # the build of the image has only src/
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, copy)
 
 
 def long_description() -> str:
@@ -19,4 +43,8 @@ def long_description() -> str:
     )
 
 
-setup(long_description=long_description(), long_description_content_type="text/markdown")
+setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    cmdclass={"build_py": BuildWithShipped},
+)

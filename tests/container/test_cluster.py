@@ -302,8 +302,8 @@ def test_a_volume_of_another_user(cluster: TestedCluster) -> None:
 
 
 def test_a_disk_that_is_nearly_full(cluster: TestedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    import preflight
-    from engine import ClusterError
+    from tandem.cluster import preflight
+    from tandem.cluster.engine import ClusterError
 
     monkeypatch.setattr(preflight, "RUN_NEEDS_BYTES", 10**18)
     with pytest.raises(ClusterError, match="GB are free for checkpoints, 1000000000 are needed; make room"):
@@ -314,7 +314,7 @@ def test_a_disk_that_is_nearly_full(cluster: TestedCluster, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_netem_or_a_refusal(cluster: TestedCluster) -> None:
-    from network import has_netem
+    from tandem.cluster.network import has_netem
 
     code, output = cluster.up("--nodes", "1", "--latency", "5ms", "--args", "--steps 5")
     if has_netem(cluster.engine()):
@@ -343,7 +343,7 @@ def test_a_cluster_that_runs_is_not_started_twice(cluster: TestedCluster, task: 
 
 def test_the_code_of_a_container_that_was_removed_a_moment_ago(cluster: TestedCluster) -> None:
     """It said 137 for whatever had ended in the same second."""
-    from engine import code_of_removed
+    from tandem.cluster.engine import code_of_removed
 
     for code in (7, 143, 0):
         identity = docker("create", "--entrypoint", "sh", IMAGE, "-c", f"exit {code}").strip()

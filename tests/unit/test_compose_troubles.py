@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "compose")]
+from tandem.cluster import actions as cluster
+from tandem.cluster import cores, engine, preflight
 
-import cluster  # noqa: E402
-import cores  # noqa: E402
-import engine  # noqa: E402
-import preflight  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
