@@ -78,24 +78,30 @@ class Nodes:
         return len(codes) >= self.count and all(code == 0 or is_own(code) for code in codes)
 
 
-def wait_for(nodes: Nodes, log: Log) -> bool:
-    """Wait until all nodes are there, or have ended; False if some are missing."""
+class ScaledError(Exception):
+    """There are more or fewer containers than NODES says."""
+
+
+def wait_for(nodes: Nodes, log: Log) -> None:
+    """Wait until all nodes are there, or have ended. Raises ScaledError if some are missing."""
     deadline = time.monotonic() + START_SECONDS
-    while nodes.found() + len(nodes.codes()) < nodes.count:
+    while (found := nodes.found()) + len(nodes.codes()) < nodes.count:
         if time.monotonic() > deadline:
-            return False
+            raise ScaledError(found)
         time.sleep(POLL_SECONDS)
         log.show()
-    return True
 
 
 def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
-    """Show the log until the job has ended; its code."""
+    """Show the log until the job has ended; its code. Raises ScaledError."""
     seen_at = time.monotonic()
     while not nodes.have_ended():
         log.show()
         time.sleep(POLL_SECONDS)
-        if nodes.found():
+        running = nodes.found()
+        if (most := max(running, len(nodes.codes()))) > nodes.count:
+            raise ScaledError(most)
+        if running:
             seen_at = time.monotonic()
         elif time.monotonic() - seen_at > (STOPPED_SECONDS if stopping else GONE_SECONDS):
             break
@@ -112,14 +118,16 @@ def main(project: str, count: str, run_dir: str) -> int:
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
     nodes, log = Nodes(project, int(count)), Log(Path(run_dir, "log"))
-    if not wait_for(nodes, log) or nodes.found() > nodes.count:
+    try:
+        wait_for(nodes, log)
+        return follow(nodes, log, stopping)
+    except ScaledError as error:
         print(
-            f"--scale: {nodes.found()} or more containers, but NODES={count}; --scale does not work here: "
-            f"docker compose down, then NODES={nodes.found()} docker compose up",
+            f"--scale: {error} containers of the service node, but NODES={count}; set NODES instead: "
+            f"docker compose down, then NODES={error} docker compose up",
             flush=True,
         )
         return MISCONFIGURED
-    return follow(nodes, log, stopping)
 
 
 if __name__ == "__main__":

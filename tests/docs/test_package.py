@@ -30,8 +30,10 @@ def dist(tmp_path_factory: pytest.TempPathFactory, module_processes: Any) -> Pat
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     source.mkdir()
-    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy2(ROOT / name, source)
+    for name in ("compose", "k8s", "monitoring", "slurm"):  # what of them is shipped, setup.py says
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
     code, said = module_processes.run(build)

@@ -11,7 +11,7 @@ import yaml
 
 from patience import patient
 from tandem.errors import ConfigError
-from tandem.tasks.init import FILES, NO_CHECKOUT, checkout, init, name_of, texts
+from tandem.tasks.init import FILES, NO_CHECKOUT, SLURM, checkout, chosen, init, name_of, texts
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "project"
 
@@ -78,6 +78,20 @@ def test_without_a_checkout_its_place_is_left_to_a_person() -> None:
     made = texts(Path("/home/me/p"), None)
     assert f"-f {NO_CHECKOUT}/compose/compose.yaml" in made["compose.override.yaml"]
     assert yaml.safe_load(made["k8s/kustomization.yaml"])["resources"] == [f"{NO_CHECKOUT}/k8s/base"]
+
+
+def test_compose_and_slurm_choose_the_files(tmp_path: Path) -> None:
+    basic = ["task.py", "test_task.py", ".env.example"]
+    assert list(chosen(compose=True)) == [*basic, "Dockerfile", "compose.override.yaml"]
+    assert list(chosen()) == list(FILES) and list(chosen(slurm=True)) == [*FILES, SLURM]
+    said = run(sys.executable, "-m", "tandem", "init", "own", "--compose", "--slurm", folder=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == sorted(
+        [*chosen(compose=True, slurm=True)]
+    )
+    assert "tandem cluster up --nodes 2" in said and f"sbatch {SLURM} --task task.py:MyTask" in said
+    script = (tmp_path / "own" / SLURM).read_text()
+    assert "#   sbatch train.sbatch --task digits" in script and "slurm/train.sbatch" not in script
+    run("bash", "-n", SLURM, folder=tmp_path / "own")
 
 
 @pytest.mark.slow

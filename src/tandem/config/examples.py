@@ -19,6 +19,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "init": {
         "tandem init my-project": "create a new directory",
         "tandem init .": "use this directory, if it has none of these files",
+        "tandem init my-project --slurm": "with a batch script for Slurm",
     },
     "cluster": {
         "tandem cluster up --nodes 2 --epochs 2": "train on two containers; Ctrl-C saves and stops them",

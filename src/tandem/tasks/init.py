@@ -2,9 +2,11 @@
 
 import os
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from tandem import shipped
 from tandem.errors import ConfigError
 
 FILES = {
@@ -16,23 +18,34 @@ FILES = {
     "k8s/kustomization.yaml": "kustomization.yaml",
 }
 """{what is written: its template in `project/`}."""
+SLURM = "train.sbatch"
+"""The batch script that `--slurm` adds: tandem's own, whatever the task."""
+COMPOSE = ("Dockerfile", "compose.override.yaml")
+KUBERNETES = ("Dockerfile", "k8s/kustomization.yaml")
+BASIC = tuple(name for name in FILES if name not in (*COMPOSE, *KUBERNETES))
 NO_CHECKOUT = "PATH-OF-TANDEM"
 """Stands for the folder of a checkout, whose Compose file and manifests are gone by, where there is none."""
 
 
-def init(folder: Path) -> str:
+def chosen(compose: bool = False, slurm: bool = False) -> tuple[str, ...]:
+    """Return the files of a project. Without `compose`: all but the batch script, which `slurm` adds."""
+    names = (*BASIC, *COMPOSE) if compose else tuple(FILES)
+    return (*names, SLURM) if slurm else names
+
+
+def init(folder: Path, names: Sequence[str] = tuple(FILES)) -> str:
     """Write the project, and say what comes next. Raises ConfigError for files that are there already."""
-    there = [name for name in FILES if os.path.lexists(folder / name)]  # also a link that leads nowhere
+    there = [name for name in names if os.path.lexists(folder / name)]  # also a link that leads nowhere
     if there:
         raise ConfigError(
             f"{folder} has {', '.join(there)} already; choose another directory: tandem init DIR"
         )
-    if linked := [each for each in _folders() if (folder / each).is_symlink()]:
+    if linked := [each for each in _folders(names) if (folder / each).is_symlink()]:
         raise ConfigError(
             f"{folder}/{linked[0]} is a symbolic link; choose another directory: tandem init DIR"
         )
     name = name_of(folder)
-    for target, text in texts(folder, checkout()).items():
+    for target, text in texts(folder, checkout(), names).items():
         path = folder / target
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,28 +53,31 @@ def init(folder: Path) -> str:
                 file.write(text)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; choose another directory") from error
-    steps = (
+    steps = [
         (f"cd {folder}", ""),
         ("tandem check task.py", "validate the task"),
         ("pytest", "test that it saves and resumes (pip install pytest)"),
         ("tandem launch --nodes 2 --task task.py:MyTask", ""),
-        (f"docker build -t {name} .", "builds on tandem:cuda, from `make image` in the checkout"),
-    )
-    lines = [f"{folder}: {', '.join(FILES)}", "next:"]
+    ]
+    if "Dockerfile" in names:
+        steps += [(f"docker build -t {name} .", "builds on tandem:cuda, from `make image` in the checkout")]
+    if "compose.override.yaml" in names:
+        steps += [("tandem cluster up --nodes 2", "the same, and train on two containers")]
+    if SLURM in names:
+        steps += [(f"sbatch {SLURM} --task task.py:MyTask", "train on two nodes of a Slurm cluster")]
+    lines = [f"{folder}: {', '.join(names)}", "next:"]
     lines += [f"  {command:<47} {'# ' * bool(why)}{why}".rstrip() for command, why in steps]
-    if checkout() is None:
-        lines.append(
-            f"in compose.override.yaml and k8s/: put the path of a tandem checkout for {NO_CHECKOUT}"
-        )
+    if checkout() is None and (places := [name for name in names if name in (COMPOSE[1], KUBERNETES[1])]):
+        lines.append(f"in {' and '.join(places)}: put the path of a tandem checkout for {NO_CHECKOUT}")
     return "\n".join(lines)
 
 
-def _folders() -> list[str]:
+def _folders(names: Sequence[str]) -> list[str]:
     """Those below the project's own that files go into."""
-    return [parent for name in FILES if (parent := os.path.dirname(name))]
+    return [parent for name in names if (parent := os.path.dirname(name))]
 
 
-def texts(folder: Path, source: Path | None) -> dict[str, str]:
+def texts(folder: Path, source: Path | None, names: Sequence[str] = tuple(FILES)) -> dict[str, str]:
     """{file: its text} of a project in `folder` that goes by the manifests of the checkout `source`."""
 
     def from_here(start: Path) -> str:
@@ -73,8 +89,11 @@ def texts(folder: Path, source: Path | None) -> dict[str, str]:
         "@K8S@": f"{from_here(folder / 'k8s')}/k8s",
     }
     found = {}
-    for target, template in FILES.items():
-        text = (files("tandem.tasks") / "project" / f"{template}.txt").read_text()
+    for target in names:
+        if target == SLURM:
+            text = (shipped.root() / "slurm" / SLURM).read_text().replace(f"slurm/{SLURM}", SLURM)
+        else:
+            text = (files("tandem.tasks") / "project" / f"{FILES[target]}.txt").read_text()
         for key, value in values.items():
             text = text.replace(key, value)
         found[target] = text

@@ -140,9 +140,10 @@ def demo_options(parser: "Parser") -> None:
 
 def init(options: "Namespace", environ: Environment) -> int:
     """The files of a project around a task of one's own."""
+    from tandem.tasks.init import chosen
     from tandem.tasks.init import init as write
 
-    print(write(options.folder))
+    print(write(options.folder, chosen(options.compose, options.slurm)))
     return FINISHED
 
 
@@ -150,6 +151,8 @@ def init_options(parser: "Parser") -> None:
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="a new directory, or one without these files"
     )
+    parser.option("--compose", bool, "the files for Docker Compose, and not those for Kubernetes")
+    parser.option("--slurm", bool, "also a batch script for Slurm, train.sbatch")
 
 
 VERBS: Mapping[str, Verb] = {
@@ -168,7 +171,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "init": Verb(
         init,
-        "DIR",
+        "DIR [--compose] [--slurm]",
         "create a project: task, test, image, Compose and Kubernetes files",
         init_options,
         takes_settings=False,
