@@ -103,13 +103,31 @@ def test_the_size_of_tmp_is_one_the_kernel_takes(
         cores.limits_given()
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "monitoring.yaml"])
+@pytest.mark.parametrize("name", ["compose.yaml", "monitoring.yaml", "job.yaml"])
 def test_every_container_has_bounds_for_its_log_and_its_temporary_files(name: str) -> None:
     services = yaml.safe_load((ROOT / "compose" / name).read_text())["services"]
-    for service in services.values():
+    for service in [each for each in services.values() if "image" in each]:  # job.yaml adds to others
         assert {"max-size", "max-file"} <= set(service["logging"]["options"])
         assert service["logging"]["driver"] == "json-file"  # its options are no other driver's
         assert all("size=" in mount for mount in service.get("tmpfs", []))
+
+
+def test_prometheus_and_grafana_are_a_profile_and_the_job_is_followed() -> None:
+    """Also where no Compose is: what `docker compose up` in a fresh clone goes by."""
+    whole = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    (included,) = whole["include"]
+    services: dict[str, dict[str, Any]] = {}
+    for path in included["path"]:
+        for name, service in yaml.safe_load((ROOT / path).read_text())["services"].items():
+            services.setdefault(name, {}).update(service)
+    assert {name for name, each in services.items() if each.get("profiles") == ["monitoring"]} == {
+        "prometheus",
+        "grafana",
+    }
+    assert [name for name, each in services.items() if each.get("attach", True) and not each.get("profiles")] == [
+        "job"
+    ]
+    assert services["node"]["build"] == services["job"]["build"]
 
 
 @pytest.mark.parametrize(("name", "ends"), [("nobody.invalid", True), ("localhost", False)])
