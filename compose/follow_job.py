@@ -54,9 +54,9 @@ class Nodes:
         for path in NOTES.glob("code-*.json"):  # of an earlier job
             path.unlink(missing_ok=True)
 
-    def found(self) -> int:
-        """How many have a name now. One more than there should be is enough to see a wrong --scale."""
-        return sum(map(self._is_known, range(1, self.count + 2)))
+    def found(self) -> list[int]:
+        """The numbers that have a name now, from 1; a few more than there should be, for a wrong --scale."""
+        return [index for index in range(1, self.count + 4) if self._is_known(index)]
 
     def _is_known(self, index: int) -> bool:
         with contextlib.suppress(OSError):
@@ -79,13 +79,13 @@ class Nodes:
 
 
 class ScaledError(Exception):
-    """There are more or fewer containers than NODES says."""
+    """The containers are others than NODES says; their numbers are the argument."""
 
 
 def wait_for(nodes: Nodes, log: Log) -> None:
     """Wait until all nodes are there, or have ended. Raises ScaledError if some are missing."""
     deadline = time.monotonic() + START_SECONDS
-    while (found := nodes.found()) + len(nodes.codes()) < nodes.count:
+    while len(found := nodes.found()) + len(nodes.codes()) < nodes.count:
         if time.monotonic() > deadline:
             raise ScaledError(found)
         time.sleep(POLL_SECONDS)
@@ -98,9 +98,11 @@ def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
     while not nodes.have_ended():
         log.show()
         time.sleep(POLL_SECONDS)
-        running = nodes.found()
-        if (most := max(running, len(nodes.codes()))) > nodes.count:
-            raise ScaledError(most)
+        running, codes = nodes.found(), nodes.codes()
+        if len(codes) > nodes.count:
+            raise ScaledError([*range(1, len(codes) + 1)])
+        if running and running[-1] > nodes.count:
+            raise ScaledError(running)
         if running:
             seen_at = time.monotonic()
         elif time.monotonic() - seen_at > (STOPPED_SECONDS if stopping else GONE_SECONDS):
@@ -123,8 +125,8 @@ def main(project: str, count: str, run_dir: str) -> int:
         return follow(nodes, log, stopping)
     except ScaledError as error:
         print(
-            f"--scale: {error} containers of the service node, but NODES={count}; set NODES instead: "
-            f"docker compose down, then NODES={error} docker compose up",
+            f"--scale, or an earlier NODES: the containers of the service node are {error}, expected 1 to "
+            f"{count} (NODES); type: docker compose down, then NODES={count} docker compose up",
             flush=True,
         )
         return MISCONFIGURED

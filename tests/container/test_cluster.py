@@ -208,6 +208,14 @@ def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task
     assert summary is not None and summary["world_size"] == 2 and int(str(summary["resumed_from_step"])) > 0
 
 
+def test_fewer_nodes_than_before_are_the_first_ones(cluster: TestedCluster, task: str) -> None:
+    """Compose keeps any of the old containers, and node 0 may be missing then."""
+    for nodes in ("3", "1"):
+        code, output = cluster.up("--nodes", nodes, "--task", task, "--epochs", "1", "--run", f"of-{nodes}")
+        assert code == 0, output
+    assert [node.index for node in cluster.engine().nodes()] == [0]
+
+
 @pytest.mark.slow
 def test_down_leaves_nothing_but_the_volumes_and_a_run_comes_out_of_them(
     cluster: TestedCluster, task: str, tmp_path: Path

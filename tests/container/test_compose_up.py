@@ -80,5 +80,5 @@ def test_a_killed_node_comes_back_and_ends_nothing(project: Project) -> None:
 def test_scale_is_refused_with_one_line(project: Project, nodes: int) -> None:
     code, output = project.up(*CODE, "--scale", f"node={nodes}", command="launch --epochs 3")
     assert code == 2, output
-    (line,) = [line for line in output.splitlines() if "--scale: " in line]
-    assert f"NODES={nodes} docker compose up" in line and "but NODES=2" in line
+    (line,) = [line for line in output.splitlines() if "--scale, or " in line]
+    assert f"{nodes}], expected 1 to 2 (NODES)" in line and "docker compose down" in line

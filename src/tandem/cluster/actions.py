@@ -161,8 +161,13 @@ def watch(cluster: Cluster) -> None:
 
 
 def start(cluster: Cluster) -> None:
-    """Start every container of the job anew, in the background; Prometheus and Grafana stay as they are."""
+    """Start every container of the job anew, in the background; Prometheus and Grafana stay as they are.
+
+    The old nodes are removed first: with fewer nodes than before, Compose 2.26 may keep a later one, and
+    node 0 would be missing.
+    """
     job = ("node", "metrics")
+    cluster.compose("rm", "--force", "node", seconds=STOP_SECONDS)
     fresh = ("--force-recreate", "--remove-orphans", "--no-build")
     cluster.compose("up", "--detach", *fresh, *job, seconds=START_SECONDS)
 
