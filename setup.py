@@ -1,6 +1,7 @@
-"""What pyproject.toml cannot say: absolute links in the long description, and files from outside src."""
+"""What pyproject.toml cannot say: README.md with absolute links, and the files that the wheel ships."""
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -8,13 +9,23 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SHIPPED = {
-    "k8s": (
-        "tandem/kubernetes/manifests",
-        ("*.yaml", "base/*", "kinds/*/*", "components/*/*", "overlays/*/*"),
-    ),
-}
-"""{folder of the checkout: (where the wheel has it, its files)}. An editable install reads the checkout."""
+SHIPPED = ("compose", "k8s", "monitoring/rules.yaml", "slurm/train.sbatch")
+"""Files and directories of the checkout that the wheel has too, in tandem/shipped; see also MANIFEST.in."""
+NOT_SHIPPED = ("__pycache__", "*.mk", "cluster.py", "schemas", "tandem_k8s")
+
+
+class BuildWithShipped(build_py):
+    """Copy the shipped files into the package; an editable install uses those of the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        for name in SHIPPED if not self.editable_mode else ():
+            path, copy = ROOT / name, Path(self.build_lib) / "tandem" / "shipped" / name
+            if path.is_dir():
+                shutil.copytree(path, copy, ignore=shutil.ignore_patterns(*NOT_SHIPPED), dirs_exist_ok=True)
+            elif path.is_file():  # the build of the image has only src/
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, copy)
 
 
 def long_description() -> str:
@@ -27,31 +38,8 @@ def long_description() -> str:
     )
 
 
-class WithShipped(build_py):
-    """Copies the files of SHIPPED into the wheel; of a link, the file that it names."""
-
-    def run(self) -> None:
-        super().run()
-        if not self.editable_mode:
-            for source, target in self._shipped().items():
-                self.mkpath(str(Path(target).parent))
-                self.copy_file(source, target)
-
-    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), *self._shipped().values()]
-
-    def _shipped(self) -> dict[str, str]:
-        return {
-            str(path): str(Path(self.build_lib, inside, path.relative_to(ROOT / folder)))
-            for folder, (inside, patterns) in SHIPPED.items()
-            for pattern in patterns
-            for path in sorted((ROOT / folder).glob(pattern))
-            if path.is_file()
-        }
-
-
 setup(
-    cmdclass={"build_py": WithShipped},
     long_description=long_description(),
     long_description_content_type="text/markdown",
+    cmdclass={"build_py": BuildWithShipped},
 )

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "compose"))
+sys.path.insert(0, str(HERE.parent / "src"))
 
-from cluster import remove_metrics, start  # noqa: E402
-from engine import Cluster, ClusterError, check_engine  # noqa: E402
-from job import Job  # noqa: E402
 from table import save  # noqa: E402
+from tandem.cluster.actions import remove_metrics, start  # noqa: E402
+from tandem.cluster.ending import Job  # noqa: E402
+from tandem.cluster.engine import Cluster, ClusterError, check_engine  # noqa: E402
 
 STEPS, LOG_EVERY = 40, 10
 RATES = ("", "1gbit", "100mbit")

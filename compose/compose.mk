@@ -17,7 +17,8 @@ SHM_SIZE ?=
 TMP_SIZE ?=
 SCRIPT ?=
 SCRIPT_ARGS ?=
-CLUSTER := $(PYTHON) compose/cluster.py
+# Standard library only: it needs no .venv.
+CLUSTER := PYTHONPATH=src $(PYTHON) -m tandem.cluster
 # A run's name in the checkpoint volume; RUN is a directory of this host elsewhere, so only a given one counts.
 COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(value RUN)))
 # The Makefile's own default would hide a task of .env, and a script is no task.
@@ -55,4 +56,4 @@ compose-get: ## a run out of the volume, also after compose-down (RUN=digits TO=
 		$(if $(filter undefined file,$(origin IMAGE)),,--image="$$GIVEN_IMAGE")
 
 chaos: ## break the running cluster: FAULT=kill-rank, ..., all (NODE=1)
-	@$(PYTHON) compose/chaos.py "$$GIVEN_FAULT" --project "$$GIVEN_PROJECT" --node "$$GIVEN_NODE"
+	@$(CLUSTER) chaos "$$GIVEN_FAULT" --project "$$GIVEN_PROJECT" --node "$$GIVEN_NODE"

@@ -153,7 +153,7 @@ VERBS: Mapping[str, Verb] = {
 }
 
 GROUPS: Mapping[str, Sequence[str]] = {
-    "Run": ("demo", "launch", "train"),
+    "Run": ("demo", "launch", "train", "cluster"),
     "Write": ("init", "check"),
     "Inspect": ("runs", "page", "report", "checkpoints", "eval", "health", "doctor"),
     "Use": ("export", "track"),

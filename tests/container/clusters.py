@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from patience import patient
+from tandem.cluster import job_secret
+from tandem.cluster.engine import Cluster
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("IMAGE") or "tandem:cuda"
-CLUSTER = [sys.executable, str(ROOT / "compose" / "cluster.py")]
-sys.path.insert(0, str(ROOT / "compose"))
-
-import job_secret  # noqa: E402
-from engine import Cluster  # noqa: E402
+CLUSTER = [sys.executable, "-m", "tandem.cluster"]
 
 
 def docker(*arguments: str, check: bool = True, seconds: float = 100) -> str:

@@ -10,10 +10,9 @@ import pytest
 from clusters import IMAGE, docker
 from test_cluster import TASK, at_full_pace
 
-import chaos
-import job_secret
-from engine import Cluster
 from patience import patient
+from tandem.cluster import chaos, job_secret
+from tandem.cluster.engine import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(900)]
 STEPS = "--steps 300 --log-every 5 --checkpoint-every 30 --eval-every 1000 --hang-timeout 60 --threads 1"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from clusters import IMAGE, ROOT
 
-import chaos
-from engine import Cluster
-from faults import FAULTS
+from tandem.cluster import chaos
+from tandem.cluster.engine import Cluster
+from tandem.cluster.faults import FAULTS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.faults]
 

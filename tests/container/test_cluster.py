@@ -208,6 +208,14 @@ def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task
     assert summary is not None and summary["world_size"] == 2 and int(str(summary["resumed_from_step"])) > 0
 
 
+def test_fewer_nodes_than_before_are_the_first_ones(cluster: TestedCluster, task: str) -> None:
+    """Compose keeps any of the old containers, and node 0 may be missing then."""
+    for nodes in ("3", "1"):
+        code, output = cluster.up("--nodes", nodes, "--task", task, "--epochs", "1", "--run", f"of-{nodes}")
+        assert code == 0, output
+    assert [node.index for node in cluster.engine().nodes()] == [0]
+
+
 @pytest.mark.slow
 def test_down_leaves_nothing_but_the_volumes_and_a_run_comes_out_of_them(
     cluster: TestedCluster, task: str, tmp_path: Path
@@ -302,8 +310,8 @@ def test_a_volume_of_another_user(cluster: TestedCluster) -> None:
 
 
 def test_a_disk_that_is_nearly_full(cluster: TestedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    import preflight
-    from engine import ClusterError
+    from tandem.cluster import preflight
+    from tandem.cluster.engine import ClusterError
 
     monkeypatch.setattr(preflight, "RUN_NEEDS_BYTES", 10**18)
     with pytest.raises(ClusterError, match="GB are free for checkpoints, 1000000000 are needed; make room"):
@@ -314,7 +322,7 @@ def test_a_disk_that_is_nearly_full(cluster: TestedCluster, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_netem_or_a_refusal(cluster: TestedCluster) -> None:
-    from network import has_netem
+    from tandem.cluster.network import has_netem
 
     code, output = cluster.up("--nodes", "1", "--latency", "5ms", "--args", "--steps 5")
     if has_netem(cluster.engine()):
@@ -343,7 +351,7 @@ def test_a_cluster_that_runs_is_not_started_twice(cluster: TestedCluster, task: 
 
 def test_the_code_of_a_container_that_was_removed_a_moment_ago(cluster: TestedCluster) -> None:
     """It said 137 for whatever had ended in the same second."""
-    from engine import code_of_removed
+    from tandem.cluster.engine import code_of_removed
 
     for code in (7, 143, 0):
         identity = docker("create", "--entrypoint", "sh", IMAGE, "-c", f"exit {code}").strip()

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from clusters import IMAGE, ROOT, TestedCluster, docker
 
-from faults import freeze
 from patience import patient
+from tandem.cluster.faults import freeze
 
 pytestmark = pytest.mark.timeout(900)
 LIMIT = 120.0

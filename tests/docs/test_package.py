@@ -20,9 +20,9 @@ from tandem_k8s import generate
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SHIPPED = "tandem/shipped/"
 VISION = re.compile(r"(PIL|pillow|torchvision)\b.*", re.I)
 """What the extra `vision` brings into site-packages."""
-MANIFESTS = "tandem/kubernetes/manifests"
 ALONE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
@@ -34,9 +34,9 @@ def dist(tmp_path_factory: pytest.TempPathFactory, module_processes: Any) -> Pat
     source.mkdir()
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy2(ROOT / name, source)
-    for name in ("src", "k8s"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    for name in ("compose", "k8s", "monitoring", "slurm"):  # what of them is shipped, setup.py says
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
     code, said = module_processes.run(build)
     assert code == 0, said
@@ -105,11 +105,19 @@ def test_the_wheel_has_every_file_of_the_package_and_the_licenses(wheel: zipfile
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {"tandem/report/page/live.html", "tandem/tasks/project/task.py.txt", "tandem/py.typed"} <= kept
-    shipped = {f"{MANIFESTS}/{path.relative_to(ROOT / 'k8s')}": path for path in manifests()}
-    assert {f"{MANIFESTS}/jobset.yaml", f"{MANIFESTS}/components/monitoring/dashboard.json"} <= set(shipped)
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names == kept | set(shipped)
-    assert [name for name, path in shipped.items() if wheel.read(name) != path.read_bytes()] == []
+    shipped = {name.removeprefix(SHIPPED) for name in names if name.startswith(SHIPPED)} - {"__init__.py"}
+    assert names - {SHIPPED + name for name in shipped} == kept
+    assert {"compose/compose.yaml", "compose/prometheus/prometheus.yml", "slurm/train.sbatch"} <= shipped
+    assert "monitoring/rules.yaml" in shipped
+    assert {path.relative_to(ROOT).as_posix() for path in manifests()} == {
+        name for name in shipped if name.startswith("k8s/")
+    }
+    for name in shipped:
+        assert wheel.read(SHIPPED + name) == (ROOT / name).read_bytes()
+    text = wheel.read(f"{SHIPPED}compose/monitoring.yaml").decode()
+    used = {os.path.normpath(f"compose/{each}") for each in re.findall(r"[ -](\.\.?/[\w./-]+)", text)}
+    assert [each for each in used if not any(name.startswith(each) for name in shipped)] == []
     licenses = [name.rpartition("/")[2] for name in wheel.namelist() if ".dist-info/licenses/" in name]
     assert sorted(licenses) == ["LICENSE", "uplot-LICENSE"]
 
@@ -142,6 +150,23 @@ def test_the_installed_wheel_runs_without_a_checkout(installed: Path, processes:
     program = "import tandem; print(tandem.__file__)"
     code, said = processes.run([str(installed / "python"), "-c", program], cwd=tmp_path, env=ALONE)
     assert code == 0 and said.startswith(str(installed.parent)), said
+
+
+def test_a_cluster_without_a_checkout(installed: Path, processes: Any, tmp_path: Path) -> None:
+    """The engine is played: an image or a project's Dockerfile is asked for before anything is started."""
+    (tmp_path / "bin").mkdir()
+    docker = tmp_path / "bin" / "docker"
+    docker.write_text('#!/bin/sh\n[ "$1" != compose ] || echo 2.30.0\n[ "$1" != build ] || exit 3\n')
+    docker.chmod(0o755)
+    environ = {**ALONE, "PATH": f"{docker.parent}:{os.environ['PATH']}"}
+    command = [str(installed / "tandem"), "cluster", "up", "--metrics-port", "19469"]
+    code, said = processes.run(command, cwd=tmp_path, env=environ)
+    assert code == 2 and said.count("\n") == 1 and "expected --image NAME, or a project" in said, said
+    words = [str(installed / "tandem"), "init", "own", "--compose", "--slurm"]
+    code, said = processes.run(words, cwd=tmp_path, env=environ)
+    assert code == 0 and (tmp_path / "own" / "train.sbatch").is_file(), said
+    code, said = processes.run(command, cwd=tmp_path / "own", env=environ)
+    assert code == 2 and "own is not there: building it" in said and "try: docker build" in said, said
 
 
 def test_a_task_that_needs_the_extra_vision_says_so(installed: Path, processes: Any, tmp_path: Path) -> None:

@@ -16,17 +16,14 @@ from urllib.request import urlopen
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "compose"), str(ROOT / "docker")]
+sys.path[:0] = [str(ROOT / "docker")]
 
 from cpu_lock import cpu_lock  # noqa: E402
 
-import cluster  # noqa: E402
-import engine  # noqa: E402
-import faults  # noqa: E402
-import job_secret  # noqa: E402
-import preflight  # noqa: E402
-from network import Shape  # noqa: E402
 from patience import patient  # noqa: E402
+from tandem.cluster import actions as cluster  # noqa: E402
+from tandem.cluster import command_line, engine, faults, job_secret, preflight  # noqa: E402
+from tandem.cluster.network import Shape  # noqa: E402
 
 # The cluster decides these itself: places, ports, folders, and the grace period that Compose has to exceed.
 DECIDED = {
@@ -56,7 +53,7 @@ def given_to_a_node(
         for name, value in shell.items():
             monkeypatch.setenv(name, value)
         words = ["up", "--nodes", "2", *(f"--{name}={value}" for name, value in options.items())]
-        variables = cluster.variables_of(cluster.parser().parse_args(words), 2, 9469)
+        variables = cluster.variables_of(command_line.parsed(words), 2, 9469)
         said = json.loads(engine.Cluster("tandem", variables).compose("config", "--format", "json"))
         found = said["services"]["node"]["environment"]
         return {name: value.replace("$$", "$") for name, value in found.items() if value}
@@ -122,7 +119,7 @@ def test_threads_of_a_rank_are_a_share_of_the_host_or_its_nodes_limit(
     for by_dotenv in (False, True):
         monkeypatch.setenv("CPUS", "" if by_dotenv else cpus)
         (tmp_path / ".env").write_text(f"CPUS={cpus}\n" if by_dotenv else "")
-        options = cluster.parser().parse_args(["up", "--gpus", gpus])
+        options = command_line.parsed(["up", "--gpus", gpus])
         assert cluster.variables_of(options, nodes, 9469)["TANDEM_THREADS"] == threads
     monkeypatch.setenv("TANDEM_THREADS", "3")
     assert cluster.variables_of(options, nodes, 9469)["TANDEM_THREADS"] == "3"
@@ -148,9 +145,9 @@ def test_scale_counts_threads_anew_and_keeps_the_limits(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine.Cluster, "nodes", lambda self: [])
 
     def scaled(nodes: str) -> dict[str, str]:
-        there = engine.Cluster("own", cluster.variables_of(cluster.parser().parse_args(["up"]), 1, 9469))
+        there = engine.Cluster("own", cluster.variables_of(command_line.parsed(["up"]), 1, 9469))
         monkeypatch.setattr(engine.Cluster, "found", lambda project: there)
-        cluster.scale(cluster.parser().parse_args(["scale", "--nodes", nodes]))
+        cluster.scale(command_line.parsed(["scale", "--nodes", nodes]))
         return dict(started[-1].variables)
 
     found = scaled("4")
@@ -176,7 +173,7 @@ def test_what_is_called_a_secret_reaches_the_nodes(given_to_a_node: Any) -> None
 
 def variables(*words: str) -> dict[str, str]:
     """What compose.yaml reads for `cluster.py up` with these options."""
-    options = cluster.parser().parse_args(["up", *words])
+    options = command_line.parsed(["up", *words])
     return cluster.variables_of(options, 2, 9469)
 
 
@@ -264,7 +261,7 @@ def test_what_make_hands_on(words: list[str], options: dict[str, str]) -> None:
     """`echo` in the place of Python prints the words that the shell has made of the line."""
     command = ["make", "--no-print-directory", "compose-up", 'PYTHON=printf "%s\\n"', *words]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
-    found = vars(cluster.parser().parse_args(said.split("\n")[1:-1]))
+    found = vars(command_line.parsed(said.split("\n")[2:-1]))
     assert {name: found[name] for name in options} == options
 
 

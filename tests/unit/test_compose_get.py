@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cluster import command_line
+
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "compose")]
-
-import cluster  # noqa: E402
-
 DOCKER = """#!{python}
 import os, sys
 words = sys.argv[1:]
@@ -53,7 +51,7 @@ def get(volume: Path, capsys: pytest.CaptureFixture[str]) -> Get:
     """Code, output and errors of `make compose-get` with these options."""
 
     def call(*words: str, project: str = "own") -> tuple[int, str, str]:
-        code = cluster.main(["get", "--project", project, *words])
+        code = command_line.main(["get", "--project", project, *words])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -117,5 +115,5 @@ def test_what_make_hands_on() -> None:
     words = ["RUN=runs/digits", "TO=a 'b' c", "PROJECT=own", 'PYTHON=printf "%s\\n"']
     command = ["make", "--no-print-directory", "compose-get", *words]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
-    found = cluster.parser().parse_args(said.split("\n")[1:-1])
-    assert (found.verb, found.project, found.run, found.to) == ("get", "own", "digits", "a 'b' c")
+    found = command_line.parsed(said.split("\n")[2:-1])
+    assert (found.action, found.project, found.run, found.to) == ("get", "own", "digits", "a 'b' c")

@@ -1,20 +1,17 @@
 """How a job of containers ends, and what is said of it: a played engine says nodes, files and events."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "compose")]
+from tandem.cluster import actions as cluster
+from tandem.cluster import command_line, engine, network
+from tandem.cluster import ending as job
 
-import cluster  # noqa: E402
-import engine  # noqa: E402
-import job  # noqa: E402
-import network  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 BORN, BEFORE = "2026-01-02T03:04:05.678912345Z", 1767323045.0 - 100
 STOPPED = {
@@ -170,7 +167,7 @@ def test_down_stops_a_job_and_says_how_it_ended_before_it_removes_it(
     monkeypatch.setattr(engine.Cluster, "nodes", lambda self: played.there)
     monkeypatch.setattr(engine.Cluster, "read_dated", lambda self, path: played.files.get(path))
     monkeypatch.delenv("RUN", raising=False)
-    assert cluster.down(cluster.parser().parse_args(["down", "--project", "own"])) == 0
+    assert cluster.down(command_line.parsed(["down", "--project", "own"])) == 0
     down = "cluster own is down; volumes kept (VOLUMES=1 removes own_checkpoints and _data)\n"
     stopping = "stopping: every node saves and ends; Ctrl-C kills them\n"
     ending = f"ended with 143 (node 0 143, node 1 143): {SAID}\n"

@@ -1,21 +1,17 @@
 """A node's network under a fault: the user's RATE is there again afterwards, as the kernel says."""
 
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "compose"))
-
-import chaos  # noqa: E402
-from engine import Cluster, Node  # noqa: E402
-from faults import Fault, Scene  # noqa: E402
-from network import Shape, cut, mend, shape_node  # noqa: E402
+from tandem.cluster import chaos
+from tandem.cluster.engine import Cluster, Node
+from tandem.cluster.faults import Fault, Scene
+from tandem.cluster.network import Shape, cut, mend, shape_node
 
 NODE = Node(1, "n-node-1", "id", "running", 0, 1, 1, "first", "")
 

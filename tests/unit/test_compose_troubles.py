@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "compose")]
+from tandem.cluster import actions as cluster
+from tandem.cluster import cores, engine, preflight
 
-import cluster  # noqa: E402
-import cores  # noqa: E402
-import engine  # noqa: E402
-import preflight  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -106,13 +103,27 @@ def test_the_size_of_tmp_is_one_the_kernel_takes(
         cores.limits_given()
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "monitoring.yaml"])
+@pytest.mark.parametrize("name", ["compose.yaml", "monitoring.yaml", "job.yaml"])
 def test_every_container_has_bounds_for_its_log_and_its_temporary_files(name: str) -> None:
     services = yaml.safe_load((ROOT / "compose" / name).read_text())["services"]
-    for service in services.values():
+    for service in [each for each in services.values() if "image" in each]:  # job.yaml adds to others
         assert {"max-size", "max-file"} <= set(service["logging"]["options"])
         assert service["logging"]["driver"] == "json-file"  # its options are no other driver's
         assert all("size=" in mount for mount in service.get("tmpfs", []))
+
+
+def test_prometheus_and_grafana_are_a_profile_and_the_job_is_followed() -> None:
+    """Also where no Compose is: what `docker compose up` in a fresh clone goes by."""
+    whole = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    (included,) = whole["include"]
+    services: dict[str, dict[str, Any]] = {}
+    for path in included["path"]:
+        for name, service in yaml.safe_load((ROOT / path).read_text())["services"].items():
+            services.setdefault(name, {}).update(service)
+    watchers = {name for name, each in services.items() if each.get("profiles") == ["monitoring"]}
+    assert watchers == {"prometheus", "grafana"}
+    assert [name for name in services.keys() - watchers if services[name].get("attach", True)] == ["job"]
+    assert services["node"]["build"] == services["job"]["build"]
 
 
 @pytest.mark.parametrize(("name", "ends"), [("nobody.invalid", True), ("localhost", False)])

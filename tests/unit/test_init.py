@@ -12,7 +12,8 @@ import yaml
 from patience import patient
 from tandem.errors import ConfigError
 from tandem.kubernetes.render import manifests
-from tandem.tasks.init import FILES, NO_CHECKOUT, PODS, checkout, init, name_of, texts
+from tandem.shipped import checkout
+from tandem.tasks.init import FILES, NO_CHECKOUT, PODS, SLURM, chosen, init, name_of, texts
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "project"
 
@@ -82,6 +83,20 @@ def test_without_a_checkout_its_place_is_left_to_a_person() -> None:
     assert (Path("/home/me/p/k8s") / base).resolve() == manifests() / "base"
 
 
+def test_compose_and_slurm_choose_the_files(tmp_path: Path) -> None:
+    basic = ["task.py", "test_task.py", ".env.example"]
+    assert list(chosen(compose=True)) == [*basic, "Dockerfile", "compose.override.yaml"]
+    assert list(chosen()) == list(FILES) and list(chosen(slurm=True)) == [*FILES, SLURM]
+    said = run(sys.executable, "-m", "tandem", "init", "own", "--compose", "--slurm", folder=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == sorted(
+        [*chosen(compose=True, slurm=True)]
+    )
+    assert "tandem cluster up --nodes 2" in said and f"sbatch {SLURM} --task task.py:MyTask" in said
+    script = (tmp_path / "own" / SLURM).read_text()
+    assert "#   sbatch train.sbatch --task digits" in script and "slurm/train.sbatch" not in script
+    run("bash", "-n", SLURM, folder=tmp_path / "own")
+
+
 @pytest.mark.slow
 def test_its_own_test_passes(project: Path) -> None:
     """As a person runs it: in the project's folder, with no setting of ours."""
@@ -113,7 +128,7 @@ def test_every_kind_of_job_gets_the_task_and_its_image(
     kind: str, tmp_path: Path, require: Callable[..., None]
 ) -> None:
     require("kubectl")
-    init(tmp_path / "mine", kind)
+    init(tmp_path / "mine", kind=kind)
     text = run("kubectl", "kustomize", "k8s", folder=tmp_path / "mine")
     assert PODS[kind][0] in {each["kind"] for each in yaml.safe_load_all(text)}
     images = [line for line in text.splitlines() if "image: " in line]

@@ -20,6 +20,12 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem init my-project": "create a new directory",
         "tandem init .": "use this directory, if it has none of these files",
         "tandem init my-project --kubernetes trainjob": "for Kubeflow Trainer 2",
+        "tandem init my-project --slurm": "with a batch script for Slurm",
+    },
+    "cluster": {
+        "tandem cluster up --nodes 2 --epochs 2": "train on two containers; Ctrl-C saves and stops them",
+        "tandem cluster chaos kill-node --node 1": "in a second terminal, while it trains",
+        "tandem cluster get --run digits": "copy the run from its volume to runs/digits",
     },
     "checkpoints": {
         "tandem checkpoints ls runs/digits": "list steps, sizes and scores",

@@ -8,11 +8,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem import shipped
 from tandem.errors import ConfigError
 from tandem.kubernetes.spoken import mistake, typed
 
-CHECKOUT = Path(__file__).resolve().parents[3] / "k8s"
-PACKAGED = Path(__file__).resolve().parent / "manifests"
 FOLDERS = {
     "pytorchjob": "base",
     "trainjob": "kinds/trainjob",
@@ -43,7 +42,7 @@ class UsageError(ConfigError):
 
 def manifests() -> Path:
     """The folder with the manifests: `k8s/` of a checkout, or the copy in the installed package."""
-    return CHECKOUT if (CHECKOUT / "base" / "kustomization.yaml").is_file() else PACKAGED
+    return shipped.root() / "k8s"
 
 
 def allowed(kind: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from tandem.launch.variables import wait_passively
 from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import outlive_the_terminal, setup, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
-from tandem.platforms.replica import note_end, stay_down_code
+from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.silence import still
@@ -63,12 +63,15 @@ def _launch_replica(flags: Flags, environ: Environment, program: Program | None)
     code = stay_down_code(run_dir, container)
     if code is not None:
         return code
+    note_start(container)
     try:
         code = _launch(flags, environ, program)
     except TandemError as error:
         note_end(run_dir, container, error.exit_code)
+        note_code(container, error.exit_code)
         raise
     note_end(run_dir, container, code)
+    note_code(container, code)
     return code
 
 

@@ -26,7 +26,7 @@ def read(facts: Facts) -> Placement:
     if not 1 <= index <= nodes:
         raise ConfigError(
             f"TANDEM_COMPOSE_INDEX={index} is not 1 to TANDEM_COMPOSE_NODES={nodes}; "
-            "the indices have a gap; run docker compose down, then up again"
+            "set NODES instead of --scale; if the indices have a gap: docker compose down, then up again"
         )
     return Placement(
         "compose",

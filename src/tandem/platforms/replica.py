@@ -115,6 +115,22 @@ def stay_down_code(run_dir: Path, container: str, now: float | None = None) -> i
     return None
 
 
+def note_start(container: str) -> None:
+    """Forget how this container ended the last time: it may be killed, and leave no code then."""
+    with contextlib.suppress(OSError):
+        _code_of(container).unlink(missing_ok=True)
+
+
+def note_code(container: str, code: int) -> None:
+    """Leave the exit code where the service `job` finds it (compose/follow_job.py)."""
+    with contextlib.suppress(OSError):
+        _code_of(container).write_text(json.dumps({"exit_code": code}), encoding="utf-8")
+
+
+def _code_of(container: str) -> Path:
+    return NOTES / f"code-{container}.json"
+
+
 def note_end(run_dir: Path, container: str, code: int) -> None:
     """Remember an end that no retry can fix (1 to 127, 255); any other end is forgotten.
 

@@ -2,9 +2,11 @@
 
 import os
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from tandem import shipped
 from tandem.errors import ConfigError
 from tandem.kubernetes.render import ALIASES, FOLDERS, manifests
 
@@ -17,6 +19,11 @@ FILES = {
     "k8s/kustomization.yaml": "kustomization.yaml",
 }
 """{what is written: its template in `project/`}."""
+SLURM = "train.sbatch"
+"""The batch script that `--slurm` adds: tandem's own, whatever the task."""
+COMPOSE = ("Dockerfile", "compose.override.yaml")
+KUBERNETES = ("Dockerfile", "k8s/kustomization.yaml")
+BASIC = tuple(name for name in FILES if name not in (*COMPOSE, *KUBERNETES))
 NO_CHECKOUT = "PATH-OF-TANDEM"
 """Stands for the folder of a checkout, whose Compose file the project builds on, where there is none."""
 CHILD = "/spec/replicatedJobs/0/template/spec/template/spec"
@@ -36,19 +43,19 @@ SET_TASK = """\
         value: {{name: TANDEM_TASK, value: "/app/task.py:MyTask"}}"""
 
 
-def init(folder: Path, kind: str = "pytorchjob") -> str:
+def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob") -> str:
     """Write the project, and say what comes next. Raises ConfigError for files that are there already."""
-    there = [name for name in FILES if os.path.lexists(folder / name)]  # also a link that leads nowhere
+    there = [name for name in names if os.path.lexists(folder / name)]  # also a link that leads nowhere
     if there:
         raise ConfigError(
             f"{folder} has {', '.join(there)} already; choose another directory: tandem init DIR"
         )
-    if linked := [each for each in _folders() if (folder / each).is_symlink()]:
+    if linked := [each for each in _folders(names) if (folder / each).is_symlink()]:
         raise ConfigError(
             f"{folder}/{linked[0]} is a symbolic link; choose another directory: tandem init DIR"
         )
     name = name_of(folder)
-    for target, text in texts(folder, checkout(), kind).items():
+    for target, text in texts(folder, shipped.checkout(), names, kind).items():
         path = folder / target
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,26 +63,33 @@ def init(folder: Path, kind: str = "pytorchjob") -> str:
                 file.write(text)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; choose another directory") from error
-    steps = (
+    steps = [
         (f"cd {folder}", ""),
         ("tandem check task.py", "validate the task"),
         ("pytest", "test that it saves and resumes (pip install pytest)"),
         ("tandem launch --nodes 2 --task task.py:MyTask", ""),
-        (f"docker build -t {name} .", "builds on tandem:cuda, from `make image` in the checkout"),
-    )
-    lines = [f"{folder}: {', '.join(FILES)}", "next:"]
+    ]
+    if "Dockerfile" in names:
+        steps += [(f"docker build -t {name} .", "builds on tandem:cuda, from `make image` in the checkout")]
+    if "compose.override.yaml" in names:
+        steps += [("tandem cluster up --nodes 2", "the same, and train on two containers")]
+    if SLURM in names:
+        steps += [(f"sbatch {SLURM} --task task.py:MyTask", "train on two nodes of a Slurm cluster")]
+    lines = [f"{folder}: {', '.join(names)}", "next:"]
     lines += [f"  {command:<47} {'# ' * bool(why)}{why}".rstrip() for command, why in steps]
-    if checkout() is None:
-        lines.append(f"in compose.override.yaml: put the path of a tandem checkout for {NO_CHECKOUT}")
+    if shipped.checkout() is None and COMPOSE[1] in names:
+        lines.append(f"in {COMPOSE[1]}: put the path of a tandem checkout for {NO_CHECKOUT}")
     return "\n".join(lines)
 
 
-def _folders() -> list[str]:
+def _folders(names: Sequence[str]) -> list[str]:
     """Those below the project's own that files go into."""
-    return [parent for name in FILES if (parent := os.path.dirname(name))]
+    return [parent for name in names if (parent := os.path.dirname(name))]
 
 
-def texts(folder: Path, source: Path | None, kind: str = "pytorchjob") -> dict[str, str]:
+def texts(
+    folder: Path, source: Path | None, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob"
+) -> dict[str, str]:
     """{file: its text} of a project in `folder` that builds on the checkout `source`, with a job of `kind`.
 
     Without a checkout, the manifests are those of the installed package.
@@ -91,8 +105,11 @@ def texts(folder: Path, source: Path | None, kind: str = "pytorchjob") -> dict[s
         "@TASK@": "\n".join(SET_TASK.format(pod=pod) for pod in pods),
     }
     found = {}
-    for target, template in FILES.items():
-        text = (files("tandem.tasks") / "project" / f"{template}.txt").read_text()
+    for target in names:
+        if target == SLURM:
+            text = (shipped.root() / "slurm" / SLURM).read_text().replace(f"slurm/{SLURM}", SLURM)
+        else:
+            text = (files("tandem.tasks") / "project" / f"{FILES[target]}.txt").read_text()
         for key, value in values.items():
             text = text.replace(key, value)
         found[target] = text
@@ -103,9 +120,3 @@ def name_of(folder: Path) -> str:
     """The folder's name as an image and a run may be called: lower case, digits and dashes."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     return name or "project"
-
-
-def checkout() -> Path | None:
-    """The checkout that this tandem runs from, with Compose file and manifests; None where there is none."""
-    root = Path(__file__).parents[3]
-    return root if (root / "k8s" / "base" / "kustomization.yaml").is_file() else None

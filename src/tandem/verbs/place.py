@@ -56,7 +56,27 @@ def health(_: "Namespace | None", environ: Environment) -> int:
     return health_main(environ)
 
 
+def cluster(options: "Namespace", environ: Environment) -> int:
+    """Containers on this host; Compose reads their variables from the environment itself."""
+    from tandem.cluster.command_line import run_typed
+
+    return run_typed(options)
+
+
+def _cluster_options(parser: "Parser") -> None:
+    from tandem.cluster.command_line import add_options
+
+    add_options(parser)
+
+
 VERBS: Mapping[str, Verb] = {
+    "cluster": Verb(
+        cluster,
+        "up|down|ps|logs|shell|scale|get|chaos",
+        "train on containers of this host (Docker Compose)",
+        _cluster_options,
+        takes_settings=False,
+    ),
     "config": Verb(
         config, "[--explain] [settings]", "print every setting, its value and its source", _config_options
     ),

@@ -140,9 +140,10 @@ def demo_options(parser: "Parser") -> None:
 
 def init(options: "Namespace", environ: Environment) -> int:
     """The files of a project around a task of one's own."""
+    from tandem.tasks.init import chosen
     from tandem.tasks.init import init as write
 
-    print(write(options.folder, options.kubernetes))
+    print(write(options.folder, chosen(options.compose, options.slurm), options.kubernetes))
     return FINISHED
 
 
@@ -153,6 +154,8 @@ def init_options(parser: "Parser") -> None:
     kinds = ("pytorchjob", "trainjob", "jobset", "job")
     text = "kind of job in k8s/; default pytorchjob"
     parser.add_argument("--kubernetes", choices=kinds, default=kinds[0], help=text)
+    parser.option("--compose", bool, "the files for Docker Compose, and not those for Kubernetes")
+    parser.option("--slurm", bool, "also a batch script for Slurm, train.sbatch")
 
 
 VERBS: Mapping[str, Verb] = {

@@ -9,13 +9,19 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine import ROOT, ClusterError
+from tandem import shipped
+from tandem.cluster.engine import ClusterError
 
 GIVEN, GIVEN_FILE = "TANDEM_JOB_SECRET", "TANDEM_JOB_SECRET_FILE"
+ROOT = shipped.checkout()
 
 
 def path_of(project: str) -> Path:
-    return ROOT / "build" / "secrets" / project
+    """Below build/ of the checkout; without one, in the user's directory for state."""
+    if ROOT is not None:
+        return ROOT / "build" / "secrets" / project
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(os.path.expanduser(state)) / "tandem" / "secrets" / project
 
 
 def make(project: str, given: Mapping[str, str]) -> Path:

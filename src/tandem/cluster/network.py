@@ -7,7 +7,7 @@ node itself keeps no capability, and the host needs no tools.
 import re
 from dataclasses import dataclass
 
-from engine import Cluster, ClusterError, Node
+from tandem.cluster.engine import Cluster, ClusterError, Node
 
 DEVICE = "eth0"
 BURST = "256kb"

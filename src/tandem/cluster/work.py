@@ -7,7 +7,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine import ClusterError
+from tandem.cluster.engine import ClusterError
 from tandem.config.slices import RUN_MODES
 from tandem.script.job import problem_of_script
 

@@ -4,7 +4,7 @@ import json
 import re
 import socket
 
-from engine import Cluster, ClusterError, docker
+from tandem.cluster.engine import Cluster, ClusterError, docker
 
 BUILD_NEEDS_BYTES = 20 * 10**9
 RUN_NEEDS_BYTES = 10**9

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine import ClusterError, docker, project_word
-from volume import image_of, is_there, reader, volume_of
-from work import RUN
+from tandem.cluster.engine import ClusterError, docker, project_word
+from tandem.cluster.volume import image_of, is_there, reader, volume_of
+from tandem.cluster.wording import say
+from tandem.cluster.work import RUN
 
 NO_SUCH_RUN = 44
 CHANGED = 1
@@ -55,7 +56,7 @@ def get(options: argparse.Namespace) -> int:
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     megabytes = sum(path.stat().st_size for path in files) / 1e6
     meanwhile = "; it changed meanwhile, so get it again when it has ended" if code == CHANGED else ""
-    print(f"run {run} of {volume} is in {folder}: {len(files)} files, {megabytes:,.1f} MB{meanwhile}")
+    say(f"run {run} of {volume} is in {folder}: {len(files)} files, {megabytes:,.1f} MB{meanwhile}")
     return 0
 
 

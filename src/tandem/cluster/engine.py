@@ -1,7 +1,4 @@
-"""The container engine, by its command line: checked calls, the state of the nodes, clear refusals.
-
-Standard library only: `make compose-up` needs an engine and Python, no virtual environment.
-"""
+"""The container engine, by its command line: checked calls, the state of the nodes, clear refusals."""
 
 import io
 import json
@@ -17,14 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+from tandem import shipped
+from tandem.cluster.project import OVERRIDE, project_folder
+from tandem.errors import MISCONFIGURED, PEER_LOST, TandemError
+
+HERE = shipped.root() / "compose"
+"""The Compose files."""
+ROOT = project_folder() or shipped.checkout() or Path.cwd()
+"""Whose .env counts."""
 VARIABLES = "tandem.variables"  # the label that keeps them, for scale and chaos
-sys.path.insert(0, str(ROOT / "src"))  # the rules of exit codes are tandem's own; nothing is installed here
 OLDEST_COMPOSE = (2, 24)  # an `env_file` that need not be there
 UNFINISHED = ("created", "running", "restarting", "paused")
 NO_ENGINE = re.compile(r"cannot connect to the docker daemon|error during connect", re.IGNORECASE)
 CALL_SECONDS = 120.0
+MONITORING = "monitoring"
+"""The profile of Prometheus and Grafana."""
 STOP_SECONDS = 120.0
 WATCHERS = {
     "prometheus": ("PROMETHEUS_PORT", 9090, "/alerts"),
@@ -33,16 +37,16 @@ WATCHERS = {
 """Service of monitoring.yaml: (the variable with its port, what that is without it, the page to open)."""
 
 
-class ClusterError(Exception):
+class ClusterError(TandemError):
     """What the user asked for cannot be; one line that says what to type next."""
 
-    exit_code = 2
+    exit_code = MISCONFIGURED
 
 
 class EngineGoneError(ClusterError):
     """The engine has stopped answering meanwhile; how the job ended is not known."""
 
-    exit_code = 200  # tandem.errors.PEER_LOST: worth another try
+    exit_code = PEER_LOST  # worth another try
 
     def __init__(self) -> None:
         where = os.environ.get("DOCKER_HOST", "its usual socket")
@@ -88,7 +92,7 @@ def docker(
             ["docker", *arguments], capture_output=True, text=True, timeout=seconds, input=text
         )
     except FileNotFoundError:
-        raise ClusterError("docker is not installed; on Debian: sudo make docker-host") from None
+        raise ClusterError(f"docker is not installed; {_how_to_install()}") from None
     except subprocess.TimeoutExpired:
         raise ClusterError(f"`docker {' '.join(arguments[:3])}` took longer than {seconds:.0f} s") from None
     raise_if_gone(ended)
@@ -140,8 +144,8 @@ def check_engine() -> None:
             raise
         where = os.environ.get("DOCKER_HOST", "its usual socket")
         raise ClusterError(
-            f"the container engine does not answer at {where}; start it: sudo systemctl start docker "
-            "(Debian without one: sudo make docker-host)"
+            f"the container engine does not answer at {where}; start it: sudo systemctl start docker; "
+            f"if there is none, {_how_to_install()}"
         ) from None
     found = docker("compose", "version", "--short", check=False, seconds=20).strip()
     numbers = re.match(r"v?(\d+)\.(\d+)", found)
@@ -149,8 +153,14 @@ def check_engine() -> None:
         wanted = ".".join(map(str, OLDEST_COMPOSE))
         raise ClusterError(
             f"docker compose is {found or 'missing'}; {wanted} or newer is needed: install the plugin "
-            "docker-compose-plugin (Debian: sudo make docker-host)"
+            f"docker-compose-plugin; {_how_to_install()}"
         )
+
+
+def _how_to_install() -> str:
+    if shipped.checkout():
+        return "on Debian: sudo make docker-host"
+    return "see https://docs.docker.com/engine/install/"
 
 
 @dataclass(frozen=True)
@@ -190,12 +200,14 @@ class Cluster:
         files = ["compose.yaml", *(name for name, wanted in more.items() if wanted)]
         dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
         chosen = [word for name in files for word in ("-f", str(HERE / name))]
+        chosen += ["-f", self.variables[OVERRIDE]] if OVERRIDE in self.variables else []
         colours = ["--ansi", "always" if sys.stdout.isatty() else "never"]
         return ["compose", *colours, "-p", self.project, *dotenv, *chosen, *arguments]
 
     def environment(self) -> dict[str, str]:
         """What compose.yaml is filled in with: the caller's environment, under this cluster's own."""
         own = {"COMPOSE_PROJECT_NAME": self.project, "VARIABLES": json.dumps(self.variables)}
+        own |= {"COMPOSE_PROFILES": MONITORING} if self.watched else {}
         return {**os.environ, **self.variables, **own}
 
     def settings(self) -> list[str]:

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from engine import ClusterError, dotenv
+from tandem.cluster.engine import ClusterError, dotenv
 
 LIMITS = ("CPUS", "MEMORY", "SHM_SIZE", "TMP_SIZE")
 OURS = "THREADS_ARE_A_SHARE"

@@ -7,11 +7,11 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from engine import CALL_SECONDS, Cluster, ClusterError, docker
+from tandem.cluster.engine import CALL_SECONDS, Cluster, ClusterError, docker
+from tandem.cluster.project import DEFAULT_IMAGE
 
 RELEASE_SECONDS = 20.0
 POLL_SECONDS = 0.5
-DEFAULT_IMAGE = "tandem:cuda"
 READ = 'stat -c %Y "$1" && cat "$1"'
 
 

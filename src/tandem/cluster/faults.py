@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine import Cluster, ClusterError, Node, docker
-from network import cut, mend
+from tandem.cluster.engine import Cluster, ClusterError, Node, docker
+from tandem.cluster.network import cut, mend
 
 PAUSE_SECONDS = 6.0
 FREEZE_ATTEMPTS = 5
@@ -35,14 +35,19 @@ def ranks():
         if name.startswith("tandem-rank-"):
             yield int(pid), name.removeprefix("tandem-")
 """
-SIGNAL_RANK = RANKS + """
+SIGNAL_RANK = (
+    RANKS
+    + """
 for pid, name in ranks():
     os.kill(pid, int(sys.argv[1]))
     sys.exit(print(name))
 sys.exit("no rank runs here")
 """
+)
 # Rank 0 is stopped first, so that no newer checkpoint comes between the flip and the end of its node.
-FLIP_NEWEST = RANKS + """
+FLIP_NEWEST = (
+    RANKS
+    + """
 for pid, _ in ranks():
     os.kill(pid, 19)
 folder = max(path.parent for path in pathlib.Path(sys.argv[1]).glob("checkpoints/step-*/manifest.json"))
@@ -54,7 +59,10 @@ with file.open("r+b") as opened:
     opened.write(bytes([byte ^ 1]))
 print(int(folder.name.removeprefix("step-")))
 """
-FILL_MEMORY = RANKS + """
+)
+FILL_MEMORY = (
+    RANKS
+    + """
 found = [pid for pid, _ in ranks()]
 if not found:
     sys.exit("no rank runs here")
@@ -75,6 +83,7 @@ if is_there():
     sys.exit("the memory limit did not hold")
 print(f"{most >> 20} MiB")
 """
+)
 
 
 @dataclass

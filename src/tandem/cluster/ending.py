@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from engine import STOP_SECONDS, Cluster, Node, code_of_removed, project_word
-from network import keep_shape
+from tandem.cluster.engine import STOP_SECONDS, Cluster, Node, code_of_removed, project_word
+from tandem.cluster.network import keep_shape
+from tandem.cluster.volume import read, volume_of
 from tandem.errors import KILLED
 from tandem.launch.restarts import job_code
-from volume import read, volume_of
 
 POLL_SECONDS = 0.5
 

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Break a cluster on purpose: `chaos.py FAULT [--node N]` in the one that runs, `chaos.py all` as a table.
+"""Break a cluster on purpose: one fault in a running cluster, or all of them as a table.
 
 `all` starts a cluster of its own for each fault, lets it finish, and compares the weights' SHA-256 with those
 of an undisturbed run.
@@ -8,19 +7,19 @@ of an undisturbed run.
 import argparse
 import contextlib
 import json
-import signal
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster import remove_metrics, start
-from engine import HERE, Cluster, ClusterError, check_engine, docker
-from faults import FAULTS, POLL_SECONDS, Scene
-from job import Job
-from network import keep_shape
-from preflight import checked_node
+from tandem.cluster.actions import remove_metrics, start
+from tandem.cluster.ending import Job
+from tandem.cluster.engine import HERE, Cluster, ClusterError, docker
+from tandem.cluster.faults import FAULTS, POLL_SECONDS, Scene
+from tandem.cluster.network import keep_shape
+from tandem.cluster.preflight import checked_node
+from tandem.cluster.project import DEFAULT_IMAGE
+from tandem.cluster.wording import say
 
 READY_SECONDS = 400.0
 OUTCOME_SECONDS = 300.0
@@ -131,7 +130,6 @@ def finish(cluster: Cluster) -> str:
 
 def table(project: str, image: str, index: int) -> int:
     """Every fault in a fresh cluster: 0 when each ended with the weights of a calm run, else 1."""
-    check_engine()
     stamp = time.strftime("%H%M%S")
     calm = own_cluster(project, image, f"calm-{stamp}")
     rows, failed = [], 0
@@ -149,7 +147,7 @@ def table(project: str, image: str, index: int) -> int:
                 rows.append((row, "yes" if same else "NO"))
                 failed += not same
             except ClusterError as error:
-                print(f"{name}: FAILED: {error}", flush=True)
+                say(f"{name}: FAILED: {error}")
                 failed += 1
     finally:
         calm.compose("down", "--volumes", "--remove-orphans")
@@ -161,36 +159,18 @@ def table(project: str, image: str, index: int) -> int:
     return 1 if failed else 0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """One fault, or all; 2 with one line for what cannot be, 1 when the outcome did not come."""
-    parser = argparse.ArgumentParser(prog="chaos.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("fault", help=f"{', '.join(FAULTS)} or all")
-    parser.add_argument("--project", default="")
-    parser.add_argument("--node", default="")
-    parser.add_argument("--image", default="tandem:cuda")
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        if options.fault not in (*FAULTS, "all"):
-            raise ClusterError(
-                f"FAULT: invalid value {options.fault!r}; expected all or one of {', '.join(FAULTS)}: "
-                "make chaos FAULT=kill-rank"
-            )
-        index = checked_node(options.node or "1")
-        if options.fault == "all":
-            return table(OWN_PROJECT, options.image, index)
-        check_engine()
-        cluster = Cluster.found(options.project or "tandem")
-        if len(cluster.nodes()) <= index and not options.node:
-            index = 0
-        print(break_it(cluster, options.fault, index), flush=True)
-        return 0
-    except ClusterError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def chaos(options: argparse.Namespace) -> int:
+    """Inject one fault, or all. Raises ClusterError; OutcomeError (1) when the outcome did not come."""
+    if options.fault not in (*FAULTS, "all"):
+        raise ClusterError(
+            f"FAULT: invalid value {options.fault!r}; expected all or one of {', '.join(FAULTS)}: "
+            "make chaos FAULT=kill-rank"
+        )
+    index = checked_node(options.node or "1")
+    if options.fault == "all":
+        return table(OWN_PROJECT, options.image or DEFAULT_IMAGE, index)
+    cluster = Cluster.found(options.project)
+    if len(cluster.nodes()) <= index and not options.node:
+        index = 0
+    print(break_it(cluster, options.fault, index), flush=True)
+    return 0

@@ -1,0 +1,136 @@
+"""Print the log of a job and exit with its code: `follow_job.py PROJECT NODES RUN_DIR`.
+
+Runs in a container beside the nodes (job.yaml). Each node leaves its exit code in the volume `notes`; a node
+that leaves none was killed.
+"""
+
+import contextlib
+import json
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from tandem.errors import KILLED, MISCONFIGURED, is_own
+from tandem.launch.restarts import job_code
+from tandem.platforms.replica import NOTES
+
+POLL_SECONDS = 0.5
+START_SECONDS = 30.0  # until all nodes are there
+GONE_SECONDS = 20.0  # longer than a node that Docker starts again is away
+STOPPED_SECONDS = 2.0  # the same, where Docker starts none again
+
+
+class Log:
+    """What the nodes and rank 0 write to their log files from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read = {path: path.stat().st_size for path in self._files()}
+
+    def _files(self) -> list[Path]:
+        return sorted([*self._folder.glob("node-*.log"), *self._folder.glob("rank-0.log")])
+
+    def show(self) -> None:
+        for path in self._files():
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                begin = self._read.get(path, 0)
+                if begin > path.stat().st_size:  # it was rotated
+                    begin = 0
+                file.seek(begin)
+                text = file.read()
+                whole = text[: text.rfind(b"\n") + 1]
+                self._read[path] = begin + len(whole)
+                sys.stdout.buffer.write(whole)
+                sys.stdout.buffer.flush()
+
+
+class Nodes:
+    """The containers of the service `node`, by their names and by the codes that they leave."""
+
+    def __init__(self, project: str, count: int) -> None:
+        self.project, self.count = project, count
+        for path in NOTES.glob("code-*.json"):  # of an earlier job
+            path.unlink(missing_ok=True)
+
+    def found(self) -> list[int]:
+        """The numbers that have a name now, from 1; a few more than there should be, for a wrong --scale."""
+        return [index for index in range(1, self.count + 4) if self._is_known(index)]
+
+    def _is_known(self, index: int) -> bool:
+        with contextlib.suppress(OSError):
+            socket.gethostbyname(f"{self.project}-node-{index}")
+            return True
+        return False
+
+    def codes(self) -> list[int]:
+        """Those of the nodes that have ended by themselves."""
+        found = []
+        for path in NOTES.glob("code-*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found.append(int(json.loads(path.read_text())["exit_code"]))
+        return found
+
+    def have_ended(self) -> bool:
+        """Whether no node runs, and none will be started again."""
+        codes = self.codes()
+        return len(codes) >= self.count and all(code == 0 or is_own(code) for code in codes)
+
+
+class ScaledError(Exception):
+    """The containers are others than NODES says; their numbers are the argument."""
+
+
+def wait_for(nodes: Nodes, log: Log) -> None:
+    """Wait until all nodes are there, or have ended. Raises ScaledError if some are missing."""
+    deadline = time.monotonic() + START_SECONDS
+    while len(found := nodes.found()) + len(nodes.codes()) < nodes.count:
+        if time.monotonic() > deadline:
+            raise ScaledError(found)
+        time.sleep(POLL_SECONDS)
+        log.show()
+
+
+def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
+    """Show the log until the job has ended; its code. Raises ScaledError."""
+    seen_at = time.monotonic()
+    while not nodes.have_ended():
+        log.show()
+        time.sleep(POLL_SECONDS)
+        running, codes = nodes.found(), nodes.codes()
+        if len(codes) > nodes.count:
+            raise ScaledError([*range(1, len(codes) + 1)])
+        if running and running[-1] > nodes.count:
+            raise ScaledError(running)
+        if running:
+            seen_at = time.monotonic()
+        elif time.monotonic() - seen_at > (STOPPED_SECONDS if stopping else GONE_SECONDS):
+            break
+    log.show()
+    codes = nodes.codes()
+    codes += [KILLED] * (nodes.count - len(codes))
+    code = job_code(codes)
+    print(f"job ended with {code} (nodes: {', '.join(map(str, sorted(codes)))})", flush=True)
+    return code
+
+
+def main(project: str, count: str, run_dir: str) -> int:
+    """The job's exit code; 2 for a number of nodes that --scale has changed."""
+    stopping: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
+    nodes, log = Nodes(project, int(count)), Log(Path(run_dir, "log"))
+    try:
+        wait_for(nodes, log)
+        return follow(nodes, log, stopping)
+    except ScaledError as error:
+        print(
+            f"--scale, or an earlier NODES: the containers of the service node are {error}, expected 1 to "
+            f"{count} (NODES); type: docker compose down, then NODES={count} docker compose up",
+            flush=True,
+        )
+        return MISCONFIGURED
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

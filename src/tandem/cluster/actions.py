@@ -1,0 +1,309 @@
+"""What `tandem cluster` does with a cluster of containers: up, down, ps, logs, shell, scale.
+
+`up` returns the job's code, which `docker compose up` does not: it says 0 though a replica ended with 7.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tandem import shipped
+from tandem.cluster import job_secret
+from tandem.cluster.cores import OURS, limits_given, share_of
+from tandem.cluster.ending import Job
+from tandem.cluster.engine import (
+    HERE,
+    STOP_SECONDS,
+    WATCHERS,
+    Cluster,
+    ClusterError,
+    EngineGoneError,
+    docker,
+    free_bytes_of_engine,
+    is_watched,
+    variables_in_dotenv,
+)
+from tandem.cluster.network import Shape, check_shape, keep_shape
+from tandem.cluster.preflight import (
+    VOLUMES,
+    check_free,
+    check_gpus,
+    check_room_for_a_build,
+    check_volumes,
+    checked_node,
+    checked_nodes,
+    checked_port,
+)
+from tandem.cluster.project import DEFAULT_IMAGE, build_command, image_of, own_variables
+from tandem.cluster.project import build as build_image
+from tandem.cluster.volume import remove_volumes
+from tandem.cluster.wording import say
+from tandem.cluster.work import work_of
+from tandem.config.secrets import is_secret
+
+START_SECONDS = 300.0
+LAST_LINES_SECONDS = 3.0
+DOWN_TRIES, DOWN_AGAIN_SECONDS = 4, 1.0
+METRICS_PORT = 9469
+
+
+def up(options: argparse.Namespace) -> int:
+    """Build if needed, start, follow, and return the job's code."""
+    nodes = checked_nodes(options.nodes)
+    shape = Shape(options.rate, options.latency, options.loss)
+    shape.check()
+    port = checked_port(options.metrics_port or str(METRICS_PORT))
+    check_gpus(options.gpus)
+    watched = options.monitoring == "1" or is_watched(options.project)
+    variables = variables_of(options, nodes, port) | {"SECRET_FILE": str(job_secret.path_of(options.project))}
+    cluster = Cluster(options.project, variables, bool(options.gpus), watched)
+    unfinished = [node for node in cluster.nodes() if node.is_unfinished]
+    if unfinished:
+        raise ClusterError(
+            f"cluster {cluster.project} is running ({len(unfinished)} nodes); "
+            "stop it first: make compose-down"
+        )
+    remove_metrics(cluster)
+    check_free(port)
+    if not options.image:
+        build(cluster)
+    check_shape(cluster, shape)
+    check_volumes(cluster)
+    shaped = f", {shape}" if shape else ""
+    say(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{shaped}")
+    say(f"metrics      http://localhost:{port}/metrics")
+    name, where = ("run", "") if options.script else ("checkpoints", "/checkpoints")  # a script's are its own
+    say(f"{name:<12} {cluster.run_dir}{where} in volume {cluster.project}_checkpoints")
+    job_secret.make(options.project, {**variables_in_dotenv(), **os.environ})
+    if options.monitoring == "1":
+        watch(cluster)
+    start(cluster)
+    job = Job.of(cluster)
+    forwarder = metrics_containers(cluster)
+    follow(job)
+    remove_metrics(cluster, forwarder)  # but not that of `compose-scale`, which ends this and starts anew
+    code, line = job.ending()
+    say(line)
+    return code
+
+
+def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str, str]:
+    """What compose.yaml reads, from the options and the caller's own TANDEM_* variables; no secrets, as all
+    of it goes into a label. The job's own goes into a file."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
+    kept_out = job_secret.GIVEN_FILE, *filter(is_secret, given)
+    given = {name: value for name, value in given.items() if name not in kept_out}
+    everything = {**variables_in_dotenv(), **given}
+    variables = {
+        **given,
+        "NODES": str(nodes),
+        "IMAGE": image_of(options),
+        "METRICS_PORT": str(port),
+        "GPUS": options.gpus,
+        "RATE": options.rate,
+        "LATENCY": options.latency,
+        "LOSS": options.loss,
+        **limits_given(),
+        **work_of(options, everything),
+        **own_variables(options),
+    }
+    if shipped.checkout() is None:  # without the examples
+        variables.setdefault("TASKS", str(HERE))
+    if rules := os.environ.get("RULES"):
+        variables["RULES"] = str(Path(rules).resolve())
+        if not Path(rules).is_file():
+            raise ClusterError(f"RULES={rules}: there is no such file; monitoring/rules.yaml is the default")
+    # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
+    if "TANDEM_THREADS" not in everything:
+        variables |= share_of(nodes, variables)
+    if options.epochs:
+        variables["TANDEM_EPOCHS"] = options.epochs
+    return variables
+
+
+def build(cluster: Cluster) -> None:
+    """Build the image: seconds when nothing changed. Raises ClusterError."""
+    command = build_command(cluster.image)
+    if command is None:
+        raise ClusterError(
+            "no image is given, and this folder has no Dockerfile to build one; expected IMAGE=NAME, or a "
+            "project directory: tandem init DIR"
+        )
+    if not docker("image", "inspect", "--format", "{{.Id}}", cluster.image, check=False).strip():
+        check_room_for_a_build(free_bytes_of_engine())
+        say(f"image        {cluster.image} is not there: building it, which takes minutes")
+    if not build_image(command):
+        again = "make image" if command[0] == "make" else shlex.join(command)
+        raise ClusterError(f"the image cannot be built (see above); try: {again}")
+
+
+def watch(cluster: Cluster) -> None:
+    """Start Prometheus and Grafana, or let them run: they outlive the job. Raises ClusterError."""
+    try:
+        cluster.compose("up", "--detach", *WATCHERS, seconds=START_SECONDS)
+    except EngineGoneError:
+        raise
+    except ClusterError as error:
+        raise ClusterError(
+            f"MONITORING=1: {error}; Prometheus and Grafana need their images here, or a registry; name "
+            "others with PROMETHEUS_IMAGE=NAME GRAFANA_IMAGE=NAME, or leave MONITORING=1 out"
+        ) from None
+    for name, (variable, port, page) in WATCHERS.items():
+        say(f"{name:<12} http://localhost:{os.environ.get(variable) or port}{page}")
+
+
+def start(cluster: Cluster) -> None:
+    """Start every container of the job anew, in the background; Prometheus and Grafana stay as they are.
+
+    The old nodes are removed first: with fewer nodes than before, Compose 2.26 may keep a later one, and
+    node 0 would be missing.
+    """
+    job = ("node", "metrics")
+    cluster.compose("rm", "--force", "node", seconds=STOP_SECONDS)
+    fresh = ("--force-recreate", "--remove-orphans", "--no-build")
+    cluster.compose("up", "--detach", *fresh, *job, seconds=START_SECONDS)
+
+
+def follow(job: Job) -> None:
+    """Show the logs until no node runs or is about to run again. Ctrl-C stops the nodes."""
+    with subprocess.Popen(
+        ["docker", *job.cluster.command("logs", "--follow", "node")],
+        env=job.cluster.environment(),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as logs:
+        threading.Thread(target=show, args=[logs], daemon=True).start()
+        try:
+            job.wait()
+        except KeyboardInterrupt:
+            say("\nstopping: every node saves and ends; a second Ctrl-C kills them")
+            job.stop()
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                logs.wait(LAST_LINES_SECONDS)
+            logs.terminate()
+
+
+def show(logs: subprocess.Popen[bytes]) -> None:
+    """Compose's lines, without the "erase this line" that 2.26 puts before each, terminal or not."""
+    assert logs.stdout is not None
+    for line in logs.stdout:
+        sys.stdout.buffer.write(line.replace(b"\x1b[2K", b""))
+        sys.stdout.buffer.flush()
+
+
+def metrics_containers(cluster: Cluster) -> list[str]:
+    """The forwarder's container, if there is one."""
+    mine = [f"label=com.docker.compose.{key}" for key in (f"project={cluster.project}", "service=metrics")]
+    return docker("ps", "-aq", "--no-trunc", "--filter", mine[0], "--filter", mine[1]).split()
+
+
+def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
+    """Remove the forwarder, which has nothing to forward to any more; only those of `mine` when given.
+
+    Another command may be removing it at the same moment: it is gone when this returns, by whomever.
+    """
+    deadline = time.monotonic() + STOP_SECONDS
+    while found := [each for each in metrics_containers(cluster) if mine is None or each in mine]:
+        docker("rm", "--force", *found, check=False)
+        if time.monotonic() > deadline:
+            raise ClusterError(f"container {found[0][:12]} cannot be removed; see docker ps -a")
+
+
+def down(options: argparse.Namespace) -> int:
+    """Stop what runs and say how it ended; then remove containers and network, the volumes if asked for."""
+    cluster = Cluster(options.project, {}, watched=True)
+    end(options.project)
+    everything = ["--volumes"] if options.volumes == "1" else []
+    remove_all(cluster, everything)
+    if everything:
+        remove_volumes([f"{options.project}_{name}" for name in VOLUMES])
+    job_secret.remove(options.project)
+    kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
+    say(f"cluster {options.project} is down; volumes {kept}")
+    return 0
+
+
+def remove_all(cluster: Cluster, more: Sequence[str]) -> None:
+    """`docker compose down`, which is tried again where it fails: an `up` elsewhere removes its forwarder at
+    the same moment, and reads the volume. Raises ClusterError."""
+    for left in range(DOWN_TRIES, -1, -1):
+        try:
+            cluster.compose("down", "--remove-orphans", *more, seconds=STOP_SECONDS)
+            return
+        except EngineGoneError:
+            raise
+        except ClusterError:
+            if not left:
+                raise
+            time.sleep(DOWN_AGAIN_SECONDS)
+
+
+def end(project: str) -> None:
+    """Stop a job that runs, as `docker stop` does, and say how it ended; its nodes are still there then."""
+    by_hand = {"RUN": os.environ.get("RUN") or "digits", "IMAGE": os.environ.get("IMAGE") or DEFAULT_IMAGE}
+    cluster = Cluster(project, by_hand, watched=True)  # as compose.yaml fills them in
+    with contextlib.suppress(ClusterError):
+        cluster = Cluster.found(project)
+    job = Job.of(cluster)
+    if not job.unfinished:
+        return
+    say("stopping: every node saves and ends; Ctrl-C kills them")
+    job.stop()
+    say(job.ending()[1])
+
+
+def ps(options: argparse.Namespace) -> int:
+    """The nodes, one line each."""
+    nodes = Cluster(options.project, {}).nodes()
+    for node in nodes:
+        ended = "" if node.is_unfinished else f" with {node.exit_code}"
+        say(f"node {node.index}  {node.name}  {node.status}{ended}, started {node.starts} times")
+    if not nodes:
+        say(f"no nodes in {options.project}; start some: make compose-up NODES=2")
+    return 0
+
+
+def logs(options: argparse.Namespace) -> int:
+    """The logs so far, and on while nodes run."""
+    cluster = Cluster.found(options.project)
+    follow_command = ["docker", *cluster.command("logs", "--follow", "node")]
+    with subprocess.Popen(follow_command, env=cluster.environment(), stdout=subprocess.PIPE) as following:
+        show(following)
+    return following.returncode
+
+
+def shell(options: argparse.Namespace) -> int:
+    """A shell in a running node."""
+    node = Cluster(options.project, {}).node(checked_node(options.node))
+    if node.status != "running":
+        raise ClusterError(
+            f"node {node.index} is {node.status}; a shell needs one that runs: make compose-ps"
+        )
+    return subprocess.call(["docker", "exec", "-it", node.identity, "bash"])
+
+
+def scale(options: argparse.Namespace) -> int:
+    """Stop all nodes after a checkpoint and start as many as asked for, which go on from it."""
+    found = Cluster.found(options.project)
+    nodes, before = checked_nodes(options.nodes), len(found.nodes())
+    Job.of(found).stop()
+    remove_metrics(found)
+    secret = job_secret.make(found.project, {**variables_in_dotenv(), **os.environ})
+    more = {**limits_given(), "NODES": str(nodes), "SECRET_FILE": str(secret)}
+    variables = {**found.variables, **more}
+    if OURS in variables:
+        variables |= share_of(nodes, variables)
+    cluster = replace(found, variables=variables)
+    start(cluster)
+    keep_shape(cluster, {})
+    say(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")
+    return 0

@@ -1,0 +1,125 @@
+"""The command line of a cluster: which options each action takes, and how it ends."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from tandem.cluster import actions
+from tandem.cluster.bring import get
+from tandem.cluster.chaos import chaos
+from tandem.cluster.engine import ClusterError, check_engine
+from tandem.cluster.faults import FAULTS
+from tandem.cluster.wording import Wording, typed
+from tandem.config import Parser
+from tandem.errors import ConfigError, TandemError
+
+ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "up": actions.up,
+    "down": actions.down,
+    "ps": actions.ps,
+    "logs": actions.logs,
+    "shell": actions.shell,
+    "scale": actions.scale,
+    "get": get,
+    "chaos": chaos,
+}
+UP = ("up",)
+OPTIONS: Mapping[str, tuple[Sequence[str], str, str]] = {
+    "project": (tuple(ACTIONS), "NAME", "name of the Compose project"),
+    "nodes": (("up", "scale"), "N", "number of containers"),
+    "task": (UP, "TASK", "a built-in task, or FILE.py:CLASS on this host"),
+    "script": (UP, "FILE", "a script on this host instead of a task"),
+    "script-args": (UP, "WORDS", "arguments of the script"),
+    "args": (UP, "WORDS", "flags of `tandem launch`"),
+    "epochs": (UP, "N", "epochs to train"),
+    "run": (("up", "get"), "NAME", "the run's directory in the checkpoint volume"),
+    "gpus": (UP, "N", "GPUs of this host per node, or all"),
+    "rate": (UP, "RATE", "limit what each node sends, such as 100mbit"),
+    "latency": (UP, "TIME", "delay what each node sends, such as 20ms"),
+    "loss": (UP, "SHARE", "drop a share of what each node sends, such as 1%"),
+    "metrics-port": (UP, "PORT", "metrics port on this host"),
+    "image": (("up", "get", "chaos"), "NAME", "an existing image; up builds one without it"),
+    "node": (("shell", "chaos"), "N", "a node, counted from 0"),
+    "to": (("get",), "DIR", "a new directory on this host"),
+}
+"""{option: (the actions that take it, its placeholder, its meaning)}"""
+DEFAULTS = {
+    ("up", "nodes"): "2",
+    ("scale", "nodes"): "2",
+    ("shell", "node"): "0",
+}
+SHOWN_DEFAULTS = {
+    "project": "tandem", "nodes": "2", "metrics-port": "9469", "node": "chaos: 1, shell: 0", "to": "runs/RUN",
+}  # fmt: skip
+SWITCHES = {
+    "monitoring": ("up", "also start Prometheus and Grafana"),
+    "volumes": ("down", "remove the volumes, with all checkpoints, as well"),
+}
+
+
+def add_options(parser: Parser) -> None:
+    """Add the actions and all of their options; `read` refuses those of another action."""
+    parser.add_argument("action", choices=tuple(ACTIONS), help="what to do with the cluster")
+    text = f"chaos only: {', '.join(FAULTS)}, or all"
+    parser.add_argument("fault", nargs="?", default="", metavar="FAULT", help=text)
+    for name, (takers, placeholder, meaning) in OPTIONS.items():
+        whose = "" if len(takers) == len(ACTIONS) else f"{', '.join(takers)}: "
+        default = f" [default {SHOWN_DEFAULTS[name]}]" if name in SHOWN_DEFAULTS else ""
+        text = f"{whose}{meaning}{default}".replace("%", "%%")
+        parser.add_argument(f"--{name}", metavar=placeholder, help=text)
+    for name, (taker, meaning) in SWITCHES.items():
+        parser.add_argument(f"--{name}", nargs="?", const="1", metavar="1", help=f"{taker}: {meaning}")
+
+
+def completed(options: argparse.Namespace) -> argparse.Namespace:
+    """Fill in what was left out; an empty value counts as left out, as make passes it. Raises ConfigError."""
+    action = options.action
+    taken = [name for name, (takers, _, _) in OPTIONS.items() if action in takers]
+    taken += [name for name, (taker, _) in SWITCHES.items() if action == taker]
+    for name in (*OPTIONS, *SWITCHES):
+        key = name.replace("-", "_")
+        if getattr(options, key) and name not in taken:
+            expected = ", ".join(f"--{each}" for each in taken)
+            raise ConfigError(f"--{name} is not an option of `cluster {action}`; expected {expected}")
+        if not getattr(options, key):
+            setattr(options, key, DEFAULTS.get((action, name), ""))
+    options.project = options.project or "tandem"
+    if options.fault and action != "chaos":
+        raise ConfigError(f"unexpected argument {options.fault!r}; only `cluster chaos` takes a fault")
+    return options
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options that the words give. Raises ConfigError."""
+    parser = Parser("cluster", "", "", takes_settings=False)
+    add_options(parser)
+    return completed(parser.read(words))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one action; messages name commands as they were typed. Raises TandemError."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        check_engine()
+        return ACTIONS[options.action](options)
+    except ClusterError as error:
+        error.args = (typed(str(error)),)
+        raise
+
+
+def run_typed(options: argparse.Namespace) -> int:
+    """Run what `tandem cluster` was given. Raises TandemError."""
+    Wording.is_make = False
+    return run(completed(options))
+
+
+def main(words: Sequence[str]) -> int:
+    """Run what a make target has typed; 2 with one line for what cannot be."""
+    try:
+        return run(parsed(words))
+    except TandemError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
