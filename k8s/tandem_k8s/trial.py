@@ -3,9 +3,10 @@
 import shutil
 import subprocess
 
+from tandem import shipped
 from tandem.kubernetes.cluster import OPERATOR, Target, apply, ask
 from tandem.kubernetes.following import logs
-from tandem.kubernetes.render import CHECKOUT, DEFAULT_IMAGE, GET_KUBECTL, UsageError, render
+from tandem.kubernetes.render import DEFAULT_IMAGE, GET_KUBECTL, UsageError, render
 
 OPERATOR_SECONDS = 300
 KIND_CLUSTER = "tandem"
@@ -30,7 +31,7 @@ def try_it(image: str) -> int:
                   f"--timeout={OPERATOR_SECONDS}s"])  # fmt: skip
     for step in steps:
         print("+", " ".join(step), flush=True)
-        if subprocess.run(step, cwd=CHECKOUT.parent).returncode != 0:
+        if subprocess.run(step, cwd=shipped.root()).returncode != 0:
             raise UsageError(f"this failed: {' '.join(step)}")
     target = Target(render("cpu", image), "default")
     code = apply(target)

@@ -43,6 +43,12 @@ SET_TASK = """\
         value: {{name: TANDEM_TASK, value: "/app/task.py:MyTask"}}"""
 
 
+def chosen(compose: bool = False, slurm: bool = False) -> tuple[str, ...]:
+    """Return the files of a project. Without `compose`: all but the batch script, which `slurm` adds."""
+    names = (*BASIC, *COMPOSE) if compose else tuple(FILES)
+    return (*names, SLURM) if slurm else names
+
+
 def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob") -> str:
     """Write the project, and say what comes next. Raises ConfigError for files that are there already."""
     there = [name for name in names if os.path.lexists(folder / name)]  # also a link that leads nowhere
