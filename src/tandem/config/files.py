@@ -86,7 +86,10 @@ def _value_of(node: "Node", depth: int) -> Any:
 def _table_of(node: "MappingNode", depth: int) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in node.value:
-        if key.value in table:
-            raise ValueError(f"line {key.start_mark.line + 1} sets {key.value} again")
-        table[str(key.value)] = _value_of(value, depth - 1)
+        name, line = key.value, key.start_mark.line + 1
+        if not isinstance(name, str):
+            raise ValueError(f"line {line} has a key that is not a name")
+        if name in table:
+            raise ValueError(f"line {line} sets {name} again")
+        table[name] = _value_of(value, depth - 1)
     return table

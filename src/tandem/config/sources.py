@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tandem.config.fields import plain
 from tandem.config.files import is_of_a_run, table_in, without_sections
-from tandem.config.settings import SETTINGS, Settings, bad_value, checked, unknown
+from tandem.config.settings import SETTINGS, SLICES, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
 PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
@@ -163,7 +163,7 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
         table, notes = _of_a_run(table, config.text, beside)
     for key in table:
         if key not in FIELDS:
-            raise unknown("key", key, [*FIELDS, "task_fields"], f"{key} in {config.text}")
+            raise unknown("key", key, [*FIELDS, *SLICES, "task_fields"], f"{key} in {config.text}")
     given: dict[str, Given] = {}
     for key, value in (table | {f"task.{name}": value for name, value in task_fields.items()}).items():
         label = f"{key} in {config.text}"

@@ -91,15 +91,20 @@ def verify(
             say(
                 f"verdict: exact; {trials} of {trials} killed runs are bit-identical to the uninterrupted run"
             )
-        return FAILED if bad else FINISHED, {
-            "of": str(name),
-            "steps": calm.step,
-            "ranks": calm.world_size,
-            "exact": not bad,
-            "diagnosis": diagnosis,
-            "digests": calm.digests(),
-            "trials": [trial.as_json() for trial in done],
-        }
+        return FAILED if bad else FINISHED, as_json(str(name), calm, done, diagnosis)
+
+
+def as_json(name: str, calm: Outcome, trials: Sequence[Trial], diagnosis: str | None) -> dict[str, object]:
+    """Return what `tandem verify-resume --json` prints."""
+    return {
+        "target": name,
+        "steps": calm.step,
+        "ranks": calm.world_size,
+        "exact": all(trial.difference is None for trial in trials),
+        "diagnosis": diagnosis,
+        "digests": calm.digests(),
+        "trials": [trial.as_json() for trial in trials],
+    }
 
 
 def _ranks(count: int) -> str:
