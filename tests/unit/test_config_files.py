@@ -30,7 +30,10 @@ def refused(path: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("flat.toml", 'lr = 0.5\nbatch_size = 96\nsteps = "none"\nprogress = "on"\n[task_fields]\nwidth = 3\n'),
+        (
+            "flat.toml",
+            'lr = 0.5\nbatch_size = 96\nsteps = "none"\nprogress = "on"\n[task_fields]\nwidth = 3\n',
+        ),
         (
             "sections.toml",
             f'[{OPTIMIZER}]\nlr = 0.5\n[data]\nbatch_size = 96\n[run]\nsteps = "none"\n'
@@ -42,7 +45,10 @@ def refused(path: Path, text: str) -> str:
             f"# a comment\n{OPTIMIZER}:\n  lr: 5e-1\ndata: {{batch_size: 96}}\nrun:\n  steps: ~\n"
             "telemetry:\n  progress: on\nmetrics:\ntask_fields: {width: 3}\n",
         ),
-        ("mixed.yaml", f"batch_size: 96\n{OPTIMIZER}: {{lr: 0.5}}\nprogress: 'on'\nrun: {{task_fields: {{width: 3}}}}"),
+        (
+            "mixed.yaml",
+            f"batch_size: 96\n{OPTIMIZER}: {{lr: 0.5}}\nprogress: 'on'\nrun: {{task_fields: {{width: 3}}}}",
+        ),
     ],
 )
 def test_the_same_settings_in_every_form(tmp_path: Path, name: str, text: str) -> None:

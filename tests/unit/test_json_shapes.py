@@ -22,7 +22,7 @@ def shape(value: Any, name: str = "") -> Any:
     """The types of a document: `NAME` stands for keys that differ from run to run."""
     if isinstance(value, dict):
         inner = {key: shape(each, key) for key, each in value.items()}
-        return {"NAME": merged(list(inner.values()))} if name in BY_NAME else inner
+        return {"NAME": merged(list(inner.values()))} if name in BY_NAME and inner else inner
     if isinstance(value, list):
         return [merged([shape(each) for each in value])] if value else []
     if isinstance(value, bool):
@@ -35,9 +35,11 @@ def merged(shapes: list[Any]) -> Any:
         keys = list(dict.fromkeys(key for each in shapes for key in each))
         return {key: merged([each[key] for each in shapes if key in each]) for key in keys}
     if all(isinstance(each, list) for each in shapes):
-        return next((each for each in shapes if each), [])
-    words = [word for each in shapes for word in each.split(" or ")] if "true or false" not in shapes else shapes
-    return " or ".join(sorted(set(words), key=lambda word: (word == "null", word)))
+        inner = [part for each in shapes for part in each]
+        return [merged(inner)] if inner else []
+    words = {word for each in shapes for word in each.replace("true or false", "yes/no").split(" or ")}
+    ordered = sorted(words, key=lambda word: (word == "null", word))
+    return " or ".join(ordered).replace("yes/no", "true or false")
 
 
 def run(verb: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
@@ -46,7 +48,8 @@ def run(verb: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def of_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    for name, summary in (("done", {"state": "failed", "global_step": 3, "eval": {"loss": 0.5}}), ("new", {})):
+    failed = {"state": "failed", "global_step": 3, "eval": {"loss": 0.5}}
+    for name, summary in (("done", failed), ("new", {})):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.json").write_text('{"task": "digits"}')
         if summary:
@@ -60,6 +63,7 @@ def of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     store = CheckpointStore(folder / "checkpoints")
     for step in (10, 20, 30):
         store.save(step, b"state", {"eval": {"accuracy": 1 - step / 100}})
+    (folder / "checkpoints" / "corrupt-step-000000005").mkdir()
     listed = run("checkpoints", ["ls", str(folder)], capsys)
     (store.path(20) / "state.pt").write_bytes(b"stale")
     verified = run("checkpoints", ["verify", str(folder)], capsys)
@@ -150,7 +154,7 @@ def test_every_verb_with_json_has_a_golden_file() -> None:
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_json_is_a_switch(verb: str) -> None:
-    first = {"checkpoints": ["ls", "run"], "eval": ["run"], "runs": ["run"], "check": ["task.py"]}.get(verb, [])
+    first = {"checkpoints": ["ls", "run"], "eval": ["run"], "runs": ["run"], "check": ["a.py"]}.get(verb, [])
     with pytest.raises(ConfigError) as caught:
         cli.parser_of(verb).read([*first, "--json", "found.json"])
     to_type = "--output found.json" if verb == "bench" else "> found.json"

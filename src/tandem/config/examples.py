@@ -39,6 +39,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     },
     "runs": {
         "tandem runs": "list the runs in ./runs",
+        "tandem runs --json": "for scripts",
         "tandem runs --clean --dry-run": "show the empty runs that would be removed",
     },
     "kill": {
@@ -65,6 +66,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "bench": {
         "tandem bench --steps 50": "all strategies",
         "tandem bench --compare single,ddp --task my_task.py:MyTask": "two of them",
+        "tandem bench --nproc 2 --output bench.json": "also write a file",
     },
     "config": {
         "tandem config --explain": "show each value and where it comes from",
