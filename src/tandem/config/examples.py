@@ -30,7 +30,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem report runs/a --compare runs/b --output both.html": "compare two runs in the same charts",
     },
     "page": {
-        "tandem page": "all runs in ./runs, on port 9469",
+        "tandem page": "all runs in ./runs, on port 19470",
         "tandem page runs/a runs/b --port 8000": "only these two",
     },
     "track": {

@@ -130,7 +130,7 @@ def page_options(parser: "Parser") -> None:
         "run_dirs", type=Path, nargs="*", default=[Path("runs")], metavar="RUN_DIR", help=help_text
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
-    parser.option("--port", Port, "port to listen on", 9469)
+    parser.option("--port", Port, "port to listen on", 19470)
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file with the token that readers must send"
     )
