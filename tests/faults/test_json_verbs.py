@@ -1,4 +1,4 @@
-"""`--json` of the verbs that start runs: standard output is one line of JSON, progress is on standard error."""
+"""`--json` of the verbs that start runs: one line of JSON on standard output, progress on standard error."""
 
 import json
 import subprocess
