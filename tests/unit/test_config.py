@@ -83,7 +83,7 @@ def test_the_strongest_source_wins(values: list[int], sources: int) -> None:
 
 
 def test_flag_forms() -> None:
-    assert settings_of("--lr=0.5").optimisation.lr == settings_of("--lr", "0.5").optimisation.lr == 0.5
+    assert settings_of("--lr=0.5").optimization.lr == settings_of("--lr", "0.5").optimization.lr == 0.5
     assert settings_of("--run-dir=a=b").run.run_dir == Path("a=b")
     for argv in (["--compile"], ["--compile", "true"], ["--compile=1"], ["--compile", "--lr", "1"]):
         assert settings_of(*argv).compute.compile

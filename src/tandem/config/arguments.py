@@ -15,7 +15,7 @@ from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID,
 from tandem.errors import ConfigError
 
 _TRAINING = (
-    "task", "task_fields", "steps", "seed", "data", "optimisation", "compute", "exchange",
+    "task", "task_fields", "steps", "seed", "data", "optimization", "compute", "exchange",
     "reliability", "evaluation", "snapshot_every", "init_from", "init_min",
 )  # fmt: skip
 READS: Mapping[str, Sequence[str]] = {
