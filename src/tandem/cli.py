@@ -25,7 +25,7 @@ HELP = """tandem: fault-tolerant multi-node PyTorch training.
 
 `tandem VERB -h` shows a verb's common settings, `tandem VERB --help` shows all of them. `tandem help TOPIC`
 describes one setting (help epochs), a group of settings (help settings) or the exit codes (help exit-codes).
-Settings are flags (--epochs 3), variables (TANDEM_EPOCHS=3), keys of a --config FILE.toml, or lines of .env,
+Settings are flags (--epochs 3), variables (TANDEM_EPOCHS=3), lines of .env, or keys of a --config FILE.toml,
 in this order of precedence.
 Start here: tandem demo
 """
@@ -97,6 +97,10 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         return place.health(None, environ)
     options = parser_of(verb).read(words)
     options.program = program
+    if name := getattr(options, "log_level", None):
+        from tandem.log import LEVEL_VARIABLE
+
+        os.environ[LEVEL_VARIABLE] = name  # for all processes of the run
     return VERBS[verb].run(options, environ)
 
 

@@ -24,7 +24,22 @@ from tandem.errors import ConfigError, text_of
 LOGGER_NAME = "tandem"
 CLEAR, PLAIN = "\r\x1b[K", "\x1b[0m"
 COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
+LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def level() -> int:
+    """The level of the terminal's lines: TANDEM_LOG_LEVEL, which -v and -q set. Raises ConfigError."""
+    name = os.environ.get(LEVEL_VARIABLE) or "info"
+    if name not in LEVELS:
+        raise ConfigError(f"{LEVEL_VARIABLE}: invalid value {name!r}; expected one of {', '.join(LEVELS)}")
+    return LEVELS[name]
+
+
+def is_quiet() -> bool:
+    """True if only warnings and errors are wanted."""
+    return level() > logging.INFO
 
 
 def setup(
@@ -40,15 +55,18 @@ def setup(
         logger.removeHandler(old)
         old.close()
     handlers: list[logging.Handler] = []
+    wanted = level()
     if path is not None:
         handlers.append(_file_handler(path))
     if to_terminal:
-        handlers.append(TerminalHandler(keeps_to_file=path is not None and not json_lines))
+        is_brief = path is not None and not json_lines and wanted > logging.DEBUG
+        handlers.append(TerminalHandler(keeps_to_file=is_brief))
+        handlers[-1].setLevel(logging.DEBUG if writes_to_file() else wanted)
     formatter = JsonFormatter(rank, node) if json_lines else TextFormatter(rank, node)
     for handler in handlers or [logging.NullHandler()]:
         handler.setFormatter(formatter)
         logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(min(wanted, logging.INFO))  # a file has the lines that -q keeps from the terminal
     logger.propagate = False
     return logger
 

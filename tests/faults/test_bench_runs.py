@@ -17,7 +17,7 @@ def bench(runs: Runs, *words: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_it_runs_what_can_run_here_and_says_what_cannot(runs: Runs) -> None:
-    code, output = bench(runs, "--compare", "dp,single,ddp", "--json", "found.json")
+    code, output = bench(runs, "--compare", "dp,single,ddp", "--output", "found.json")
     assert code == 0, output
     found = json.loads((runs.folder / "found.json").read_text())
     assert (found["steps"], found["rounds"], found["reference"]) == (25, 1, "single")

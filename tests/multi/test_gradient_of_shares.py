@@ -39,7 +39,7 @@ def step(group: ProcessGroup, name: str, cut: dict[str, Any]) -> tuple[int, floa
     model = strategy.spread(Blocks())
     optimizer = strategy.spread_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     stepper = Stepper(
-        group, strategy, settings.compute, settings.optimisation, 64, 0, task, model, optimizer, Clock()
+        group, strategy, settings.compute, settings.optimization, 64, 0, task, model, optimizer, Clock()
     )
     reader = Reader(settings.data, 5, group.rank, group.size, None, group.device)
     (batches,) = training_data(rows(), reader, None).steps(1, 2)

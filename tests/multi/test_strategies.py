@@ -140,7 +140,7 @@ def train(
         strategy.load_optimizer(optimizer, begin["optimizer"])
     task: Any = WholeTask(Classes())  # type: ignore[arg-type]
     stepper = Stepper(
-        group, strategy, made.compute, made.optimisation, batch, 0, task, model, optimizer, Clock()
+        group, strategy, made.compute, made.optimization, batch, 0, task, model, optimizer, Clock()
     )
     if begin is not None:
         stepper.scaler.load_state_dict(begin["scaler"])

@@ -59,7 +59,7 @@ def stepper_of(group: ProcessGroup, name: str) -> tuple[Stepper, Any]:
     model = strategy.spread(Blocks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     task: Any = WholeTask(Numbered())  # type: ignore[arg-type]
-    made = settings.compute, settings.optimisation, SHARE * 3, 0, task, model, optimizer
+    made = settings.compute, settings.optimization, SHARE * 3, 0, task, model, optimizer
     return Stepper(group, strategy, *made, Clock()), model
 
 

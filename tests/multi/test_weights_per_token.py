@@ -56,7 +56,7 @@ def one_step(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
         model = strategy.spread(model_of_words())
         task: Any = WholeTask(Words())  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        made = settings.compute, settings.optimisation, BATCH, 0, task, model, optimizer
+        made = settings.compute, settings.optimization, BATCH, 0, task, model, optimizer
         stepper = Stepper(group, strategy, *made, Clock())
         (batches,) = training_data(sequences(), reader, None).steps(0, 1)
         stepper.settle(batches, 0, Costs())

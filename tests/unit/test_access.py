@@ -18,7 +18,8 @@ from tandem.telemetry.registry import Registry
 
 TOKEN = "s3cret-ü"
 LOCAL_NAMES = (
-    *(None, "", "localhost", "localhost:9469", "LOCALHOST.:1", "127.0.0.1", "127.0.0.1:9469", "10.1.2.3:80"),
+    *(None, "", "localhost", "localhost:9469", "LOCALHOST.:1"),
+    *("127.0.0.1", "127.0.0.1:9469", "10.1.2.3:80"),
     *("[::1]", "[::1]:9469", "node1", "node1:9469", "run.localhost:9469"),
 )
 FOREIGN_NAMES = (

@@ -12,6 +12,7 @@ import tandem
 from tandem import cli
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, SLICES, resolve
+from tandem.config.arguments import read_by
 from tandem.errors import ConfigError
 from tandem.launch.program import split
 
@@ -59,10 +60,12 @@ def test_every_verb_lists_what_it_takes(verb: str, tmp_path: Path) -> None:
     assert "\nexamples:\n" in done.stdout
     if cli.VERBS[verb].takes_settings:
         said = "".join(done.stdout.split())  # lines break at hyphens as well
-        for setting in SETTINGS.values():
+        for setting in map(SETTINGS.__getitem__, read_by(verb)):
             for part in (setting.flag, f"; {setting.variable}]", setting.description, setting.valid):
                 assert part.replace(" ", "") in said
-        assert all(f"\n{model.__doc__}:\n" in done.stdout for model in SLICES.values())
+        groups = {SLICES[SETTINGS[name].slice].__doc__ for name in read_by(verb)}
+        shown = {str(each.__doc__) for each in SLICES.values() if f"\n{each.__doc__}:\n" in done.stdout}
+        assert shown == groups and ("--compile-mode" in done.stdout) == ("compile_mode" in read_by(verb))
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -172,7 +175,8 @@ def test_a_launch_says_what_it_leaves_out_of_a_config_json(tmp_path: Path) -> No
     assert newer.endswith("config.json: ignoring settings unknown to this version: newer")
     assert problem == "tandem: --batch-size 240 does not divide evenly over 7 ranks; use 238 or 245"
     alone = watched(tmp_path, "config", "--config", "config.json")
-    assert alone.stdout.startswith("# The run and its task") and "run_dir = \"none\"" in alone.stdout
+    assert "\n[launch]  # Nodes and restarts\nnodes = 7\n" in alone.stdout
+    assert "\n# run_dir = \"none\"\n" in alone.stdout
     assert "tandem: config.json: ignoring the other run's paths and addresses: run_dir" in alone.stderr
 
 
@@ -231,3 +235,52 @@ def test_config_explains_where_values_come_from(
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "flag --epochs" in rows["epochs"] and "environment TANDEM_LR" in rows["lr"]
     assert rows["seed"].endswith("default")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["eval", "run", "--metrics-port", "0"], "--metrics-port has no effect on `tandem eval`"),
+        (["eval", "run", "--lr=0.1"], "--lr has no effect on `tandem eval`"),
+        (["export", "run", "--no-compile"], "--no-compile has no effect on `tandem export`"),
+        (["export", "run", "--epoch", "1"], "unknown flag --epoch"),
+    ],
+)
+def test_a_setting_that_a_verb_does_not_read_is_one_line(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match="^[^\n]+$") as caught:
+        cli.parser_of(words[0]).read(words[1:])
+    assert str(caught.value).startswith(says)
+
+
+def test_variables_and_files_belong_to_the_job_and_not_to_the_verb(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("metrics_port = 0\n")
+    given = cli.parser_of("export").read(["run", "--config", str(config)]).given
+    assert resolve(given, {"TANDEM_LR": "0.5"}, None).chosen == {"metrics_port", "lr"}
+
+
+@pytest.mark.parametrize("verb", ["check", "verify-resume", "bench", "doctor"])
+def test_verbs_that_begin_like_a_launch_take_its_command_line(verb: str) -> None:
+    words = [word for each in SETTINGS.values() if not each.is_table for word in [f"{each.flag}=true"]]
+    assert len(cli.parser_of(verb).read(words).given) == len(words)
+
+
+@pytest.mark.parametrize(
+    ("flag", "level"), [("-q", "warning"), ("--quiet", "warning"), ("-v", "debug"), ("--verbose", "debug")]
+)
+def test_verbosity_is_ours_before_the_script_and_its_own_after(flag: str, level: str) -> None:
+    words, program = split([flag, "--nproc", "2", "train.py", "-v"])
+    assert words == [flag, "--nproc", "2"] and program is not None and program.arguments == ("-v",)
+    for verb in ("launch", "train"):
+        assert cli.parser_of(verb).read([flag]).log_level == level
+
+
+def test_quiet_keeps_the_exit_code_and_the_log_and_leaves_the_terminal_alone(tmp_path: Path) -> None:
+    train = ["train", "--device", "cpu", "--steps", "2", "--eval-every", "never", "--metrics-port", "0"]
+    train += ["--metrics-linger", "0", "--run-dir"]
+    quiet, loud = watched(tmp_path, *train, "quiet", "-q"), watched(tmp_path, *train, "loud", "-v")
+    assert (quiet.returncode, loud.returncode) == (0, 0), quiet.stderr + loud.stderr
+    assert quiet.stderr == "" and "debug: setting steps" in loud.stderr
+    assert "step" in (tmp_path / "quiet" / "log" / "rank-0.log").read_text()
+    bad = watched(tmp_path, "launch", "-q", "--nodes", "7", "--device", "cpu", "--run-dir", "run")
+    assert bad.returncode == 2 and bad.stderr.startswith("tandem: --batch-size 240 ")

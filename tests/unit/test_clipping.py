@@ -24,8 +24,8 @@ WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
 
 def clipping(largest: float | None, value: float | None = None) -> tuple[Clipping, nn.Parameter]:
     weight = nn.Parameter(torch.zeros(2))
-    optimisation = OptimisationConfig(clip_norm=largest, clip_value=value)
-    return Clipping(optimisation, STRATEGY, [weight], WORLD), weight
+    optimization = OptimisationConfig(clip_norm=largest, clip_value=value)
+    return Clipping(optimization, STRATEGY, [weight], WORLD), weight
 
 
 def test_clips_are_counted_and_the_norm_is_that_from_before() -> None:

@@ -59,7 +59,7 @@ def test_where_no_word_is_known_bash_offers_files(in_bash: Callable[..., set[str
 
 def test_every_flag_of_every_verb_is_completed(in_bash: Callable[..., set[str]]) -> None:
     for verb in cli.VERBS:
-        assert in_bash("tandem", verb, "--") == {flag.name for flag in flags_of(cli.parser_of(verb))}
+        assert in_bash("tandem", verb, "-") == {flag.name for flag in flags_of(cli.parser_of(verb))}
 
 
 def test_words_are_those_of_the_settings() -> None:

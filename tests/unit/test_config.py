@@ -62,15 +62,15 @@ def test_precedence_and_sources(tmp_path: Path) -> None:
     assert loaded.sources["momentum"] == "default"
 
 
-def test_a_file_that_was_asked_for_beats_env_lying_around(tmp_path: Path) -> None:
+def test_dotenv_beats_a_config_file_however_that_is_named(tmp_path: Path) -> None:
     config, dotenv = tmp_path / "run.toml", tmp_path / ".env"
-    config.write_text("seed = 1\nlr = 1\n[task_fields]\nwidth = 1\n")
-    dotenv.write_text("TANDEM_SEED=2\nTANDEM_LR=2\nTANDEM_WORKERS=2\nTANDEM_TASK__WIDTH=2\n")
+    config.write_text("seed = 1\nlr = 1\nworkers = 1\n[task_fields]\nwidth = 1\n")
+    dotenv.write_text("TANDEM_SEED=2\nTANDEM_LR=2\nTANDEM_TASK__WIDTH=2\n")
     for argv, environ in ((["--config", str(config)], {}), ([], {"TANDEM_CONFIG": str(config)})):
         loaded = load([*argv, "--lr", "3"], environ, dotenv)
-        assert [loaded.settings.value(name) for name in ("seed", "lr", "workers")] == [1, 3.0, 2]
-        assert loaded.settings.run.task_fields == {"width": "1"}
-        assert loaded.sources["seed"] == f"config {config}"
+        assert [loaded.settings.value(name) for name in ("seed", "lr", "workers")] == [2, 3.0, 1]
+        assert loaded.settings.run.task_fields == {"width": "2"}
+        assert loaded.sources["seed"] == ".env" and loaded.sources["workers"] == f"config {config}"
 
 
 @given(st.permutations(range(4)), st.integers(0, 4))
@@ -83,7 +83,7 @@ def test_the_strongest_source_wins(values: list[int], sources: int) -> None:
 
 
 def test_flag_forms() -> None:
-    assert settings_of("--lr=0.5").optimisation.lr == settings_of("--lr", "0.5").optimisation.lr == 0.5
+    assert settings_of("--lr=0.5").optimization.lr == settings_of("--lr", "0.5").optimization.lr == 0.5
     assert settings_of("--run-dir=a=b").run.run_dir == Path("a=b")
     for argv in (["--compile"], ["--compile", "true"], ["--compile=1"], ["--compile", "--lr", "1"]):
         assert settings_of(*argv).compute.compile
@@ -274,9 +274,9 @@ def test_a_run_begins_again_from_its_config_json(tmp_path: Path) -> None:
     write_config_json(file, *chosen, *places)
     dotenv.write_text("TANDEM_EPOCHS=9\n")
     loaded = load(["--config", str(file), "--seed", "3"], {}, dotenv)
-    assert loaded.settings == settings_of(*chosen, "--seed", "3")  # a file that is asked for beats .env
+    assert loaded.settings == settings_of(*chosen, "--seed", "3", "--epochs", "9")
     assert loaded.chosen == {"lr", "steps", "compile", "keep_best", "task.depth", "seed", "epochs"}
-    assert loaded.sources["lr"] == loaded.sources["epochs"] == f"config {file}"
+    assert loaded.sources["lr"] == f"config {file}" and loaded.sources["epochs"] == ".env"
     (note,) = loaded.notes
     assert note.startswith(f"{file}: ") and note.endswith(": run_dir, node_rank, master")
     again = load(["--config", str(file), *places], {}, None)

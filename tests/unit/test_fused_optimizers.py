@@ -43,7 +43,7 @@ def test_a_step_that_the_fused_kernel_does_not_take_is_taken_by_another(
 ) -> None:
     form, all_gradients, methods = CASES[case]
     plain = {"momentum": 0.0, "weight_decay": 0.0} if case == "sparse" else {}  # torch has neither for them
-    config = Settings().replace(optimizer=kind, lr=0.1, **plain).optimisation
+    config = Settings().replace(optimizer=kind, lr=0.1, **plain).optimization
     task = WholeTask(type("Bare", (), BARE | methods)())
     weights = []
     for is_ours in (True, False):

@@ -105,3 +105,31 @@ def test_a_line_says_the_step_that_the_process_is_at(tmp_path: Path) -> None:
     logger.warning("two", extra={"rank": 5})
     first, second = map(json.loads, (tmp_path / "log").read_text().splitlines())
     assert (first["step"], second["step"], second["rank"]) == (12, 12, 0)
+
+
+@pytest.mark.parametrize(
+    ("level", "terminal", "file"),
+    [("warning", "w", "iw"), ("info", "iw", "iw"), ("debug", "diw", "diw"), ("", "iw", "iw")],
+)
+def test_the_level_is_the_terminals_and_the_file_keeps_all_lines(
+    level: str,
+    terminal: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TANDEM_LOG_LEVEL", level)
+    logger = setup(tmp_path / "node-0.log", None, 0, to_terminal=True, json_lines=False)
+    logger.debug("=d")
+    logger.info("=i")
+    logger.warning("=w", extra={"detail": "more"})
+    shown = capsys.readouterr().err
+    assert "".join(re.findall("=(.)", shown)) == terminal and ("more" in shown) == (level == "debug")
+    assert "".join(re.findall("=(.)", (tmp_path / "node-0.log").read_text())) == file
+
+
+def test_an_unknown_level_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="^TANDEM_LOG_LEVEL: invalid value 'loud'; expected "):
+        setup(None, None, 0, to_terminal=True, json_lines=False)

@@ -21,7 +21,7 @@ def schedule_of(settings: dict[str, Any], **methods: Any) -> Schedule:
 
 def made(settings: dict[str, Any], planned: int, **methods: Any) -> tuple[Schedule, torch.optim.Optimizer]:
     task = WholeTask(type("Bare", (), BARE | methods)())
-    config = Settings().replace(**settings).optimisation
+    config = Settings().replace(**settings).optimization
     optimizer = build_optimizer(config, task, nn.Linear(2, 2))
     return Schedule(config, 240, task, optimizer, 10, planned), optimizer
 

@@ -88,7 +88,7 @@ def test_a_flag_with_the_default_goes_before_dotenv_in_the_script_too(tmp_path: 
     given = resolve(flags, {}, tmp_path / ".env")
     variables = variables_of(given.settings.replace(run_dir=tmp_path), given.chosen)
     inside = resolve({}, variables, tmp_path / ".env").settings
-    assert (inside.run.seed, inside.optimisation.lr) == (0, 0.7)
+    assert (inside.run.seed, inside.optimization.lr) == (0, 0.7)
 
 
 @pytest.mark.parametrize("name", ["slurm-two-per-node-1", "torchrun-rank-1"])

@@ -214,7 +214,7 @@ def test_automatic_scaling_is_by_the_optimizer_and_can_be_undone(
 )
 def test_the_arithmetic_is_one_line(settings: dict[str, Any], expected: str) -> None:
     made = Settings().replace(**settings)
-    found = Rates(made.optimisation, made.data.batch_size, 100, 4000)
+    found = Rates(made.optimization, made.data.batch_size, 100, 4000)
     assert str(found) == expected
     assert max(map(found.at, range(4000))) == pytest.approx(found.peak)
 

@@ -25,9 +25,8 @@ def test_short_help_fits_a_screen(verb: str) -> None:
     assert max(map(len, text.partition("examples:")[0].splitlines())) <= 110
     own = {flag for action in parser_of(verb)._actions for flag in action.option_strings}
     own -= {setting.flag for setting in SETTINGS.values()} | {"--config", "--task.NAME"}
-    assert {flag for flag in own if not flag.startswith("--no-")} <= set(
-        re.findall(r"^  (--[\w-]+)", text, re.M)
-    )
+    listed = set(re.findall(r"(?:^  |, )(--?[a-z][\w-]*)", text, re.M))
+    assert {flag for flag in own if not flag.startswith("--no-")} <= listed
 
 
 def test_short_help_has_common_settings_and_examples() -> None:

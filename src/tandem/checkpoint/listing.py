@@ -106,6 +106,25 @@ def table(rows: list[CheckpointRow], directory: PurePath) -> str:
     return "\n".join(lines)
 
 
+def as_json(rows: list[CheckpointRow], directory: PurePath) -> dict[str, object]:
+    """Return what `tandem checkpoints ls --json` prints, except for what was removed."""
+    checkpoints = [
+        {
+            "step": row.step,
+            "path": str(row.path),
+            "bytes": row.bytes,
+            "age_seconds": round(row.age_seconds, 1),
+            "verified": row.verified,
+            "problem": row.problem or None,
+            "scores": row.scores,
+            "kept_as": list(row.kept),
+        }
+        for row in rows
+    ]
+    set_aside = list(CheckpointStore(directory).set_aside())
+    return {"directory": str(directory), "checkpoints": checkpoints, "set_aside": set_aside}
+
+
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     numbers = [cell.rjust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
     words = [cell.ljust(width) for cell, width in zip(cells[3:], widths[3:], strict=True) if width]

@@ -8,8 +8,8 @@ setting is one line in `slices`.
 from tandem.config.arguments import Parser, as_flags
 from tandem.config.fields import BestText, Count, Natural
 from tandem.config.settings import SETTINGS, SLICES, Settings, TaskJob, checked
-from tandem.config.show import as_toml, explain, markdown
+from tandem.config.show import as_json, as_toml, explain, markdown
 from tandem.config.sources import Given, resolve
 
 __all__ = ["SETTINGS", "SLICES", "BestText", "Count", "Given", "Natural", "Parser", "Settings", "TaskJob"]
-__all__ += ["as_flags", "as_toml", "checked", "explain", "markdown", "resolve"]
+__all__ += ["as_flags", "as_json", "as_toml", "checked", "explain", "markdown", "resolve"]

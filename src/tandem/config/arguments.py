@@ -14,6 +14,28 @@ from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
 
+_TRAINING = (
+    "task", "task_fields", "steps", "seed", "data", "optimization", "compute", "exchange",
+    "reliability", "evaluation", "snapshot_every", "init_from", "init_min",
+)  # fmt: skip
+READS: Mapping[str, Sequence[str]] = {
+    "eval": (
+        "task", "task_fields", "seed", "data", "compute", "evaluation", "first_step_timeout",
+        "connect_timeout", "nodes", "node_rank", "master", "init_method", "nproc", "log_format",
+    ),
+    "export": ("task", "task_fields", "seed", "data", "devices_per_rank"),
+    "check": tuple(name for name in _TRAINING if name != "compute")
+    + ("strategy", "sync_batchnorm", "dist_bn", "precision", "deterministic", "compile", "threads"),
+    "verify-resume": (*_TRAINING, "launch", "checkpoint"),
+    "bench": (*_TRAINING, "nproc"),
+    "doctor": (
+        "run_dir", "data_dir", "workers", "device", "nodes", "node_rank", "master", "init_method", "nproc",
+        "elastic", "shutdown_timeout",
+    ),
+}  # fmt: skip
+"""The groups and settings that a verb reads, and lists in its help; a verb without an entry reads all."""
+STRICT = ("eval", "export")
+"""Verbs that refuse the flags of other settings. The others take all flags of a launch."""
 COMMON: Mapping[str, Sequence[str]] = {
     "launch": (
         "task", "run_dir", "nodes", "nproc", "master", "epochs", "batch_size", "lr", "precision", "strategy",
@@ -25,9 +47,26 @@ COMMON: Mapping[str, Sequence[str]] = {
     ),
     "export": ("task", "data_dir"),
     "eval": ("task", "data_dir", "batch_size", "eval_batch_size", "device", "precision", "nproc"),
+    "check": ("task", "data_dir", "batch_size", "lr", "precision", "strategy"),
+    "verify-resume": ("task", "data_dir", "steps", "batch_size", "lr", "device", "precision", "nproc"),
+    "bench": ("task", "data_dir", "steps", "batch_size", "lr", "device", "precision", "nproc"),
+    "doctor": ("run_dir", "data_dir", "nodes", "nproc", "master", "device"),
 }  # fmt: skip
 """The settings that `tandem VERB -h` lists; FEW for verbs without an entry."""
 FEW = ("task", "data_dir", "epochs", "batch_size", "lr", "device", "precision", "nproc")
+ALSO = "\nIt also takes the other settings of `tandem launch`, so that you can reuse a command line."
+FLAGS = {
+    flag
+    for each in SETTINGS.values()
+    for flag in (each.flag, *(["--no-" + each.flag[2:]] if each.is_switch else []))
+}
+
+
+def read_by(verb: str) -> list[str]:
+    """The names of the settings that a verb reads."""
+    if verb not in READS:
+        return list(SETTINGS)
+    return [name for name, each in SETTINGS.items() if {name, each.slice} & set(READS[verb])]
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,17 +76,18 @@ class Parser(argparse.ArgumentParser):
         self, verb: str, usage: str, summary: str, takes_settings: bool = True, is_short: bool = False
     ) -> None:
         """`is_short`: for `-h`, which lists only the common settings."""
+        also = "" if verb in STRICT or verb not in READS else ALSO
         super().__init__(
             prog=f"tandem {verb}",
             usage=f"tandem {verb} {usage}" if takes_settings else None,
-            description=summary,
+            description=summary + also,
             epilog=examples_of(verb),
             formatter_class=_Lines,
             allow_abbrev=False,
             add_help=False,
             exit_on_error=False,
         )
-        self._takes_settings = takes_settings
+        self._verb, self._takes_settings = verb, takes_settings
         self._help = f"See `tandem {verb} --help`"
         self._see = SEE if takes_settings else self._help
         self._valid: dict[str, str] = {}
@@ -81,12 +121,16 @@ class Parser(argparse.ArgumentParser):
             raise self._mistake(str(error.argument_name), error.message) from None
         if rest and rest[0].startswith("-"):
             flag = rest[0].partition("=")[0]
+            if self._takes_settings and flag in FLAGS:
+                raise ConfigError(f"{flag} has no effect on `{self.prog}`; remove it. {self._help}")
             meant = meant_by(flag) if self._takes_settings else None
             raise unknown("flag", flag, self._option_string_actions, see=self._see, meant=meant)
         if rest:
             hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""
             if rest[0].endswith(".py"):
                 hint = f"; for a script: `tandem launch {rest[0]}`; for a task: --task {rest[0]}:CLASS"
+            if "--json" in words and words[list(words).index("--json") + 1 :][:1] == rest[:1]:
+                raise ConfigError(self._switch("--json", rest[0]))
             raise ConfigError(f"unexpected argument {rest[0]!r}{hint}. {self._see}")
         return found
 
@@ -94,13 +138,20 @@ class Parser(argparse.ArgumentParser):
         """What argparse finds missing. Raises ConfigError."""
         raise ConfigError(f"{message}. {self._help}")
 
+    def _switch(self, flag: str, value: str) -> str:
+        """The error for a value after a switch."""
+        to_file = f"--output {value}" if "--output" in self._option_string_actions else f"> {value}"
+        more = f"; to write a file use {to_file}" if flag == "--json" else ""
+        return f"{flag}: unexpected value {value!r}; this flag takes no value{more}. {self._help}"
+
     def _add_settings(self) -> None:
         self.set_defaults(given={})
+        reads = read_by(self._verb)
         for slice_name, model in SLICES.items():
             group = self.add_argument_group(str(model.__doc__))
             for setting in SETTINGS.values():
-                if setting.slice == slice_name:
-                    self._add_setting(setting, group)
+                if setting.slice == slice_name and (setting.name in reads or self._verb not in STRICT):
+                    self._add_setting(setting, group, setting.name in reads)
         file_help = f"{CONFIG_HELP}\n[{CONFIG_VALID}; {PREFIX}CONFIG]"
         self._keep(
             "--config",
@@ -121,7 +172,7 @@ class Parser(argparse.ArgumentParser):
             metavar = {"nargs": 0} if setting.is_switch else {"metavar": setting.placeholder}
             self._keep(setting.flag, setting.name, setting.valid, group, help=_escaped(text), **metavar)
 
-    def _add_setting(self, setting: Setting, group: Any) -> None:
+    def _add_setting(self, setting: Setting, group: Any, is_listed: bool) -> None:
         default = plain(setting.default)
         facts = [f"default {default}"] if default else []
         text = f"{setting.description}\n[{'; '.join([*facts, setting.valid, setting.variable])}]"
@@ -129,7 +180,8 @@ class Parser(argparse.ArgumentParser):
         if setting.is_switch:
             switch = {"nargs": "?", "const": "true", "metavar": "true|false"}
         key = "task.NAME" if setting.is_table else setting.name
-        self._keep(setting.flag, key, setting.valid, group, help=_escaped(text), **switch)
+        listed = _escaped(text) if is_listed else argparse.SUPPRESS
+        self._keep(setting.flag, key, setting.valid, group, help=listed, **switch)
         if setting.is_switch:
             self._keep("--no-" + setting.flag[2:], key, "", group, nargs=0, const="false")
 
@@ -143,8 +195,7 @@ class Parser(argparse.ArgumentParser):
             expected = self._valid.get(flag, "text")
             return ConfigError(f"{flag}: missing value; expected {expected}. {self._see}")
         if message.startswith("ignored explicit argument "):
-            text = message.removeprefix("ignored explicit argument ")
-            return ConfigError(f"{flag}: unexpected value {text}; this flag takes no value. {self._see}")
+            return ConfigError(self._switch(flag, message.removeprefix("ignored explicit argument ")[1:-1]))
         return ConfigError(f"{flag}: {message}. {self._see if flag in self._valid else self._help}")
 
 

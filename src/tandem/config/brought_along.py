@@ -48,7 +48,7 @@ BROUGHT_ALONG: Mapping[str, str] = {
     "dataloader-num-workers": "--workers",
     "data": "--data-dir",
     "data-path": "--data-dir",
-    # optimisation and precision
+    # optimization and precision
     "learning-rate": "--lr",
     "wd": "--weight-decay",
     "opt": "--optimizer",

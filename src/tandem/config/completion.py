@@ -116,7 +116,8 @@ def _fish(
         if verb in first:
             lines.append(f"{seen} -f -a {_quoted(' '.join(first[verb]))}")
         for flag in of_verb:
-            line = f"{seen} -l {flag.name[2:]} -d {_quoted(flag.help)}"
+            dashes = "-l" if flag.name.startswith("--") else "-s"
+            line = f"{seen} {dashes} {flag.name.lstrip('-')} -d {_quoted(flag.help)}"
             if flag.values:
                 line += f" -x -a {_quoted(' '.join(flag.values))}"
             lines.append(line + (" -r" if flag.takes_value and not flag.values else ""))

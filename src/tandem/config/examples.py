@@ -37,7 +37,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem report runs/a --compare runs/b --output both.html": "compare two runs in the same charts",
     },
     "page": {
-        "tandem page": "all runs in ./runs, on port 9469",
+        "tandem page": "all runs in ./runs, on port 19470",
         "tandem page runs/a runs/b --port 8000": "only these two",
     },
     "track": {
@@ -46,6 +46,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     },
     "runs": {
         "tandem runs": "list the runs in ./runs",
+        "tandem runs --json": "for scripts",
         "tandem runs --clean --dry-run": "show the empty runs that would be removed",
     },
     "kill": {
@@ -72,6 +73,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "bench": {
         "tandem bench --steps 50": "all strategies",
         "tandem bench --compare single,ddp --task my_task.py:MyTask": "two of them",
+        "tandem bench --nproc 2 --output bench.json": "also write a file",
     },
     "config": {
         "tandem config --explain": "show each value and where it comes from",

@@ -21,7 +21,7 @@ class Settings:
 
     run: slices.RunConfig = slices.RunConfig()
     data: slices.DataConfig = slices.DataConfig()
-    optimisation: slices.OptimisationConfig = slices.OptimisationConfig()
+    optimization: slices.OptimisationConfig = slices.OptimisationConfig()
     compute: slices.ComputeConfig = slices.ComputeConfig()
     exchange: slices.ExchangeConfig = slices.ExchangeConfig()
     launch: slices.LaunchConfig = slices.LaunchConfig()

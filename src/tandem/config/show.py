@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 
 from tandem.config.fields import plain
 from tandem.config.settings import SETTINGS, SLICES, Settings
@@ -20,19 +21,32 @@ def explain(loaded: Loaded) -> str:
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
 
 
-def as_toml(settings: Settings) -> str:
-    """A file that `--config` reads: every setting, by slice, and the task's own."""
-    lines = []
+def as_toml(settings: Settings, chosen: Collection[str] = ()) -> str:
+    """A file that `--config` reads: a section per group, and defaults as comments unless `chosen`."""
+    default, lines = Settings(), ["# Settings of tandem. A line that starts with # shows a default."]
     for slice_name, model in SLICES.items():
-        lines.append(f"# {model.__doc__}")
+        lines += ["", f"[{slice_name}]  # {model.__doc__}"]
         for name in FIELDS:
             if SETTINGS[name].slice == slice_name:
-                lines.append(f"{name} = {_toml(settings.value(name))}")
-        lines.append("")
-    lines.append("[task_fields]")
+                value = settings.value(name)
+                is_set = name in chosen or value != default.value(name)
+                lines.append(f"{'' if is_set else '# '}{name} = {_toml(value)}")
+    lines += ["", "[task_fields]  # Settings of the task"]
     for name, text in settings.run.task_fields.items():
         lines.append(f"{name if re.fullmatch('[A-Za-z0-9_-]+', name) else _toml(name)} = {_toml(text)}")
     return "\n".join(lines) + "\n"
+
+
+def as_json(loaded: Loaded) -> dict[str, object]:
+    """Return what `tandem config --json` prints: the value and the source of every setting."""
+    values = {name: value for name, value in loaded.settings.to_dict().items() if name in FIELDS}
+    values |= {f"task.{name}": text for name, text in loaded.settings.run.task_fields.items()}
+    return {
+        "settings": {
+            name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()
+        },
+        "notes": list(loaded.notes),
+    }
 
 
 def _toml(value: object) -> str:

@@ -1,12 +1,11 @@
-"""Where values come from: flags > environment TANDEM_* > --config FILE > .env > defaults.
+"""Where values come from: flags > environment TANDEM_* > .env > --config FILE > defaults.
 
-A file that .env itself names (TANDEM_CONFIG) comes after .env: what is typed beats what lies around.
+The same order as under Compose, which makes .env part of the environment.
 
 All sources hand in text (`Given`), the strongest wins, and only the winners are converted. A name nobody
 knows is an error with the nearest match, so that a typo cannot silently train with a default.
 """
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -14,17 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.config.fields import plain
-from tandem.config.settings import SETTINGS, Settings, bad_value, checked, unknown
+from tandem.config.files import is_of_a_run, table_in, without_sections
+from tandem.config.settings import SETTINGS, SLICES, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
 PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
 # Read elsewhere, but ours: not typos of a setting.
 OTHER_VARIABLES = [
     PREFIX + name
-    for name in "CONFIG STATE_DIR JOB_SECRET JOB_SECRET_FILE REQUIRE TRIALS SCREENSHOTS".split()
+    for name in "CONFIG LOG_LEVEL STATE_DIR JOB_SECRET JOB_SECRET_FILE REQUIRE TRIALS SCREENSHOTS".split()
     + "COMPOSE_PROJECT COMPOSE_NODES COMPOSE_INDEX COMPOSE_GPUS".split()
 ]
-EXPORTED = {PREFIX + name for name in ("STATE_DIR", "REQUIRE", "TRIALS", "SCREENSHOTS")}
+EXPORTED = {PREFIX + name for name in ("LOG_LEVEL", "STATE_DIR", "REQUIRE", "TRIALS", "SCREENSHOTS")}
 """Those that only the environment can say, not .env."""
 DOTENV = Path(".env")
 # A Kubernetes Service called tandem-* puts such variables into every pod of its namespace.
@@ -35,8 +35,10 @@ TASK_VALID = SETTINGS["task_fields"].valid
 FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
 PLACES = ("run_dir", "node_rank", "master", "init_method")
 """Settings that say where a run is: another one with its config.json is elsewhere."""
-CONFIG_HELP = "file of settings: TOML, or the config.json of a run (its paths and addresses are ignored)"
-CONFIG_VALID = "a TOML file or a run's config.json"
+CONFIG_HELP = (
+    "file of settings: TOML, YAML, or the config.json of a run (its paths and addresses are ignored)"
+)
+CONFIG_VALID = "a TOML or YAML file, or a run's config.json"
 VARIABLES = {SETTINGS[name].variable: name for name in FIELDS}
 
 
@@ -78,7 +80,7 @@ def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path
     notes: tuple[str, ...] = ()
     if "config" in given:
         file, notes = _from_file(given["config"], given)
-        given = {**implied, **file, **named} if "config" in named else {**file, **given}
+        given = {**file, **given}
         del given["config"]
     values = {key: _typed(key, value) for key, value in given.items() if not key.startswith("task.")}
     fields = {
@@ -144,42 +146,33 @@ def _from_variables(
 
 def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given], tuple[str, ...]]:
     """What the file says, and lines on what it says that was left out; `beside`: what else is given."""
-    table = _table_in(config)
-    task_fields = table.pop("task_fields", {})
-    if not isinstance(task_fields, dict):
-        bad_value(f"task_fields in {config.text}", task_fields, "a table")
-    notes: tuple[str, ...] = ()
-    if _is_of_a_run(config):
-        table, notes = _of_a_run(table, config.text, beside)
-    for key in table:
-        if key not in FIELDS:
-            raise unknown("key", key, [*FIELDS, "task_fields"], f"{key} in {config.text}")
-    given: dict[str, Given] = {}
-    for key, value in (table | {f"task.{name}": value for name, value in task_fields.items()}).items():
-        label = f"{key} in {config.text}"
-        if not isinstance(value, str | bool | int | float):
-            bad_value(label, value, SETTINGS[key].valid if key in SETTINGS else TASK_VALID)
-        given[key] = Given(plain(value), f"config {config.text}", label)
-    return given, notes
-
-
-def _is_of_a_run(config: Given) -> bool:
-    return config.text.endswith(".json")
-
-
-def _table_in(config: Given) -> dict[str, Any]:
-    import tomllib
-
     try:
-        text = Path(config.text).read_text(encoding="utf-8")
-        table = json.loads(text) if _is_of_a_run(config) else tomllib.loads(text)
-        if not isinstance(table, dict):
-            raise ValueError(f"the file contains {table!r:.40}")
+        table = table_in(config.text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{config.name}: invalid value {config.text!r}; expected {CONFIG_VALID}: {error}"
         ) from error
-    return table
+    notes: tuple[str, ...] = ()
+    if not is_of_a_run(config.text):
+        table = without_sections(table, config.text)
+    task_fields = table.pop("task_fields", None)
+    task_fields = {} if task_fields is None else task_fields
+    if not isinstance(task_fields, dict):
+        bad_value(f"task_fields in {config.text}", task_fields, "a table")
+    if is_of_a_run(config.text):
+        table, notes = _of_a_run(table, config.text, beside)
+    for key in table:
+        if key not in FIELDS:
+            raise unknown("key", key, [*FIELDS, *SLICES, "task_fields"], f"{key} in {config.text}")
+    given: dict[str, Given] = {}
+    for key, value in (table | {f"task.{name}": value for name, value in task_fields.items()}).items():
+        label = f"{key} in {config.text}"
+        if value is None and key in SETTINGS:
+            value = "none"
+        if not isinstance(value, str | bool | int | float):
+            bad_value(label, value, SETTINGS[key].valid if key in SETTINGS else TASK_VALID)
+        given[key] = Given(plain(value), f"config {config.text}", label)
+    return given, notes
 
 
 def _of_a_run(
@@ -187,14 +180,13 @@ def _of_a_run(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What counts of a run's config.json for another run, as text where it is null; and what to say of it.
 
-    It names every setting: one that has its default has been chosen by nobody, and counts only against what
-    is `beside` it.
+    It names every setting: one that has its default counts as not set. `beside`: what else is given.
     """
     default = Settings().to_dict()
     kept = {
         key: "none" if value is None else value
         for key, value in table.items()
-        if key in FIELDS and key not in PLACES and (value != default[key] or key in beside)
+        if key in FIELDS and key not in PLACES and value != default[key]
     }
     places = [key for key in PLACES if table.get(key) is not None and key not in beside]
     other = sorted(table.keys() - set(FIELDS))

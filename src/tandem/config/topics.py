@@ -20,10 +20,10 @@ Exit codes of a run; what to do about each one: docs/troubleshooting.md
   200   a peer was lost, a rank hung, or the restart budget is used up; restarted
 """
 PRECEDENCE = """\
-Highest precedence first: a flag (--epochs 3), a variable (TANDEM_EPOCHS=3), a key in a --config file, .env.
+Highest precedence first: a flag (--epochs 3), a variable (TANDEM_EPOCHS=3), .env, a key in a --config file.
 `tandem config --explain` shows every value and where it came from; `tandem launch --help` lists all settings.
 
-Groups, for `tandem help GROUP`: {groups}
+Groups, for `tandem help GROUP` and as sections of a --config file: {groups}
 """
 TOPICS = {"exit-codes": EXIT_CODES}
 

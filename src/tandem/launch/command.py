@@ -22,7 +22,7 @@ from tandem.launch.simulated import simulate
 from tandem.launch.termination import leave_word
 from tandem.launch.variables import wait_passively
 from tandem.launch.workers import resolve as import_rank_function
-from tandem.log import outlive_the_terminal, setup, writes_to_file
+from tandem.log import is_quiet, outlive_the_terminal, setup, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
 from tandem.script.job import Program
@@ -89,7 +89,7 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
         refuse_uneven(settings, placement, environ)
     if placement.starts_all:
         refuse_if_owned(settings.run.place)  # at once; node 0 makes it its own when it has started
-        if settings.telemetry.log_format != "json":
+        if settings.telemetry.log_format != "json" and not is_quiet():
             print(where(settings.run.place, program is not None), file=sys.stderr)
     placement = with_port(placement)
     if program:
@@ -146,6 +146,8 @@ def _begin(
     if not (placement.node_rank or placement.rank or is_simulated):  # whose parent has said it
         for note in notes:
             log.info("%s", note)
+        for name in sorted(loaded.chosen):
+            log.debug("setting %s, from %s", name, loaded.sources[name])
     settings = of_this_job(resolve_run_dir(settings, placement, time.time()), placement)
     return settings, placement, loaded.chosen
 

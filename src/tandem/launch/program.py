@@ -14,6 +14,7 @@ from tandem.script.job import Job, Program, problem_of_script
 TASK = re.compile(r"[^-].*\.py:[A-Za-z_]\w*")
 SEE = "See `tandem launch --help`"
 _SWITCHES = {setting.flag for setting in SETTINGS.values() if setting.is_switch}
+_ALONE = ("-h", "--help", "-v", "--verbose", "-q", "--quiet")
 _SWITCH_WORDS = ("true", "false")
 
 
@@ -42,7 +43,7 @@ def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
 
 def takes_next(flag: str, following: Sequence[str]) -> bool:
     """Whether the word after `flag` is its value."""
-    if "=" in flag or flag.startswith("--no-") or flag in ("-h", "--help"):
+    if "=" in flag or flag.startswith("--no-") or flag in _ALONE:
         return False
     return flag not in _SWITCHES or (bool(following) and following[0] in _SWITCH_WORDS)
 

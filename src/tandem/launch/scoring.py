@@ -1,7 +1,6 @@
 """`tandem eval` from its words to its line: alone, as ranks of this machine, or as one rank of a platform."""
 
 import contextlib
-import json
 import logging
 import socket
 import subprocess
@@ -30,6 +29,7 @@ from tandem.log import printable, setup
 from tandem.platforms.placement import detect, outside_steps
 from tandem.tasks.names import named_by
 from tandem.tasks.traces import short_trace, what_and_where
+from tandem.telemetry.journal import to_json
 from tandem.timeouts import SUPERVISE_SECONDS
 
 log = logging.getLogger("tandem.run")
@@ -87,7 +87,7 @@ def told(store: CheckpointStore, step: int, scores: Mapping[str, float], ranks: 
     """What `tandem eval` prints."""
     if as_json:
         facts = {"checkpoint": str(store.path(step)), "step": step, "ranks": ranks, "eval": dict(scores)}
-        return json.dumps(facts)
+        return to_json(facts)
     said = ", ".join(f"{name} {value:.4f}" for name, value in sorted(scores.items()))
     place = printable(str(store.directory))
     return f"step {step:,} in {place}: {said or 'no score: the evaluation set is empty'}"

@@ -75,7 +75,7 @@ class Engine:
                 compute, reliability, common, position, self._send, self._run_dir / "log"
             )
         self._strategy = strategies.load(compute.strategy, self.world, self.settings.exchange)
-        policy = self.settings.optimisation.on_nonfinite
+        policy = self.settings.optimization.on_nonfinite
         self.backward = Backward(self.world, self._strategy, self.clock, policy)
         self.parts = Parts(self.settings.run.seed, self.world.rank, self.backward)
         self.beginning = Beginning(0, None)
@@ -248,7 +248,7 @@ class Engine:
             timetable=timetable,
             recorder=recorder,
             clock=self.clock,
-            nonfinite=Policy(settings.optimisation.on_nonfinite, lambda: self.backward.is_scaled, recorder),
+            nonfinite=Policy(settings.optimization.on_nonfinite, lambda: self.backward.is_scaled, recorder),
             evaluate=dict,
             ends=lambda step, scores: False,
             check_replicas=partial(check_replicas, world, self._strategy, together, recorder),

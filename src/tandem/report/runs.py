@@ -97,6 +97,24 @@ def table(rows: Sequence[RunRow], folder: Path) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def as_json(rows: Sequence[RunRow], folder: Path) -> dict[str, object]:
+    """Return what `tandem runs --json` prints, except for what it removed."""
+    runs = [
+        {
+            "path": str(row.path),
+            "state": row.state,
+            "step": row.step,
+            "saved_step": row.saved_step,
+            "scores": row.scores,
+            "age_seconds": round(row.age_seconds, 1),
+            "bytes": row.bytes,
+            "problems": list(row.problems),
+        }
+        for row in rows
+    ]
+    return {"directory": str(folder), "runs": runs}
+
+
 def _is_run(folder: Path) -> bool:
     """What every run writes before its first rank starts; a link is another folder's run."""
     return os.path.lexists(folder / "config.json") and not folder.is_symlink()

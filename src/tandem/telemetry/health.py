@@ -125,14 +125,17 @@ def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
     return True, f"{where}, last progress {lasting(quiet)} ago"
 
 
-def main(environ: Mapping[str, str]) -> int:
+def main(environ: Mapping[str, str], as_json: bool = False) -> int:
     """Print one line; 0 healthy, 1 not (Docker reserves 2)."""
     state_dir = environ.get("TANDEM_STATE_DIR")
     if not state_dir:
         healthy, line = False, "TANDEM_STATE_DIR is not set; set it to the directory that tandem launch uses"
     else:
         healthy, line = check(state_dir)
-    print(f"{'healthy' if healthy else 'unhealthy'}: {line}", flush=True)
+    if as_json:
+        print(json.dumps({"healthy": healthy, "reason": line}), flush=True)
+    else:
+        print(f"{'healthy' if healthy else 'unhealthy'}: {line}", flush=True)
     return 0 if healthy else 1
 
 

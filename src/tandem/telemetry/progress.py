@@ -5,7 +5,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any, Literal, TextIO
 
-from tandem.log import Unbroken, is_dumb, make_way
+from tandem.log import Unbroken, is_dumb, is_quiet, make_way
 from tandem.telemetry.bars import Bar, open_bar
 
 logger = logging.getLogger("tandem")
@@ -14,7 +14,8 @@ logger = logging.getLogger("tandem")
 class Progress:
     """`advance` after each step (cheap), `report` once per log interval, `note` for a line in between.
 
-    mode auto: a bar if `stream` is a terminal; on: a bar; off: log lines only. Other ranks stay silent.
+    mode auto: a bar if `stream` is a terminal, but not with -q; on: a bar; off: log lines only. Other ranks
+    stay silent.
     """
 
     def __init__(
@@ -26,7 +27,8 @@ class Progress:
         self._stream: Any = Unbroken(sys.stderr if stream is None else stream)
         self._step = start_step
         self._bar: Bar | None = None
-        if not self._silent and (mode == "on" or mode == "auto" and self._stream.isatty() and not is_dumb()):
+        has_bar = mode == "auto" and self._stream.isatty() and not is_dumb() and not is_quiet()
+        if not self._silent and (mode == "on" or has_bar):
             self._bar = open_bar(steps_planned, start_step, self._stream)
             make_way(self._bar.making_way)
 

@@ -61,7 +61,7 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
 
 
 def line_samples(line: LogLine) -> list[Sample]:
-    """The state of the optimisation at a log line; what there is not (a loss scale, a norm) stays away."""
+    """The state of the optimization at a log line; what there is not (a loss scale, a norm) stays away."""
     readings = line.readings
     hidden_seconds = line.interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
     known = [(metrics.GRAD_NORM, readings.grad_norm), (metrics.LOSS_SCALE, readings.loss_scale)]

@@ -21,12 +21,12 @@ class Clipping:
 
     def __init__(
         self,
-        optimisation: OptimisationConfig,
+        optimization: OptimisationConfig,
         strategy: Strategy,
         parameters: Sequence[nn.Parameter],
         world: ProcessGroup,
     ) -> None:
-        self._largest, self._value = optimisation.clip_norm, optimisation.clip_value
+        self._largest, self._value = optimization.clip_norm, optimization.clip_value
         self._is_on = self._largest is not None or self._value is not None
         self._strategy, self._parameters, self._world = strategy, parameters, world
         self._norm: Tensor | None = None

@@ -44,7 +44,7 @@ class Learner:
         run: RunConfig,
         data: DataConfig,
         compute: ComputeConfig,
-        optimisation: OptimisationConfig,
+        optimization: OptimisationConfig,
         exchange: ExchangeConfig,
         world: ProcessGroup,
         clock: Clock,
@@ -83,10 +83,10 @@ class Learner:
         self.statistics = Statistics.of(compute.dist_bn, world, self.model)
         check_compilation(compute)
         has_all_gradients = self.strategy.checks_gradients and not exchange.find_unused
-        optimizer = build_optimizer(optimisation, self.task, self.model, has_all_gradients)
+        optimizer = build_optimizer(optimization, self.task, self.model, has_all_gradients)
         self._optimizer = self.strategy.spread_optimizer(optimizer)
         self.schedule = Schedule(
-            optimisation,
+            optimization,
             data.batch_size,
             self.task,
             self._optimizer,
@@ -105,7 +105,7 @@ class Learner:
             world,
             self.strategy,
             compute,
-            optimisation,
+            optimization,
             data.batch_size,
             run.seed,
             self.task,
@@ -119,7 +119,7 @@ class Learner:
         self.stepper.drops_gradients = world.device.type == "cuda" or exchange.find_unused
         self.exchanges: dict[str, bool] = {}
         """As `Evaluation`."""
-        self.nonfinite = Policy(optimisation.on_nonfinite, self.stepper.scaler.is_enabled, recorder)
+        self.nonfinite = Policy(optimization.on_nonfinite, self.stepper.scaler.is_enabled, recorder)
 
     @property
     def workers(self) -> int:

@@ -135,7 +135,7 @@ def _run(
     )
     given, settings = settings, settings.replace(precision=precision_of(settings.compute.precision, world))
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
-    slices = settings.run, settings.data, settings.compute, settings.optimisation, settings.exchange
+    slices = settings.run, settings.data, settings.compute, settings.optimization, settings.exchange
     with still("building data and model"):
         learner = Learner(*slices, world, clock, recorder, chosen)
     store = CheckpointStore(settings.run.place / "checkpoints", fence(settings.run.place, position.owner))

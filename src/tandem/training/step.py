@@ -127,7 +127,7 @@ class Stepper:
         world: ProcessGroup,
         strategy: Strategy,
         compute: ComputeConfig,
-        optimisation: OptimisationConfig,
+        optimization: OptimisationConfig,
         batch_size: int,
         seed: int,
         task: WholeTask,
@@ -144,9 +144,9 @@ class Stepper:
         self._module = TrainingModule(task, trained, world.device, compute.precision, world.size, batch_size)
         self._reader = ConsensusReader(world, self._module.names)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
-        self._guard = Guard(optimisation.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
+        self._guard = Guard(optimization.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._guard.parameters = self._parameters
-        self._clipping = Clipping(optimisation, strategy, self._parameters, world)
+        self._clipping = Clipping(optimization, strategy, self._parameters, world)
         self._needs_closure = takes_closure(optimizer, must=True)
         self._has_stepped = False
         if self._needs_closure:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tandem.errors import FAILED, FINISHED
-from tandem.verbs.verb import Environment, Verb
+from tandem.verbs.verb import JSON, Environment, Verb, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def config(options: "Namespace", environ: Environment) -> int:
     """Every value, and with --explain where it came from."""
-    from tandem.config import as_toml, explain, markdown, resolve
+    from tandem.config import as_json, as_toml, explain, markdown, resolve
 
     if options.markdown:
         print(markdown(), end="")
@@ -26,12 +26,16 @@ def config(options: "Namespace", environ: Environment) -> int:
     loaded = resolve(options.given, environ)
     for note in loaded.notes:
         print(f"tandem: {note}", file=sys.stderr)
-    print(explain(loaded) if options.explain else as_toml(loaded.settings).rstrip())
+    if options.json:
+        print_json(as_json(loaded))
+        return FINISHED
+    print(explain(loaded) if options.explain else as_toml(loaded.settings, loaded.chosen).rstrip())
     return FINISHED
 
 
 def _config_options(parser: "Parser") -> None:
     parser.option("--explain", bool, "show where each value comes from, instead of printing a --config file")
+    parser.option("--json", bool, JSON)
     parser.option("--markdown", bool, "the tables of docs/configuration.md")
 
 
@@ -41,19 +45,26 @@ def doctor(options: "Namespace", environ: Environment) -> int:
     from tandem.verify.doctor import diagnose
 
     found = diagnose(resolve(options.given, environ).settings, environ)
-    print(found.as_json() if options.json else found.as_text())
+    if options.json:
+        print_json(found.as_json())
+    else:
+        print(found.as_text())
     return FAILED if found.state == "fail" else FINISHED
 
 
 def _doctor_options(parser: "Parser") -> None:
-    parser.option("--json", bool, "print one line of JSON")
+    parser.option("--json", bool, JSON)
 
 
-def health(_: "Namespace | None", environ: Environment) -> int:
+def health(options: "Namespace | None", environ: Environment) -> int:
     """Standard library only: the verdict on the heartbeat file."""
     from tandem.telemetry.health import main as health_main
 
-    return health_main(environ)
+    return health_main(environ, as_json=options is not None and options.json)
+
+
+def _health_options(parser: "Parser") -> None:
+    parser.option("--json", bool, JSON)
 
 
 def cluster(options: "Namespace", environ: Environment) -> int:
@@ -78,7 +89,10 @@ VERBS: Mapping[str, Verb] = {
         takes_settings=False,
     ),
     "config": Verb(
-        config, "[--explain] [settings]", "print every setting, its value and its source", _config_options
+        config,
+        "[--explain | --json] [settings]",
+        "print every setting, its value and its source",
+        _config_options,
     ),
     "doctor": Verb(
         doctor,
@@ -86,5 +100,7 @@ VERBS: Mapping[str, Verb] = {
         "check this machine: names, ports, volume, clock, versions, GPUs",
         _doctor_options,
     ),
-    "health": Verb(health, "", "check whether the run makes progress (for probes)", None, False),
+    "health": Verb(
+        health, "[--json]", "check whether the run makes progress (for probes)", _health_options, False
+    ),
 }

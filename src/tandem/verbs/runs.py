@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.errors import FAILED, FINISHED, ConfigError
-from tandem.verbs.verb import Environment, Verb
+from tandem.verbs.verb import JSON, Environment, Verb, print_json, verbosity_options
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -25,7 +25,7 @@ OF_WEIGHTS = FORMATS[:2]
 
 def checkpoints(options: "Namespace", environ: Environment) -> int:
     """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
-    from tandem.checkpoint.listing import list_checkpoints, rule_of, table
+    from tandem.checkpoint.listing import as_json, list_checkpoints, rule_of, table
     from tandem.checkpoint.locate import checkpoints_of
     from tandem.checkpoint.retention import Best
     from tandem.checkpoint.store import CheckpointStore
@@ -36,16 +36,21 @@ def checkpoints(options: "Namespace", environ: Environment) -> int:
     store = CheckpointStore(directory)
     best = Best.parse(options.keep_best) if options.keep_best else None
     rule = rule_of(store, options.keep, best, options.keep_every)
+    removed: list[dict[str, int]] = []
     if options.action == "prune":
         sizes = store.sizes()
         done = "would remove" if options.dry_run else "removed"
         for step in store.prune(rule, options.dry_run):
-            print(f"{done} step {step}, {sizes.get(step, 0):,} bytes")
-        print(table(list_checkpoints(directory, rule=rule), directory))
-        return FINISHED
+            removed.append({"step": step, "bytes": sizes.get(step, 0)})
+            if not options.json:
+                print(f"{done} step {step}, {sizes.get(step, 0):,} bytes")
     rows = list_checkpoints(directory, verify=options.action == "verify", rule=rule)
-    print(table(rows, directory))
-    return 1 if any(row.verified is False for row in rows) else FINISHED
+    if options.json:
+        print_json({**as_json(rows, directory), "removed": removed, "dry_run": options.dry_run})
+    else:
+        print(table(rows, directory))
+    is_damaged = options.action != "prune" and any(row.verified is False for row in rows)
+    return FAILED if is_damaged else FINISHED
 
 
 def checkpoints_options(parser: "Parser") -> None:
@@ -61,6 +66,7 @@ def checkpoints_options(parser: "Parser") -> None:
     parser.option("--keep-best", BestText, "also keep the best checkpoint by this score")
     parser.option("--keep-every", Count, "also keep one checkpoint every N steps")
     parser.option("--dry-run", bool, "only show what prune would delete")
+    parser.option("--json", bool, JSON)
 
 
 def report(options: "Namespace", environ: Environment) -> int:
@@ -124,7 +130,7 @@ def page_options(parser: "Parser") -> None:
         "run_dirs", type=Path, nargs="*", default=[Path("runs")], metavar="RUN_DIR", help=help_text
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
-    parser.option("--port", Port, "port to listen on", 9469)
+    parser.option("--port", Port, "port to listen on", 19470)
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file with the token that readers must send"
     )
@@ -174,15 +180,20 @@ def track_options(parser: "Parser") -> None:
 def runs(options: "Namespace", environ: Environment) -> int:
     """What runs there are, without torch; with --clean those that left nothing go."""
     from tandem.log import printable
-    from tandem.report.runs import clean, find_runs, table
+    from tandem.report.runs import as_json, clean, find_runs, table
 
-    found = find_runs(options.folder)
+    found, removed = find_runs(options.folder), list[dict[str, object]]()
     if options.clean or options.dry_run:
         done = "would remove" if options.dry_run else "removed"
         for row in clean(found, options.dry_run):
-            print(printable(f"{done} {row.path}: {row.state}, no checkpoint, {row.bytes:,} bytes"))
+            removed.append({"path": str(row.path), "bytes": row.bytes})
+            if not options.json:
+                print(printable(f"{done} {row.path}: {row.state}, no checkpoint, {row.bytes:,} bytes"))
         found = find_runs(options.folder)
-    print(table(found, options.folder))
+    if options.json:
+        print_json({**as_json(found, options.folder), "removed": removed, "dry_run": options.dry_run})
+    else:
+        print(table(found, options.folder))
     return FINISHED
 
 
@@ -198,6 +209,7 @@ def runs_options(parser: "Parser") -> None:
     text = "remove runs that ended (or were killed an hour ago) without a checkpoint or other files"
     parser.option("--clean", bool, text)
     parser.option("--dry-run", bool, "only show what --clean would remove")
+    parser.option("--json", bool, JSON)
 
 
 def kill(options: "Namespace", environ: Environment) -> int:
@@ -235,7 +247,8 @@ def evaluate(options: "Namespace", environ: Environment) -> int:
 
 def evaluate_options(parser: "Parser") -> None:
     parser.add_argument("place", metavar="RUN", help="a run, or one of its checkpoints as RUN@STEP")
-    parser.option("--json", bool, "print one line of JSON")
+    parser.option("--json", bool, JSON)
+    verbosity_options(parser)
 
 
 def export(options: "Namespace", environ: Environment) -> int:
@@ -275,7 +288,7 @@ def export_options(parser: "Parser") -> None:
 VERBS: Mapping[str, Verb] = {
     "checkpoints": Verb(
         checkpoints,
-        "ls|verify|prune RUN_DIR",
+        "ls|verify|prune RUN_DIR [--json]",
         "list, verify or prune a run's checkpoints",
         checkpoints_options,
         takes_settings=False,
@@ -303,7 +316,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "runs": Verb(
         runs,
-        "[DIR] [--clean] [--dry-run]",
+        "[DIR] [--json] [--clean] [--dry-run]",
         "list runs: state, score, age and size",
         runs_options,
         takes_settings=False,

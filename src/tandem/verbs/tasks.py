@@ -6,12 +6,12 @@ As in `cli`, which puts the verbs together, one imports what it needs when it is
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.errors import FINISHED
-from tandem.verbs.verb import Environment, Verb
+from tandem.verbs.verb import JSON, Environment, Verb, print_json, verbosity_options
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -57,8 +57,16 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     stop = StopFlag().install()
     from tandem.verify.resume import verify
 
-    flags = as_flags(options.given)
-    return verify(settings, flags, environ, trials, stop, lambda line: print(line, flush=True), script)
+    say, flags = _says(options.json), as_flags(options.given)
+    code, found = verify(settings, flags, environ, trials, stop, say, script)
+    if options.json:
+        print_json(found)
+    return code
+
+
+def _says(as_json: bool) -> Callable[[str], None]:
+    """Prints progress: on standard error where standard output is for JSON."""
+    return lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
 def _announced(loaded: "Loaded") -> "Settings":
@@ -83,6 +91,7 @@ def verify_resume_options(parser: "Parser") -> None:
     parser.add_argument(
         "--script", metavar="FILE", help="a script with its own training loop (instead of a task)"
     )
+    parser.option("--json", bool, JSON)
 
 
 def check(options: "Namespace", environ: Environment) -> int:
@@ -93,16 +102,21 @@ def check(options: "Namespace", environ: Environment) -> int:
     given = {**options.given, **({"task": Given(options.file, "argument", "TASK")} if options.file else {})}
     settings = _announced(resolve(given, environ))
     environ = _on_this_host("check", environ)
-    print(CHECK.format(task=settings.run.task), flush=True)  # before torch is imported, which takes seconds
+    say = _says(options.json)
+    say(CHECK.format(task=settings.run.task))  # before torch is imported, which takes seconds
+    from tandem.verify.check import as_json
     from tandem.verify.check import check as look
 
-    stop = StopFlag().install()
-    return look(settings, as_flags(given), environ, stop, lambda line: print(line, flush=True))
+    code, found = look(settings, as_flags(given), environ, StopFlag().install(), say)
+    if options.json:
+        print_json(as_json(settings, found))
+    return code
 
 
 def check_options(parser: "Parser") -> None:
     text = "PATH/FILE.py, PATH/FILE.py:CLASS or PACKAGE.MODULE:CLASS; default: --task"
     parser.add_argument("file", nargs="?", metavar="TASK", help=text)
+    parser.option("--json", bool, JSON)
 
 
 def bench(options: "Namespace", environ: Environment) -> int:
@@ -112,8 +126,11 @@ def bench(options: "Namespace", environ: Environment) -> int:
 
     settings = _announced(resolve(options.given, environ))
     environ = _on_this_host("bench", environ)
-    wanted = Wanted.of(options.compare, options.rounds, options.json)
-    return compare(settings, as_flags(options.given), environ, wanted, lambda line: print(line, flush=True))
+    wanted = Wanted.of(options.compare, options.rounds, options.output)
+    code, found = compare(settings, as_flags(options.given), environ, wanted, _says(options.json))
+    if options.json:
+        print_json(found)
+    return code
 
 
 def bench_options(parser: "Parser") -> None:
@@ -121,7 +138,8 @@ def bench_options(parser: "Parser") -> None:
 
     parser.add_argument("--compare", metavar="A,B", help="strategies to compare; default all")
     parser.option("--rounds", Count, "runs of each strategy, in turn; default 3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+    parser.option("--json", bool, JSON)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write this JSON to a file")
 
 
 def demo(options: "Namespace", environ: Environment) -> int:
@@ -163,8 +181,11 @@ VERBS: Mapping[str, Verb] = {
         launch,
         "[settings] [SCRIPT [ARGUMENTS]]",
         "train a task or a script on this node, and restart its ranks after failures",
+        verbosity_options,
     ),
-    "train": Verb(train, "[settings]", "train a task as one rank, alone or under torchrun"),
+    "train": Verb(
+        train, "[settings]", "train a task as one rank, alone or under torchrun", verbosity_options
+    ),
     "demo": Verb(
         demo,
         "[--run-dir PATH]",

@@ -9,6 +9,29 @@ if TYPE_CHECKING:
     from tandem.config import Parser
 
 Environment = Mapping[str, str]
+JSON = "print one line of JSON instead (docs/json.md)"
+
+
+def print_json(found: object) -> None:
+    """Print strict JSON on one line of standard output. Progress belongs on standard error."""
+    from tandem.telemetry.journal import to_json
+
+    print(to_json(found), flush=True)
+
+
+def verbosity_options(parser: "Parser") -> None:
+    """Add -v and -q, which apply to all processes of the run."""
+    parser.add_argument(
+        "-v", "--verbose", dest="log_level", action="store_const", const="debug", help="log more detail"
+    )
+    parser.add_argument(
+        "-q",
+        "--quiet",
+        dest="log_level",
+        action="store_const",
+        const="warning",
+        help="log only warnings and errors; files in RUN_DIR/log stay complete",
+    )
 
 
 class Verb(NamedTuple):

@@ -92,7 +92,7 @@ class Wanted:
                 meant = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"--compare: invalid value {name!r}; expected {', '.join(known)}{meant}")
         if output is not None and not output.absolute().parent.is_dir():
-            raise ConfigError(f"--json {output}: directory {output.absolute().parent} does not exist")
+            raise ConfigError(f"--output {output}: directory {output.absolute().parent} does not exist")
         return cls(names, rounds or ROUNDS, output)
 
 
@@ -125,8 +125,9 @@ def compare(
     environ: Mapping[str, str],
     wanted: Wanted,
     say: Say,
-) -> int:
-    """Run them all, print one table: 0, or 1 where a run failed. Raises ConfigError and StoppedError."""
+) -> tuple[int, dict[str, Any]]:
+    """Run them all, print one table: (0, or 1 where a run failed; all numbers). Raises ConfigError and
+    StoppedError."""
     gpus, rounds, stop = gpus_for(settings), wanted.rounds, StopFlag().install()
     modes, steps = modes_of(wanted.names, settings, gpus), settings.run.steps or STEPS
     device = f"{gpus} GPUs" if gpus else "CPU"
@@ -148,9 +149,10 @@ def compare(
                 rate = mode.samples_per_second[-1]
                 say(f"round {number + 1} of {rounds}: {mode.name}, {rate:,.0f} samples/s")
     say(table(modes, on_gpus=bool(gpus)))
+    found = _report(settings, steps, rounds, device, modes)
     if wanted.output is not None:
-        write_json_atomic(wanted.output, _report(settings, steps, rounds, device, modes))
-    return FAILED if failed else FINISHED
+        write_json_atomic(wanted.output, found)
+    return FAILED if failed else FINISHED, found
 
 
 def gpus_for(settings: Settings) -> int:

@@ -30,6 +30,7 @@ from tandem.words import lasting
 
 STEPS, RANKS = 20, 2
 MISTAKEN = ConfigError.exit_code
+LEVELS = ("ok", "note", "wrong")
 _DRAWS = (
     "draw from the global generators of torch, random or numpy, not from entropy, time or your own generator"
 )
@@ -70,25 +71,35 @@ class Parts:
 
 def check(
     settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], stop: StopFlag, say: Say
-) -> int:
-    """All of it in a temporary directory: 0 where nothing is wrong, 1 where something is.
+) -> tuple[int, list[Finding]]:
+    """All of it in a temporary directory: (0 where nothing is wrong, 1 where something is; the findings).
 
     `arguments` are the flags that `settings` came from. Raises StoppedError; RunFailedError with code 2 and
     the line of the mistake where the task cannot start at all.
     """
-    count = 0
+    found: list[Finding] = []
     with said_to_go_on(say) as say_now:
         try:
             for finding in findings(settings, arguments, environ, stop):
                 say_now(str(finding))
-                count += finding.level == "wrong"
+                found.append(finding)
         except RunFailedError as error:
             if error.exit_code == MISTAKEN:
                 raise
-            say_now(str(Finding("wrong", f"a run ended with exit code {error.exit_code}: {error}")))
-            count += 1
+            found.append(Finding("wrong", f"a run ended with exit code {error.exit_code}: {error}"))
+            say_now(str(found[-1]))
+    count = sum(each.level == "wrong" for each in found)
     say("verdict: sound" if not count else f"verdict: {'1 thing is' if count == 1 else f'{count} are'} wrong")
-    return FAILED if count else FINISHED
+    return FAILED if count else FINISHED, [each for each in found if each.level in LEVELS]
+
+
+def as_json(settings: Settings, found: Sequence[Finding]) -> dict[str, object]:
+    """Return what `tandem check --json` prints."""
+    findings = [
+        {"level": f.level, "place": f.place.removesuffix(": ") or None, "text": f.text} for f in found
+    ]
+    is_sound = all(each.level != "wrong" for each in found)
+    return {"task": settings.run.task, "sound": is_sound, "findings": findings}
 
 
 @contextmanager

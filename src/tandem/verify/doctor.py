@@ -3,7 +3,6 @@
 Nothing stays changed: one small file is written in the run's volume, and removed.
 """
 
-import json
 import os
 import platform
 import shutil
@@ -53,10 +52,10 @@ class Diagnosis(NamedTuple):
             lines += [f"{'':<19}{each.remedy}"] if each.state != "pass" else []
         return "\n".join(lines)
 
-    def as_json(self) -> str:
-        """One line: {"state", "facts": {name: text}, "checks": [{"name", "state", "said", "remedy"}]}."""
+    def as_json(self) -> dict[str, object]:
+        """{"state", "facts": {name: text}, "checks": [{"name", "state", "said", "remedy"}]}."""
         checks = [each._asdict() for each in self.findings]
-        return json.dumps({"state": self.state, "facts": self.facts, "checks": checks})
+        return {"state": self.state, "facts": self.facts, "checks": checks}
 
 
 def diagnose(settings: Settings, environ: Environment) -> Diagnosis:

@@ -48,6 +48,11 @@ class Trial:
         verdict = self.difference or "same weights, state and losses"
         return f"killed {done}, resumed from {resumed}: {verdict}"
 
+    def as_json(self) -> dict[str, object]:
+        """{"kills": [{"step", "rank"}], "resumed_from": [step], "difference"}; rank null: all ranks."""
+        kills = [{"step": step, "rank": rank} for step, rank in self.kills]
+        return {"kills": kills, "resumed_from": self.resumed_from, "difference": self.difference}
+
 
 def verify(
     settings: Settings,
@@ -57,8 +62,9 @@ def verify(
     stop: StopFlag,
     say: Say,
     script: Program | None = None,
-) -> int:
-    """The whole proof in a temporary directory: 0 where every trial is exact, 1 where one is not.
+) -> tuple[int, dict[str, object]]:
+    """The whole proof in a temporary directory: (0 where every trial is exact, 1 where one is not; what
+    `--json` prints).
 
     `arguments` are the flags that `settings` came from; a `script` is run in place of their task. Raises
     StoppedError, and RunFailedError where the task or script cannot run at all.
@@ -71,20 +77,34 @@ def verify(
         calm = runner.undisturbed()
         name = script or settings.run.task
         say(f"verify-resume: {name}, {calm.step} steps on {_ranks(calm.world_size)}, {trials} trials")
-        shown = ", ".join(f"{name} {value[:12]}" for name, value in calm.digests().items())
+        shown = ", ".join(f"{part} {value[:12]}" for part, value in calm.digests().items())
         say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
         for trial in runner.trials(calm, trials, random.Random()):
             done.append(trial)
             say(f"trial {len(done)} of {trials}: {trial}")
         bad = [trial for trial in done if trial.difference is not None]
-        if not bad:
+        diagnosis = runner.diagnosis(calm) if bad else None
+        if bad:
+            say(f"verdict: not exact; {len(bad)} of {trials} killed runs differ; {diagnosis}")
+        else:
             say(
                 f"verdict: exact; {trials} of {trials} killed runs are bit-identical to the uninterrupted run"
             )
-            return FINISHED
-        say(f"verdict: not exact; {len(bad)} of {trials} killed runs differ; {runner.diagnosis(calm)}")
-        return FAILED
+        return FAILED if bad else FINISHED, as_json(str(name), calm, done, diagnosis)
+
+
+def as_json(name: str, calm: Outcome, trials: Sequence[Trial], diagnosis: str | None) -> dict[str, object]:
+    """Return what `tandem verify-resume --json` prints."""
+    return {
+        "target": name,
+        "steps": calm.step,
+        "ranks": calm.world_size,
+        "exact": all(trial.difference is None for trial in trials),
+        "diagnosis": diagnosis,
+        "digests": calm.digests(),
+        "trials": [trial.as_json() for trial in trials],
+    }
 
 
 def _ranks(count: int) -> str:
