@@ -31,8 +31,8 @@ OWN_RUN = {
     "MEMORY": "1536mb",
     "TASKS": str(HERE),
     "TANDEM_TASK": "/tasks/slow_digits.py:SlowDigits",
-    "COMMAND": "launch --steps 160 --checkpoint-every 10 --eval-every 160 --checkpoint-failures-allowed 20 "
-    "--threads 1 --hang-timeout 10 --metrics-linger 0",
+    "COMMAND": "launch --steps 160 --checkpoint-every 10 --eval-every 160 --threads 1 "
+    " --hang-timeout 10 --metrics-linger 0",
 }
 
 

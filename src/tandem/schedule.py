@@ -15,7 +15,6 @@ from typing import Literal
 CadenceUnit = Literal["steps", "epochs", "seconds", "percent", "never"]
 LrScaling = Literal["none", "auto", "linear", "sqrt"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
-WarmupMode = Literal["linear", "constant", "zero"]
 
 CADENCE_VALID = "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"
 _CADENCE = re.compile(r"(\d+(?:\.\d+)?)(steps?|epochs?|s|%)?", re.ASCII)
@@ -27,8 +26,6 @@ _UNITS: dict[str, CadenceUnit] = {
 # Where "step" decays: epochs 30, 60 and 80 of 90 (Goyal et al. 2017, arXiv:1706.02677).
 STEP_MILESTONES = (30 / 90, 60 / 90, 80 / 90)
 STEP_FACTOR = 0.1
-# A low constant rate to begin with, and then ten times that: He et al. 2015, arXiv:1512.03385, section 4.2.
-WARMUP_FACTOR = 0.1
 
 
 @dataclass(frozen=True)
@@ -118,22 +115,6 @@ def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) 
     raise ValueError(f"learning-rate scaling: invalid value {rule!r}; expected none, auto, linear or sqrt")
 
 
-def warmup_share(step: int, warmup_steps: int, mode: WarmupMode, factor: float = WARMUP_FACTOR) -> float:
-    """The share of the peak at 0-based `step` of the warm-up.
-
-    linear: 1/n, 2/n, ... 1, so no step is taken in vain and the last one has the peak (Goyal et al. 2017,
-    section 2.2). zero: 0, 1/n, ... (n-1)/n, the peak follows. constant: `factor` throughout.
-    """
-    match mode:
-        case "linear":
-            return (step + 1) / warmup_steps
-        case "zero":
-            return step / warmup_steps
-        case "constant":
-            return factor
-    raise ValueError(f"warm-up: invalid value {mode!r}; expected linear, constant or zero")
-
-
 def learning_rate(
     step: int,
     *,
@@ -144,17 +125,16 @@ def learning_rate(
     final: float = 0.0,
     milestones: Sequence[float] = STEP_MILESTONES,
     factor: float = STEP_FACTOR,
-    warmup: WarmupMode = "linear",
-    warmup_factor: float = WARMUP_FACTOR,
 ) -> float:
     """The learning rate of the optimizer step about to be taken (`step` counts from 0).
 
-    Warm-up: see `warmup_share`. After it, linear and cosine fall towards `final`, which
-    the step after the last planned one would reach; "step" multiplies by `factor` at each of the `milestones`
+    Warm-up: 1/n, 2/n, ... 1 of the peak, so no step is taken in vain and the last one has the peak (Goyal et
+    al. 2017, section 2.2). After it, linear and cosine fall towards `final`, which the step
+    after the last planned one would reach; "step" multiplies by `factor` at each of the `milestones`
     (fractions of the planned steps). Beyond the plan the rate stays where it ended.
     """
     if step < warmup_steps:
-        return peak * warmup_share(step, warmup_steps, warmup, warmup_factor)
+        return peak * ((step + 1) / warmup_steps)
     progress = min(1.0, (step - warmup_steps) / max(1, steps_planned - warmup_steps))
     match schedule:
         case "constant":

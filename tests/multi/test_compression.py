@@ -191,8 +191,6 @@ def test_a_loop_of_ones_own_compresses_too(tmp_path: Path, free_port: int) -> No
             assert not torch.equal(found[kind][1], found["none"][1])
     with pytest.raises(ConfigError, match="powersgd works only in tasks"):
         check_settings(Settings().replace(gradient_compression="powersgd"))
-    with pytest.raises(ConfigError, match="--static-graph works only in tasks"):
-        check_settings(Settings().replace(static_graph=True))
 
 
 @pytest.mark.parametrize("name", ["single", "dp", "fsdp"])
@@ -230,7 +228,7 @@ def unused(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
     import test_strategies
 
     found: list[Any] = []
-    for settings, first in (({}, 0), ({}, 3), ({"find_unused": True}, 3), ({"static_graph": True}, 99)):
+    for settings, first in (({}, 0), ({}, 3), ({"find_unused": True}, 3)):
         calls = iter(range(10_000))
 
         def forward(model: Any, x: Any, first: int = first, calls: Any = calls) -> Any:
@@ -247,8 +245,8 @@ def unused(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
 
 
 def test_parameters_without_a_gradient_are_named(tmp_path: Path, free_port: int) -> None:
-    for never, later, found, static in in_processes("ddp", 2, free_port, unused, tmp_path):
+    for never, later, found in in_processes("ddp", 2, free_port, unused, tmp_path):
         assert never[0] == "ConfigError" and "no gradient for spare.weight, spare.bias;" in never[1]
         assert "--find-unused" in never[1]
         assert later[0] == "UnusedParametersError" and "spare.weight, spare.bias" in later[1]
-        assert len(found) == len(static) == STEPS
+        assert len(found) == STEPS

@@ -126,7 +126,7 @@ def test_a_volume_that_fails_is_one_line(scripts: Scripts) -> None:
         "    pathlib.Path('run/checkpoints').touch()\n"
     )
     scripts.write("full.py", top + SMALL.replace("    run.backward(loss)", breaks))
-    code, output = scripts.alone("full.py", "run", TANDEM_CHECKPOINT_FAILURES_ALLOWED=0)
+    code, output = scripts.alone("full.py", "run", TANDEM_CHECKPOINT_EVERY=2)
     assert code == 1, output
     assert output.count("saves in a row failed") == 1 and "Traceback" not in output
 

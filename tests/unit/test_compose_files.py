@@ -199,23 +199,15 @@ def test_a_script_is_mounted_with_its_folder_and_works_in_the_runs(script: str, 
     assert variables(*words, "--run", "mine")["WORKING_DIR"] == "/checkpoints/mine"
 
 
-@pytest.mark.parametrize(("said", "words", "mode"), [
-    (None, "", 0o700), ("group", "", 0o750), ("group", "--run-mode world", 0o755),
-    (None, "--run-mode=2770", 0o2770), ("777777", "", 0o700), (None, "--run-mode", 0o700),
-])  # fmt: skip
-def test_a_scripts_folder_has_the_mode_of_its_run(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, words: str, mode: int
-) -> None:
+def test_a_scripts_folder_is_private(script: str, tmp_path: Path) -> None:
     """It is made before the run begins, as the folder that its containers start in."""
-    if said is not None:
-        monkeypatch.setenv("TANDEM_RUN_MODE", said)
-    found = variables("--script", script, f"--args={words}")
+    found, mode = variables("--script", script), 0o700
     volume = tmp_path / "checkpoints"
     volume.mkdir()
     look = preflight.LOOK_AT_VOLUMES.replace('"/checkpoints"', repr(str(volume))).replace('"/data"', "'/tmp'")
     folder = volume / Path(found["WORKING_DIR"]).name
     for _ in range(2):
-        command = [sys.executable, "-", str(folder), found["WORKING_DIR_MODE"]]
+        command = [sys.executable, "-", str(folder)]
         subprocess.run(command, input=look, text=True, check=True, capture_output=True, timeout=patient(60))
         assert folder.stat().st_mode & 0o7777 == mode
         folder.chmod(mode := 0o711)  # what is there is left as it is

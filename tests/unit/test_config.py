@@ -207,7 +207,6 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(brought: str) -> None:
         ("--profile", "10:0", "START:STEPS"),
         ("--log-every", "5x", "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"),
         ("--warmup", "30s", "steps, epochs or percent"),
-        ("--run-name", "../up", "up to 63 letters"),
         ("--metrics-port", "65536", "a port from 0"),
     ],
 )

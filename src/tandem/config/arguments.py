@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from tandem.config.brought_along import meant_by
 from tandem.config.examples import examples_of
 from tandem.config.fields import Setting, convert, placeholder, plain, words_of
+from tandem.config.removed import instead_of
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
@@ -81,6 +82,8 @@ class Parser(argparse.ArgumentParser):
             raise self._mistake(str(error.argument_name), error.message) from None
         if rest and rest[0].startswith("-"):
             flag = rest[0].partition("=")[0]
+            if self._takes_settings and (gone := instead_of("flag", flag)):
+                raise ConfigError(gone)
             meant = meant_by(flag) if self._takes_settings else None
             raise unknown("flag", flag, self._option_string_actions, see=self._see, meant=meant)
         if rest:

@@ -106,20 +106,6 @@ InitMethod = Annotated[
         ),
     ),
 ]
-RunMode = Annotated[
-    str,
-    Valid(
-        "private, group, world, or an octal mode such as 2770",
-        _matches("private|group|world|[0-3]?7[0-7]{2}"),
-    ),
-]
-RunName = Annotated[
-    str,
-    Valid(
-        "up to 63 letters, digits, '.', '_' or '-', starting with a letter or digit",
-        _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
-    ),
-]
 SharesText = Annotated[
     str,
     Valid(
@@ -132,8 +118,8 @@ ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_re
 
 
 PLACEHOLDERS = {
-    "task": "FILE.py:CLASS", "task_fields": "VALUE", "run_mode": "MODE", "run_name": "NAME",
-    "batch_shares": "A:B[:C...]", "elastic": "MIN:MAX", "profile": "START:STEPS", "metrics_host": "HOST",
+    "task": "FILE.py:CLASS", "task_fields": "VALUE", "batch_shares": "A:B[:C...]", "elastic": "MIN:MAX",
+    "profile": "START:STEPS", "metrics_host": "HOST",
     "resume": "{auto,never,required,PATH[@STEP]}", "warmup": "LENGTH", "keep_best": "METRIC[:min|:max]",
     "init_method": "URL",
 }  # fmt: skip

@@ -23,8 +23,6 @@ from tandem.config.fields import (
     Portion,
     Positive,
     ResumeText,
-    RunMode,
-    RunName,
     Seed,
     Share,
     SharesText,
@@ -32,9 +30,8 @@ from tandem.config.fields import (
     WarmupText,
     setting,
 )
-from tandem.schedule import WARMUP_FACTOR, LrScaling, LrSchedule, WarmupMode
+from tandem.schedule import LrScaling, LrSchedule
 
-RUN_MODES = {"private": "700", "group": "750", "world": "755"}
 ONE_PROCESS = ("single", "dp")
 """Strategies that take one rank, whatever GPUs there are."""
 
@@ -50,8 +47,6 @@ class RunConfig:
     run_dir: Place | None = setting(
         None, "run directory, or s3://BUCKET/PREFIX; none: runs/TASK-TIME", per_node=True
     )
-    run_mode: RunMode = setting("private", "permissions of a new run directory", per_node=True)
-    run_name: RunName | None = setting(None, "name of the run in metrics and reports")
     epochs: Count = setting(4, "passes over the training set")
     steps: Count | None = setting(None, "optimizer steps to train; overrides epochs")
     seed: Seed = setting(
@@ -64,11 +59,6 @@ class RunConfig:
         assert self.run_dir is not None
         return self.run_dir
 
-    @property
-    def folder_mode(self) -> int:
-        """What `run_mode` says, as chmod(2) takes it."""
-        return int(RUN_MODES.get(self.run_mode, self.run_mode), 8)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -80,8 +70,8 @@ class DataConfig:
     micro_batch_size: Count | None = setting(
         None, "samples per rank and forward pass; none: no gradient accumulation"
     )
-    batch_shares: Auto | SharesText | None = setting(
-        None, "how to split the batch between ranks; auto: by measured speed; none: equally"
+    batch_shares: SharesText | None = setting(
+        None, "how to split the batch between ranks, one number per rank; none: equally"
     )
     workers: Auto | Natural = setting(
         0, "data loader processes per rank; auto: the rank's CPUs minus one, at most 8, if loading needs them"
@@ -101,15 +91,8 @@ class OptimisationConfig:
         "none", "scale --lr with --batch-size / --lr-base-batch-size; auto: linear for sgd, sqrt for others"
     )
     lr_base_batch_size: Count = setting(240, "global batch size that --lr was tuned for")
-    warmup: WarmupText = setting("0", "length of the warm-up")
-    warmup_mode: WarmupMode = setting(
-        "linear", "shape of the warm-up: linear from one step, constant, or linear from zero"
-    )
-    warmup_factor: Share = setting(
-        WARMUP_FACTOR, "fraction of the peak learning rate during a constant warm-up"
-    )
+    warmup: WarmupText = setting("0", "length of the linear warm-up")
     clip_norm: Positive | None = setting(None, "clip gradients to this norm; none: no clipping")
-    clip_value: Positive | None = setting(None, "clamp each gradient element to [-X, X]; none: no clamping")
     on_nonfinite: Literal["skip", "stop", "raise"] = setting(
         "stop", "what to do when the loss or a gradient is not finite"
     )
@@ -124,9 +107,6 @@ class ComputeConfig:
         1.0, "dp only: share of the first GPU, relative to 1 for each other GPU"
     )
     sync_batchnorm: bool = setting(False, "use SyncBatchNorm: statistics over the global batch", fixed=True)
-    dist_bn: Literal["broadcast", "reduce"] = setting(
-        "broadcast", "batch norm statistics for evaluation and saves: from rank 0, or averaged over ranks"
-    )
     precision: Literal["fp32", "bf16", "fp16", "auto"] = setting(
         "fp32", "bf16 and fp16 use autocast; auto: bf16 if all GPUs support it", fixed=True
     )
@@ -163,9 +143,6 @@ class ExchangeConfig:
     find_unused: bool = setting(
         False, "DDP's find_unused_parameters: some parameters get no gradient in some steps"
     )
-    static_graph: bool = setting(
-        False, "DDP's static_graph: every step uses the same parameters in the same way"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +159,6 @@ class LaunchConfig:
     )
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
-    elastic_settle: NonNegative = setting(10.0, "seconds to wait for more nodes once MIN have joined")
     master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")
     shutdown_timeout: Positive = setting(25.0, "seconds for ranks to save and exit after a stop signal")
     max_restarts: Natural = setting(5, "how many failures on this node to recover from before giving up")
@@ -230,9 +206,6 @@ class CheckpointConfig:
     keep_every: Count | None = setting(None, "also keep one checkpoint every N steps")
     snapshot_every: Auto | CadenceText = setting(
         "auto", "how often to snapshot the state in memory; auto: each step on CPUs, every 5s on GPUs"
-    )
-    checkpoint_failures_allowed: Natural = setting(
-        3, "consecutive failed saves to tolerate before the run fails"
     )
     resume: ResumeText = setting(
         "auto", "whether to resume from a checkpoint, and from which one", per_node=True

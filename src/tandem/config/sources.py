@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.config.fields import plain
+from tandem.config.removed import instead_of, instead_of_value, translated
 from tandem.config.settings import SETTINGS, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
@@ -96,6 +97,8 @@ def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path
 def _typed(key: str, given: Given) -> object:
     if not given.text.strip():
         bad_value(given.name, given.text, SETTINGS[key].valid)
+    if gone := instead_of_value(given.name, key, given.text):
+        raise ConfigError(gone)
     return checked(SETTINGS[key].annotation, given.name, given.text)
 
 
@@ -135,6 +138,10 @@ def _from_variables(
         source, label = describe(name)
         key = "config" if name == PREFIX + "CONFIG" else VARIABLES.get(name) or task_key(name, TASK_PREFIX)
         if key is None and name not in OTHER_VARIABLES:
+            if gone := instead_of("variable", name, label):
+                if not variables[name]:
+                    continue
+                raise ConfigError(gone)
             raise unknown("variable", name, [*VARIABLES, *OTHER_VARIABLES], label)
         text = variables[name]
         if key is not None and text:
@@ -150,9 +157,11 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
         bad_value(f"task_fields in {config.text}", task_fields, "a table")
     notes: tuple[str, ...] = ()
     if _is_of_a_run(config):
-        table, notes = _of_a_run(table, config.text, beside)
+        table, notes = _of_a_run(translated(table), config.text, beside)
     for key in table:
         if key not in FIELDS:
+            if gone := instead_of("key", key, f"{key} in {config.text}"):
+                raise ConfigError(gone)
             raise unknown("key", key, [*FIELDS, "task_fields"], f"{key} in {config.text}")
     given: dict[str, Given] = {}
     for key, value in (table | {f"task.{name}": value for name, value in task_fields.items()}).items():

@@ -141,12 +141,12 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
     """
     from tandem.tasks.base import load_task
 
-    shares, run, data = settings.data.batch_shares, settings.run, settings.data
+    run, data = settings.run, settings.data
     prepared = _Prepared(mine)
-    if placement.elastic is not None and shares not in (None, "auto"):
+    if placement.elastic is not None and data.batch_shares is not None:
         raise ConfigError(
-            f"--batch-shares {shares} needs a fixed number of ranks, but --elastic changes it; "
-            "use --batch-shares auto"
+            f"--batch-shares {data.batch_shares} needs a fixed number of ranks, but --elastic changes it; "
+            "use only one of them"
         )
     if placement.node_rank == 0:
         access = load_access(settings.metrics)

@@ -106,7 +106,7 @@ class NodeView:
     def _info(self) -> Sample:
         """The run's name, for alerts about runs that end early; rank 0 knows the rest."""
         return metrics.RUN_INFO.says(
-            run=self._settings.run.run_name or self.run_dir.name,
+            run=self.run_dir.name,
             task=self._settings.run.task,
             platform=self._placement.platform,
             backend="",
@@ -203,7 +203,7 @@ class NodeView:
             "ending": self._about.hidden(self._ending),
             "healthy": healthy,
             "health": says,
-            "run": self._settings.run.run_name or self.run_dir.name,
+            "run": self.run_dir.name,
             "task": self._settings.run.task,
             "platform": self._placement.platform,
             "nodes": self._nodes,

@@ -13,18 +13,11 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"--strategy {compute.strategy} works only in tasks; a custom loop needs ddp or single"
         )
-    if compute.dist_bn != "broadcast":
-        raise ConfigError(
-            f"--dist-bn {compute.dist_bn} works only in tasks; a custom loop saves rank 0's statistics, or "
-            "those of the global batch with --sync-batchnorm"
-        )
     if settings.exchange.gradient_compression == "powersgd":
         raise ConfigError(
             "--gradient-compression powersgd works only in tasks: it expects one backward pass per step, but "
             "a custom loop may take several; use bf16 or fp16"
         )
-    if settings.exchange.static_graph:
-        raise ConfigError("--static-graph works only in tasks; remove it in a custom loop")
     if compute.precision != "fp32":
         raise ConfigError(
             f"--precision {compute.precision} works only in tasks; in a custom loop use torch.autocast"

@@ -27,12 +27,10 @@ class Rates:
             warmup_steps=self._warmup,
             steps_planned=self._planned,
             schedule=self._config.schedule,
-            warmup=self._config.warmup_mode,
-            warmup_factor=self._config.warmup_factor,
         )
 
     def __str__(self) -> str:
-        """How they come about: `lr 0.1 x 480/240 (linear) = 0.2, warm-up ..., then ...`."""
+        """How they come about: `lr 0.1 x 480/240 (linear) = 0.2, warm-up linear ..., then ...`."""
         config, said = self._config, f"lr {self._config.lr:g}"
         if self._scaling != "none":
             ratio = f"{self._batch_size}/{config.lr_base_batch_size}"
@@ -40,11 +38,6 @@ class Rates:
             by = f"{self._scaling}, for {config.optimizer}" if config.lr_scaling == "auto" else self._scaling
             said += f" x {factor} ({by}) = {self.peak:.4g}"
         if self._warmup:
-            how = {
-                "linear": "linear",
-                "zero": "linear from zero",
-                "constant": f"constant at {config.warmup_factor:g} of it",
-            }
-            said += f", warm-up {how[config.warmup_mode]} over {self._warmup:,} steps"
+            said += f", warm-up linear over {self._warmup:,} steps"
         end = "" if config.schedule == "constant" else f" to step {self._planned:,}"
         return f"{said}, {'then ' if self._warmup else ''}{config.schedule}{end}"

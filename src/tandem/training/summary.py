@@ -74,7 +74,7 @@ def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
             nccl=".".join(map(str, version())) if on_gpu else "",
         ),
         metrics.RUN_INFO.says(
-            run=facts.run.run_name or facts.run_dir.name,
+            run=facts.run_dir.name,
             task=facts.run.task,
             platform=position.platform,
             backend="nccl" if on_gpu else "gloo",

@@ -28,5 +28,4 @@ def ddp_arguments(config: ExchangeConfig) -> dict[str, Any]:
     return {
         **size,
         "find_unused_parameters": config.find_unused,
-        "static_graph": config.static_graph,
     }

@@ -1,0 +1,74 @@
+"""Settings and values that earlier versions had: what to type instead, and what their files say today."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["flag", "variable", "key", "setting"]
+
+
+class Instead(NamedTuple):
+    """What to do instead of a removed setting.
+
+    `note`: without a period at the end. `name` and `value`: the setting to use, if there is one.
+    """
+
+    note: str = ""
+    name: str = ""
+    value: str = ""
+
+    def words(self, kind: Kind) -> str:
+        """One phrase, in the form in which the removed name was given."""
+        if not self.name:
+            return self.note
+        flag = f"--{self.name.replace('_', '-')} {self.value}".rstrip()
+        forms = {
+            "variable": f"TANDEM_{self.name.upper()}={self.value or 'true'}",
+            "key": f"{self.name} = " + (f'"{self.value}"' if self.value else "true"),
+        }
+        return f"use {forms.get(kind, flag)}" + (f"; {self.note}" if self.note else "")
+
+
+REMOVED: Mapping[str, Instead] = {
+    "run_mode": Instead("a new run directory gets mode 700; to open it, type `chmod 750 RUN_DIR`"),
+    "run_name": Instead("the name of a run is its directory's name", "run_dir", "runs/NAME"),
+    "dist_bn": Instead("for statistics of the global batch", "sync_batchnorm"),
+    "static_graph": Instead("for parameters without a gradient", "find_unused"),
+    "clip_value": Instead("it limits the norm of all gradients", "clip_norm", "X"),
+    "warmup_mode": Instead("the warm-up is linear; for another one, write build_scheduler in the task"),
+    "warmup_factor": Instead("the warm-up is linear; for another one, write build_scheduler in the task"),
+    "elastic_settle": Instead("remove it; an elastic job waits 10 s for more nodes than MIN"),
+    "checkpoint_failures_allowed": Instead("remove it; a run fails after more than 3 failed saves in a row"),
+}
+"""By the setting's former name. Each row stays for one release."""
+REMOVED_VALUES: Mapping[tuple[str, str], Instead] = {
+    ("batch_shares", "auto"): Instead("one number per rank", "batch_shares", "3:1"),
+}
+"""By a setting's name and its former value."""
+CHANGED_VALUES: Mapping[tuple[str, str], object] = {}
+"""What a file with a removed value means today, unless it is none."""
+
+
+def instead_of(kind: Kind, name: str, label: str | None = None) -> str | None:
+    """The error for a removed name, as it was typed; None for a name that never was a setting."""
+    key = name.lower().removeprefix("tandem_").lstrip("-").replace("-", "_")
+    row = REMOVED.get(key) or (REMOVED.get(key.removeprefix("no_")) if kind == "flag" else None)
+    return row and f"{label or name}: this setting was removed; {row.words(kind)}"
+
+
+def instead_of_value(label: str, name: str, text: str) -> str | None:
+    """The error for a removed value; None for any other value."""
+    row = REMOVED_VALUES.get((name, text))
+    kind: Kind = "flag" if label.startswith("-") else "variable" if label.startswith("TANDEM_") else "key"
+    return row and f"{label}: the value {text!r} was removed; {row.words(kind)}"
+
+
+def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a file that an earlier version wrote, under the names and values of this version.
+
+    Settings without a counterpart are left out, so they have no effect. Other values stay as they are.
+    """
+    new = {name: value for name, value in values.items() if name not in REMOVED}
+    for name, text in REMOVED_VALUES:
+        if new.get(name) == text:
+            new[name] = CHANGED_VALUES.get((name, text))
+    return new

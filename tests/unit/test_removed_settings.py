@@ -1,0 +1,84 @@
+"""Names and values that earlier versions had: the error says what to type; old files work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config import Settings, resolve
+from tandem.config.arguments import Parser
+from tandem.config.removed import REMOVED, REMOVED_VALUES, translated
+from tandem.config.settings import SETTINGS
+from tandem.errors import ConfigError
+
+
+def read(*words: str) -> Any:
+    return Parser("train", "[settings]", "").read(words).given
+
+
+def line_of(error: pytest.ExceptionInfo[ConfigError], label: str, name: str, form: str) -> None:
+    text = str(error.value)
+    assert text.startswith(f"{label}: ") and "was removed; " in text and "\n" not in text
+    assert not name or form in text, text
+
+
+def test_there_are_at_most_70_settings_and_none_is_also_removed() -> None:
+    assert len(SETTINGS) <= 79
+    assert not REMOVED.keys() & SETTINGS.keys()
+    assert all(not row.name or row.name in SETTINGS for row in [*REMOVED.values(), *REMOVED_VALUES.values()])
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_name_says_what_to_type_instead(name: str, tmp_path: Path) -> None:
+    new = REMOVED[name].name
+    flag, variable = f"--{name.replace('_', '-')}", f"TANDEM_{name.upper()}"
+    for words in ([flag, "1"], [f"{flag}=1"], [flag]):
+        with pytest.raises(ConfigError) as error:
+            read(*words)
+        line_of(error, flag, new, f"use --{new.replace('_', '-')}")
+    with pytest.raises(ConfigError) as error:
+        resolve({}, {variable: "1"})
+    line_of(error, variable, new, f"use TANDEM_{new.upper()}=")
+    assert resolve({}, {variable: ""}, None).settings == Settings(), "Compose leaves empty ones behind"
+    dotenv = tmp_path / ".env"
+    dotenv.write_text(f"{variable}=1\n")
+    with pytest.raises(ConfigError) as error:
+        resolve({}, {}, dotenv)
+    line_of(error, f"{variable} in .env", new, f"use TANDEM_{new.upper()}=")
+    config = tmp_path / "run.toml"
+    config.write_text(f"{name} = 1\n")
+    with pytest.raises(ConfigError) as error:
+        resolve({}, {"TANDEM_CONFIG": str(config)}, None)
+    line_of(error, f"{name} in {config}", new, f"use {new} = ")
+    with pytest.raises(ConfigError, match="was removed"):
+        Settings.from_dict({name: 1})
+
+
+@pytest.mark.parametrize(("name", "text"), REMOVED_VALUES)
+def test_a_removed_value_says_what_to_type_instead(name: str, text: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError) as error:
+        resolve(read(flag, text), {}, None)
+    line_of(error, flag, flag, f"use {flag}")
+    with pytest.raises(ConfigError) as error:
+        resolve({}, {f"TANDEM_{name.upper()}": text}, None)
+    line_of(error, f"TANDEM_{name.upper()}", name, f"use TANDEM_{name.upper()}=")
+
+
+def test_the_config_of_an_older_run_is_read(tmp_path: Path) -> None:
+    old = Settings().to_dict() | OLD
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(old))
+    assert Settings.from_dict(old, tolerant=True) == Settings().replace(**NEW)
+    loaded = resolve({}, {"TANDEM_CONFIG": str(config)}, None)
+    assert loaded.settings == Settings().replace(**{name: NEW[name] for name in NEW if name != "master"})
+    assert translated(translated(old)) == translated(old), "what is new already stays as it is"
+
+
+OLD: dict[str, Any] = {
+    "run_mode": "private", "run_name": None, "batch_shares": "auto", "warmup_mode": "linear",
+    "warmup_factor": 0.1, "clip_value": None, "dist_bn": "broadcast", "static_graph": False,
+    "elastic_settle": 10.0, "checkpoint_failures_allowed": 3,
+}  # fmt: skip
+NEW: dict[str, Any] = {}
