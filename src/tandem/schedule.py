@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 CadenceUnit = Literal["steps", "epochs", "seconds", "percent", "never"]
-LrScaling = Literal["none", "auto", "linear", "sqrt"]
+LrScaling = Literal["none", "linear", "sqrt"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 
 CADENCE_VALID = "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"
@@ -26,6 +26,9 @@ _UNITS: dict[str, CadenceUnit] = {
 # Where "step" decays: epochs 30, 60 and 80 of 90 (Goyal et al. 2017, arXiv:1706.02677).
 STEP_MILESTONES = (30 / 90, 60 / 90, 80 / 90)
 STEP_FACTOR = 0.1
+
+BASE_BATCH_SIZE = 240
+"""The default of --batch-size."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +89,21 @@ def _period_steps(
     return period.as_integer_ratio() if period > 0 else None
 
 
-def scaling_rule(rule: LrScaling, optimizer: str) -> LrScaling:
-    """What `auto` means for an optimizer: linear for sgd, sqrt for adam and adamw.
+def scaling_of(text: str) -> tuple[LrScaling, int]:
+    """(rule, batch size that the learning rate was found with) of `linear:256`, `sqrt` or `none`.
 
-    SGD: Goyal et al. 2017, arXiv:1706.02677, section 2.1. Adaptive ones divide a gradient by its own size, so
-    that a batch k times larger leaves a noise sqrt(k) times smaller: Malladi et al. 2022, arXiv:2205.10287.
+    Linear suits SGD: Goyal et al. 2017, arXiv:1706.02677, section 2.1. Adaptive optimizers divide a gradient
+    by its own size, so that a batch k times larger leaves a noise sqrt(k) times smaller: Malladi et al. 2022,
+    arXiv:2205.10287.
     """
-    if rule != "auto":
-        return rule
-    return "linear" if optimizer == "sgd" else "sqrt"
+    rule, _, base = text.partition(":")
+    return cast(LrScaling, rule), int(base or BASE_BATCH_SIZE)
 
 
 def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) -> float:
     """The learning rate for a global batch of `batch_size`, when `lr` was found with `base_batch_size`.
 
-    linear: Goyal et al. 2017 (SGD). sqrt: Krizhevsky 2014, arXiv:1404.5997. See `scaling_rule`.
+    linear: Goyal et al. 2017 (SGD). sqrt: Krizhevsky 2014, arXiv:1404.5997. See `scaling_of`.
     """
     if batch_size < 1 or base_batch_size < 1:
         raise ValueError(f"batch sizes {batch_size} and {base_batch_size}: expected integers >= 1")
@@ -112,7 +115,7 @@ def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) 
             return lr * ratio
         case "sqrt":
             return lr * math.sqrt(ratio)
-    raise ValueError(f"learning-rate scaling: invalid value {rule!r}; expected none, auto, linear or sqrt")
+    raise ValueError(f"learning-rate scaling: invalid value {rule!r}; expected none, linear or sqrt")
 
 
 def learning_rate(

@@ -11,7 +11,7 @@ from small_runs import Runs, rank_processes
 pytestmark = pytest.mark.timeout(500)
 
 FLAGS = ("--nproc", 2, "--device", "cpu", "--threads", 1, "--checkpoint-every", 7, "--log-every", 15)
-POWERSGD = ("--gradient-compression", "powersgd", "--powersgd-rank", 2)
+POWERSGD = ("--gradient-compression", "powersgd:2")
 
 
 @pytest.mark.slow

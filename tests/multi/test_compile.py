@@ -102,7 +102,7 @@ def test_a_compiled_model_is_cut_where_its_gradients_are_exchanged(
 def test_graphs_of_cuda_are_not_for_shares(processes: Any, tmp_path: Path) -> None:
     require_strategy("fsdp")
     (tmp_path / "deep.py").write_text(TASK)
-    flags = ("--strategy", "fsdp", "--compile", "--compile-mode", "reduce-overhead", "--run-dir", "none")
+    flags = ("--strategy", "fsdp", "--compile", "reduce-overhead", "--run-dir", "none")
     command = [sys.executable, "-m", "tandem", *FLAGS, *flags]
     code, said = processes.run(command, cwd=tmp_path, env={**os.environ, "NAME": "none"})
-    assert code == 2 and "--compile-mode reduce-overhead does not work with --strategy fsdp" in said, said
+    assert code == 2 and "--compile reduce-overhead does not work with --strategy fsdp" in said, said

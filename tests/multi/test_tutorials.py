@@ -134,7 +134,7 @@ def resnet34(*words: object) -> list[object]:
     """Settings: pretrained weights with another head, SyncBatchNorm, a scaled rate and a warm-up."""
     settings: list[object] = ["--task", f"{TUTORIALS / 'resnet34_task.py'}:Resnet34", "--task.image-size", 32]
     settings += ["--batch-size", 20, "--sync-batchnorm", "--init-from", "r34.pth", "--init-min", 0.9]
-    settings += ["--lr", 0.01, "--lr-scaling", "linear", "--lr-base-batch-size", 10, "--warmup", "1epoch"]
+    settings += ["--lr", 0.01, "--lr-scaling", "linear:10", "--warmup", "1epoch"]
     return [*settings, "--schedule", "constant", "--log-every", 1, "--snapshot-every", "never", *words]
 
 
@@ -166,7 +166,7 @@ def test_resnet34_goes_on_with_a_bar_and_tensorboard(tutorials: Tutorials) -> No
 def test_data_parallel_in_one_process_and_the_same_as_a_task(tutorials: Tutorials) -> None:
     assert "outside: 20 rows" in tutorials.run(TUTORIALS / "data_parallel_plain.py")
     settings = ["--task", f"{TUTORIALS / 'data_parallel_task.py'}:Rows", "--batch-size", 20, "--epochs", 1]
-    settings += ["--strategy", "dp", "--dp-first-share", 0.5, "--run-dir", "dp"]
+    settings += ["--strategy", "dp:0.5", "--run-dir", "dp"]
     said = tutorials.run("-m", "tandem", "train", *settings)
     assert said.count("inside: ") >= 5
     assert tutorials.summary("dp")["global_step"] == 5

@@ -89,6 +89,8 @@ def test_flag_forms() -> None:
         assert settings_of(*argv).compute.compile
     for argv in (["--no-compile"], ["--compile", "false"], ["--compile=no"]):
         assert not settings_of(*argv, TANDEM_COMPILE="true").compute.compile
+    for argv in (["--compile", "reduce-overhead"], ["--compile=reduce-overhead"]):
+        assert settings_of(*argv).compute.compile == "reduce-overhead"
 
 
 def test_none_resets_what_may_be_none() -> None:
@@ -195,7 +197,12 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(brought: str) -> None:
         ("--momentum", "1", "a number >= 0 and < 1"),
         ("--schedule", "cosin", "one of constant, linear, cosine, step"),
         ("--strategy", "horovod", "one of single, dp, ddp, fsdp"),
-        ("--compile", "maybe", "true or false"),
+        ("--compile", "maybe", "default, reduce-overhead, max-autotune, or none"),
+        ("--download", "maybe", "true or false"),
+        ("--gradient-compression", "powersgd:0", "one of none, bf16, fp16, or powersgd or powersgd:RANK"),
+        ("--strategy", "dp:0", "one of single, dp, ddp, fsdp, or dp:SHARE"),
+        ("--strategy", "dp:1.1", "one of single, dp, ddp, fsdp, or dp:SHARE"),
+        ("--lr-scaling", "linear:0", "one of none, linear, sqrt, or linear:BATCH"),
         ("--threads", "0", "auto, or an integer >= 1"),
         ("--steps", "0", "an integer >= 1, or none"),
         ("--data-dir", "", "a path"),
@@ -336,7 +343,6 @@ def test_fingerprint_fields() -> None:
         "optimizer": "sgd",
         "sync_batchnorm": False,
         "gradient_compression": "none",
-        "powersgd_rank": 4,
     }
 
 

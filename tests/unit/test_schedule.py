@@ -13,7 +13,7 @@ from tandem.schedule import (
     LrSchedule,
     learning_rate,
     scale_lr,
-    scaling_rule,
+    scaling_of,
 )
 from tandem.training.rates import Rates
 
@@ -132,20 +132,18 @@ def test_warmup_is_linear_and_ends_at_the_peak() -> None:
 
 
 @given(
-    st.sampled_from(["sgd", "adam", "adamw"]),
-    st.integers(1, 10_000),
-    st.integers(1, 10_000),
-    st.floats(1e-6, 10),
-)
-def test_automatic_scaling_is_by_the_optimizer_and_can_be_undone(
-    optimizer: str, batch: int, base: int, lr: float
-) -> None:
-    rule = scaling_rule("auto", optimizer)
-    assert rule == ("linear" if optimizer == "sgd" else "sqrt")
+    st.sampled_from(["linear", "sqrt"]), st.integers(1, 10_000), st.integers(1, 10_000), st.floats(1e-6, 10)
+)  # fmt: skip
+def test_scaling_can_be_undone(text: str, batch: int, base: int, lr: float) -> None:
+    rule, found = scaling_of(f"{text}:{base}")
+    assert (rule, found) == (text, base)
     there = scale_lr(lr, rule, batch, base)
     assert scale_lr(there, rule, base, batch) == pytest.approx(lr)
     assert (there >= lr) == (batch >= base) or there == pytest.approx(lr)
-    assert scaling_rule("none", optimizer) == "none"
+
+
+def test_scaling_without_a_batch_size() -> None:
+    assert scaling_of("none") == ("none", 240) and scaling_of("sqrt") == ("sqrt", 240)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +156,13 @@ def test_automatic_scaling_is_by_the_optimizer_and_can_be_undone(
         ),
         (
             {
-                "lr_scaling": "auto",
+                "lr_scaling": "sqrt:240",
                 "optimizer": "adamw",
                 "batch_size": 960,
                 "lr": 1e-3,
                 "schedule": "constant",
             },
-            "lr 0.001 x sqrt(960/240) (sqrt, for adamw) = 0.002, constant",
+            "lr 0.001 x sqrt(960/240) (sqrt) = 0.002, constant",
         ),
         (
             {"warmup": "2epochs", "schedule": "step"},

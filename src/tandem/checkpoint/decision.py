@@ -29,7 +29,6 @@ BITS_MAY_DIFFER = {
     "bucket_mb",
     "devices_per_rank",
     "batch_shares",
-    "dp_first_share",
     "strategy",
 }
 PLACES = ("run_dir", "init_from")

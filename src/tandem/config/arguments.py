@@ -130,7 +130,8 @@ class Parser(argparse.ArgumentParser):
         text = f"{setting.description}\n[{'; '.join([*facts, setting.valid, setting.variable])}]"
         switch: dict[str, Any] = {"metavar": setting.placeholder}
         if setting.is_switch:
-            switch = {"nargs": "?", "const": "true", "metavar": "true|false"}
+            metavar = "true|false" if setting.annotation is bool else "MODE"
+            switch = {"nargs": "?", "const": setting.bare, "metavar": metavar}
         key = "task.NAME" if setting.is_table else setting.name
         self._keep(setting.flag, key, setting.valid, group, help=_escaped(text), **switch)
         if setting.is_switch:

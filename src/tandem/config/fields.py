@@ -34,6 +34,18 @@ class Valid:
         return no_info_after_validator_function(check, handler(source))
 
 
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """Changes a value before it is checked, so that other ways to write it are kept in one form."""
+
+    change: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        from pydantic_core.core_schema import no_info_before_validator_function
+
+        return no_info_before_validator_function(self.change, handler(source))
+
+
 class _Place:
     """A path, or the address of a place elsewhere."""
 
@@ -71,6 +83,14 @@ def _is_pair(text: str, is_valid: Callable[[int, int], bool]) -> bool:
 
 def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
+
+
+def _compile_mode(value: Any) -> Any:
+    """True and false as well, as of a switch: the default mode, and none."""
+    text = str(value).lower()
+    if text in ("true", "1", "yes", "on"):
+        return "default"
+    return None if text in ("false", "0", "no", "off", "none") else value
 
 
 Auto = Literal["auto"]
@@ -113,7 +133,23 @@ SharesText = Annotated[
         _matches(r"(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?(:(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?)+"),
     ),
 ]
-Portion = Annotated[float, Valid("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
+CompileMode = Annotated[
+    Literal["default", "reduce-overhead", "max-autotune"] | None,
+    Reads(_compile_mode),
+    Valid("default, reduce-overhead, max-autotune, or none"),
+]
+LrScalingText = Annotated[
+    str,
+    Valid("linear:BATCH or sqrt:BATCH, such as linear:240", _matches(r"(linear|sqrt):[1-9][0-9]{0,8}")),
+]
+DpShare = Annotated[
+    str, Valid("dp:SHARE with a share > 0 and <= 1, such as dp:0.5", _matches(r"dp:(0\.[0-9]*[1-9][0-9]*|1)"))
+]
+PowerSgd = Annotated[
+    Literal["powersgd"] | str,
+    Reads(lambda value: "powersgd" if value == "powersgd:4" else value),
+    Valid("powersgd or powersgd:RANK", _matches(r"powersgd(:[1-9][0-9]{0,8})?")),
+]
 ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_resume)]
 
 
@@ -134,12 +170,15 @@ SHORT = {
 """Placeholders by words in `Setting.valid`; the first match counts."""
 
 
-def setting(default: Any, description: str, *, fixed: bool = False, per_node: bool = False) -> Any:
+def setting(
+    default: Any, description: str, *, fixed: bool = False, per_node: bool = False, bare: str | None = None
+) -> Any:
     """One field of a slice.
 
     fixed: it decides the bits, so a resumed run must have the same. per_node: nodes of one run may differ.
+    bare: the value of the flag without one; each bool has such a flag.
     """
-    metadata = {"description": description, "fixed": fixed, "per_node": per_node}
+    metadata = {"description": description, "fixed": fixed, "per_node": per_node, "bare": bare}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -164,6 +203,8 @@ class Setting:
     description: str
     fixed: bool
     per_node: bool
+    bare: str | None = None
+    """What the flag means without a value."""
 
     @property
     def is_table(self) -> bool:
@@ -183,7 +224,7 @@ class Setting:
     @property
     def is_switch(self) -> bool:
         """Whether the flag needs no value, and has a `--no-` twin."""
-        return self.annotation is bool
+        return self.bare is not None
 
     @property
     def placeholder(self) -> str:
@@ -201,7 +242,8 @@ def settings_of(slice_name: str, model: type) -> list[Setting]:
     found = []
     for each in dataclasses.fields(model):
         default = {} if each.default is dataclasses.MISSING else each.default
-        found.append(Setting(each.name, slice_name, each.type, default, **each.metadata))
+        bare = {"bare": "true"} if each.type is bool else {}
+        found.append(Setting(each.name, slice_name, each.type, default, **{**each.metadata, **bare}))
     return found
 
 
@@ -232,6 +274,13 @@ def words_of(annotation: Any) -> str:
     names: dict[object, str] = {bool: "true or false", str: "text", NoneType: "none"}
     names |= {Path: "a path", PurePath: "a path"}
     return names.get(annotation, "text, a number, true or false")
+
+
+def words_in(annotation: Any) -> tuple[str, ...]:
+    """The words of an annotation's Literals: those of `Literal["auto"] | int` are ("auto",)."""
+    if get_origin(annotation) is Literal:
+        return tuple(each for each in get_args(annotation) if isinstance(each, str))
+    return tuple(word for part in get_args(annotation) for word in words_in(part))
 
 
 def plain(value: object) -> str:

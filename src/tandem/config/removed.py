@@ -36,11 +36,16 @@ REMOVED: Mapping[str, Instead] = {
     "clip_value": Instead("it limits the norm of all gradients", "clip_norm", "X"),
     "warmup_mode": Instead("the warm-up is linear; for another one, write build_scheduler in the task"),
     "warmup_factor": Instead("the warm-up is linear; for another one, write build_scheduler in the task"),
+    "lr_base_batch_size": Instead("", "lr_scaling", "linear:240"),
+    "dp_first_share": Instead("", "strategy", "dp:0.5"),
+    "compile_mode": Instead("", "compile", "MODE"),
+    "powersgd_rank": Instead("", "gradient_compression", "powersgd:RANK"),
     "elastic_settle": Instead("remove it; an elastic job waits 10 s for more nodes than MIN"),
     "checkpoint_failures_allowed": Instead("remove it; a run fails after more than 3 failed saves in a row"),
 }
 """By the setting's former name. Each row stays for one release."""
 REMOVED_VALUES: Mapping[tuple[str, str], Instead] = {
+    ("lr_scaling", "auto"): Instead("sqrt:BATCH for adam and adamw", "lr_scaling", "linear:BATCH"),
     ("batch_shares", "auto"): Instead("one number per rank", "batch_shares", "3:1"),
 }
 """By a setting's name and its former value."""
@@ -68,7 +73,24 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     Settings without a counterpart are left out, so they have no effect. Other values stay as they are.
     """
     new = {name: value for name, value in values.items() if name not in REMOVED}
+    _merge_computing(values, new)
     for name, text in REMOVED_VALUES:
         if new.get(name) == text:
             new[name] = CHANGED_VALUES.get((name, text))
     return new
+
+
+def _merge_computing(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    rule, base = old.get("lr_scaling"), old.get("lr_base_batch_size", 240)
+    if rule == "auto":
+        rule = "linear" if old.get("optimizer", "sgd") == "sgd" else "sqrt"
+    if rule in ("linear", "sqrt"):
+        new["lr_scaling"] = rule if base == 240 else f"{rule}:{base}"
+    share = old.get("dp_first_share", 1)
+    if share != 1 and old.get("strategy") == "dp":
+        new["strategy"] = f"dp:{share}"
+    if isinstance(old.get("compile"), bool):
+        new["compile"] = old.get("compile_mode", "default") if old["compile"] else None
+    rank = old.get("powersgd_rank", 4)
+    if rank != 4 and old.get("gradient_compression") == "powersgd":
+        new["gradient_compression"] = f"powersgd:{rank}"

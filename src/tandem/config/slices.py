@@ -13,15 +13,18 @@ from tandem.config.fields import (
     BelowOne,
     BestText,
     CadenceText,
+    CompileMode,
     Count,
+    DpShare,
     InitMethod,
+    LrScalingText,
     Natural,
     NodeRange,
     NonNegative,
     Place,
     Port,
-    Portion,
     Positive,
+    PowerSgd,
     ResumeText,
     Seed,
     Share,
@@ -87,10 +90,9 @@ class OptimisationConfig:
     momentum: BelowOne = setting(0.9, "SGD momentum")
     weight_decay: NonNegative = setting(1e-4, "weight decay")
     schedule: LrSchedule = setting("cosine", "learning rate schedule after the warm-up")
-    lr_scaling: LrScaling = setting(
-        "none", "scale --lr with --batch-size / --lr-base-batch-size; auto: linear for sgd, sqrt for others"
+    lr_scaling: LrScaling | LrScalingText = setting(
+        "none", "scale --lr by --batch-size / BATCH, the global batch that it was tuned for (default 240)"
     )
-    lr_base_batch_size: Count = setting(240, "global batch size that --lr was tuned for")
     warmup: WarmupText = setting("0", "length of the linear warm-up")
     clip_norm: Positive | None = setting(None, "clip gradients to this norm; none: no clipping")
     on_nonfinite: Literal["skip", "stop", "raise"] = setting(
@@ -102,9 +104,8 @@ class OptimisationConfig:
 class ComputeConfig:
     """Devices, precision and distribution"""
 
-    strategy: Literal["single", "dp", "ddp", "fsdp"] = setting("ddp", "how to distribute the model")
-    dp_first_share: Portion = setting(
-        1.0, "dp only: share of the first GPU, relative to 1 for each other GPU"
+    strategy: Literal["single", "dp", "ddp", "fsdp"] | DpShare = setting(
+        "ddp", "how to distribute the model; dp:0.5: dp with half as much work for the first GPU"
     )
     sync_batchnorm: bool = setting(False, "use SyncBatchNorm: statistics over the global batch", fixed=True)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = setting(
@@ -117,9 +118,10 @@ class ComputeConfig:
     )
     devices_per_rank: Count = setting(1, "GPUs per process, for a model split over several")
     deterministic: bool = setting(False, "use deterministic kernels; required for exact resume on GPUs")
-    compile: bool = setting(False, "compile the model with torch.compile")
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = setting(
-        "default", "torch.compile mode; reduce-overhead uses CUDA graphs, for many small kernels"
+    compile: CompileMode = setting(
+        None,
+        "compile the model with torch.compile; reduce-overhead uses CUDA graphs, for many small kernels",
+        bare="default",
     )
     threads: Auto | Count = setting(
         "auto",
@@ -130,19 +132,36 @@ class ComputeConfig:
         "none", "node: bind each rank to the CPUs of its GPU's NUMA node", per_node=True
     )
 
+    @property
+    def strategy_name(self) -> str:
+        """`strategy` without a share."""
+        return self.strategy.partition(":")[0]
+
+    @property
+    def dp_first_share(self) -> float:
+        """The work of the first GPU under `dp`, relative to 1 for each other GPU."""
+        return float(self.strategy.partition(":")[2] or 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
     """Gradient communication (ddp)"""
 
-    gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = setting(
-        "none", "compress gradients before the all-reduce, for a slow network", fixed=True
+    gradient_compression: Literal["none", "bf16", "fp16"] | PowerSgd = setting(
+        "none",
+        "compress gradients before the all-reduce, for a slow network; RANK of PowerSGD's factors, default 4",
+        fixed=True,
     )
-    powersgd_rank: Count = setting(4, "rank of PowerSGD's low-rank factors", fixed=True)
     bucket_mb: Positive | None = setting(None, "DDP bucket size in MiB; none: PyTorch's default, 25")
     find_unused: bool = setting(
         False, "DDP's find_unused_parameters: some parameters get no gradient in some steps"
     )
+
+    @property
+    def powersgd_rank(self) -> int | None:
+        """The rank of PowerSGD's factors; None for another compression."""
+        kind, _, rank = self.gradient_compression.partition(":")
+        return int(rank or 4) if kind == "powersgd" else None
 
 
 @dataclass(frozen=True, kw_only=True)

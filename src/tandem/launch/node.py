@@ -257,7 +257,7 @@ def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "Age
 
 def _ranks_for_gpus(settings: Settings) -> int:
     """`--nproc auto`: one rank for its GPU or GPUs, else one; one as well for what is a single process."""
-    if settings.compute.device == "cpu" or settings.compute.strategy in ONE_PROCESS:
+    if settings.compute.device == "cpu" or settings.compute.strategy_name in ONE_PROCESS:
         return 1
     import torch
 

@@ -8,13 +8,18 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tandem.config import SETTINGS, Given, Settings
+from tandem.config.fields import words_in
 from tandem.errors import ConfigError
 from tandem.script.job import Job, Program, problem_of_script
 
 TASK = re.compile(r"[^-].*\.py:[A-Za-z_]\w*")
 SEE = "See `tandem launch --help`"
-_SWITCHES = {setting.flag for setting in SETTINGS.values() if setting.is_switch}
-_SWITCH_WORDS = ("true", "false")
+_SWITCHES = {
+    setting.flag: ("true", "false", "none", *words_in(setting.annotation))
+    for setting in SETTINGS.values()
+    if setting.is_switch
+}
+"""Flags that need no value, and the words after them that are one."""
 
 
 def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
@@ -44,7 +49,7 @@ def takes_next(flag: str, following: Sequence[str]) -> bool:
     """Whether the word after `flag` is its value."""
     if "=" in flag or flag.startswith("--no-") or flag in ("-h", "--help"):
         return False
-    return flag not in _SWITCHES or (bool(following) and following[0] in _SWITCH_WORDS)
+    return flag not in _SWITCHES or (bool(following) and following[0] in _SWITCHES[flag])
 
 
 def check(program: Program, flags: Mapping[str, Given]) -> None:

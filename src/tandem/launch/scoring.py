@@ -36,7 +36,7 @@ log = logging.getLogger("tandem.run")
 
 OF_THIS_MACHINE = ("data_dir", "download", "device", "threads", "workers", "eval_batch_size", "nproc")
 """Settings that variables and files may say, too; all others are the checkpoint's unless a flag says them."""
-NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "dp_first_share", "compile")
+NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "compile")
 """Settings of the training that mean nothing for a score, or another machine."""
 
 

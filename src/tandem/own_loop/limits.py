@@ -13,7 +13,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"--strategy {compute.strategy} works only in tasks; a custom loop needs ddp or single"
         )
-    if settings.exchange.gradient_compression == "powersgd":
+    if settings.exchange.powersgd_rank is not None:
         raise ConfigError(
             "--gradient-compression powersgd works only in tasks: it expects one backward pass per step, but "
             "a custom loop may take several; use bf16 or fp16"
@@ -22,7 +22,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"--precision {compute.precision} works only in tasks; in a custom loop use torch.autocast"
         )
-    if compute.compile or compute.compile_mode != "default":
+    if compute.compile is not None:
         raise ConfigError(
             "--compile works only in tasks; in a custom loop call torch.compile on the wrapped model"
         )

@@ -93,8 +93,6 @@ class Learner:
             if data.workers == "auto":
                 log.info("--workers auto: %s", self._loading())
             log.info("%s", self.schedule.describe())
-            if "compile_mode" in chosen and not compute.compile:
-                log.warning("--compile-mode has no effect without --compile")
             if unread := self.schedule.without_effect(chosen):
                 log.warning("%s", unread)
         self.stepper = Stepper(
@@ -220,12 +218,12 @@ def check_compilation(compute: ComputeConfig) -> None:
 
     max-autotune takes those that were fastest when it tried them. Raises ConfigError.
     """
-    if not (compute.compile and compute.deterministic):
+    if compute.compile is None or not compute.deterministic:
         return
-    if compute.compile_mode == "max-autotune":
+    if compute.compile == "max-autotune":
         raise ConfigError(
-            "--compile-mode max-autotune chooses kernels by timing them, but --deterministic needs the same "
-            "kernels in every process; use --compile-mode default or reduce-overhead"
+            "--compile max-autotune chooses kernels by timing them, but --deterministic needs the same "
+            "kernels in every process; use --compile default or reduce-overhead"
         )
     compile_deterministically()
 

@@ -139,8 +139,8 @@ class Stepper:
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
         self._precision, self._seed = compute.precision, seed
         self._parameters = trained_by(task, model)
-        trained = strategy.compiled(model, compute.compile_mode) if compute.compile else model
-        self._has_graphs = compute.compile and compute.compile_mode != "default"
+        trained = strategy.compiled(model, compute.compile) if compute.compile else model
+        self._has_graphs = compute.compile not in (None, "default")
         self._module = TrainingModule(task, trained, world.device, compute.precision, world.size, batch_size)
         self._reader = ConsensusReader(world, self._module.names)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
