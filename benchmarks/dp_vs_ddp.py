@@ -235,7 +235,7 @@ def measure_shares() -> dict[str, Any]:
                 run_dir = Path(folder) / f"{number}-{shares.replace(':', '-')}"
                 flags = {
                     "--task": f"{HERE}:Slow", "--run-dir": run_dir, "--nproc": 2, "--batch-size": 64,
-                    "--steps": STEPS, "--threads": 1, "--device": "cpu", "--metrics-port": 0,
+                    "--steps": STEPS, "--threads": 1, "--device": "cpu", "--metrics": 0,
                     "--metrics-linger": 0, "--eval-every": "never", "--checkpoint-every": "never",
                     "--batch-shares": shares,
                 }  # fmt: skip

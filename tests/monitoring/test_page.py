@@ -226,7 +226,7 @@ def start(processes: Any, folder: Path, fields: dict[str, object], **more: objec
     (folder / "slow.py").write_text(TASK)
     flags: dict[str, object] = {
         "nodes": 2, "task": "slow.py:Slow", "run-dir": "run", "batch-size": 24, "log-every": 20,
-        "eval-every": 50, "checkpoint-every": 80, "clip-norm": 1, "metrics-port": 0, "metrics-linger": 15,
+        "eval-every": 50, "checkpoint-every": 80, "clip-norm": 1, "metrics": 0, "metrics-linger": 15,
         **more,
     }  # fmt: skip
     flags |= {f"task.{name}": value for name, value in fields.items()}

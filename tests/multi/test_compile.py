@@ -62,7 +62,7 @@ class Deep:
 """
 FLAGS = (
     "launch --nproc 2 --task deep.py:Deep --batch-size 24 --steps 12 --lr 0.01 --device cpu --log-every 4 "
-    "--metrics-port 0 --metrics-linger 0"
+    "--metrics 0 --metrics-linger 0"
 ).split()
 
 

@@ -105,8 +105,8 @@ def test_probes_need_no_token_and_say_no_more_than_yes(guarded: MetricsServer) -
 
 
 @pytest.mark.parametrize("settings", [
-    {"metrics_token_file": "missing"}, {"metrics_token_file": "empty"}, {"metrics_key": "empty"},
-    {"metrics_cert": "empty"}, {"metrics_cert": "missing"},
+    {"metrics_token_file": "missing"}, {"metrics_token_file": "empty"},
+    {"metrics_tls": "empty"}, {"metrics_tls": "missing"}, {"metrics_tls": "empty,empty"},
 ])  # fmt: skip
 def test_files_that_cannot_be_used_are_an_error(
     settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,7 +125,7 @@ def test_tls(tmp_path: Path) -> None:
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
         cwd=tmp_path, check=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    files = {"metrics_cert": str(tmp_path / "cert.pem"), "metrics_key": str(tmp_path / "key.pem")}
+    files = {"metrics_tls": f"{tmp_path}/cert.pem,{tmp_path}/key.pem"}
     access = load_access(Settings.from_dict(files).metrics)
     server = MetricsServer(Registry(), "127.0.0.1", 0, dict, access=access)
     try:

@@ -31,9 +31,9 @@ from patience import patient  # noqa: E402
 # The cluster decides these itself: places, ports, folders, and the grace period that Compose has to exceed.
 DECIDED = {
     **{"TANDEM_COMPOSE_PROJECT": "tandem", "TANDEM_COMPOSE_NODES": "2", "TANDEM_STATE_DIR": "/run/tandem"},
-    **{"TANDEM_DATA_DIR": "/data", "TANDEM_RUN_DIR": "/checkpoints/digits", "TANDEM_METRICS_HOST": "0.0.0.0"},
+    **{"TANDEM_DATA_DIR": "/data", "TANDEM_RUN_DIR": "/checkpoints/digits", "TANDEM_METRICS": "0.0.0.0:9469"},
 }
-NOT_HANDED_ON = "NODES NODE_RANK MASTER METRICS_PORT SHUTDOWN_TIMEOUT".split()
+NOT_HANDED_ON = "NODES NODE_RANK MASTER METRICS SHUTDOWN_TIMEOUT".split()
 
 
 @pytest.fixture
@@ -190,9 +190,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_script_is_mounted_with_its_folder_and_works_in_the_runs(script: str, tmp_path: Path) -> None:
-    words = ["--script", script, "--script-args=--name 'a b' x", "--args=--cold"]
+    words = ["--script", script, "--script-args=--name 'a b' x", "--args=--fresh-interpreter"]
     found = variables(*words)
-    assert found["COMMAND"] == "launch --cold '/script/train it.py' --name 'a b' x"
+    assert found["COMMAND"] == "launch --fresh-interpreter '/script/train it.py' --name 'a b' x"
     assert (found["TASKS"], found["TASKS_AT"]) == (str(tmp_path.resolve()), "/script")
     assert (found["RUN"], found["WORKING_DIR"]) == ("train-it", "/checkpoints/train-it")
     assert "TANDEM_TASK" not in found

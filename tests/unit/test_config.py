@@ -134,8 +134,10 @@ def test_kubernetes_service_links_are_not_ours() -> None:
         "TANDEM_METRICS_PORT_9469_TCP_ADDR": "10.0.0.1",
         "TANDEM_PORT": "tcp://10.0.0.1:9469",
     }
-    assert settings_of(**links).metrics.metrics_port == 9469
-    assert settings_of(TANDEM_METRICS_PORT="9470").metrics.metrics_port == 9470
+    assert settings_of(**links).metrics.metrics == "127.0.0.1:9469"
+    assert settings_of(TANDEM_METRICS="9470").metrics.host_and_port == ("127.0.0.1", 9470)
+    assert settings_of(TANDEM_METRICS=":0").metrics.host_and_port == ("127.0.0.1", 0)
+    assert settings_of(TANDEM_METRICS="[::]:7").metrics.host_and_port == ("::", 7)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,9 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(brought: str) -> None:
         ("--profile", "10:0", "START:STEPS"),
         ("--log-every", "5x", "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"),
         ("--warmup", "30s", "steps, epochs or percent"),
-        ("--metrics-port", "65536", "a port from 0"),
+        ("--metrics", "65536", "HOST:PORT or PORT"),
+        ("--metrics", "::1:7", "HOST:PORT or PORT"),
+        ("--tracker", "tensorboard,neptune", "one of tensorboard, mlflow, wandb, or tensorboard,mlflow"),
     ],
 )
 def test_bad_values_name_flag_value_and_what_is_valid(flag: str, text: str, valid: str) -> None:

@@ -63,7 +63,7 @@ def test_another_user_of_the_machine_reads_nothing() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
-        flags = f"--run-dir {folder}/run --data-dir {folder}/data --steps 3 --metrics-port 0"
+        flags = f"--run-dir {folder}/run --data-dir {folder}/data --steps 3 --metrics 0"
         command = [sys.executable, "-m", "tandem", "train", *flags.split(), "--device", "cpu"]
         subprocess.run(command, check=True, timeout=patient(110), capture_output=True)
         files = [each for each in (folder / "run").rglob("*") if each.is_file()]

@@ -71,9 +71,18 @@ def _is_resume(text: str) -> bool:
     return bool(address(text))
 
 
-def _is_address(text: str) -> bool:
+def _is_address(text: str, lowest: int = 1) -> bool:
     found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", text, re.ASCII)
-    return found is not None and 1 <= int(found[2]) <= 65535
+    return found is not None and lowest <= int(found[2]) <= 65535
+
+
+def _listening(text: str) -> str:
+    """A port alone is one of loopback."""
+    return f"127.0.0.1:{text.removeprefix(':')}" if re.fullmatch(r":?\d+", text, re.ASCII) else text
+
+
+def _ends_in_tensorboard(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith(",tensorboard")
 
 
 def _is_pair(text: str, is_valid: Callable[[int, int], bool]) -> bool:
@@ -107,7 +116,22 @@ WarmupText = Annotated[
     str, Valid("steps, epochs or percent such as 0, 200, 1epoch or 5%", lambda s: _is_cadence(s, "seconds"))
 ]
 Place = Annotated[PurePath, _Place()]
-Address = Annotated[str, Valid("HOST:PORT", _is_address)]
+MeetingPoint = Annotated[
+    str,
+    Reads(lambda value: value.removeprefix("tcp://") if isinstance(value, str) else value),
+    Valid("HOST:PORT or file:///PATH", lambda text: _is_address(text) or text[:8] == "file:///"),
+]
+Listening = Annotated[
+    str,
+    Reads(lambda value: _listening(str(value))),
+    Valid("HOST:PORT or PORT; port 0 is any free port", lambda text: _is_address(text, lowest=0)),
+]
+Certificate = Annotated[str, Valid("CERT or CERT,KEY, PEM files", _matches(r"[^,]+(,[^,]+)?"))]
+TrackerNames = Annotated[
+    str,
+    Reads(lambda value: ",".join(reversed(value.split(","))) if _ends_in_tensorboard(value) else value),
+    Valid("tensorboard,mlflow or tensorboard,wandb", _matches("tensorboard,(mlflow|wandb)")),
+]
 NodeRange = Annotated[
     str, Valid("MIN:MAX nodes, such as 1:4", lambda s: _is_pair(s, lambda low, high: 1 <= low <= high))
 ]
@@ -116,15 +140,6 @@ StepWindow = Annotated[
 ]
 BestText = Annotated[
     str, Valid("METRIC, METRIC:min or METRIC:max, such as accuracy", _matches(r"[^\s:]+(:(min|max))?"))
-]
-InitMethod = Annotated[
-    str,
-    Valid(
-        "env://, tcp://HOST:PORT or file:///PATH",
-        lambda text: (
-            text == "env://" or (text[:6] == "tcp://" and _is_address(text[6:])) or text[:8] == "file:///"
-        ),
-    ),
 ]
 SharesText = Annotated[
     str,
@@ -155,9 +170,9 @@ ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_re
 
 PLACEHOLDERS = {
     "task": "FILE.py:CLASS", "task_fields": "VALUE", "batch_shares": "A:B[:C...]", "elastic": "MIN:MAX",
-    "profile": "START:STEPS", "metrics_host": "HOST",
+    "profile": "START:STEPS", "metrics": "HOST:PORT", "metrics_tls": "CERT[,KEY]",
     "resume": "{auto,never,required,PATH[@STEP]}", "warmup": "LENGTH", "keep_best": "METRIC[:min|:max]",
-    "init_method": "URL",
+    "master": "HOST:PORT",
 }  # fmt: skip
 SHORT = {
     "a cadence": "CADENCE",

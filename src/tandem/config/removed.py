@@ -40,16 +40,35 @@ REMOVED: Mapping[str, Instead] = {
     "dp_first_share": Instead("", "strategy", "dp:0.5"),
     "compile_mode": Instead("", "compile", "MODE"),
     "powersgd_rank": Instead("", "gradient_compression", "powersgd:RANK"),
+    "init_method": Instead("or file:///PATH; MASTER_ADDR needs no setting", "master", "HOST:PORT"),
+    "connect_timeout": Instead("it also limits the wait for nodes", "master_timeout", "SECONDS"),
+    "first_step_timeout": Instead("", "phase_timeout", "SECONDS"),
+    "max_starts": Instead("", "max_crash_loops", "N"),
+    "cold": Instead("", "fresh_interpreter"),
+    "standby_gpu": Instead("", "warm_gpu"),
+    "init_min": Instead("it requires all parameters", "init_strict"),
+    "tensorboard": Instead("with another tracker: tensorboard,mlflow", "tracker", "tensorboard"),
+    "metrics_host": Instead("", "metrics", "HOST:PORT"),
+    "metrics_port": Instead("", "metrics", "HOST:PORT"),
+    "metrics_cert": Instead("", "metrics_tls", "CERT,KEY"),
+    "metrics_key": Instead("", "metrics_tls", "CERT,KEY"),
     "elastic_settle": Instead("remove it; an elastic job waits 10 s for more nodes than MIN"),
     "checkpoint_failures_allowed": Instead("remove it; a run fails after more than 3 failed saves in a row"),
 }
 """By the setting's former name. Each row stays for one release."""
+RENAMED = {
+    "first_step_timeout": "phase_timeout",
+    "max_starts": "max_crash_loops",
+    "cold": "fresh_interpreter",
+    "standby_gpu": "warm_gpu",
+}
 REMOVED_VALUES: Mapping[tuple[str, str], Instead] = {
     ("lr_scaling", "auto"): Instead("sqrt:BATCH for adam and adamw", "lr_scaling", "linear:BATCH"),
+    ("log_format", "auto"): Instead("", "log_format", "text"),
     ("batch_shares", "auto"): Instead("one number per rank", "batch_shares", "3:1"),
 }
 """By a setting's name and its former value."""
-CHANGED_VALUES: Mapping[tuple[str, str], object] = {}
+CHANGED_VALUES: Mapping[tuple[str, str], object] = {("log_format", "auto"): "text"}
 """What a file with a removed value means today, unless it is none."""
 
 
@@ -74,6 +93,8 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     new = {name: value for name, value in values.items() if name not in REMOVED}
     _merge_computing(values, new)
+    _merge_places(values, new)
+    new |= {new_name: values[name] for name, new_name in RENAMED.items() if name in values}
     for name, text in REMOVED_VALUES:
         if new.get(name) == text:
             new[name] = CHANGED_VALUES.get((name, text))
@@ -94,3 +115,20 @@ def _merge_computing(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     rank = old.get("powersgd_rank", 4)
     if rank != 4 and old.get("gradient_compression") == "powersgd":
         new["gradient_compression"] = f"powersgd:{rank}"
+
+
+def _merge_places(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    method = old.get("init_method")
+    if method and method != "env://":
+        new["master"] = method
+    if old.get("init_min"):
+        new["init_strict"] = True
+    if old.get("tensorboard"):
+        new["tracker"] = ",".join(["tensorboard", *([old["tracker"]] if old.get("tracker") else [])])
+    if "metrics_host" in old or "metrics_port" in old:
+        host = str(old.get("metrics_host", "127.0.0.1"))
+        new["metrics"] = f"{f'[{host}]' if ':' in host else host}:{old.get('metrics_port', 9469)}"
+    if old.get("metrics_cert"):
+        new["metrics_tls"] = ",".join(
+            str(old[name]) for name in ("metrics_cert", "metrics_key") if old.get(name)
+        )

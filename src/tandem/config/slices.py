@@ -8,28 +8,28 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from tandem.config.fields import (
-    Address,
     Auto,
     BelowOne,
     BestText,
     CadenceText,
+    Certificate,
     CompileMode,
     Count,
     DpShare,
-    InitMethod,
+    Listening,
     LrScalingText,
+    MeetingPoint,
     Natural,
     NodeRange,
     NonNegative,
     Place,
-    Port,
     Positive,
     PowerSgd,
     ResumeText,
     Seed,
-    Share,
     SharesText,
     StepWindow,
+    TrackerNames,
     WarmupText,
     setting,
 )
@@ -170,21 +170,22 @@ class LaunchConfig:
 
     nodes: Count | None = setting(None, "number of nodes; none: detected from the platform")
     node_rank: Natural | None = setting(None, "rank of this node, when starting nodes by hand", per_node=True)
-    master: Address | None = setting(None, "address of node 0, when starting nodes by hand", per_node=True)
-    init_method: InitMethod | None = setting(
+    master: MeetingPoint | None = setting(
         None,
-        "init method for ranks started by hand; none: env://, from MASTER_ADDR and MASTER_PORT",
+        "address of node 0, when starting nodes by hand; ranks started by hand can also use a file",
         per_node=True,
     )
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
-    master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")
+    master_timeout: Positive = setting(
+        300.0, "seconds to wait for the master and all nodes, and then for all ranks to connect"
+    )
     shutdown_timeout: Positive = setting(25.0, "seconds for ranks to save and exit after a stop signal")
     max_restarts: Natural = setting(5, "how many failures on this node to recover from before giving up")
-    max_starts: Count = setting(10, "consecutive starts without a new checkpoint before node 0 gives up")
+    max_crash_loops: Count = setting(10, "consecutive starts without a new checkpoint before node 0 gives up")
     restart_on_error: bool = setting(False, "restart a script after its own errors too")
-    cold: bool = setting(False, "start each rank of a script as a new interpreter")
-    standby_gpu: bool = setting(
+    fresh_interpreter: bool = setting(False, "start each rank of a script as a new interpreter")
+    warm_gpu: bool = setting(
         False,
         "keep a CUDA context open in standby workers for faster restarts (about 0.5 GB per GPU; tasks only)",
         per_node=True,
@@ -195,11 +196,8 @@ class LaunchConfig:
 class ReliabilityConfig:
     """Hangs and diverging ranks"""
 
-    first_step_timeout: Positive = setting(
+    phase_timeout: Positive = setting(
         1800.0, "time limit in seconds for the start, the first step, an evaluation or a save"
-    )
-    connect_timeout: Positive = setting(
-        300.0, "seconds for NCCL or gloo to connect all ranks after the rendezvous"
     )
     hang_timeout: Auto | Positive = setting(
         "auto",
@@ -235,7 +233,7 @@ class CheckpointConfig:
     init_from: Place | None = setting(
         None, "initial weights: a file, a run, or a torchvision name; parameters that match are loaded"
     )
-    init_min: Share = setting(0.0, "minimum fraction of the parameters that --init-from must provide")
+    init_strict: bool = setting(False, "require a weight in --init-from for each parameter of the model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,28 +251,49 @@ class TelemetryConfig:
     """Logs and displays"""
 
     log_every: CadenceText = setting("50", "how often to log and to write a line to metrics.jsonl")
-    log_format: Literal["auto", "text", "json"] = setting(
-        "auto", "json: one object per line, for log collectors; auto: text", per_node=True
+    log_format: Literal["text", "json"] = setting(
+        "text", "json: one object per line, for log collectors", per_node=True
     )
     progress: Literal["auto", "on", "off"] = setting(
         "auto", "show a progress bar; auto: on a terminal (extra: rich)"
     )
-    tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")
-    tracker: Literal["mlflow", "wandb"] | None = setting(
-        None, "send settings, metrics and scores to a tracker (extras: mlflow, wandb)", per_node=True
+    tracker: Literal["tensorboard", "mlflow", "wandb"] | TrackerNames | None = setting(
+        None,
+        "write TensorBoard events, or send the run to MLflow or W&B (extras: tensorboard, mlflow, wandb)",
+        per_node=True,
     )
     profile: StepWindow | None = setting(None, "record these steps with torch.profiler")
+
+    @property
+    def has_tensorboard(self) -> bool:
+        """Whether TensorBoard events are written."""
+        return "tensorboard" in (self.tracker or "").split(",")
+
+    @property
+    def remote_tracker(self) -> str | None:
+        """The tracker that is not TensorBoard: mlflow, wandb or None."""
+        return next((name for name in (self.tracker or "").split(",") if name in ("mlflow", "wandb")), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """The metrics page"""
 
-    metrics_host: str = setting("127.0.0.1", "address that /metrics listens on", per_node=True)
-    metrics_port: Port = setting(9469, "port of /metrics; if it is busy, a free port is used", per_node=True)
-    metrics_cert: Path | None = setting(None, "TLS certificate (PEM) for the metrics page", per_node=True)
-    metrics_key: Path | None = setting(None, "private key (PEM), if it is in a separate file", per_node=True)
+    metrics: Listening = setting(
+        "127.0.0.1:9469",
+        "address that /metrics listens on, or a port of 127.0.0.1; if it is busy, a free port is used",
+        per_node=True,
+    )
+    metrics_tls: Certificate | None = setting(
+        None, "TLS certificate of the metrics page, and its key if that is in a separate file", per_node=True
+    )
     metrics_token_file: Path | None = setting(
         None, "file with the bearer token that clients must send", per_node=True
     )
     metrics_linger: NonNegative = setting(15.0, "seconds to wait for a last scrape after the end")
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Where the page listens."""
+        host, _, port = self.metrics.rpartition(":")
+        return host.strip("[]"), int(port)

@@ -34,7 +34,7 @@ _SERVICE_LINK = re.compile(
 )
 TASK_VALID = SETTINGS["task_fields"].valid
 FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
-PLACES = ("run_dir", "node_rank", "master", "init_method")
+PLACES = ("run_dir", "node_rank", "master")
 """Settings that say where a run is: another one with its config.json is elsewhere."""
 CONFIG_HELP = "file of settings: TOML, or the config.json of a run (its paths and addresses are ignored)"
 CONFIG_VALID = "a TOML file or a run's config.json"

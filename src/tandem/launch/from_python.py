@@ -35,7 +35,7 @@ from tandem.reading import RunFiles
 from tandem.script.function import RESULT, write
 from tandem.script.job import FUNCTION
 
-NOT_HERE = ("task", "node_rank", "master", "init_method")
+NOT_HERE = ("task", "node_rank", "master")
 """Settings that `tandem.launch` does not take: it starts all nodes, on this machine."""
 SEE = "See `tandem help settings`"
 LAST_LINES = 100  # of the output; the reason of a failure is among them
@@ -102,7 +102,7 @@ def launch(
         def add(a, b):
             return a + b
 
-        assert tandem.launch(add, 1, 2, nodes=2, metrics_port=0).result == 3
+        assert tandem.launch(add, 1, 2, nodes=2, metrics=0).result == 3
 
     Raises ConfigError for a bad function or setting before anything starts, and TandemError with the job's
     `exit_code` if the job fails. After Ctrl-C the job saves and stops, and KeyboardInterrupt is raised; a

@@ -112,9 +112,9 @@ def job_of(program: Program, settings: Settings, chosen: Collection[str]) -> Job
         variables=variables_of(settings, chosen),
         max_restarts=settings.launch.max_restarts,
         hang_timeout=None if hang == "auto" else float(hang),
-        patience=settings.reliability.first_step_timeout,
+        patience=settings.reliability.phase_timeout,
         json_lines=settings.telemetry.log_format == "json",
-        cold=settings.launch.cold,
+        cold=settings.launch.fresh_interpreter,
     )
 
 

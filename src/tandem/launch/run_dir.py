@@ -173,7 +173,7 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | 
     where, copies = settings.run.place, Copies(settings.run.place)
     over = decision.kind == "complete" if decision is not None else is_finished(where / "checkpoints")
     folder = local_folder(where)
-    check(settings.telemetry.tracker)
+    check(settings.telemetry.remote_tracker)
     try:
         if mine.problem is not None:
             raise mine.problem

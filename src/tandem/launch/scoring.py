@@ -142,7 +142,7 @@ def _start_ranks(
             place,
             *(["--json"] if as_json else []),
             *as_flags(own),
-            f"--init-method=file://{folder}/meet",
+            f"--master=file://{folder}/meet",
         ]
         outputs = [opened.enter_context((folder / f"rank-{rank}.txt").open("w+")) for rank in range(1, count)]
         ranks = [

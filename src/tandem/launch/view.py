@@ -92,7 +92,7 @@ class NodeView:
         self._journal, self._history = Journal(run_dir), History(run_dir, self.checkpoints)
         self._replays = life.Replays(self._history.last_step)
         self._restarts = Restarts(read_events(run_dir))
-        host, port = settings.metrics.metrics_host, settings.metrics.metrics_port
+        host, port = settings.metrics.host_and_port
         shown = self.status, self._history.curves, access, self._about.read, self._log
         server = self._server = MetricsServer(self.metrics, host, port, *shown)
         log.info("live page at %s/, metrics at %s/metrics", server.url, server.url)

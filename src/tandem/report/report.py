@@ -27,7 +27,7 @@ _ACTIVITY = re.compile(
 )
 LONGEST, LONGEST_NAME = 400, 120
 """Characters of a line about a problem, and of a name."""
-NOT_COMPARED = ("run_dir", "resume", "metrics_port", "node_rank", "master")
+NOT_COMPARED = ("run_dir", "resume", "metrics", "node_rank", "master")
 
 
 def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] = ()) -> list[str]:

@@ -223,7 +223,7 @@ def alone(folder: Path, wait: bool) -> Iterator[None]:
 
 def chosen(config: Mapping[str, object], asked: str | None) -> str:
     """The tracker that was asked for, else the one of the run. Raises ConfigError."""
-    name = asked or config.get("tracker")
-    if not isinstance(name, str):
+    name = asked or str(config.get("tracker") or "").removeprefix("tensorboard").lstrip(",")
+    if not name:
         raise ConfigError("this run has no tracker; use --tracker mlflow or --tracker wandb")
     return name

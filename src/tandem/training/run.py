@@ -116,7 +116,7 @@ def warm_up(job: TaskJob, expected: Position | None = None) -> None:
     settings = Settings.from_dict(job.settings)
     task_class(settings.run.task)
     strategies.preload(settings.compute.strategy)
-    if settings.launch.standby_gpu and expected is not None:
+    if settings.launch.warm_gpu and expected is not None:
         open_gpus(settings.compute, expected.gpu)
 
 

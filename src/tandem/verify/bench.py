@@ -181,7 +181,7 @@ def _run(
         "--checkpoint-every": "never",
         "--resume": "never",
         "--max-restarts": 0,
-        "--metrics-port": 0,
+        "--metrics": 0,
         "--metrics-linger": 0,
         "--progress": "off",
         "--log-format": "text",

@@ -22,7 +22,7 @@ AS_TORCH_DOES, PLAIN = ExchangeConfig(), ComputeConfig()
 def load(
     name: str, group: ProcessGroup, exchange: ExchangeConfig = AS_TORCH_DOES, compute: ComputeConfig = PLAIN
 ) -> Strategy:
-    """The strategy `name`, such as `dp:0.5`, for the ranks of `group`. Raises ConfigError if it cannot work."""
+    """The strategy `name`, such as `dp:0.5`, for the ranks of `group`. Raises ConfigError."""
     check_together(exchange, compute)
     strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy

@@ -60,7 +60,7 @@ class Strategy(single.Strategy):
         """
         if mode != "default":
             raise ConfigError(
-                f"--compile {mode} does not work with --strategy fsdp; use --compile default or --strategy ddp"
+                f"--compile {mode} does not work with --strategy fsdp; use default, or --strategy ddp"
             )
         self._compiles = self._blocks or [model]
         return model
