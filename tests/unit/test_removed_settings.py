@@ -85,7 +85,7 @@ OLD: dict[str, Any] = {
     "init_method": "tcp://n0:7", "connect_timeout": 300.0, "first_step_timeout": 7.0, "max_starts": 3,
     "cold": True, "standby_gpu": True, "init_min": 0.9, "tensorboard": True, "tracker": "mlflow",
     "metrics_host": "::", "metrics_port": 7, "metrics_cert": "a.pem", "metrics_key": "b.pem",
-    "log_format": "auto",
+    "log_format": "auto", "on_nonfinite": "raise",
 }  # fmt: skip
 NEW: dict[str, Any] = {
     "lr_scaling": "linear:32", "strategy": "dp:0.5", "compile": "reduce-overhead",

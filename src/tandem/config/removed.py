@@ -64,11 +64,15 @@ RENAMED = {
 }
 REMOVED_VALUES: Mapping[tuple[str, str], Instead] = {
     ("lr_scaling", "auto"): Instead("sqrt:BATCH for adam and adamw", "lr_scaling", "linear:BATCH"),
+    ("on_nonfinite", "raise"): Instead("it names the tensor", "on_nonfinite", "stop"),
     ("log_format", "auto"): Instead("", "log_format", "text"),
     ("batch_shares", "auto"): Instead("one number per rank", "batch_shares", "3:1"),
 }
 """By a setting's name and its former value."""
-CHANGED_VALUES: Mapping[tuple[str, str], object] = {("log_format", "auto"): "text"}
+CHANGED_VALUES: Mapping[tuple[str, str], object] = {
+    ("log_format", "auto"): "text",
+    ("on_nonfinite", "raise"): "stop",
+}
 """What a file with a removed value means today, unless it is none."""
 
 

@@ -95,8 +95,8 @@ class OptimisationConfig:
     )
     warmup: WarmupText = setting("0", "length of the linear warm-up")
     clip_norm: Positive | None = setting(None, "clip gradients to this norm; none: no clipping")
-    on_nonfinite: Literal["skip", "stop", "raise"] = setting(
-        "stop", "what to do when the loss or a gradient is not finite"
+    on_nonfinite: Literal["skip", "stop"] = setting(
+        "stop", "what to do when the loss or a gradient is not finite; stop also names the first such tensor"
     )
 
 

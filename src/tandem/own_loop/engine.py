@@ -243,7 +243,12 @@ class Engine:
             timetable=timetable,
             recorder=recorder,
             clock=self.clock,
-            nonfinite=Policy(settings.optimisation.on_nonfinite, lambda: self.backward.is_scaled, recorder),
+            nonfinite=Policy(
+                settings.optimisation.on_nonfinite,
+                lambda: self.backward.is_scaled,
+                recorder,
+                self.backward.culprit,
+            ),
             evaluate=dict,
             ends=lambda step, scores: False,
             check_replicas=partial(check_replicas, world, self._strategy, together, recorder),

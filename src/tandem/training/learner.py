@@ -113,7 +113,8 @@ class Learner:
         self.stepper.drops_gradients = world.device.type == "cuda" or exchange.find_unused
         self.exchanges: dict[str, bool] = {}
         """As `Evaluation`."""
-        self.nonfinite = Policy(optimisation.on_nonfinite, self.stepper.scaler.is_enabled, recorder)
+        scaled = self.stepper.scaler.is_enabled
+        self.nonfinite = Policy(optimisation.on_nonfinite, scaled, recorder, self.stepper.culprit)
 
     @property
     def workers(self) -> int:
