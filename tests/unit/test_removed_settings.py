@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tandem.checkpoint.decision import decide_resume
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings, resolve
 from tandem.config.arguments import Parser
 from tandem.config.removed import REMOVED, REMOVED_VALUES, translated
@@ -74,6 +76,25 @@ def test_the_config_of_an_older_run_is_read(tmp_path: Path) -> None:
     loaded = resolve({}, {"TANDEM_CONFIG": str(config)}, None)
     assert loaded.settings == Settings().replace(**{name: NEW[name] for name in NEW if name != "master"})
     assert translated(translated(old)) == translated(old), "what is new already stays as it is"
+
+
+def test_a_checkpoint_of_an_older_run_is_resumed(tmp_path: Path) -> None:
+    settings = Settings().replace(**NEW, steps=9)
+    old = Settings().to_dict() | OLD | {"steps": 9}
+    fixed = [*settings.fingerprint_fields(), "powersgd_rank"]
+    store = CheckpointStore(tmp_path / "checkpoints")
+    fingerprint = {name: old[name] for name in fixed}
+    store.save(4, b"state", {"settings": old, "fingerprint": fingerprint, "train_samples": 2400})
+    decision = decide_resume(settings, store)
+    assert (decision.kind, decision.step, decision.changes) == ("resume", 4, ())
+    other = settings.replace(gradient_compression="powersgd:3")
+    with pytest.raises(ConfigError, match="gradient_compression was powersgd:2 and is powersgd:3 now"):
+        decide_resume(other, store)
+
+
+def test_the_hash_of_settings_tells_merged_settings_apart() -> None:
+    hashes = {Settings().replace(metrics=f"127.0.0.1:{port}").digest() for port in (1, 2, 2)}
+    assert len(hashes) == 2
 
 
 OLD: dict[str, Any] = {
