@@ -25,7 +25,7 @@ LIMIT_SECONDS = 1500.0
 
 def launch(folder: Path, ranks: int, gigabytes: float, steps: int) -> LiveRun:
     flags = ("--task", f"{TASK}:Big", "--task.gigabytes", gigabytes, "--batch-size", 8, "--steps", steps)
-    waits = ("--first-step-timeout", 1200, "--hang-timeout", 600, "--shutdown-timeout", 600)
+    waits = ("--phase-timeout", 1200, "--hang-timeout", 600, "--shutdown-timeout", 600)
     small = ("--snapshot-every", "never", "--checkpoint-keep", 1, "--checkpoint-every", "never")
     return LiveRun(("tandem", "launch", "--nproc", str(ranks)), folder, *flags, *waits, *small)
 

@@ -46,7 +46,7 @@ def pace(ranks: int, waiting: dict[str, str]) -> float:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     with tempfile.TemporaryDirectory(prefix="busy-") as folder:
         words = ["--nproc", ranks, "--steps", STEPS, "--eval-every", STEPS, "--run-dir", f"{folder}/run"]
-        words += ["--metrics-port", 0, "--metrics-linger", 0, "--progress", "off"]
+        words += ["--metrics", 0, "--metrics-linger", 0, "--progress", "off"]
         command = [sys.executable, "-m", "tandem", "launch", *map(str, words)]
         subprocess.run(
             command, env=environment | waiting, check=True, capture_output=True, timeout=LIMIT_SECONDS

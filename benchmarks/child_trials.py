@@ -126,7 +126,7 @@ class ChildRun:
         (folder / name).chmod(0o755)
         environ = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         self.environ = marked({**environ, "PYTHON": sys.executable})
-        words = ["--nproc", "2", "--run-dir", "run", "--metrics-port", "0", "--metrics-linger", "0"]
+        words = ["--nproc", "2", "--run-dir", "run", "--metrics", "0", "--metrics-linger", "0"]
         words += ["--hang-timeout", str(HANG_SECONDS), "--shutdown-timeout", "20"]
         words += ["--", f"./{name}"] if name.endswith(".sh") else [name]
         with (folder / "said.txt").open("wb") as file:

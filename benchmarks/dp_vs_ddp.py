@@ -228,15 +228,14 @@ def measure_threads() -> list[dict[str, Any]]:
 
 def measure_shares() -> dict[str, Any]:
     """Samples/s of each kind of shares, by round, and the median ratio to equal ones."""
-    rates: dict[str, list[float]] = {"none": [], "3:1": [], "auto": []}
-    sizes = []
+    rates: dict[str, list[float]] = {"none": [], "3:1": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(ROUNDS):
             for shares in rates:
                 run_dir = Path(folder) / f"{number}-{shares.replace(':', '-')}"
                 flags = {
                     "--task": f"{HERE}:Slow", "--run-dir": run_dir, "--nproc": 2, "--batch-size": 64,
-                    "--steps": STEPS, "--threads": 1, "--device": "cpu", "--metrics-port": 0,
+                    "--steps": STEPS, "--threads": 1, "--device": "cpu", "--metrics": 0,
                     "--metrics-linger": 0, "--eval-every": "never", "--checkpoint-every": "never",
                     "--batch-shares": shares,
                 }  # fmt: skip
@@ -244,14 +243,11 @@ def measure_shares() -> dict[str, Any]:
                 command = [sys.executable, "-m", "tandem", "launch", *words]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
                 rates[shares].append(json.loads((run_dir / "summary.json").read_text())["samples_per_second"])
-                if shares == "auto":
-                    events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
-                    sizes += [event["sizes"] for event in events if event["kind"] == "batch_shares"]
     ratios = {
         shares: round(statistics.median(a / b for a, b in zip(each, rates["none"], strict=True)), 2)
         for shares, each in rates.items()
     }
-    return {"samples_per_second": rates, "ratio": ratios, "auto_sizes": sizes}
+    return {"samples_per_second": rates, "ratio": ratios}
 
 
 def main() -> None:

@@ -194,7 +194,7 @@ def torchrun(python: str, name: str) -> list[str]:
 
 def launched(*words: str) -> list[str]:
     """With everything that tandem does by default: telemetry, checkpoints, snapshots, evaluation."""
-    settings = ["--device", "cpu", "--metrics-port", "0", "--metrics-linger", "0", "--run-dir", "run"]
+    settings = ["--device", "cpu", "--metrics", "0", "--metrics-linger", "0", "--run-dir", "run"]
     return [sys.executable, "-m", "tandem", "launch", "--nproc", str(RANKS), *settings, *words]
 
 

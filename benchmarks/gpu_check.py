@@ -39,7 +39,7 @@ from live_runs import LiveRun, session_of  # noqa: E402
 from table import Row, finish  # noqa: E402
 
 TASKS = ROOT / "benchmarks" / "gpu_tasks.py"
-QUIET = ("--metrics-port", 0, "--metrics-linger", 0, "--progress", "off", "--eval-every", "never")
+QUIET = ("--metrics", 0, "--metrics-linger", 0, "--progress", "off", "--eval-every", "never")
 PASSED = {"distributed/consensus.py:drain", "data/fetch.py:fetch"}
 """Places that look at what is on the host by then: the step before's numbers, and an index on the CPU."""
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
@@ -153,7 +153,7 @@ def killed(check: Check) -> list[Row]:
 
 
 def recovery_beside_torchrun(check: Check) -> list[Row]:
-    """The same trainer and task under `tandem launch`, also with `--standby-gpu`, and under torchrun.
+    """The same trainer and task under `tandem launch`, also with `--warm-gpu`, and under torchrun.
 
     All save every 50 steps.
     """
@@ -161,7 +161,7 @@ def recovery_beside_torchrun(check: Check) -> list[Row]:
     torchrun = "torch.distributed.run --nproc-per-node 1 --max-restarts 9 -m tandem train".split()
     tandem = (*check.launcher, "--nproc", "1")
     medians, free = list[float](), list[float]()
-    for launcher, more in ((tandem, ()), (tandem, ("--standby-gpu",)), (torchrun, ())):
+    for launcher, more in ((tandem, ()), (tandem, ("--warm-gpu",)), (torchrun, ())):
         with LiveRun(launcher, check.folder / f"recovery-{len(medians)}", *words, *more) as run:
             taken = []
             for number in (1, 2, 3):
@@ -193,7 +193,7 @@ def recovery_beside_torchrun(check: Check) -> list[Row]:
             theirs,
         ),
         Row(
-            f"the same, --standby-gpu (holds {held:,.0f} MiB)",
+            f"the same, --warm-gpu (holds {held:,.0f} MiB)",
             3,
             f"median {opened:.2f} s",
             f"without {ours:.2f} s",
@@ -367,14 +367,14 @@ def graphs(check: Check) -> list[Row]:
     """The default task compiled, with CUDA graphs and without: pace, and that both learn the same."""
     rates, losses = [], []
     for mode in ("reduce-overhead", "default"):
-        words = ("--nproc", 1, "--task", "digits", "--steps", 400, "--compile", "--compile-mode", mode)
+        words = ("--nproc", 1, "--task", "digits", "--steps", 400, "--compile", mode)
         summary = _summary(check.run(f"graphs-{mode}", *words)[0])
         rates.append(float(str(summary["samples_per_second"])))
         losses.append(float(str(summary["loss"])))
     apart = abs(losses[0] - losses[1])
     said, control = f"{rates[0]:,.0f} samples/s", f"without graphs {rates[1]:,.0f} samples/s"
     ratio, target = f"{rates[0] / rates[1]:.2f}", "the loss of both within 0.01"
-    return [Row("digits, --compile-mode reduce-overhead", 1, said, control, ratio, target, apart <= 0.01)]
+    return [Row("digits, --compile reduce-overhead", 1, said, control, ratio, target, apart <= 0.01)]
 
 
 def _has_torchvision() -> bool:

@@ -86,7 +86,7 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
         strategy = strategies.load("ddp", world, settings.exchange)
         model = strategy.spread(task.build_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        made = settings.compute, settings.optimisation, BATCH, 0, task, model, optimizer
+        made = settings.compute, settings.optimization, BATCH, 0, task, model, optimizer
         steppers[kind] = Stepper(world, strategy, *made, Clock())
         steppers[kind].settle([batch], 0, Costs())
         found[kind] = strategy.sync_bytes(list(model.parameters())), []

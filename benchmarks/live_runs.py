@@ -37,7 +37,7 @@ class LiveRun:
         command = [
             *(("ip", "netns", "exec", inside) if inside else ()),
             *(sys.executable, "-m", *launcher, "--task", f"{TASK}:Small", "--run-dir", str(run_dir)),
-            *("--batch-size", "240", "--metrics-linger", "0", "--metrics-port", "0", "--eval-every", "never"),
+            *("--batch-size", "240", "--metrics-linger", "0", "--metrics", "0", "--eval-every", "never"),
             *map(str, flags),
         ]
         run_dir.mkdir(parents=True, exist_ok=True)

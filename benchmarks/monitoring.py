@@ -73,12 +73,12 @@ class SleepyTask:
 def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Stepper, list[Any]]:
     torch.manual_seed(0)
     settings = Settings.from_dict({"batch_size": batch * world.size})
-    strategy, compute, optimisation = load("ddp", world), settings.compute, settings.optimisation
+    strategy, compute, optimization = load("ddp", world), settings.compute, settings.optimization
     model = strategy.spread(task.build_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     whole: Any = WholeTask(task)  # type: ignore[arg-type]
     stepper = Stepper(
-        world, strategy, compute, optimisation, batch * world.size, 0, whole, model, optimizer, Clock()
+        world, strategy, compute, optimization, batch * world.size, 0, whole, model, optimizer, Clock()
     )
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
     stepper.settle(micro_batches, 0, Costs())

@@ -292,15 +292,13 @@ def _monitoring(results: Path) -> str:
 
 def _shares(results: Path) -> str:
     found = _load(results, "dp_vs_ddp")
-    rates, sizes = found["shares"]["samples_per_second"], found["shares"]["auto_sizes"]
-    each = zip(rates["none"], rates["3:1"], rates["auto"], strict=True)
+    rates = found["shares"]["samples_per_second"]
+    each = zip(rates["none"], rates["3:1"], strict=True)
     rows = [
-        (number, *(f"{rate:,.0f}" for rate in of), f"{of[1] / of[0]:.2f}", f"{of[2] / of[0]:.2f}")
+        (number, *(f"{rate:,.0f}" for rate in of), f"{of[1] / of[0]:.2f}")
         for number, of in enumerate(each, 1)
     ]
-    auto = " or ".join(sorted({":".join(map(str, size)) for size in sizes}))
-    relative = ("`3:1` relative to equal", "`auto` relative to equal")
-    head = ("round", "equal, 32:32", "`3:1`, 48:16", f"`auto`, {auto}", *relative)
+    head = ("round", "equal, 32:32", "`3:1`, 48:16", "`3:1` relative to equal")
     return f"{_measured_on(found['machines']['shares'])}\n\n{_table(head, rows)}"
 
 

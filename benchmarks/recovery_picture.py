@@ -25,7 +25,7 @@ LINGER_SECONDS = 6.0  # the last picture, before it begins anew
 LIMIT_SECONDS = 300
 COLOURS = {"$": "#e3b341", "was killed": "#ff7b72", "resuming from": "#79c0ff", "finished": "#7ee787"}
 FLAGS = ("--nodes", "2", "--epochs", "3", "--log-every", "100")
-QUIETLY = ("--metrics-linger", "0", "--metrics-port", "0")
+QUIETLY = ("--metrics-linger", "0", "--metrics", "0")
 
 
 class Line(NamedTuple):

@@ -125,7 +125,7 @@ class UnderTandem(ScriptRun):
 
     def __init__(self, name: str, folder: Path) -> None:
         self.run_dir, self.port = folder / "run", free_port()
-        settings = ["--nodes", "2", "--run-dir", str(self.run_dir), "--metrics-port", str(self.port)]
+        settings = ["--nodes", "2", "--run-dir", str(self.run_dir), "--metrics", str(self.port)]
         settings += ["--metrics-linger", "0", "--max-restarts", "10000", "--hang-timeout", str(HANG_SECONDS)]
         logs = [self.run_dir / "log" / f"rank-{rank}.log" for rank in (0, 1)]
         super().__init__(["tandem", "launch", *settings], name, folder, logs)

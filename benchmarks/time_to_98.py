@@ -65,7 +65,7 @@ def tandem(*flags: str) -> Callable[[Path, Path, int], list[str]]:
     def command(data: Path, run: Path, samples: int) -> list[str]:
         length = [] if samples == 60_000 else ["--task.train-samples", str(samples)]
         folders = ["--data-dir", str(data), "--run-dir", str(run), *length]
-        ports = ["--metrics-port", "0", "--metrics-linger", "0"]
+        ports = ["--metrics", "0", "--metrics-linger", "0"]
         return [sys.executable, "-m", "tandem", "launch", "--nproc", str(RANKS), *folders, *ports, *flags]
 
     return command

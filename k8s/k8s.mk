@@ -33,7 +33,7 @@ k8s-logs: ## follow all its pods
 k8s-status: ## job, pods, volume, warnings
 	@$(K8S_TOOL) status $(K8S_TARGET)
 
-k8s-forward: ## the live page and metrics of node 0 on http://localhost:9469/
+k8s-forward: ## the live page and metrics of node 0 on http://localhost:19469/
 	@$(K8S_TOOL) forward $(K8S_TARGET)
 
 k8s-delete: ## remove the job and wait for its pods; the volume stays (PURGE=1 removes it)

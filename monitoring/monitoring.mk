@@ -17,7 +17,7 @@ monitoring-down: ## remove them; what they have stored stays in their volumes
 	$(WATCHERS) rm --stop --force prometheus grafana
 
 dashboard: ## where a person looks
-	@echo "live page   http://127.0.0.1:$${GIVEN_METRICS_PORT:-9469}/"
+	@echo "live page   http://127.0.0.1:$${GIVEN_METRICS_PORT:-19469}/"
 	@echo "Prometheus  http://127.0.0.1:$$GIVEN_PROMETHEUS_PORT/alerts"
 	@echo "Grafana     http://127.0.0.1:$$GIVEN_GRAFANA_PORT/d/tandem"
 

@@ -79,7 +79,7 @@ def fill(run: Path, word: str, state: bytes, task: str = "nowhere.py:Nothing") -
     for name in ("log", "owner"):
         (run / name).mkdir(parents=True, exist_ok=True)
     texts: dict[str, Any] = {
-        "config.json": {"task": word, "run_name": word, "tracker": "mlflow", "task_fields": {"field": word}},
+        "config.json": {"task": word, "tracker": "mlflow", "task_fields": {"field": word}},
         "summary.json": {
             "state": "failed", "reason": f"rank 0: {word}", "eval": {word: 0.5}, "global_step": 20,
             "loss": 1.5, "world_size": 2, "nodes": 1, "restarts": 1, "exit_code": 1,

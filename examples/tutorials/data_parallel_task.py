@@ -1,6 +1,6 @@
 """The same as a task; the first GPU, which gathers and updates, may be given a smaller part of each batch.
 
-tandem train --strategy dp --dp-first-share 0.5 --task examples/tutorials/data_parallel_task.py:Rows \
+tandem train --strategy dp:0.5 --task examples/tutorials/data_parallel_task.py:Rows \
     --batch-size 20 --epochs 1
 """
 

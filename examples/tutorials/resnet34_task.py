@@ -1,7 +1,7 @@
 """resnet34 on a folder of pictures: SyncBatchNorm, pretrained weights with another head, resumed runs.
 
 tandem launch --nproc 2 --task examples/tutorials/resnet34_task.py:Resnet34 --sync-batchnorm \
-    --init-from resnet34.pth --init-min 0.9 --lr 0.01 --lr-scaling linear --lr-base-batch-size 16
+    --init-from resnet34.pth --lr 0.01 --lr-scaling linear:16
 """
 
 from dataclasses import dataclass

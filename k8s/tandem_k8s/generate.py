@@ -110,8 +110,8 @@ def cluster_runtime() -> Document:
     (container,) = pod["containers"]
     field = {"fieldRef": {"fieldPath": f"metadata.labels['{JOBSET_NAME}']"}}
     (run_dir,) = [each for each in container["env"] if each["name"] == "TANDEM_RUN_DIR"]
-    run_dir["value"] = "/checkpoints/$(TANDEM_RUN_NAME)"
-    container["env"].insert(0, {"name": "TANDEM_RUN_NAME", "valueFrom": field})
+    run_dir["value"] = "/checkpoints/$(JOB_NAME)"
+    container["env"].insert(0, {"name": "JOB_NAME", "valueFrom": field})
     return runtime
 
 

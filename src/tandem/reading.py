@@ -149,7 +149,7 @@ SUMMARY = Shape({
     "resumed_from_step": count, "last_checkpoint_step": count, "epoch": number, "loss": number, "lr": number,
     "samples_per_second": number, "wall_seconds": number, "eval": numbers,
 })  # fmt: skip
-CONFIG = Shape({"run_dir": text, "run_name": text, "task": text, "tracker": text, "log_format": text})
+CONFIG = Shape({"run_dir": text, "task": text, "tracker": text, "log_format": text})
 ABOUT = Shape(
     {
         "started": moment, "command": text, "folder": text, "commit": text, "versions": table_of(text),
@@ -162,7 +162,7 @@ EVENT = Shape(
         "time": moment, "kind": text, "step": count, "rank": count, "node": count, "number": count,
         "nodes": count, "world_size": count, "exit_code": count, "bytes": finite, "seconds": finite,
         "steps_lost": finite, "own_seconds": finite, "median_seconds": finite, "reason": text,
-        "problem": text, "signal": text, "phase": text, "place": text, "sizes": list_of(count),
+        "problem": text, "signal": text, "phase": text, "place": text,
     },
     frozenset({"kind"}),
 )  # fmt: skip

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 CadenceUnit = Literal["steps", "epochs", "seconds", "percent", "never"]
-LrScaling = Literal["none", "auto", "linear", "sqrt"]
+LrScaling = Literal["none", "linear", "sqrt"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
-WarmupMode = Literal["linear", "constant", "zero"]
 
 CADENCE_VALID = "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"
 _CADENCE = re.compile(r"(\d+(?:\.\d+)?)(steps?|epochs?|s|%)?", re.ASCII)
@@ -27,8 +26,9 @@ _UNITS: dict[str, CadenceUnit] = {
 # Where "step" decays: epochs 30, 60 and 80 of 90 (Goyal et al. 2017, arXiv:1706.02677).
 STEP_MILESTONES = (30 / 90, 60 / 90, 80 / 90)
 STEP_FACTOR = 0.1
-# A low constant rate to begin with, and then ten times that: He et al. 2015, arXiv:1512.03385, section 4.2.
-WARMUP_FACTOR = 0.1
+
+BASE_BATCH_SIZE = 240
+"""The default of --batch-size."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +89,21 @@ def _period_steps(
     return period.as_integer_ratio() if period > 0 else None
 
 
-def scaling_rule(rule: LrScaling, optimizer: str) -> LrScaling:
-    """What `auto` means for an optimizer: linear for sgd, sqrt for adam and adamw.
+def scaling_of(text: str) -> tuple[LrScaling, int]:
+    """(rule, batch size that the learning rate was found with) of `linear:256`, `sqrt` or `none`.
 
-    SGD: Goyal et al. 2017, arXiv:1706.02677, section 2.1. Adaptive ones divide a gradient by its own size, so
-    that a batch k times larger leaves a noise sqrt(k) times smaller: Malladi et al. 2022, arXiv:2205.10287.
+    Linear suits SGD: Goyal et al. 2017, arXiv:1706.02677, section 2.1. Adaptive optimizers divide a gradient
+    by its own size, so that a batch k times larger leaves a noise sqrt(k) times smaller: Malladi et al. 2022,
+    arXiv:2205.10287.
     """
-    if rule != "auto":
-        return rule
-    return "linear" if optimizer == "sgd" else "sqrt"
+    rule, _, base = text.partition(":")
+    return cast(LrScaling, rule), int(base or BASE_BATCH_SIZE)
 
 
 def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) -> float:
     """The learning rate for a global batch of `batch_size`, when `lr` was found with `base_batch_size`.
 
-    linear: Goyal et al. 2017 (SGD). sqrt: Krizhevsky 2014, arXiv:1404.5997. See `scaling_rule`.
+    linear: Goyal et al. 2017 (SGD). sqrt: Krizhevsky 2014, arXiv:1404.5997. See `scaling_of`.
     """
     if batch_size < 1 or base_batch_size < 1:
         raise ValueError(f"batch sizes {batch_size} and {base_batch_size}: expected integers >= 1")
@@ -115,23 +115,7 @@ def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) 
             return lr * ratio
         case "sqrt":
             return lr * math.sqrt(ratio)
-    raise ValueError(f"learning-rate scaling: invalid value {rule!r}; expected none, auto, linear or sqrt")
-
-
-def warmup_share(step: int, warmup_steps: int, mode: WarmupMode, factor: float = WARMUP_FACTOR) -> float:
-    """The share of the peak at 0-based `step` of the warm-up.
-
-    linear: 1/n, 2/n, ... 1, so no step is taken in vain and the last one has the peak (Goyal et al. 2017,
-    section 2.2). zero: 0, 1/n, ... (n-1)/n, the peak follows. constant: `factor` throughout.
-    """
-    match mode:
-        case "linear":
-            return (step + 1) / warmup_steps
-        case "zero":
-            return step / warmup_steps
-        case "constant":
-            return factor
-    raise ValueError(f"warm-up: invalid value {mode!r}; expected linear, constant or zero")
+    raise ValueError(f"learning-rate scaling: invalid value {rule!r}; expected none, linear or sqrt")
 
 
 def learning_rate(
@@ -144,17 +128,16 @@ def learning_rate(
     final: float = 0.0,
     milestones: Sequence[float] = STEP_MILESTONES,
     factor: float = STEP_FACTOR,
-    warmup: WarmupMode = "linear",
-    warmup_factor: float = WARMUP_FACTOR,
 ) -> float:
     """The learning rate of the optimizer step about to be taken (`step` counts from 0).
 
-    Warm-up: see `warmup_share`. After it, linear and cosine fall towards `final`, which
-    the step after the last planned one would reach; "step" multiplies by `factor` at each of the `milestones`
+    Warm-up: 1/n, 2/n, ... 1 of the peak, so no step is taken in vain and the last one has the peak (Goyal et
+    al. 2017, section 2.2). After it, linear and cosine fall towards `final`, which the step
+    after the last planned one would reach; "step" multiplies by `factor` at each of the `milestones`
     (fractions of the planned steps). Beyond the plan the rate stays where it ended.
     """
     if step < warmup_steps:
-        return peak * warmup_share(step, warmup_steps, warmup, warmup_factor)
+        return peak * ((step + 1) / warmup_steps)
     progress = min(1.0, (step - warmup_steps) / max(1, steps_planned - warmup_steps))
     match schedule:
         case "constant":

@@ -119,7 +119,8 @@ TORCH_POLL_SECONDS, TORCH_KEEP_ALIVE_SECONDS = 1.0, 5
 BACKOFF_SECONDS_A_NODE = 0.02
 """Among many nodes, times their number: the longest wait of one whose write to the shared state came late."""
 LAST_CALL_SECONDS = 1
-"""An elastic rendezvous waits for more nodes, once MIN are there; the first one waits --elastic-settle."""
+"""An elastic rendezvous waits for more nodes, once MIN are there; the first one waits FIRST_CALL_SECONDS."""
+FIRST_CALL_SECONDS = 10.0
 MASTER_ANSWER_SECONDS = 2.0
 """One attempt to connect to the master; names are resolved anew at each."""
 HANDSHAKE_SECONDS = 20.0

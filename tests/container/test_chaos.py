@@ -18,7 +18,7 @@ from tandem.cluster.faults import FAULTS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.faults]
 
-STEPS = "--steps 1000 --checkpoint-every 5 --eval-every 1000 --checkpoint-failures-allowed 20"
+STEPS = "--steps 1000 --checkpoint-every 5 --eval-every 1000"
 COMMAND = f"launch {STEPS} --max-restarts 20 --threads 1 --hang-timeout 10 --metrics-linger 0"
 SAME_RANKS = {"pause", "slow-node", "disk-full"}  # all others open a new world
 # The digits with a pause in every step for as long as a fault is still to come: seven minutes of steps, since

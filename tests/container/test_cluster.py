@@ -170,7 +170,8 @@ def test_a_loop_of_its_own_stops_with_a_checkpoint_and_goes_on(cluster: TestedCl
 @pytest.mark.soak
 def test_a_scripts_own_code_is_the_clusters(cluster: TestedCluster, folder: Path) -> None:
     (folder / "fails.py").write_text("import os\nraise SystemExit(7 if os.environ['RANK'] == '1' else 0)\n")
-    code, output = cluster.up("--nodes", "2", "--script", str(folder / "fails.py"), "--args=--cold")
+    words = ("--script", str(folder / "fails.py"), "--args=--fresh-interpreter")
+    code, output = cluster.up("--nodes", "2", *words)
     assert code == 7 and "ended with 7 (" in output, output
 
 

@@ -24,8 +24,8 @@ from tandem.cluster.faults import freeze
 pytestmark = pytest.mark.timeout(900)
 LIMIT = 120.0
 ENDLESS = (
-    "--steps 1000000 --batch-size 24 --log-every 10 --eval-every never --checkpoint-every 20 "
-    "--checkpoint-failures-allowed 10000 --hang-timeout 100 --metrics-linger 60"
+    "--steps 1000000 --batch-size 24 --log-every 10 --eval-every never --checkpoint-every 30s "
+    "--hang-timeout 100 --metrics-linger 60"
 )
 PROMETHEUS = f"""
 FROM {IMAGE}

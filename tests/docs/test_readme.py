@@ -40,7 +40,7 @@ AS_IT_IS = [
 
 SHORT = {
     "TANDEM_STEPS": "12",
-    "TANDEM_METRICS_PORT": "0",
+    "TANDEM_METRICS": "0",
     "TANDEM_PROGRESS": "off",
     "TANDEM_METRICS_LINGER": "0",
 }
@@ -158,7 +158,7 @@ def test_a_script_is_ported_in_ten_lines(processes: Any, free_port: int, tmp_pat
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     before = processes.start([sys.executable, "before.py"], cwd=tmp_path, env=kept | place)
-    words = ["--nproc", "2", "--metrics-port", "0", "--metrics-linger", "0", "--run-dir", "run", "after.py"]
+    words = ["--nproc", "2", "--metrics", "0", "--metrics-linger", "0", "--run-dir", "run", "after.py"]
     after = processes.start([sys.executable, "-m", "tandem", "launch", *words], cwd=tmp_path, env=kept)
     for process in (before, after):
         code, said = processes.wait(process)

@@ -105,7 +105,7 @@ def test_the_task_of_the_tutorial_is_the_one_that_init_writes() -> None:
 
 def launched(words: list[str], folder: Path) -> str:
     """What `tandem launch` prints for a script that has "typed" as its standard input."""
-    settings = {"TANDEM_METRICS_PORT": "0", "TANDEM_METRICS_LINGER": "0", "PYTHONPATH": str(ROOT / "src")}
+    settings = {"TANDEM_METRICS": "0", "TANDEM_METRICS_LINGER": "0", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-m", "tandem", "launch", *words],
         cwd=folder, env={**os.environ, **settings}, input="typed", capture_output=True, text=True,
@@ -129,7 +129,7 @@ def test_the_scripts_of_the_tutorial_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words, read", [(["--cold"], "typed"), ([], "")])
+@pytest.mark.parametrize("words, read", [(["--fresh-interpreter"], "typed"), ([], "")])
 def test_standard_input_reaches_a_rank_as_the_page_on_debugging_says(
     words: list[str], read: str, tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ class Runs:
             "24",
             "--metrics-linger",
             "0",
-            "--metrics-port",
+            "--metrics",
             "0",
         ]
         settings += ["--run-dir", run, "--task.delay", str(delay)]

@@ -11,7 +11,7 @@ from small_runs import Runs, rank_processes
 pytestmark = pytest.mark.timeout(500)
 
 FLAGS = ("--nproc", 2, "--device", "cpu", "--threads", 1, "--checkpoint-every", 7, "--log-every", 15)
-POWERSGD = ("--gradient-compression", "powersgd", "--powersgd-rank", 2)
+POWERSGD = ("--gradient-compression", "powersgd:2")
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ def test_digits_comes_to_the_accuracy_of_uncompressed_gradients(
 ) -> None:
     data = tmp_path_factory.getbasetemp().parent / "digits"
     flags = ("--task", "digits", "--data-dir", data, "--epochs", 2, "--nproc", 2, "--device", "cpu")
-    rest = ("--threads", 1, "--metrics-port", 0, "--metrics-linger", 0)
+    rest = ("--threads", 1, "--metrics", 0, "--metrics-linger", 0)
     accuracy = {}
     for name in ("none", "powersgd"):
         words = ("launch", *flags, *rest, "--run-dir", f"as-{name}", "--gradient-compression", name)

@@ -19,7 +19,7 @@ class Crashing(Small):
 @pytest.mark.slow
 def test_a_segmentation_fault_at_the_first_step_is_not_retried_for_ever(runs: Runs) -> None:
     (runs.folder / "crashing.py").write_text(CRASHING)
-    flags = ("--task", "crashing.py:Crashing", "--steps", 50, "--max-restarts", 0, "--max-starts", 1)
+    flags = ("--task", "crashing.py:Crashing", "--steps", 50, "--max-restarts", 0, "--max-crash-loops", 1)
     code, output = runs.processes.wait(runs.start("launch", "crash", *flags), LIMIT)
     assert code == 200, output
     code, output = runs.processes.wait(runs.start("launch", "crash", *flags), LIMIT)

@@ -110,7 +110,7 @@ def test_another_world_size_keeps_batch_order_and_every_sample(runs: Runs) -> No
     def go(run: str, ranks: int, steps: int) -> list[list[list[int]]]:
         flags = ("--task", "small.py:Small", "--batch-size", BATCH, "--schedule", "constant", "--lr", 0.01)
         module = [sys.executable, "-m", "tandem", "launch", *flags, "--run-dir", run, "--nproc", ranks]
-        rest = ("--steps", steps, "--metrics-port", 0, "--metrics-linger", 0, "--threads", 1)
+        rest = ("--steps", steps, "--metrics", 0, "--metrics-linger", 0, "--threads", 1)
         command = [str(word) for word in (*module, *rest)]
         code, output = runs.processes.run(command, cwd=runs.folder, env=runs.environment)
         assert code == 0, output

@@ -87,7 +87,7 @@ def loaded(runs: Runs) -> Runs:
 
 
 def launch(runs: Runs, *words: object) -> tuple[int, str]:
-    command = [sys.executable, "-m", "tandem", "launch", "--metrics-port", "0", "--metrics-linger", "0"]
+    command = [sys.executable, "-m", "tandem", "launch", "--metrics", "0", "--metrics-linger", "0"]
     command += ["--run-dir", "run", *map(str, words)]
     return runs.processes.wait(runs.processes.start(command, cwd=runs.folder, env=runs.environment))
 
@@ -136,7 +136,7 @@ def test_a_loader_process_may_be_killed_at_any_moment(loaded: Runs) -> None:
     """From outside, while it waits, while its rank computes: TANDEM_TRIALS times."""
     trials = int(os.environ.get("TANDEM_TRIALS", "3"))
     flags = ("--workers", 2, "--batch-size", 24, "--steps", 10_000_000, "--checkpoint-every", "5s")
-    command = [sys.executable, "-m", "tandem", "launch", "--metrics-port", "0", "--metrics-linger", "0"]
+    command = [sys.executable, "-m", "tandem", "launch", "--metrics", "0", "--metrics-linger", "0"]
     command += ["--run-dir", "run", *map(str, flags), "--task", "loaded.py:Loaded"]
     command += ["--max-restarts", "1000"]
     process = loaded.processes.start(command, cwd=loaded.folder, env=loaded.environment)
@@ -158,7 +158,7 @@ def _loaders(process: Any) -> list[int]:
 @pytest.mark.slow
 def test_loader_processes_end_with_a_lone_rank_that_is_killed(loaded: Runs) -> None:
     flags = ("--workers", 2, "--batch-size", 24, "--steps", 10_000_000)
-    command = [sys.executable, "-m", "tandem", "train", "--metrics-port", "0", "--metrics-linger", "0"]
+    command = [sys.executable, "-m", "tandem", "train", "--metrics", "0", "--metrics-linger", "0"]
     command += ["--run-dir", "run", *map(str, flags), "--task", "loaded.py:Loaded"]
     process = loaded.processes.start(command, cwd=loaded.folder, env=loaded.environment)
     loaded.until(lambda: len(_loaders(process)) == 2, "loader processes")

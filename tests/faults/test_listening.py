@@ -98,7 +98,7 @@ def test_a_launch_on_one_machine_listens_on_loopback_alone(runs: Runs, flags: tu
 @pytest.mark.slow
 def test_ranks_of_a_script_listen_on_loopback_alone(runs: Runs) -> None:
     (runs.folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "tandem", "launch", "--nodes", "2", "--metrics-port", "0", "script.py"]
+    command = [sys.executable, "-m", "tandem", "launch", "--nodes", "2", "--metrics", "0", "script.py"]
     launch = runs.processes.start(command, cwd=runs.folder, env=runs.environment)
     runs.until((runs.folder / "trains").exists, "step of the script", LIMIT)
     addresses = open_to(launch.pid)

@@ -124,7 +124,7 @@ def test_a_second_interrupt_ends_a_loop_of_ones_own(runs: Runs, tmp_path: Path) 
     write(runs, loop=LOOP)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    settings = {"RUN_DIR": "loop", "CHECKPOINT_EVERY": "20", "METRICS_PORT": "0", "METRICS_LINGER": "0"}
+    settings = {"RUN_DIR": "loop", "CHECKPOINT_EVERY": "20", "METRICS": "0", "METRICS_LINGER": "0"}
     runs.environment |= {"TMPDIR": str(temporary), **{f"TANDEM_{n}": v for n, v in settings.items()}}
     python = runs.command("train", "loop")[0]
     process = runs.processes.start([python, "loop.py"], cwd=runs.folder, env=runs.environment)

@@ -112,7 +112,7 @@ def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, fre
 @pytest.mark.soak
 def test_an_elastic_run_waits_for_nodes_that_are_seconds_away(runs: Runs, free_port: int) -> None:
     """It opened with one node, and began anew when the other came."""
-    flags = ("--elastic", "1:2", "--steps", 20, "--elastic-settle", 60)
+    flags = ("--elastic", "1:2", "--steps", 20)
     cluster = Cluster(runs, free_port, "settles", *flags, nodes=1)
     log = runs.folder / "settles/log/node-0.log"
     runs.until(lambda: log.is_file() and "1 of 2 nodes have joined" in log.read_text(), "word of node 0")

@@ -19,7 +19,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(runs: Runs) -> None:
 
 def test_tensorboard_and_profile_are_written(runs: Runs) -> None:
     runs.finish(
-        "launch", "seen", "--steps", 12, "--tensorboard", "--profile", "3:4", "--checkpoint-every", "1s"
+        "launch", "seen", "--steps", 12, "--tracker", "tensorboard", "--profile", "3:4",
+        "--checkpoint-every", "1s"
     )
     assert list((runs.folder / "seen" / "tensorboard").glob("events*"))
     assert (runs.folder / "seen" / "profile" / "rank-0.json").stat().st_size > 1000

@@ -127,7 +127,7 @@ time.sleep(600)
 @pytest.mark.soak
 def test_a_script_owns_its_run_folder_too(runs: Runs) -> None:
     (runs.folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "tandem", "launch", "--run-dir", "s", "--metrics-port", "0", "script.py"]
+    command = [sys.executable, "-m", "tandem", "launch", "--run-dir", "s", "--metrics", "0", "script.py"]
     first = runs.processes.start(command, cwd=runs.folder, env=runs.environment)
     log = runs.folder / "s" / "log" / "rank-0.log"
     runs.until(lambda: log.exists() and "begun" in log.read_text(), "script that has begun")

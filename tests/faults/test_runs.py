@@ -252,7 +252,7 @@ def test_digits_reach_98_percent_while_metrics_rise(runs: Runs, free_port: int) 
         "--epochs",
         "2",
     ]
-    command += ["--metrics-port", str(free_port), "--metrics-linger", "0"]
+    command += ["--metrics", str(free_port), "--metrics-linger", "0"]
     process = runs.processes.start(command, cwd=runs.folder, env=runs.environment)
     seen: set[float] = set()
 

@@ -197,7 +197,7 @@ def test_ranks_of_a_script_meet_through_the_gate(runs: Runs, network: Sequence[M
     environment = {**runs.environment, "TANDEM_JOB_SECRET": SECRET, "GLOO_SOCKET_IFNAME": "eth0"}
     nodes = []
     for index in (0, 1):
-        command = ["-m", "tandem", "launch", *own, "--metrics-port", "0", "--node-rank", str(index)]
+        command = ["-m", "tandem", "launch", *own, "--metrics", "0", "--node-rank", str(index)]
         line = [*network[index].on, sys.executable, *command, "script.py"]
         nodes.append(runs.processes.start(line, cwd=runs.folder, env=environment))
     ended = [runs.processes.wait(node, LIMIT) for node in nodes]

@@ -129,7 +129,7 @@ CONTRACT = [
     Mistake("a short grace period", "pytorchjob", f"{POD}.terminationGracePeriodSeconds", 30, "at least 105"),
     Mistake("a readiness probe", "pytorchjob", f"{MAIN}.readinessProbe", {"exec": {"command": ["true"]}},
             "readinessProbe"),
-    Mistake("a probe of a port", "pytorchjob", f"{MAIN}.livenessProbe", {"tcpSocket": {"port": 9469}},
+    Mistake("a probe of a port", "pytorchjob", f"{MAIN}.livenessProbe", {"tcpSocket": {"port": 19469}},
             "livenessProbe"),
     Mistake("a variable misspelt", "pytorchjob", f"{MAIN}.env[TANDEM_THREADS].name", "TANDEM_THREAD",
             "did you mean TANDEM_THREADS?"),

@@ -25,7 +25,7 @@ from tandem_k8s.contract import PodPlan
 REPOSITORY = Path(__file__).parents[2]
 NETWORK = ipaddress.ip_network("10.244.0.0/24")
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount", "tini")
-METRICS_PORT = 9469
+METRICS_PORT = 19469
 ASK = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=5).read().decode())"
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_BYTES = 4096  # what a kubelet keeps of it

@@ -340,7 +340,7 @@ case "$*" in
   kustomize*) echo "kind: PyTorchJob";;
   *"get pytorchjobs"*) echo '{{"items": [{{"metadata": {{"name": "tandem"}}}}]}}';;
   *"get services"*) echo '{{"items": [{services}]}}';;
-  *port-forward*) echo "Forwarding from 127.0.0.1:8000 -> 9469";;
+  *port-forward*) echo "Forwarding from 127.0.0.1:8000 -> 19469";;
 esac
 """
 SERVICE = '{"metadata": {"name": "tandem-metrics"}}'
@@ -363,7 +363,7 @@ def test_forward_leads_to_node_0(processes: Any, tmp_path: Path) -> None:
     code, output = tandem_k8s(processes, tmp_path, *words)
     assert code == 0 and "http://localhost:8000/metrics" in output, output
     last = (tmp_path / "calls").read_text().splitlines()[-1]
-    assert last == "--namespace team port-forward service/tandem-metrics 8000:9469"
+    assert last == "--namespace team port-forward service/tandem-metrics 8000:19469"
 
 
 def test_forward_without_the_service_is_one_line(processes: Any, tmp_path: Path) -> None:

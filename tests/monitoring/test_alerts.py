@@ -40,7 +40,7 @@ class Broken:
             "nodes": 2, "task": "slow.py:Slow", "task.delay": 0.02, "task.knobs": self.knobs,
             "task.slow-by": 3, "run-dir": "run", "batch-size": 24, "steps": 100000, "log-every": 10,
             "eval-every": "never", "checkpoint-every": 20, "checkpoint-failures-allowed": 10000,
-            "metrics-port": ports[2], "metrics-linger": 600,
+            "metrics": ports[2], "metrics-linger": 600,
         }  # fmt: skip
         command = [sys.executable, "-m", "tandem", "launch"]
         command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]

@@ -95,7 +95,7 @@ def test_a_failed_run_notifies_and_a_stop_does_not(
         flags: dict[str, object] = {
             "task": "slow.py:Slow", "task.knobs": tmp_path / f"knobs-{name}", "run-dir": name,
             "batch-size": 24, "steps": 100000, "log-every": 10, "eval-every": "never",
-            "checkpoint-every": 50, "metrics-port": port, "device": "cpu",
+            "checkpoint-every": 50, "metrics": port, "device": "cpu",
         }  # fmt: skip
         command = [sys.executable, "-m", "tandem", "launch"]
         command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]

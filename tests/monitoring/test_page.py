@@ -140,13 +140,13 @@ def test_a_page_hears_of_the_end_though_the_server_goes_at_once(browser: Browser
 def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     browser: Browser, tmp_path: Path, processes: Any, keep: Any
 ) -> None:
-    more = {"run-name": "slowed", "nproc": 2, "steps": 400}
+    more = {"nproc": 2, "steps": 400}
     run, url = start(processes, tmp_path, {"slow-rank": 2}, **more)
     browser.open(url, DESKTOP)
     browser.wait_for("document.querySelector('tr.straggler .who')?.textContent == '2'", 180)
     browser.wait_for("document.querySelector('#straggler').textContent.includes('rank 2 on node 1')", 180)
     browser.wait_for("document.querySelectorAll('#checkpoints tbody tr').length >= 2")
-    assert browser.run("document.querySelector('h1').textContent") == "slowed"
+    assert browser.run("document.querySelector('h1').textContent") == "run"
     assert browser.foreign_requests(url) == []
     assert browser.complaints == []
     keep("live-desktop.png")
@@ -166,7 +166,7 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
 
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     settings = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(settings | {"lr": 0.5, "run_name": SCRIPT}))
+    (tmp_path / "other" / "config.json").write_text(json.dumps(settings | {"lr": 0.5, "log_format": SCRIPT}))
     write_report([tmp_path / "run"], tmp_path / "one.html")
     write_report([tmp_path / "run", tmp_path / "other"], tmp_path / "two.html")
     browser.forget()
@@ -193,7 +193,7 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
 def test_a_run_that_fails_is_shown_with_its_reason_and_its_log(
     browser: Browser, tmp_path: Path, processes: Any, keep: Any
 ) -> None:
-    run, url = start(processes, tmp_path, {"knobs": tmp_path}, **{"run-name": "diverged", "steps": 4000})
+    run, url = start(processes, tmp_path, {"knobs": tmp_path}, steps=4000)
     browser.open(url, DESKTOP)
     browser.wait_for("Number(document.querySelector('#cards b')?.textContent.replace(',', '')) > 200", 180)
     (tmp_path / "nan").touch()
@@ -226,7 +226,7 @@ def start(processes: Any, folder: Path, fields: dict[str, object], **more: objec
     (folder / "slow.py").write_text(TASK)
     flags: dict[str, object] = {
         "nodes": 2, "task": "slow.py:Slow", "run-dir": "run", "batch-size": 24, "log-every": 20,
-        "eval-every": 50, "checkpoint-every": 80, "clip-norm": 1, "metrics-port": 0, "metrics-linger": 15,
+        "eval-every": 50, "checkpoint-every": 80, "clip-norm": 1, "metrics": 0, "metrics-linger": 15,
         **more,
     }  # fmt: skip
     flags |= {f"task.{name}": value for name, value in fields.items()}

@@ -67,7 +67,7 @@ def scraped(
     prometheus = Prometheus(module_processes, folder / "prometheus", module_ports[1], target, "5s", rules)
     flags: dict[str, object] = {
         "nodes": 2, "task": "slow.py:Slow", "task.slow-rank": 1, "task.delay": 0.05, "run-dir": "run",
-        "batch-size": 24, "steps": STEPS, "clip-norm": 0.5, "log-every": 20, "metrics-port": port,
+        "batch-size": 24, "steps": STEPS, "clip-norm": 0.5, "log-every": 20, "metrics": port,
         "metrics-linger": 30, "eval-every": 100, "checkpoint-every": 100,
     }  # fmt: skip
     command = [sys.executable, "-m", "tandem", "launch"]

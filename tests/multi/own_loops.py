@@ -46,7 +46,7 @@ class Scripts:
             "TANDEM_THREADS": "1",
             "TANDEM_CHECKPOINT_EVERY": "5",
             "TANDEM_LOG_EVERY": "1",
-            "TANDEM_METRICS_PORT": "0",
+            "TANDEM_METRICS": "0",
             "TANDEM_METRICS_LINGER": "0",
         }
 

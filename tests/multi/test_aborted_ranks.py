@@ -60,7 +60,7 @@ def test_an_abort_for_a_lost_peer_spends_no_budget(processes: Any, tmp_path: Pat
     """Each node has one killed rank, and one aborted: with a budget of one, the abort must not count."""
     (tmp_path / "aborting.py").write_text(TASK)
     words = ["--nodes", 2, "--task", "aborting.py:Aborting", "--batch-size", 24, "--steps", 12]
-    words += ["--max-restarts", 1, "--device", "cpu", "--eval-every", "never", "--metrics-port", 0]
+    words += ["--max-restarts", 1, "--device", "cpu", "--eval-every", "never", "--metrics", 0]
     words += ["--metrics-linger", 0, "--run-dir", "run"]
     command = [sys.executable, "-m", "tandem", "launch", *map(str, words)]
     code, said = processes.run(command, cwd=tmp_path)

@@ -48,7 +48,7 @@ INHERITED = {
     "SLURM_STEP_NUM_TASKS": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1",
 }
-SETTINGS = "--batch-size 24 --steps 8 --threads 1 --metrics-linger 0 --metrics-port 0 --device cpu".split()
+SETTINGS = "--batch-size 24 --steps 8 --threads 1 --metrics-linger 0 --metrics 0 --device cpu".split()
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:

@@ -88,7 +88,7 @@ def write_mnist(folder: Path, train: int = 64, evaluation: int = 32) -> None:
 
 
 TASK = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
-BINARY = ("--task", TASK, "--batch-size", "20", "--device", "cpu", "--metrics-port", "0")
+BINARY = ("--task", TASK, "--batch-size", "20", "--device", "cpu", "--metrics", "0")
 
 FLAG_CASES = {
     "unknown-task": (["--task", "digit"], ["'digit'", "did you mean 'digits'"]),
@@ -113,7 +113,7 @@ def test_wrong_flags_exit_2_with_one_line(case: str, run_tandem: Tandem, tmp_pat
     (tmp_path / "broken.py").write_text("class Mine(:\n")
     (tmp_path / "wide.py").write_text(WIDE_TASK.format(width=3))
     (tmp_path / "file").write_text("not a directory")
-    code, output = run_tandem("launch", "--metrics-port", "0", *arguments)
+    code, output = run_tandem("launch", "--metrics", "0", *arguments)
     line = the_error(output)
     assert code == 2, output
     assert [part for part in expected if part not in line] == [], line
@@ -125,7 +125,7 @@ def test_wrong_flags_exit_2_with_one_line(case: str, run_tandem: Tandem, tmp_pat
 def test_a_task_file_without_read_permission_exits_2(run_tandem: Tandem, tmp_path: Path) -> None:
     (tmp_path / "secret.py").write_text(WIDE_TASK.format(width=3))
     (tmp_path / "secret.py").chmod(0)
-    code, output = run_tandem("launch", "--task", "secret.py:Wide", "--metrics-port", "0")
+    code, output = run_tandem("launch", "--task", "secret.py:Wide", "--metrics", "0")
     assert code == 2, output
     assert "secret.py" in the_error(output)
 
@@ -140,7 +140,7 @@ def test_an_unknown_variable_names_the_nearest(run_tandem: Tandem) -> None:
 def test_a_batch_that_does_not_divide_names_two_that_do(run_tandem: Tandem, tmp_path: Path) -> None:
     code, output = run_tandem(
         "launch", "--nodes", "2", "--task", TASK, "--task.samples", "300", "--batch-size", "241",
-        "--steps", "2", "--device", "cpu", "--metrics-port", "0", "--run-dir", "run",
+        "--steps", "2", "--device", "cpu", "--metrics", "0", "--run-dir", "run",
     )  # fmt: skip
     assert code == 2, output
     line = the_error(output)
@@ -195,7 +195,7 @@ def test_a_master_that_does_not_resolve_is_named_while_waiting_and_ends_200(run_
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_exits_2_and_is_left_alone(run_tandem: Tandem, tmp_path: Path) -> None:
     arguments = (
-        "launch", "--task", "wide.py:Wide", "--batch-size", "20", "--device", "cpu", "--metrics-port", "0",
+        "launch", "--task", "wide.py:Wide", "--batch-size", "20", "--device", "cpu", "--metrics", "0",
         "--run-dir", "run",
     )  # fmt: skip
     (tmp_path / "wide.py").write_text(WIDE_TASK.format(width=3))
@@ -229,12 +229,12 @@ def test_settings_that_a_resume_must_keep_exit_2_with_both_values(run_tandem: Ta
 @pytest.mark.parametrize("verb", ["launch", "train"])
 def test_cuda_that_is_not_there_exits_2(verb: str, run_tandem: Tandem) -> None:
     code, output = run_tandem(verb, "--task", TASK, "--batch-size", "20", "--steps", "5",
-                              "--device", "cuda", "--metrics-port", "0", "--run-dir", "run")  # fmt: skip
+                              "--device", "cuda", "--metrics", "0", "--run-dir", "run")  # fmt: skip
     assert code == 2, output
     assert "--device cuda" in the_error(output)
 
 
-MNIST = ("--task", "mnist", "--batch-size", "16", "--steps", "3", "--device", "cpu", "--metrics-port", "0")
+MNIST = ("--task", "mnist", "--batch-size", "16", "--steps", "3", "--device", "cpu", "--metrics", "0")
 
 
 @pytest.mark.soak

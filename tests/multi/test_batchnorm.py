@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from patience import patient
 from tandem.distributed.batchnorm import SynchronisedBatchNorm
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.statistics import Statistics
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -141,31 +140,6 @@ def oddities(group: ProcessGroup, _folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def means(group: ProcessGroup, folder: Path) -> dict[str, Any]:
-    """`--dist-bn reduce`: what counts, what is this rank's own, and what comes back from a checkpoint."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None))
-    statistics = Statistics.of("reduce", group, model)
-    assert statistics is not None and Statistics.of("broadcast", group, model) is None
-    for _ in range(3):
-        model(torch.randn(8, 3) * (group.rank + 1))
-    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with statistics.counting():
-        counting = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    back = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    whole, state = statistics.whole(model.state_dict()), statistics.state()
-    other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None))
-    other.load_state_dict(whole)
-    resumed = Statistics(group, other)
-    resumed.load({name: rows[:1] for name, rows in state.items()})  # of another number of ranks
-    from_mean = {name: buffer.clone() for name, buffer in other.named_buffers()}
-    resumed.load(state)
-    synchronised = group.synchronise_batchnorm(model)
-    assert Statistics.of("reduce", group, synchronised) is None
-    names = {"own": own, "counting": counting, "back": back, "whole": whole, "from mean": from_mean}
-    return names | {"resumed": dict(other.named_buffers())}
-
-
 def work(rank: int, size: int, port: int, what: Any, folder: Path) -> None:
     torch.set_num_threads(1)
     position = Position(
@@ -243,20 +217,6 @@ def test_a_loop_of_ones_own_honours_the_setting(
     assert [code for code, _ in ranks] == [0, 0], ranks[0][1]
     first, second = ((tmp_path / f"means-{rank}").read_text() for rank in (0, 1))
     assert len(first) > 320 and first == second  # each of its own share otherwise
-
-
-def test_reduced_statistics_are_the_mean_and_each_rank_keeps_its_own(free_port: int, tmp_path: Path) -> None:
-    ranks = in_processes(2, free_port, means, tmp_path)
-    for name in ("1.running_mean", "1.running_var", "2.running_mean", "2.running_var"):
-        first, second = (each["own"][name] for each in ranks)
-        assert not torch.equal(first, second)
-        for rank in ranks:
-            for kind in ("counting", "whole", "from mean"):
-                assert torch.allclose(rank[kind][name], (first + second) / 2, rtol=1e-6)
-                assert torch.equal(rank[kind][name], ranks[0]["counting"][name])
-            assert torch.equal(rank["back"][name], rank["own"][name])
-            assert torch.equal(rank["resumed"][name], rank["own"][name])
-    assert int(ranks[0]["counting"]["1.num_batches_tracked"]) == 3
 
 
 def test_one_rank_keeps_its_layers() -> None:

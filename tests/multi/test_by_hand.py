@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tandem
+from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.meeting import check_fresh
@@ -39,7 +40,7 @@ class Line:
 """
 FOREIGN = re.compile(r"TANDEM_|PET_|SLURM_|OMPI_|TORCHELASTIC_|RANK$|LOCAL_|WORLD_SIZE|MASTER_|NNODES")
 SETTINGS = "--task line.py:Line --batch-size 24 --steps 8 --threads 1 --metrics-linger 0".split()
-SETTINGS += ["--metrics-port", "0"]
+SETTINGS += ["--metrics", "0"]
 
 
 @pytest.mark.timeout(180)
@@ -64,7 +65,7 @@ def test_two_ranks_by_hand_train_as_two_of_the_launcher(
     assert (summary["platform"], summary["world_size"], summary["nodes"]) == ("by-hand", 2, 1)
     for method in (f"tcp://127.0.0.1:{free_port}", f"file://{tmp_path}/meet"):
         group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        more = ("--init-method", method)
+        more = ("--master", method)
         runs = [start("train", method[:3], *more, **group, RANK=r, LOCAL_RANK=r) for r in ("0", "1")]
         for process in runs:
             code, output = processes.wait(process)
@@ -136,18 +137,17 @@ def test_a_taken_port_and_a_used_file_are_said_in_one_line(tmp_path: Path, free_
 @pytest.mark.parametrize(
     ("method", "environ", "said"),
     [
-        ("tcp://n0:29500", {}, "started by hand: set RANK, WORLD_SIZE"),
-        ("tcp://n0:29500", {"MASTER_ADDR": "n1"}, "and MASTER_ADDR both"),
-        ("env://", {}, "started by hand"),
+        ("file:///meet", {}, "started by hand: set RANK, WORLD_SIZE"),
+        ("file:///meet", {"MASTER_ADDR": "n1"}, "and MASTER_ADDR both"),
     ],
 )
 def test_init_methods_that_cannot_be(method: str, environ: dict[str, str], said: str) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **environ} if environ else {}
     with pytest.raises(ConfigError, match=said):
-        detect(ranks, "n0", LaunchConfig(init_method=method))
+        detect(ranks, "n0", LaunchConfig(master=method))
 
 
 def test_a_tcp_address_is_the_masters() -> None:
     ranks = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    placement = detect(ranks, "n0", LaunchConfig(init_method="tcp://n0:2345"))
+    placement = detect(ranks, "n0", Settings.from_dict({"master": "tcp://n0:2345"}).launch)
     assert (placement.master_host, placement.master_port, placement.nodes) == ("n0", 2345, 2)

@@ -62,7 +62,7 @@ class Deep:
 """
 FLAGS = (
     "launch --nproc 2 --task deep.py:Deep --batch-size 24 --steps 12 --lr 0.01 --device cpu --log-every 4 "
-    "--metrics-port 0 --metrics-linger 0"
+    "--metrics 0 --metrics-linger 0"
 ).split()
 
 
@@ -102,7 +102,7 @@ def test_a_compiled_model_is_cut_where_its_gradients_are_exchanged(
 def test_graphs_of_cuda_are_not_for_shares(processes: Any, tmp_path: Path) -> None:
     require_strategy("fsdp")
     (tmp_path / "deep.py").write_text(TASK)
-    flags = ("--strategy", "fsdp", "--compile", "--compile-mode", "reduce-overhead", "--run-dir", "none")
+    flags = ("--strategy", "fsdp", "--compile", "reduce-overhead", "--run-dir", "none")
     command = [sys.executable, "-m", "tandem", *FLAGS, *flags]
     code, said = processes.run(command, cwd=tmp_path, env={**os.environ, "NAME": "none"})
-    assert code == 2 and "--compile-mode reduce-overhead does not work with --strategy fsdp" in said, said
+    assert code == 2 and "--compile reduce-overhead does not work with --strategy fsdp" in said, said

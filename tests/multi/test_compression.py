@@ -35,7 +35,7 @@ KINDS = ("none", "bf16", "fp16", "powersgd")
 
 def exchange(kind: str) -> dict[str, Any]:
     """One matrix of 17x17, one of 17x6 as factors, in more than one bucket."""
-    return {"gradient_compression": kind, "powersgd_rank": 2, "bucket_mb": 0.001}
+    return {"gradient_compression": "powersgd:2" if kind == "powersgd" else kind, "bucket_mb": 0.001}
 
 
 def everything(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def rank_1(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
     found = {}
     for kind in ("none", "powersgd"):
         module = Said()
-        config = ExchangeConfig(gradient_compression=kind, powersgd_rank=1)  # type: ignore[arg-type]
+        config = ExchangeConfig(gradient_compression="powersgd:1" if kind == "powersgd" else kind)
         ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, **ddp_arguments(config))
         compressed = compression(config, group)
         if compressed is not None:
@@ -191,8 +191,6 @@ def test_a_loop_of_ones_own_compresses_too(tmp_path: Path, free_port: int) -> No
             assert not torch.equal(found[kind][1], found["none"][1])
     with pytest.raises(ConfigError, match="powersgd works only in tasks"):
         check_settings(Settings().replace(gradient_compression="powersgd"))
-    with pytest.raises(ConfigError, match="--static-graph works only in tasks"):
-        check_settings(Settings().replace(static_graph=True))
 
 
 @pytest.mark.parametrize("name", ["single", "dp", "fsdp"])
@@ -212,9 +210,9 @@ def test_what_only_ddp_does_is_refused_elsewhere(name: str) -> None:
 
 def test_a_compiled_model_wants_buckets_of_a_mebibyte() -> None:
     """torch asserted so with a stack trace, in the first step."""
-    check_together(ExchangeConfig(bucket_mb=1), ComputeConfig(compile=True))
+    check_together(ExchangeConfig(bucket_mb=1), ComputeConfig(compile="default"))
     with pytest.raises(ConfigError, match="--bucket-mb: invalid value 0.5"):
-        check_together(ExchangeConfig(bucket_mb=0.5), ComputeConfig(compile=True))
+        check_together(ExchangeConfig(bucket_mb=0.5), ComputeConfig(compile="default"))
 
 
 class Some(nn.Module):
@@ -230,7 +228,7 @@ def unused(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
     import test_strategies
 
     found: list[Any] = []
-    for settings, first in (({}, 0), ({}, 3), ({"find_unused": True}, 3), ({"static_graph": True}, 99)):
+    for settings, first in (({}, 0), ({}, 3), ({"find_unused": True}, 3)):
         calls = iter(range(10_000))
 
         def forward(model: Any, x: Any, first: int = first, calls: Any = calls) -> Any:
@@ -247,8 +245,8 @@ def unused(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
 
 
 def test_parameters_without_a_gradient_are_named(tmp_path: Path, free_port: int) -> None:
-    for never, later, found, static in in_processes("ddp", 2, free_port, unused, tmp_path):
+    for never, later, found in in_processes("ddp", 2, free_port, unused, tmp_path):
         assert never[0] == "ConfigError" and "no gradient for spare.weight, spare.bias;" in never[1]
         assert "--find-unused" in never[1]
         assert later[0] == "UnusedParametersError" and "spare.weight, spare.bias" in later[1]
-        assert len(found) == len(static) == STEPS
+        assert len(found) == STEPS

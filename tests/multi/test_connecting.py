@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,9 @@ def opens(rank: int, port: int, kind: str, seconds: float, log: Path, is_stuck: 
         play()[0].__enter__()
     if is_stuck:
         torch.distributed.init_process_group = reaches_nobody
-    compute, limits = ComputeConfig(device=kind), ReliabilityConfig(connect_timeout=seconds)
-    _, group, _ = open_world(compute, limits, {}, position_of(rank, port), lambda message: None, log.parent)
+    compute, limits = ComputeConfig(device=kind), ReliabilityConfig()
+    position = replace(position_of(rank, port), patience=seconds)
+    _, group, _ = open_world(compute, limits, {}, position, lambda message: None, log.parent)
     time.sleep(seconds + 1)  # the limit is that of the start alone
     group.sum([1.0])
     os._exit(0)

@@ -61,7 +61,7 @@ def ran(folder: Path) -> str:
 
 
 def command(*words: object) -> list[str]:
-    quiet = ["--metrics-port", "0", "--metrics-linger", "0", "--run-dir", "run"]
+    quiet = ["--metrics", "0", "--metrics-linger", "0", "--run-dir", "run"]
     return [str(Path(sys.executable).parent / "tandem"), str(words[0]), *quiet, *map(str, words[1:])]
 
 
@@ -96,7 +96,7 @@ def test_nor_by_python_m(folder: Path, processes: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", [(), pytest.param(("--cold",), marks=pytest.mark.soak)], ids=["warm", "cold"]
+    "how", [(), pytest.param(("--fresh-interpreter",), marks=pytest.mark.soak)], ids=["warm", "cold"]
 )
 def test_a_script_finds_its_own_folder_first_and_nothing_of_the_current_one(
     folder: Path, processes: Any, how: tuple[str, ...]

@@ -113,7 +113,7 @@ def tandem(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> R
 
     run.folder = folder  # type: ignore[attr-defined]
     words = ["--task", "small.py:Small", "--task.width", "16", "--batch-size", "24", "--epochs", "2"]
-    code, output = run("train", *words, "--run-dir", "run", "--metrics-port", "0", "--threads", "1")
+    code, output = run("train", *words, "--run-dir", "run", "--metrics", "0", "--threads", "1")
     assert code == 0, output
     return run
 
@@ -236,7 +236,7 @@ def test_a_model_of_transformers_is_loaded_as_any_other_of_theirs(
         code, output = module_processes.run([python, *words], limit=200, cwd=folder, env=environment)
         assert code == 0, output
 
-    words = ["--task", "pretrained.py:Tiny", "--batch-size", "24", "--steps", "4", "--metrics-port", "0"]
+    words = ["--task", "pretrained.py:Tiny", "--batch-size", "24", "--steps", "4", "--metrics", "0"]
     run("-m", "tandem", "train", *words, "--run-dir", "tiny", "--threads", "1")
     run("-m", "tandem", "export", "tiny", "--format", "hf", "--output", str(tmp_path / "tiny"))
     run("-m", "tandem", "export", "tiny", "--format", "torch", "--output", str(tmp_path / "tiny.pt"))

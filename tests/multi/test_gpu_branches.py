@@ -73,7 +73,7 @@ class Small:
 """
 STEPS = 40
 FLAGS = ("--task", "small.py:Small", "--batch-size", "24", "--steps", STEPS, "--log-every", STEPS // 2,
-         "--device", "cuda", "--metrics-linger", "0", "--metrics-port", "0")  # fmt: skip
+         "--device", "cuda", "--metrics-linger", "0", "--metrics", "0")  # fmt: skip
 
 
 class Ranks:
@@ -136,7 +136,7 @@ def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port:
     """One opened nccl and the other gloo, and both waited for half an hour, six times."""
     started = []
     for rank in (0, 1):
-        flags = ("--task", "small.py:Small", "--batch-size", 24, "--steps", 4, "--metrics-port", 0)
+        flags = ("--task", "small.py:Small", "--batch-size", 24, "--steps", 4, "--metrics", 0)
         environment = played_gpu.environment(ranks.folder / "unlike", gpus=1 - rank) | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port),
@@ -151,7 +151,7 @@ def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port:
 @pytest.mark.slow
 def test_what_stands_by_has_opened_its_gpu(ranks: Ranks) -> None:
     (ranks.folder / "dies").touch()
-    notes, output = ranks.run("standing", "--standby-gpu", "--hang-timeout", patient(60))
+    notes, output = ranks.run("standing", "--warm-gpu", "--hang-timeout", patient(60))
     assert "rank 1 on node 0 was killed (SIGKILL)" in output and "restarts: 1" in output
     for rank, note in enumerate(notes):
         assert note.counts[f"set_device cuda:{rank}"] == {
@@ -209,7 +209,7 @@ mode, notes = played_gpu.play()
 mode.__enter__()
 import tandem
 
-run = tandem.start(["--device", "cuda", "--metrics-port", "0", "--metrics-linger", "0", "--log-every", "20"])
+run = tandem.start(["--device", "cuda", "--metrics", "0", "--metrics-linger", "0", "--log-every", "20"])
 model = run.wrap(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 run.keep(model=model, optimizer=optimizer)

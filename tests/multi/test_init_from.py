@@ -72,7 +72,7 @@ def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
 def train(processes: Any, folder: Path, verb: str, run: str, *flags: object) -> tuple[int, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     common = ["--task", "layers.py:Layers", "--batch-size", 16, "--steps", 2, "--lr", 0, "--device", "cpu"]
-    common += ["--metrics-port", 0, "--metrics-linger", 0, "--run-dir", run]
+    common += ["--metrics", 0, "--metrics-linger", 0, "--run-dir", run]
     command = [sys.executable, "-m", "tandem", verb, *map(str, common), *map(str, flags)]
     code, output = processes.run(command, 250, cwd=folder, env=own)
     return int(code), str(output)
@@ -83,7 +83,7 @@ def test_two_ranks_that_share_the_parameters_start_from_them(
     tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
 ) -> None:
     require_strategy("fsdp")
-    flags = ("--nproc", 2, "--strategy", "fsdp", "--init-from", "own.pt", "--init-min", 1)
+    flags = ("--nproc", 2, "--strategy", "fsdp", "--init-from", "own.pt", "--init-strict")
     code, output = train(processes, tmp_path, "launch", "run", *flags)
     assert code == 0, output
     assert "starting from own.pt: 100.0% of the model's parameters (233 of 233)" in output
@@ -97,10 +97,10 @@ def test_what_is_refused_is_one_line_and_2(
     code, output = train(processes, tmp_path, "train", "hostile", "--init-from", "hostile.pt")
     assert code == 2 and "hostile.pt" in output and "it would run" in output, output
     assert not (tmp_path / "hit").exists() and "Traceback" not in output
-    flags = ("--init-from", "other.pt", "--init-min", 0.9)
+    flags = ("--init-from", "other.pt", "--init-strict")
     code, output = train(processes, tmp_path, "train", "other", *flags)
     assert code == 2 and "Traceback" not in output, output
-    assert "has 70.8% of the model's parameters (165 of 233), but --init-min requires 90.0%" in output
+    assert "has 70.8% of the model's parameters (165 of 233), but --init-strict requires all" in output
     assert "wrong shape      2" in output and "loaded           2" in output
 
 
@@ -110,7 +110,7 @@ def test_a_loop_of_ones_own_starts_from_them(
 ) -> None:
     scripts = Scripts(tmp_path, processes)
     scripts.write("loop.py", LOOP)
-    code, output = scripts.alone("loop.py", "run", TANDEM_INIT_FROM="own.pt", TANDEM_INIT_MIN="0.9")
+    code, output = scripts.alone("loop.py", "run", TANDEM_INIT_FROM="own.pt", TANDEM_INIT_STRICT="true")
     assert code == 0, output
     ended = torch.load(tmp_path / "ended.pt", weights_only=True)
     assert all(torch.equal(ended[name], value) for name, value in weights.items())

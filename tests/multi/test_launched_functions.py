@@ -19,7 +19,7 @@ NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")},
     "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-    "TANDEM_METRICS_PORT": "0",
+    "TANDEM_METRICS": "0",
     "TANDEM_METRICS_LINGER": "0",
 }
 

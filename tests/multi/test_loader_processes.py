@@ -45,7 +45,7 @@ def train(processes: Any, folder: Path, *flags: str) -> tuple[str, str]:
     (folder / "loaded.py").write_text(TASK)
     code, output = processes.run(
         [sys.executable, "-m", "tandem", "train", "--task", "loaded.py:Loaded", "--batch-size", "8",
-         "--epochs", "2", "--device", "cpu", "--metrics-port", "0", "--metrics-linger", "0",
+         "--epochs", "2", "--device", "cpu", "--metrics", "0", "--metrics-linger", "0",
          "--run-dir", "-".join(["run", *flags]), *flags],
         cwd=folder, env={name: value for name, value in os.environ.items() if name[:6] != "TANDEM"},
     )  # fmt: skip

@@ -49,7 +49,7 @@ class Noted:
 def noted(processes: Any, folder: Path, *flags: str) -> list[dict[str, Any]]:
     (folder / "noted.py").write_text(TASK)
     words = ["train", "--task", "noted.py:Noted", "--batch-size", "8", "--steps", "3", "--run-dir", "run"]
-    quiet = ["--metrics-port", "0", "--metrics-linger", "0", "--threads", "1"]
+    quiet = ["--metrics", "0", "--metrics-linger", "0", "--threads", "1"]
     command = [sys.executable, "-m", "tandem", *words, *quiet, *flags]
     code, output = processes.run(command, cwd=folder)
     assert code == 0, output

@@ -22,7 +22,7 @@ from tandem.tasks.parts import model_of
 pytestmark = pytest.mark.multi
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-QUIET = ("--metrics-port", "0", "--metrics-linger", "0", "--device", "cpu", "--threads", "1")
+QUIET = ("--metrics", "0", "--metrics-linger", "0", "--device", "cpu", "--threads", "1")
 
 
 def launched(processes: Any, folder: Path, *words: object) -> tuple[int, str]:

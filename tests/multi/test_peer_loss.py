@@ -202,7 +202,7 @@ def test_a_tasks_error_that_sounds_like_the_store_ends_1_with_its_traceback(
     (tmp_path / "forgetful.py").write_text(TASK)
     code, output = processes.run(
         [sys.executable, "-m", "tandem", "launch", "--task", "forgetful.py:Forgetful", "--batch-size", "4"]
-        + ["--device", "cpu", "--metrics-port", "0", "--run-dir", "run"],
+        + ["--device", "cpu", "--metrics", "0", "--run-dir", "run"],
         cwd=tmp_path,
     )
     assert code == 1, output

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multi
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 IMAGES = f"{RECIPES}/images.py:Images"
-QUIET = ("--metrics-port", "0", "--metrics-linger", "0", "--threads", "1")
+QUIET = ("--metrics", "0", "--metrics-linger", "0", "--threads", "1")
 GPT = ("--context", "16", "--width", "32", "--layers", "2", "--heads", "2", "--batch-size", "8")
 
 

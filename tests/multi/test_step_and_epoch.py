@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
-QUIET = ("--metrics-port", 0, "--metrics-linger", 0)
+QUIET = ("--metrics", 0, "--metrics-linger", 0)
 
 TASK = """
 import torch

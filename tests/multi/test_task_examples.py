@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def trained(processes: Any, folder: Path, run: str, task: str, *flags: object) -> dict[str, Any]:
     words = ["launch", "--task", f"{EXAMPLES}/{task}", "--run-dir", run, *map(str, flags)]
     environment = {name: text for name, text in os.environ.items() if not name.startswith("TANDEM_")}
-    quiet = ["--metrics-port", "0", "--metrics-linger", "0", "--threads", "1"]
+    quiet = ["--metrics", "0", "--metrics-linger", "0", "--threads", "1"]
     command = [sys.executable, "-m", "tandem", *words, *quiet]
     code, output = processes.run(command, cwd=folder, env=environment)
     assert code == 0, output
@@ -86,7 +86,7 @@ def test_two_ranks_leave_out_blocks_of_their_own_and_resume_exactly(processes: A
     again = trained(processes, tmp_path, "run", task, *flags, "--steps", 30, "--find-unused")
     assert again["resumed_from_step"] == 12 and again["weights_sha256"] == calm["weights_sha256"]
     words = ["launch", "--task", f"{EXAMPLES}/{task}", "--run-dir", "without", *map(str, flags)]
-    quiet = ["--metrics-port", "0", "--metrics-linger", "0", "--threads", "1", "--steps", "30"]
+    quiet = ["--metrics", "0", "--metrics-linger", "0", "--threads", "1", "--steps", "30"]
     code, output = processes.run([sys.executable, "-m", "tandem", *words, *quiet], cwd=tmp_path)
     assert code in (1, 2) and "--find-unused" in output, output
 

@@ -35,7 +35,7 @@ for name, more in words.items():
     codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(json.dumps(codes))
 """
-SHORT = ["--batch-size", "8", "--epochs", "1", "--metrics-port", "0", "--threads", "1"]
+SHORT = ["--batch-size", "8", "--epochs", "1", "--metrics", "0", "--threads", "1"]
 
 
 def says() -> Mapping[str, tuple[str, ...]]:

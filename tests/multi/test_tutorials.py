@@ -21,7 +21,7 @@ class Tutorials:
     def __init__(self, folder: Path, processes: Any) -> None:
         self.folder, self.processes = folder, processes
         clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-        ours = {"TANDEM_METRICS_PORT": "0", "TANDEM_METRICS_LINGER": "0", "TANDEM_THREADS": "1"}
+        ours = {"TANDEM_METRICS": "0", "TANDEM_METRICS_LINGER": "0", "TANDEM_THREADS": "1"}
         self.environment = clean | ours | {"OMP_NUM_THREADS": "1"}
 
     def start(self, *words: object, **variables: object) -> Any:
@@ -133,8 +133,8 @@ torch.save({f"module.{name}": tensor for name, tensor in weights.items()}, "r34.
 def resnet34(*words: object) -> list[object]:
     """Settings: pretrained weights with another head, SyncBatchNorm, a scaled rate and a warm-up."""
     settings: list[object] = ["--task", f"{TUTORIALS / 'resnet34_task.py'}:Resnet34", "--task.image-size", 32]
-    settings += ["--batch-size", 20, "--sync-batchnorm", "--init-from", "r34.pth", "--init-min", 0.9]
-    settings += ["--lr", 0.01, "--lr-scaling", "linear", "--lr-base-batch-size", 10, "--warmup", "1epoch"]
+    settings += ["--batch-size", 20, "--sync-batchnorm", "--init-from", "r34.pth"]
+    settings += ["--lr", 0.01, "--lr-scaling", "linear:10", "--warmup", "1epoch"]
     return [*settings, "--schedule", "constant", "--log-every", 1, "--snapshot-every", "never", *words]
 
 
@@ -152,7 +152,7 @@ def test_resnet34_begins_with_all_weights_but_the_head(tutorials: Tutorials) -> 
 @pytest.mark.slow
 def test_resnet34_goes_on_with_a_bar_and_tensorboard(tutorials: Tutorials) -> None:
     tutorials.run("-c", PRETRAINED)
-    shown = ["--tensorboard", "--progress", "on"]
+    shown = ["--tracker", "tensorboard", "--progress", "on"]
     tutorials.launch("resnet34", *resnet34("--epochs", 1, *shown))
     said = tutorials.launch("resnet34", *resnet34("--epochs", 2, *shown))
     assert "resumed from step 2" in said and "evaluation after step 4" in said
@@ -166,7 +166,7 @@ def test_resnet34_goes_on_with_a_bar_and_tensorboard(tutorials: Tutorials) -> No
 def test_data_parallel_in_one_process_and_the_same_as_a_task(tutorials: Tutorials) -> None:
     assert "outside: 20 rows" in tutorials.run(TUTORIALS / "data_parallel_plain.py")
     settings = ["--task", f"{TUTORIALS / 'data_parallel_task.py'}:Rows", "--batch-size", 20, "--epochs", 1]
-    settings += ["--strategy", "dp", "--dp-first-share", 0.5, "--run-dir", "dp"]
+    settings += ["--strategy", "dp:0.5", "--run-dir", "dp"]
     said = tutorials.run("-m", "tandem", "train", *settings)
     assert said.count("inside: ") >= 5
     assert tutorials.summary("dp")["global_step"] == 5

@@ -179,7 +179,7 @@ def test_a_run_of_uneven_parts_ends_and_resumes_bit_for_bit(processes: Any, tmp_
     def run(folder: str, *flags: object) -> dict[str, Any]:
         words = ["launch", "--task", "line.py:Line", "--batch-size", 8, "--lr", 0.01]
         words += ["--schedule", "constant", "--nproc", 2]
-        words += ["--device", "cpu", "--threads", 1, "--metrics-port", 0, "--metrics-linger", 0]
+        words += ["--device", "cpu", "--threads", 1, "--metrics", 0, "--metrics-linger", 0]
         command = [sys.executable, "-m", "tandem", *map(str, (*words, "--run-dir", folder, *flags))]
         code, output = processes.run(command, cwd=tmp_path, env=clean)
         assert code == 0, output

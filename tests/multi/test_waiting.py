@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 TASK = Path(__file__).parents[2] / "examples" / "my_task.py"
-SHORT = ["--steps", 2, "--metrics-port", 0, "--progress", "off", "--threads", 1]
+SHORT = ["--steps", 2, "--metrics", 0, "--progress", "off", "--threads", 1]
 SCRIPT = "import torch; print('a script', torch.ones(2).sum().item())\n"
 OWN_SPINS = {"GOMP_SPINCOUNT": "700"}
 OWN_POLICY = {"OMP_WAIT_POLICY": "active"}
@@ -58,5 +58,5 @@ def test_a_lone_rank_and_an_evaluation_wait_passively(processes: Any, tmp_path: 
 @pytest.mark.soak
 def test_scripts_wait_passively(processes: Any, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = ["launch", "--metrics-port", 0, "--progress", "off", "--run-dir", "run", "script.py"]
+    words = ["launch", "--metrics", 0, "--progress", "off", "--run-dir", "run", "script.py"]
     assert set(spins(processes, tmp_path, list(words), {})) == {0}

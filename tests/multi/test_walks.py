@@ -9,7 +9,7 @@ import pytest
 WALKED = Path(__file__).parents[1] / "walked.py"
 OPTIONS = (
     "--steps 12 --batch-size 24 --task.train-samples 240 --eval-every 4 --eval-batch-size 1000 --log-every 2 "
-    "--checkpoint-every 4 --replica-check-every 4 --clip-norm 1 --warmup 2 --metrics-port 0 "
+    "--checkpoint-every 4 --replica-check-every 4 --clip-norm 1 --warmup 2 --metrics 0 "
     "--metrics-linger 0"
 )
 

@@ -39,7 +39,7 @@ def tasks_and_loops(names: list[str], folder: Path, processes: Any, limit: float
 def scripts(names: list[str], folder: Path, processes: Any, limit: float) -> dict[str, str]:
     """The same of one script under `tandem launch`, which is killed in each row; after `tasks_and_loops`."""
     words = ["--nproc", "2", "--run-dir", str(folder / "launched"), "--max-restarts", str(len(names) + 3)]
-    words += ["--metrics-port", "0", "--metrics-linger", "0", str(HERE / "zoo_ranks.py"), "--script"]
+    words += ["--metrics", "0", "--metrics-linger", "0", str(HERE / "zoo_ranks.py"), "--script"]
     command = [sys.executable, "-m", "tandem", "launch", *words, str(folder), *names]
     code, output = processes.run(command, limit, env=environment(folder) | {"ZOO_KILL": "1"})
     assert code == 0, output[-5000:]

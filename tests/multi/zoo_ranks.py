@@ -244,9 +244,9 @@ class Pair:
         return {
             "RANK": str(rank), "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-            "TANDEM_INIT_METHOD": f"file://{self.place}/meet-{self.life}",
+            "TANDEM_MASTER": f"file://{self.place}/meet-{self.life}",
             "TANDEM_RUN_DIR": str(self.place / "run"), "TANDEM_CHECKPOINT_EVERY": "2",
-            "TANDEM_METRICS_PORT": "0", "TANDEM_METRICS_LINGER": "0",
+            "TANDEM_METRICS": "0", "TANDEM_METRICS_LINGER": "0",
             "TANDEM_FIND_UNUSED": str(ZOO[self.name].finds_unused).lower(),
             "ZOO_KILL": "1" if self.life == 0 else "",
         }  # fmt: skip

@@ -25,7 +25,7 @@ class Scripts:
 
     def tandem(self, *words: object, run: str = "run") -> list[str]:
         """`tandem launch` with an own metrics page and no waiting for its readers."""
-        ours = ["--metrics-port", "0", "--metrics-linger", "0", "--run-dir", run]
+        ours = ["--metrics", "0", "--metrics-linger", "0", "--run-dir", run]
         return [self.python, "-m", "tandem", "launch", *ours, *map(str, words)]
 
     def by_torchrun(self, *words: object) -> tuple[int, str]:

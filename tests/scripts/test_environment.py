@@ -97,7 +97,7 @@ def test_a_program_finds_itself_as_under_python(how: str, scripts: Any) -> None:
     words = ["-m", "pack.prog"] if how == "module" else ["pack/prog.py"]
     code, said = scripts.run([scripts.tandem()[0], *words, "3", "--nodes", "9"])
     assert code == 3, said
-    settings = ["--cold"] if how == "cold" else []
+    settings = ["--fresh-interpreter"] if how == "cold" else []
     code, ours = scripts.run(scripts.tandem(*settings, *words, "3", "--nodes", "9"))
     assert code == 3, ours
     log = scripts.log(0)

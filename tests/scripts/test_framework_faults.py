@@ -29,7 +29,7 @@ def test_a_killed_and_a_stopped_rank(
     found = subprocess.run([python, "-c", look], check=False).returncode == 0
     require("frameworks", found, f"no package {package}: make frameworks")
     scripts.python = python
-    ours = scripts.tandem("--nodes", 2, "--hang-timeout", patient(6), "--metrics-port", free_port)
+    ours = scripts.tandem("--nodes", 2, "--hang-timeout", patient(6), "--metrics", free_port)
     process = scripts.start([*ours, str(PROGRAMS / program), "--epochs", "1000000", "--pause", "0.05"])
 
     def page() -> str:

@@ -127,7 +127,7 @@ def metrics(port: int) -> str:
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_with_its_line_and_the_page_knows_steps(scripts: Any, free_port: int) -> None:
-    ours = scripts.tandem("--nodes", 2, "--hang-timeout", 4, "--metrics-port", free_port)
+    ours = scripts.tandem("--nodes", 2, "--hang-timeout", 4, "--metrics", free_port)
     process = scripts.start([*ours, TUTORIAL, "--epochs", "5", "--pause", "0.2"])
     scripts.until(lambda: re.search(r"^tandem_steps_total ([2-9]|1\d)", metrics(free_port), re.M), process)
     (pid,) = scripts.lives(1)

@@ -33,7 +33,7 @@ LINE = next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# h
 def test_a_slow_rank_of_a_script_is_named_with_its_line(scripts: Any, free_port: int) -> None:
     (scripts.folder / "slow.py").write_text(SCRIPT)
     events = scripts.folder / "run" / "events.jsonl"
-    process = scripts.start(scripts.tandem("--nodes", 2, "--metrics-port", free_port, "slow.py"))
+    process = scripts.start(scripts.tandem("--nodes", 2, "--metrics", free_port, "slow.py"))
     scripts.until(lambda: events.exists() and '"straggler"' in events.read_text(), process)
 
     def read(path: str) -> str:

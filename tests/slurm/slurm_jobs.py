@@ -89,7 +89,7 @@ class Slurm:
         self.environment = {
             **{name: value for name, value in cluster.environment.items() if not name.startswith("TANDEM_")},
             "PATH": f"{Path(sys.executable).parent}:{cluster.environment['PATH']}",
-            "TANDEM_METRICS_PORT": "0",
+            "TANDEM_METRICS": "0",
             "TANDEM_METRICS_LINGER": "0",
             "TANDEM_THREADS": "1",
         }

@@ -25,7 +25,7 @@ VALUES = {
     "PYTHONPATH": str(SRC),
     "TANDEM_RUN_DIR": "/checkpoints/run",
     "TANDEM_STATE_DIR": "/run/tandem",
-    "TANDEM_METRICS_HOST": "0.0.0.0",
+    "TANDEM_METRICS": "0.0.0.0:19469",
 }
 PRINTS = '#!/bin/sh\n[ "$1" = --help ] && exec echo "  --container-image=PATH"\nprintf "%s\\n" "$@"; env\n'
 
@@ -104,7 +104,7 @@ def test_the_command(tmp_path: Path, file: Path) -> None:
         start += [program, "exec", "--bind", bound, "--pwd", str(folder), "--nv", where.name]
     else:
         assert (kept := lines[5].removeprefix("--container-env=")) != lines[5]
-        known = {"TANDEM_RUN_DIR", "TANDEM_STATE_DIR", "TANDEM_METRICS_HOST", "TANDEM_JOB_SECRET"}
+        known = {"TANDEM_RUN_DIR", "TANDEM_STATE_DIR", "TANDEM_METRICS", "TANDEM_JOB_SECRET"}
         assert known <= set(kept.split(","))
         start += [f"--container-image={where}", f"--container-mounts={bound}"]
         start += [f"--container-workdir={folder}", lines[5], "--no-container-entrypoint"]
@@ -112,7 +112,7 @@ def test_the_command(tmp_path: Path, file: Path) -> None:
     assert lines[: len(start)] == start
     values = dict(line.partition("=")[::2] for line in lines[len(start) :])
     assert "PYTHONPATH" not in values and runs.is_dir() and not (runs / "a").exists()
-    assert values["TANDEM_METRICS_HOST"] == "127.0.0.1" and values["TANDEM_STATE_DIR"] == "/tmp/tandem-7"
+    assert values["TANDEM_METRICS"] == "127.0.0.1:19469" and values["TANDEM_STATE_DIR"] == "/tmp/tandem-7"
     if file == APPTAINER:
         assert values["APPTAINERENV_TANDEM_RUN_DIR"] == f"{runs}/a"
         assert values["APPTAINERENV_TANDEM_JOB_SECRET"] == values["TANDEM_JOB_SECRET"]

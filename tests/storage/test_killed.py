@@ -89,7 +89,7 @@ def test_a_run_goes_on_from_the_store_with_an_empty_disk(
             "24",
             "--metrics-linger",
             "0",
-            "--metrics-port",
+            "--metrics",
             "0",
         ]
         flags += ["--steps", "40", "--log-every", "5", "--checkpoint-every", "8", "--device", "cpu"]

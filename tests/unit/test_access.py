@@ -18,20 +18,20 @@ from tandem.telemetry.registry import Registry
 
 TOKEN = "s3cret-ü"
 LOCAL_NAMES = (
-    *(None, "", "localhost", "localhost:9469", "LOCALHOST.:1"),
-    *("127.0.0.1", "127.0.0.1:9469", "10.1.2.3:80"),
-    *("[::1]", "[::1]:9469", "node1", "node1:9469", "run.localhost:9469"),
+    *(None, "", "localhost", "localhost:19469", "LOCALHOST.:1"),
+    *("127.0.0.1", "127.0.0.1:19469", "10.1.2.3:80"),
+    *("[::1]", "[::1]:19469", "node1", "node1:19469", "run.localhost:19469"),
 )
 FOREIGN_NAMES = (
     *(
         "evil.example",
-        "evil.example:9469",
+        "evil.example:19469",
         "127.0.0.1.evil.example",
         "localhost.evil.example",
         "a.b",
         "x.local",
     ),
-    *("127.0.0.1 .evil", "evil.example.:80", "127.0.0.1.nip.io:9469"),
+    *("127.0.0.1 .evil", "evil.example.:80", "127.0.0.1.nip.io:19469"),
 )
 
 
@@ -106,8 +106,8 @@ def test_probes_need_no_token_and_say_no_more_than_yes(guarded: MetricsServer) -
 
 
 @pytest.mark.parametrize("settings", [
-    {"metrics_token_file": "missing"}, {"metrics_token_file": "empty"}, {"metrics_key": "empty"},
-    {"metrics_cert": "empty"}, {"metrics_cert": "missing"},
+    {"metrics_token_file": "missing"}, {"metrics_token_file": "empty"},
+    {"metrics_tls": "empty"}, {"metrics_tls": "missing"}, {"metrics_tls": "empty,empty"},
 ])  # fmt: skip
 def test_files_that_cannot_be_used_are_an_error(
     settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +126,7 @@ def test_tls(tmp_path: Path) -> None:
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
         cwd=tmp_path, check=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    files = {"metrics_cert": str(tmp_path / "cert.pem"), "metrics_key": str(tmp_path / "key.pem")}
+    files = {"metrics_tls": f"{tmp_path}/cert.pem,{tmp_path}/key.pem"}
     access = load_access(Settings.from_dict(files).metrics)
     server = MetricsServer(Registry(), "127.0.0.1", 0, dict, access=access)
     try:

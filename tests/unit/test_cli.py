@@ -65,7 +65,7 @@ def test_every_verb_lists_what_it_takes(verb: str, tmp_path: Path) -> None:
                 assert part.replace(" ", "") in said
         groups = {SLICES[SETTINGS[name].slice].__doc__ for name in read_by(verb)}
         shown = {str(each.__doc__) for each in SLICES.values() if f"\n{each.__doc__}:\n" in done.stdout}
-        assert shown == groups and ("--compile-mode" in done.stdout) == ("compile_mode" in read_by(verb))
+        assert shown == groups and ("--sync-batchnorm" in done.stdout) == ("sync_batchnorm" in read_by(verb))
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -240,7 +240,7 @@ def test_config_explains_where_values_come_from(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["eval", "run", "--metrics-port", "0"], "--metrics-port has no effect on `tandem eval`"),
+        (["eval", "run", "--metrics", "0"], "--metrics has no effect on `tandem eval`"),
         (["eval", "run", "--lr=0.1"], "--lr has no effect on `tandem eval`"),
         (["export", "run", "--no-compile"], "--no-compile has no effect on `tandem export`"),
         (["export", "run", "--epoch", "1"], "unknown flag --epoch"),
@@ -254,9 +254,9 @@ def test_a_setting_that_a_verb_does_not_read_is_one_line(words: list[str], says:
 
 def test_variables_and_files_belong_to_the_job_and_not_to_the_verb(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
-    config.write_text("metrics_port = 0\n")
+    config.write_text("metrics = 0\n")
     given = cli.parser_of("export").read(["run", "--config", str(config)]).given
-    assert resolve(given, {"TANDEM_LR": "0.5"}, None).chosen == {"metrics_port", "lr"}
+    assert resolve(given, {"TANDEM_LR": "0.5"}, None).chosen == {"metrics", "lr"}
 
 
 @pytest.mark.parametrize("verb", ["check", "verify-resume", "bench", "doctor"])
@@ -276,7 +276,7 @@ def test_verbosity_is_ours_before_the_script_and_its_own_after(flag: str, level:
 
 
 def test_quiet_keeps_the_exit_code_and_the_log_and_leaves_the_terminal_alone(tmp_path: Path) -> None:
-    train = ["train", "--device", "cpu", "--steps", "2", "--eval-every", "never", "--metrics-port", "0"]
+    train = ["train", "--device", "cpu", "--steps", "2", "--eval-every", "never", "--metrics", "0"]
     train += ["--metrics-linger", "0", "--run-dir"]
     quiet, loud = watched(tmp_path, *train, "quiet", "-q"), watched(tmp_path, *train, "loud", "-v")
     assert (quiet.returncode, loud.returncode) == (0, 0), quiet.stderr + loud.stderr

@@ -4,7 +4,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -22,9 +21,9 @@ STRATEGY: Any = SimpleNamespace(
 WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
-def clipping(largest: float | None, value: float | None = None) -> tuple[Clipping, nn.Parameter]:
+def clipping(largest: float | None) -> tuple[Clipping, nn.Parameter]:
     weight = nn.Parameter(torch.zeros(2))
-    optimization = OptimisationConfig(clip_norm=largest, clip_value=value)
+    optimization = OptimisationConfig(clip_norm=largest)
     return Clipping(optimization, STRATEGY, [weight], WORLD), weight
 
 
@@ -36,20 +35,6 @@ def test_clips_are_counted_and_the_norm_is_that_from_before() -> None:
         clips.clip()
     assert weight.grad is not None and math.isclose(float(weight.grad.norm()), 1.0, rel_tol=1e-5)
     assert (clips.norm(), clips.count(), clips.count()) == (10.0, 2, 0)
-
-
-def test_elements_are_clamped_after_the_norm_which_is_that_from_before() -> None:
-    clips, weight = clipping(None, 3.5)
-    for gradient in ([0.3, -0.4], [3.0, -4.0]):
-        weight.grad = torch.tensor(gradient)
-        clips.clip()
-    assert weight.grad is not None and weight.grad.tolist() == [3.0, -3.5]
-    assert (clips.norm(), clips.count()) == (5.0, 1)
-    both, weight = clipping(10.0, 6.5)
-    weight.grad = torch.tensor([12.0, -16.0])
-    both.clip()
-    assert weight.grad.tolist() == pytest.approx([6.0, -6.5], rel=1e-5)
-    assert (both.norm(), both.count()) == (20.0, 1)
 
 
 def test_without_a_limit_the_norm_is_known_all_the_same() -> None:

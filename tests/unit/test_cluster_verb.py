@@ -110,7 +110,7 @@ def test_without_a_checkout_an_image_or_a_project_is_needed(
     assert error.value.exit_code == 2
     (tmp_path / "Dockerfile").touch()
     assert project.build_command("x")[:2] == ["docker", "build"]
-    assert actions.variables_of(command_line.parsed(["up"]), 2, 9469)["TASKS"].endswith("compose")
+    assert actions.variables_of(command_line.parsed(["up"]), 2, 19469)["TASKS"].endswith("compose")
     monkeypatch.setattr(job_secret, "ROOT", None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = job_secret.make("own", {})

@@ -28,9 +28,10 @@ from tandem.cluster.network import Shape  # noqa: E402
 # The cluster decides these itself: places, ports, folders, and the grace period that Compose has to exceed.
 DECIDED = {
     **{"TANDEM_COMPOSE_PROJECT": "tandem", "TANDEM_COMPOSE_NODES": "2", "TANDEM_STATE_DIR": "/run/tandem"},
-    **{"TANDEM_DATA_DIR": "/data", "TANDEM_RUN_DIR": "/checkpoints/digits", "TANDEM_METRICS_HOST": "0.0.0.0"},
+    **{"TANDEM_DATA_DIR": "/data", "TANDEM_RUN_DIR": "/checkpoints/digits"},
+    "TANDEM_METRICS": "0.0.0.0:19469",
 }
-NOT_HANDED_ON = "NODES NODE_RANK MASTER METRICS_PORT SHUTDOWN_TIMEOUT".split()
+NOT_HANDED_ON = "NODES NODE_RANK MASTER METRICS SHUTDOWN_TIMEOUT".split()
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def given_to_a_node(
         for name, value in shell.items():
             monkeypatch.setenv(name, value)
         words = ["up", "--nodes", "2", *(f"--{name}={value}" for name, value in options.items())]
-        variables = cluster.variables_of(command_line.parsed(words), 2, 9469)
+        variables = cluster.variables_of(command_line.parsed(words), 2, 19469)
         said = json.loads(engine.Cluster("tandem", variables).compose("config", "--format", "json"))
         found = said["services"]["node"]["environment"]
         return {name: value.replace("$$", "$") for name, value in found.items() if value}
@@ -120,9 +121,9 @@ def test_threads_of_a_rank_are_a_share_of_the_host_or_its_nodes_limit(
         monkeypatch.setenv("CPUS", "" if by_dotenv else cpus)
         (tmp_path / ".env").write_text(f"CPUS={cpus}\n" if by_dotenv else "")
         options = command_line.parsed(["up", "--gpus", gpus])
-        assert cluster.variables_of(options, nodes, 9469)["TANDEM_THREADS"] == threads
+        assert cluster.variables_of(options, nodes, 19469)["TANDEM_THREADS"] == threads
     monkeypatch.setenv("TANDEM_THREADS", "3")
-    assert cluster.variables_of(options, nodes, 9469)["TANDEM_THREADS"] == "3"
+    assert cluster.variables_of(options, nodes, 19469)["TANDEM_THREADS"] == "3"
 
 
 def test_cpus_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def test_scale_counts_threads_anew_and_keeps_the_limits(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine.Cluster, "nodes", lambda self: [])
 
     def scaled(nodes: str) -> dict[str, str]:
-        there = engine.Cluster("own", cluster.variables_of(command_line.parsed(["up"]), 1, 9469))
+        there = engine.Cluster("own", cluster.variables_of(command_line.parsed(["up"]), 1, 19469))
         monkeypatch.setattr(engine.Cluster, "found", lambda project: there)
         cluster.scale(command_line.parsed(["scale", "--nodes", nodes]))
         return dict(started[-1].variables)
@@ -174,7 +175,7 @@ def test_what_is_called_a_secret_reaches_the_nodes(given_to_a_node: Any) -> None
 def variables(*words: str) -> dict[str, str]:
     """What compose.yaml reads for `cluster.py up` with these options."""
     options = command_line.parsed(["up", *words])
-    return cluster.variables_of(options, 2, 9469)
+    return cluster.variables_of(options, 2, 19469)
 
 
 @pytest.fixture
@@ -187,32 +188,24 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_script_is_mounted_with_its_folder_and_works_in_the_runs(script: str, tmp_path: Path) -> None:
-    words = ["--script", script, "--script-args=--name 'a b' x", "--args=--cold"]
+    words = ["--script", script, "--script-args=--name 'a b' x", "--args=--fresh-interpreter"]
     found = variables(*words)
-    assert found["COMMAND"] == "launch --cold '/script/train it.py' --name 'a b' x"
+    assert found["COMMAND"] == "launch --fresh-interpreter '/script/train it.py' --name 'a b' x"
     assert (found["TASKS"], found["TASKS_AT"]) == (str(tmp_path.resolve()), "/script")
     assert (found["RUN"], found["WORKING_DIR"]) == ("train-it", "/checkpoints/train-it")
     assert "TANDEM_TASK" not in found
     assert variables(*words, "--run", "mine")["WORKING_DIR"] == "/checkpoints/mine"
 
 
-@pytest.mark.parametrize(("said", "words", "mode"), [
-    (None, "", 0o700), ("group", "", 0o750), ("group", "--run-mode world", 0o755),
-    (None, "--run-mode=2770", 0o2770), ("777777", "", 0o700), (None, "--run-mode", 0o700),
-])  # fmt: skip
-def test_a_scripts_folder_has_the_mode_of_its_run(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, words: str, mode: int
-) -> None:
+def test_a_scripts_folder_is_private(script: str, tmp_path: Path) -> None:
     """It is made before the run begins, as the folder that its containers start in."""
-    if said is not None:
-        monkeypatch.setenv("TANDEM_RUN_MODE", said)
-    found = variables("--script", script, f"--args={words}")
+    found, mode = variables("--script", script), 0o700
     volume = tmp_path / "checkpoints"
     volume.mkdir()
     look = preflight.LOOK_AT_VOLUMES.replace('"/checkpoints"', repr(str(volume))).replace('"/data"', "'/tmp'")
     folder = volume / Path(found["WORKING_DIR"]).name
     for _ in range(2):
-        command = [sys.executable, "-", str(folder), found["WORKING_DIR_MODE"]]
+        command = [sys.executable, "-", str(folder)]
         subprocess.run(command, input=look, text=True, check=True, capture_output=True, timeout=patient(60))
         assert folder.stat().st_mode & 0o7777 == mode
         folder.chmod(mode := 0o711)  # what is there is left as it is

@@ -89,6 +89,8 @@ def test_flag_forms() -> None:
         assert settings_of(*argv).compute.compile
     for argv in (["--no-compile"], ["--compile", "false"], ["--compile=no"]):
         assert not settings_of(*argv, TANDEM_COMPILE="true").compute.compile
+    for argv in (["--compile", "reduce-overhead"], ["--compile=reduce-overhead"]):
+        assert settings_of(*argv).compute.compile == "reduce-overhead"
 
 
 def test_none_resets_what_may_be_none() -> None:
@@ -127,13 +129,15 @@ def test_task_fields_are_merged_per_name(tmp_path: Path) -> None:
 def test_kubernetes_service_links_are_not_ours() -> None:
     links = {
         "TANDEM_METRICS_SERVICE_HOST": "10.0.0.1",
-        "TANDEM_METRICS_SERVICE_PORT_HTTP": "9469",
-        "TANDEM_METRICS_PORT": "tcp://10.0.0.1:9469",
-        "TANDEM_METRICS_PORT_9469_TCP_ADDR": "10.0.0.1",
-        "TANDEM_PORT": "tcp://10.0.0.1:9469",
+        "TANDEM_METRICS_SERVICE_PORT_HTTP": "19469",
+        "TANDEM_METRICS_PORT": "tcp://10.0.0.1:19469",
+        "TANDEM_METRICS_PORT_19469_TCP_ADDR": "10.0.0.1",
+        "TANDEM_PORT": "tcp://10.0.0.1:19469",
     }
-    assert settings_of(**links).metrics.metrics_port == 9469
-    assert settings_of(TANDEM_METRICS_PORT="9470").metrics.metrics_port == 9470
+    assert settings_of(**links).metrics.metrics == "127.0.0.1:19469"
+    assert settings_of(TANDEM_METRICS="9470").metrics.host_and_port == ("127.0.0.1", 9470)
+    assert settings_of(TANDEM_METRICS=":0").metrics.host_and_port == ("127.0.0.1", 0)
+    assert settings_of(TANDEM_METRICS="[::]:7").metrics.host_and_port == ("::", 7)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,12 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(brought: str) -> None:
         ("--momentum", "1", "a number >= 0 and < 1"),
         ("--schedule", "cosin", "one of constant, linear, cosine, step"),
         ("--strategy", "horovod", "one of single, dp, ddp, fsdp"),
-        ("--compile", "maybe", "true or false"),
+        ("--compile", "maybe", "default, reduce-overhead, max-autotune, or none"),
+        ("--download", "maybe", "true or false"),
+        ("--gradient-compression", "powersgd:0", "one of none, bf16, fp16, or powersgd or powersgd:RANK"),
+        ("--strategy", "dp:0", "one of single, dp, ddp, fsdp, or dp:SHARE"),
+        ("--strategy", "dp:1.1", "one of single, dp, ddp, fsdp, or dp:SHARE"),
+        ("--lr-scaling", "linear:0", "one of none, linear, sqrt, or linear:BATCH"),
         ("--threads", "0", "auto, or an integer >= 1"),
         ("--steps", "0", "an integer >= 1, or none"),
         ("--data-dir", "", "a path"),
@@ -207,8 +216,9 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(brought: str) -> None:
         ("--profile", "10:0", "START:STEPS"),
         ("--log-every", "5x", "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"),
         ("--warmup", "30s", "steps, epochs or percent"),
-        ("--run-name", "../up", "up to 63 letters"),
-        ("--metrics-port", "65536", "a port from 0"),
+        ("--metrics", "65536", "HOST:PORT or PORT"),
+        ("--metrics", "::1:7", "HOST:PORT or PORT"),
+        ("--tracker", "tensorboard,neptune", "one of tensorboard, mlflow, wandb, or tensorboard,mlflow"),
     ],
 )
 def test_bad_values_name_flag_value_and_what_is_valid(flag: str, text: str, valid: str) -> None:
@@ -337,7 +347,6 @@ def test_fingerprint_fields() -> None:
         "optimizer": "sgd",
         "sync_batchnorm": False,
         "gradient_compression": "none",
-        "powersgd_rank": 4,
     }
 
 

@@ -14,7 +14,6 @@ from tandem.data.loader import batch_size_of, parts_of
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.dp import Balanced, limits, shares_of_devices
-from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.training.step import TrainingModule
 
@@ -117,14 +116,13 @@ def test_without_two_gpus_it_says_that_nothing_is_split(caplog: pytest.LogCaptur
 
 
 def test_a_first_share_is_for_dp_alone() -> None:
-    compute = Settings().replace(dp_first_share=0.5).compute
-    strategies.load("dp", ProcessGroup(Position(), CPU), compute=compute)
-    for name in ("single", "ddp"):
-        with pytest.raises(ConfigError, match="--dp-first-share works only with --strategy dp"):
-            strategies.load(name, ProcessGroup(Position(), CPU), compute=compute)
+    compute = Settings().replace(strategy="dp:0.5").compute
+    assert compute.strategy_name == "dp" and compute.dp_first_share == 0.5
+    strategy = strategies.load(compute.strategy, ProcessGroup(Position(), CPU), compute=compute)
+    assert isinstance(strategy, type(strategies.load("dp", ProcessGroup(Position(), CPU))))
 
 
 @pytest.mark.parametrize("value", ["0", "1.1", "-1", "nan"])
 def test_a_first_share_is_above_0_and_up_to_1(value: str) -> None:
-    with pytest.raises(Exception, match="dp_first_share.*a number > 0 and <= 1"):
-        Settings.from_dict({"dp_first_share": value})
+    with pytest.raises(Exception, match="strategy.*a share > 0 and <= 1"):
+        Settings.from_dict({"strategy": f"dp:{value}"})

@@ -348,13 +348,13 @@ def test_a_gpu_that_was_there_is_retried_and_never_a_cpu(
 
 
 def test_kernels_chosen_by_timing_are_refused_where_each_process_needs_the_same() -> None:
-    timed = ComputeConfig(compile=True, compile_mode="max-autotune", deterministic=True)
+    timed = ComputeConfig(compile="max-autotune", deterministic=True)
     with pytest.raises(ConfigError, match="max-autotune.*--deterministic"):
         check_compilation(timed)
-    for allowed in (replace(timed, deterministic=False), replace(timed, compile=False)):
+    for allowed in (replace(timed, deterministic=False), replace(timed, compile=None)):
         check_compilation(allowed)
     inductor = importlib.import_module("torch._inductor.config")
     if hasattr(inductor, "deterministic"):
         with inductor.patch(deterministic=False):
-            check_compilation(replace(timed, compile_mode="default"))
+            check_compilation(replace(timed, compile="default"))
             assert inductor.deterministic

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tandem.distributed.position import Position
 from tandem.launch.elastic import Departures, LastCall
 from tandem.platforms.placement import Placement
-from tandem.timeouts import LAST_CALL_SECONDS
+from tandem.timeouts import FIRST_CALL_SECONDS, LAST_CALL_SECONDS
 
 PLACEMENT = Placement("by-hand", 3, 1, 1, "127.0.0.1", 29500, elastic=(2, 3))
 
@@ -23,8 +23,9 @@ def position() -> Position:
 
 
 def test_a_job_settles_once() -> None:
-    last_call = LastCall(60, 10)
-    assert last_call.join == timedelta(seconds=60) and last_call.last_call == timedelta(seconds=10)
+    last_call = LastCall(60)
+    assert last_call.join == timedelta(seconds=60)
+    assert last_call.last_call == timedelta(seconds=FIRST_CALL_SECONDS)
     last_call.has_begun()
     assert last_call.last_call == timedelta(seconds=LAST_CALL_SECONDS)
 

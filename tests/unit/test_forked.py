@@ -19,7 +19,7 @@ OPTIONS = {"text": True, "stdout": subprocess.PIPE}
 
 def test_its_words_environment_folder_and_end(tmp_path: Path, processes: Any) -> None:
     environ = {**os.environ, "OF_THIS_TEST": "with = and\nmore"}
-    words = ["--steps", "100000", "--run-dir", "run", "--metrics-port", "0", "--device", "cpu"]
+    words = ["--steps", "100000", "--run-dir", "run", "--metrics", "0", "--device", "cpu"]
     launch = processes.start([*LAUNCH, *words], cwd=tmp_path, env=environ)
     assert isinstance(launch, Forked) or os.environ.get("TEST_FORKS") == "0"
     deadline = time.monotonic() + 60

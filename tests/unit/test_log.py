@@ -28,9 +28,9 @@ def test_text_line_names_the_rank(tmp_path: Path) -> None:
 def test_agent_lines_name_the_node_and_other_levels_are_named(tmp_path: Path) -> None:
     logger = setup(tmp_path / "agent.log", None, 3, to_terminal=False, json_lines=False)
     logger.debug("not shown")
-    logger.warning("port 9469 is busy")
+    logger.warning("port 19469 is busy")
     line = (tmp_path / "agent.log").read_text()
-    assert line.endswith(" node 3 | warning: port 9469 is busy\n")
+    assert line.endswith(" node 3 | warning: port 19469 is busy\n")
     assert line.count("\n") == 1
 
 

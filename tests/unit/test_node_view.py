@@ -76,7 +76,7 @@ def test_how_a_run_ended_waits_for_the_last_scrape(
 ) -> None:
     """A planned stop has a state of its own, and is scraped as any other end; the run's name is there."""
     stop = StopFlag()
-    settings = Settings().replace(metrics_port=0, metrics_linger=60.0, run_dir=tmp_path / "llm")
+    settings = Settings().replace(metrics="127.0.0.1:0", metrics_linger=60.0, run_dir=tmp_path / "llm")
     (tmp_path / "llm").mkdir()
     node = view.NodeView(
         settings, detect({}, "here"), None, tmp_path / "scratch", tmp_path / "llm", None, stop

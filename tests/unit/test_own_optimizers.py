@@ -102,7 +102,7 @@ def test_settings_without_effect_are_named_in_one_line(
     "methods, settings, used, said",
     [
         (
-            {}, {"lr": 0.2, "lr_scaling": "linear", "lr_base_batch_size": 120},
+            {}, {"lr": 0.2, "lr_scaling": "linear:120"},
             {"optimizer": "SGD", "lr": 0.4, "schedule": "cosine"}, "lr 0.2 x 240/120 (linear) = 0.4",
         ),
         (

@@ -276,7 +276,7 @@ def test_verbs_with_ranks_of_their_own_run_where_one_process_was_started(name: s
     ({}, {"nodes": 2, "node_rank": 0, "master": "127.0.0.1:0"}),
     ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "0"}, {}),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, {}),
-    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {"init_method": "tcp://localhost:0"}),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {"master": "localhost:0"}),
 ])  # fmt: skip
 def test_port_zero_is_no_port_to_meet_at(environ: dict[str, str], asked: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="port 0"):

@@ -29,8 +29,8 @@ ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
         ("train.py", "", Program("script", "train.py")),
         ("--nodes 2 a.py --nodes 3 -m", "--nodes 2", Program("script", "a.py", ("--nodes", "3", "-m"))),
         ("--nodes=2 train.py --help", "--nodes=2", Program("script", "train.py", ("--help",))),
-        ("--cold train.py", "--cold", Program("script", "train.py")),
-        ("--cold true train.py", "--cold true", Program("script", "train.py")),
+        ("--fresh-interpreter train.py", "--fresh-interpreter", Program("script", "train.py")),
+        ("--fresh-interpreter true train.py", "--fresh-interpreter true", Program("script", "train.py")),
         ("--no-cold train.py true", "--no-cold", Program("script", "train.py", ("true",))),
         ("--config a.toml -m pack.age -x", "--config a.toml", Program("module", "pack.age", ("-x",))),
         ("--nproc 2 -- bash -c x", "--nproc 2", Program("command", "bash", ("-c", "x"))),
@@ -75,7 +75,7 @@ def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: p
 
 def test_a_program_gets_the_settings_that_were_given_as_variables() -> None:
     settings = Settings().replace(run_dir=Path("/runs/x"), epochs=3, download=True, nodes=2, task="train")
-    given = {"run_dir", "epochs", "download", "nodes", "task", "seed", "metrics_port"}
+    given = {"run_dir", "epochs", "download", "nodes", "task", "seed", "metrics"}
     assert variables_of(settings, given) == {
         "TANDEM_RUN_DIR": "/runs/x", "TANDEM_RESUME": "auto", "TANDEM_EPOCHS": "3", "TANDEM_DOWNLOAD": "true",
         "TANDEM_SEED": "0",  # given, be it as the default: it goes before what the script says

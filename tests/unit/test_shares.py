@@ -1,20 +1,16 @@
 """Shares of a batch: every sample somebody's, in whole samples, by weights, and micro-batches that match."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
-from tandem.data.kinds import training_data
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.shares import (
     apportion,
@@ -22,16 +18,12 @@ from tandem.data.shares import (
     equal_shares,
     fits,
     given_shares,
-    measured_shares,
     places,
 )
 from tandem.data.source import Reader
 from tandem.errors import ConfigError
 from tandem.launch.shares import refuse_uneven
 from tandem.platforms.placement import Placement
-from tandem.telemetry.clock import Clock
-from tandem.telemetry.meter import StepTimes
-from tandem.training.shares import BatchShares, pace
 
 weights = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
@@ -65,7 +57,9 @@ def test_ranks_share_out_the_global_batch_in_micro_batches_that_match(
     paces: list[float], more: int, micro: int | None, step: int
 ) -> None:
     order = GlobalOrder(1000, len(paces) + more, seed=5)
-    sizes = measured_shares(paces, 1.2, order.batch_size, micro)
+    sizes = apportion(order.batch_size, paces)
+    if not fits(sizes, micro):
+        sizes = equal_shares(order.batch_size, len(paces))
     cuts = [TrainBatches(order, rank, len(paces), micro, step, step + 1, sizes) for rank in range(len(paces))]
     seen = [[part.tolist() for _, part in cut.micro_batches()] for cut in cuts]
     flat = [index for parts in seen for part in parts for index in part]
@@ -107,17 +101,13 @@ def test_what_is_no_shares_is_refused_in_one_line(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["3:1", "auto", "1.5:1:1", "none", "0.5:10"])
+@pytest.mark.parametrize("text", ["3:1", "1.5:1:1", "none", "0.5:10"])
 def test_what_is_shares_is_taken(text: str) -> None:
     assert str(Settings.from_dict({"batch_shares": text}).data.batch_shares).lower() == text
 
 
-def test_ranks_that_are_alike_keep_equal_shares_and_a_very_slow_one_has_its_micro_batches() -> None:
-    assert measured_shares([100, 110], 1.2, 64) == (32, 32)
-    assert measured_shares([300, 100], 1.2, 64) == (48, 16)
-    sizes = measured_shares([3000, 1], 1.2, 64, 8)
-    assert sizes == (58, 6) or fits(sizes, 8)
-    assert not fits((63, 1), 8)
+def test_shares_fit_micro_batches_if_all_ranks_can_make_as_many() -> None:
+    assert fits((58, 6), 10) and not fits((63, 1), 8)
 
 
 def test_only_an_unequal_batch_without_shares_is_refused_at_a_fresh_start() -> None:
@@ -127,7 +117,6 @@ def test_only_an_unequal_batch_without_shares_is_refused_at_a_fresh_start() -> N
 
     with pytest.raises(ConfigError, match="does not divide"):
         reader().check_shares()
-    reader(batch_shares="auto").check_shares()
     chosen = reader(batch_shares="2:1:1")
     chosen.check_shares()
     assert chosen.sizes == (5, 3, 2)
@@ -170,7 +159,6 @@ def test_an_unequal_batch_is_refused_at_the_launch_where_the_ranks_are_known(
         (replace(BY_HAND, nproc=None), NO_GPU, {}),  # other nodes may have some
         (replace(BY_HAND, elastic=(2, 3)), NO_GPU, {}),
         (replace(BY_HAND, node_rank=1), NO_GPU, {}),  # it may not see the run's checkpoints
-        (BY_HAND, NO_GPU, {"batch_shares": "auto"}),
         (BY_HAND, NO_GPU, {"batch_shares": "2:1:1"}),
         (BY_HAND, NO_GPU, {"strategy": "single"}),
         (BY_HAND, NO_GPU, {"resume": "runs/other"}),
@@ -193,69 +181,3 @@ def test_a_run_that_goes_on_may_have_unequal_shares_unless_it_begins_anew(tmp_pa
 def test_the_next_batch_that_divides_is_named_once() -> None:
     with pytest.raises(ConfigError, match="--batch-size 1 does not divide evenly over 2 ranks; use 2$"):
         check_even(1, 2)
-
-
-def test_the_pace_is_of_the_work_that_grows_with_the_share_in_quick_steps() -> None:
-    def times(seconds: float) -> StepTimes:
-        quarter = seconds / 4
-        return StepTimes(quarter, quarter, quarter, quarter, optimizer=9.0, other=9.0, wait=9.0)
-
-    assert pace(30, [times(0.1)] * 10 + [times(5.0)] * 5) == pytest.approx(300)
-
-
-class Numbers(IterableDataset[int]):
-    """A stream that cannot say where it stands: it is read anew."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(1000))
-
-    def __len__(self) -> int:
-        return 1000
-
-
-def rank_of_two(dataset: Any, rank: int, **values: Any) -> BatchShares:
-    """One of two ranks, of which rank 0 is three times as quick."""
-    config = Settings().replace(batch_size=32, batch_shares="auto", **values).data
-    reader = Reader(config, 0, rank, 2, None, torch.device("cpu"))
-    data = training_data(dataset, reader, None)
-    world = SimpleNamespace(size=2, rank=rank, is_first=rank == 0, gather_json=lambda _mine: [300.0, 100.0])
-    clock, recorder = Clock(), SimpleNamespace(event=lambda *_kind, **_fields: None)
-    clock.recent += [StepTimes(0.0, 0.0, 0.1, 0.1, 0.0, 0.0, 0.0)] * 19
-    return BatchShares(data, reader, cast(Any, world), clock, cast(Any, recorder))
-
-
-def taken(shares: BatchShares, start: int, stop: int) -> list[list[list[int]]]:
-    """Each step's micro-batches, with the decisions in between, as the loop does it."""
-    found = []
-    for step, batches in enumerate(shares.steps(start, stop), start):
-        found.append([batch.tolist() for batch in batches])
-        shares.after_step(step + 1)
-    return found
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", ["rows", "stream"])
-def test_auto_changes_who_computes_what_and_nothing_else(kind: str, workers: int) -> None:
-    if kind == "stream" and workers:
-        pytest.skip("ranks read a stream themselves")
-    dataset: Any = Numbers() if kind == "stream" else list(range(1000))
-    more = {"micro_batch_size": 5, "workers": workers}
-    ranks = [rank_of_two(dataset, rank, **more) for rank in range(2)]
-    seen = [taken(shares, 0, 30) for shares in ranks]
-    assert [shares.sizes for shares in ranks] == [(24, 8), (24, 8)]
-    sizes = [[sum(map(len, batches)) for batches in steps] for steps in seen]
-    assert sizes == [[16] * 20 + [24] * 10, [16] * 20 + [8] * 10]
-    order = training_data(dataset, ranks[0]._reader, None).order
-    for step, (first, second) in enumerate(zip(*seen, strict=True)):
-        assert len(first) == len(second)
-        whole = sorted(index for batches in (first, second) for batch in batches for index in batch)
-        expected = range(step * 32, (step + 1) * 32) if kind == "stream" else order.batch(step)[1].tolist()
-        assert whole == sorted(expected)
-
-    resumed = rank_of_two(dataset, 1, **more)
-    resumed.load(ranks[1].state())
-    assert taken(resumed, 25, 30) == seen[1][25:]
-    for other in ([0, 0], [31, 1], [16, 8, 8], [20, 8]):  # not decided; micro-batches, ranks or batch differ
-        anew = rank_of_two(dataset, 1, **more)
-        anew.load(other)
-        assert anew.sizes == () and anew.state() == [0, 0]

@@ -31,7 +31,7 @@ def test_short_help_fits_a_screen(verb: str) -> None:
 
 def test_short_help_has_common_settings_and_examples() -> None:
     text = tandem("launch", "-h")
-    assert all(SETTINGS[name].flag in text for name in COMMON["launch"]) and "--compile-mode" not in text
+    assert all(SETTINGS[name].flag in text for name in COMMON["launch"]) and "--channels-last" not in text
     assert "--help" in text and "examples" in text
     assert "--nodes N" in text and "--master HOST:PORT" in text and "{fp32,bf16,fp16,auto}" in text
 

@@ -39,7 +39,7 @@ def test_killed_starts_are_given_up_with_the_reason_and_a_person_may_try_again(t
     assert line.startswith(
         "3 starts in a row have saved nothing new after step 0; the last one: code 200, the"
     )
-    assert "--max-starts" in line
+    assert "--max-crash-loops" in line
     begin(tmp_path)._timer.cancel()
     assert counted(tmp_path).starts == 1
 

@@ -53,7 +53,7 @@ class Kept:
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
     there = Kept()
     monkeypatch.setattr(tracking, "begin", there.begin)
-    (tmp_path / "config.json").write_text('{"epochs": 3, "run_name": null}')
+    (tmp_path / "config.json").write_text('{"epochs": 3, "precision": null}')
     return there
 
 

@@ -80,7 +80,7 @@ def test_long_work_is_told_from_idling_and_the_line_says_what_to_set() -> None:
     assert alarm is not None and (alarm.rank, alarm.seconds) == (1, 181.0)
     assert "--hang-timeout 370" in alarm.text
     starting = judge([replace(IDLE, trained=False, quiet=1801.0)])
-    assert starting is not None and "--first-step-timeout" in starting.text
+    assert starting is not None and "--phase-timeout" in starting.text
 
 
 def test_all_in_one_place_have_minutes_and_in_different_ones_seconds() -> None:

@@ -57,7 +57,7 @@ def test_containers_and_prefixes(tmp_path: Path, container: str | None, prefix: 
         saved = {container: saved, "optimizer": {"state": {}}, "epoch": 3}
     torch.save(saved, tmp_path / "weights.pth")
     model = Net()
-    Initial(read(tmp_path / "weights.pth"), tmp_path, 1.0).load(single(), model)
+    Initial(read(tmp_path / "weights.pth"), tmp_path, True).load(single(), model)
     assert all(torch.equal(value, mine[name]) for name, value in model.state_dict().items())
 
 
@@ -87,7 +87,7 @@ def test_another_head_loads_all_but_the_head_and_says_so(
     torch.save({**state_of(classes=10), "extra": torch.ones(1)}, tmp_path / "other.pt")
     model = Net()
     before = model.head.weight.clone()
-    initial = Initial(read(tmp_path / "other.pt"), tmp_path / "other.pt", 0.5)
+    initial = Initial(read(tmp_path / "other.pt"), tmp_path / "other.pt", False)
     with caplog.at_level("INFO"):
         initial.load(single(), model)
     assert torch.equal(model.head.weight, before)
@@ -100,21 +100,21 @@ def test_another_head_loads_all_but_the_head_and_says_so(
     ]  # fmt: skip
     assert "head.weight is (10, 8) in the file but (3, 8) in the model" in caplog.messages[-1]
     assert caplog.messages[1].endswith("and 3 more")
-    with pytest.raises(ConfigError, match=r"67\.5%.*--init-min requires 90\.0% \(head\.weight is \(10, 8\)"):
-        Initial(initial.tensors, initial.place, 0.9).load(single(), model)
+    with pytest.raises(ConfigError, match=r"67\.5%.*--init-strict requires all \(head\.weight is \(10, 8\)"):
+        Initial(initial.tensors, initial.place, True).load(single(), model)
 
 
 def test_a_hundred_percent_is_all(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(3000, 1)
     with caplog.at_level("INFO"):
-        Initial({"weight": model.weight.detach()}, PurePath("most.pt"), 0.5).load(single(), model)
+        Initial({"weight": model.weight.detach()}, PurePath("most.pt"), False).load(single(), model)
     assert caplog.messages[0] == "starting from most.pt: 99.9% of the model's parameters (3,000 of 3,001)"
 
 
 def test_what_loads_nothing_is_an_error() -> None:
     other = {name: value for name, value in nn.Linear(5, 5).state_dict().items()}
     with pytest.raises(ConfigError, match=r"has 0\.0% .*nothing can be loaded .*use weights of this model$"):
-        Initial(other, PurePath("other.pt"), 0.0).load(single(), Net())
+        Initial(other, PurePath("other.pt"), False).load(single(), Net())
 
 
 def test_safetensors(tmp_path: Path) -> None:

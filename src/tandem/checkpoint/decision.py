@@ -12,6 +12,7 @@ from tandem.checkpoint.locate import locate
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.config.address import address
+from tandem.config.removed import translated
 from tandem.config.secrets import hidden, is_secret
 from tandem.errors import ConfigError, CorruptCheckpointError
 
@@ -28,7 +29,6 @@ BITS_MAY_DIFFER = {
     "bucket_mb",
     "devices_per_rank",
     "batch_shares",
-    "dp_first_share",
     "strategy",
 }
 PLACES = ("run_dir", "init_from")
@@ -158,7 +158,7 @@ def _is_same_command(info: Mapping[str, Any], settings: Settings) -> bool:
 
 def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePath) -> list[str]:
     """Raises ConfigError where old and new differ; a line for each that only one of the programs knows."""
-    old, new = info.get("fingerprint", {}), _plain(settings.fingerprint_fields())
+    old, new = translated(info.get("fingerprint", {})), _plain(settings.fingerprint_fields())
     known = old.keys() & new.keys()
     was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
     differing = [
@@ -201,7 +201,7 @@ def _given(value: object) -> object:
 
 def _saved(info: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a checkpoint; some were saved with s3:/bucket where they said s3://bucket."""
-    saved = dict(info.get("settings", {}))
+    saved = translated(info.get("settings", {}))
     return saved | {name: str(address(saved[name])) for name in PLACES if saved.get(name)}
 
 

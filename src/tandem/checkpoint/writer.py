@@ -85,6 +85,10 @@ class Later:
         return self._scores
 
 
+FAILURES_ALLOWED = 3
+"""Saves in a row that may fail before the run ends with an error."""
+
+
 class CheckpointWriter:
     """Rank 0's writer: one save at a time, prunes after the newest is verified, counts failures in a row.
 
@@ -167,8 +171,8 @@ class CheckpointWriter:
         self.failures_in_a_row += 1
         if self.failures_in_a_row > self._allowed:
             self._error = CheckpointError(
-                f"{self.failures_in_a_row} saves in a row failed (--checkpoint-failures-allowed is "
-                f"{self._allowed}); last error: {error}"
+                f"{self.failures_in_a_row} saves in a row failed, but only {self._allowed} are "
+                f"allowed; last error: {error}"
             )
             return
         log.warning(

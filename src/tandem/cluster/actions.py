@@ -52,7 +52,7 @@ from tandem.config.secrets import is_secret
 START_SECONDS = 300.0
 LAST_LINES_SECONDS = 3.0
 DOWN_TRIES, DOWN_AGAIN_SECONDS = 4, 1.0
-METRICS_PORT = 9469
+METRICS_PORT = 19469
 
 
 def up(options: argparse.Namespace) -> int:

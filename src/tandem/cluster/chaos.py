@@ -30,8 +30,8 @@ OWN_RUN = {
     "MEMORY": "1536mb",
     "TASKS": str(HERE),
     "TANDEM_TASK": "/tasks/slow_digits.py:SlowDigits",
-    "COMMAND": "launch --steps 160 --checkpoint-every 10 --eval-every 160 --checkpoint-failures-allowed 20 "
-    "--threads 1 --hang-timeout 10 --metrics-linger 0",
+    "COMMAND": "launch --steps 160 --checkpoint-every 10 --eval-every 160 --threads 1 "
+    " --hang-timeout 10 --metrics-linger 0",
 }
 
 
@@ -58,7 +58,7 @@ class Row:
 
 def live_step(cluster: Cluster) -> int | None:
     """The step that the metrics page shows; None while node 0 does not answer."""
-    address = docker("port", f"{cluster.project}-metrics-1", "9469", check=False).strip()
+    address = docker("port", f"{cluster.project}-metrics-1", "19469", check=False).strip()
     with contextlib.suppress(OSError, ValueError):
         with urllib.request.urlopen(f"http://{address.splitlines()[0]}/api/run", timeout=2) as answer:
             run = json.load(answer)

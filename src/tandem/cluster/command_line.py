@@ -50,7 +50,8 @@ DEFAULTS = {
     ("shell", "node"): "0",
 }
 SHOWN_DEFAULTS = {
-    "project": "tandem", "nodes": "2", "metrics-port": "9469", "node": "chaos: 1, shell: 0", "to": "runs/RUN",
+    "project": "tandem", "nodes": "2", "metrics-port": "19469",
+    "node": "chaos: 1, shell: 0", "to": "runs/RUN",
 }  # fmt: skip
 SWITCHES = {
     "monitoring": ("up", "also start Prometheus and Grafana"),

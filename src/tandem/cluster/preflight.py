@@ -12,11 +12,10 @@ NODES_LIMIT = 64
 VOLUMES = ("checkpoints", "data")
 
 LOOK_AT_VOLUMES = """
-import json, os, shutil, stat, sys
+import json, os, shutil, sys
 folders = ("/checkpoints", "/data")
 if sys.argv[1:] and os.access("/checkpoints", os.W_OK) and not os.path.exists(sys.argv[1]):
     os.mkdir(sys.argv[1], 0o700)  # the engine would make it as root
-    os.chmod(sys.argv[1], int(sys.argv[2], 8) | os.stat(sys.argv[1]).st_mode & stat.S_ISGID)
 print(json.dumps({
     "free": shutil.disk_usage("/checkpoints").free,
     "foreign": [[f, os.stat(f).st_uid] for f in folders if not os.access(f, os.W_OK)],
@@ -91,8 +90,7 @@ def check_room_for_a_build(free_bytes: int | None) -> None:
 
 def check_volumes(cluster: Cluster) -> None:
     """The volumes are ours to write, and not full; a working directory is made. Raises ClusterError."""
-    wanted = [cluster.variables[name] for name in ("WORKING_DIR", "WORKING_DIR_MODE")
-              if name in cluster.variables]  # fmt: skip
+    wanted = [cluster.variables["WORKING_DIR"]] if "WORKING_DIR" in cluster.variables else []
     mounts = [word for name in VOLUMES for word in ("-v", f"{cluster.project}_{name}:/{name}")]
     labels = ["--label", "com.docker.compose.project=" + cluster.project]
     for name in VOLUMES:  # as compose would make them, or it warns that they are not its own

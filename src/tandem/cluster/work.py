@@ -4,11 +4,10 @@ import argparse
 import re
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.cluster.engine import ClusterError
-from tandem.config.slices import RUN_MODES
 from tandem.script.job import problem_of_script
 
 AT = "/script"
@@ -19,7 +18,7 @@ RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 def work_of(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
     """COMMAND, RUN and where the code comes from; `given` are the TANDEM_ variables. Raises ClusterError."""
     if options.script:
-        found = _script(options, given)
+        found = _script(options)
     elif options.script_args:
         raise ClusterError("SCRIPT_ARGS are a script's, and there is none; give SCRIPT=train.py, or ARGS")
     else:
@@ -45,7 +44,7 @@ def _task(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, st
     return found
 
 
-def _script(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
+def _script(options: argparse.Namespace) -> dict[str, str]:
     """Its working directory is the run's own: what it writes there by a relative path is kept."""
     path, named = Path(options.script), f"SCRIPT={options.script}"
     if options.task:
@@ -65,19 +64,7 @@ def _script(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, 
         "TASKS_AT": AT,
         "RUN": run,
         "WORKING_DIR": f"/checkpoints/{options.run or run}",
-        "WORKING_DIR_MODE": _run_mode(ours, given),
     }
-
-
-def _run_mode(words: Sequence[str], given: Mapping[str, str]) -> str:
-    """What --run-mode says, else TANDEM_RUN_MODE, as octal digits; what is no mode is refused by the run."""
-    asked = given.get("TANDEM_RUN_MODE", "private")
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        flag, is_joined, text = word.partition("=")
-        if flag == "--run-mode":
-            asked = text if is_joined else following
-    mode = RUN_MODES.get(asked, asked)
-    return mode if re.fullmatch("[0-3]?7[0-7]{2}", mode) else RUN_MODES["private"]
 
 
 def _words(name: str, text: str) -> list[str]:

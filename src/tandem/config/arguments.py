@@ -10,26 +10,27 @@ from typing import Any, NoReturn
 from tandem.config.brought_along import meant_by
 from tandem.config.examples import examples_of
 from tandem.config.fields import Setting, convert, placeholder, plain, words_of
+from tandem.config.removed import instead_of
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
 
 _TRAINING = (
     "task", "task_fields", "steps", "seed", "data", "optimization", "compute", "exchange",
-    "reliability", "evaluation", "snapshot_every", "init_from", "init_min",
+    "reliability", "evaluation", "snapshot_every", "init_from", "init_strict",
 )  # fmt: skip
 READS: Mapping[str, Sequence[str]] = {
     "eval": (
-        "task", "task_fields", "seed", "data", "compute", "evaluation", "first_step_timeout",
-        "connect_timeout", "nodes", "node_rank", "master", "init_method", "nproc", "log_format",
+        "task", "task_fields", "seed", "data", "compute", "evaluation", "phase_timeout",
+        "master_timeout", "nodes", "node_rank", "master", "nproc", "log_format",
     ),
     "export": ("task", "task_fields", "seed", "data", "devices_per_rank"),
     "check": tuple(name for name in _TRAINING if name != "compute")
-    + ("strategy", "sync_batchnorm", "dist_bn", "precision", "deterministic", "compile", "threads"),
+    + ("strategy", "sync_batchnorm", "precision", "deterministic", "compile", "threads"),
     "verify-resume": (*_TRAINING, "launch", "checkpoint"),
     "bench": (*_TRAINING, "nproc"),
     "doctor": (
-        "run_dir", "data_dir", "workers", "device", "nodes", "node_rank", "master", "init_method", "nproc",
+        "run_dir", "data_dir", "workers", "device", "nodes", "node_rank", "master", "nproc",
         "elastic", "shutdown_timeout",
     ),
 }  # fmt: skip
@@ -121,6 +122,8 @@ class Parser(argparse.ArgumentParser):
             raise self._mistake(str(error.argument_name), error.message) from None
         if rest and rest[0].startswith("-"):
             flag = rest[0].partition("=")[0]
+            if self._takes_settings and (gone := instead_of("flag", flag)):
+                raise ConfigError(gone)
             if self._takes_settings and flag in FLAGS:
                 raise ConfigError(f"{flag} has no effect on `{self.prog}`; remove it. {self._help}")
             meant = meant_by(flag) if self._takes_settings else None
@@ -178,7 +181,8 @@ class Parser(argparse.ArgumentParser):
         text = f"{setting.description}\n[{'; '.join([*facts, setting.valid, setting.variable])}]"
         switch: dict[str, Any] = {"metavar": setting.placeholder}
         if setting.is_switch:
-            switch = {"nargs": "?", "const": "true", "metavar": "true|false"}
+            metavar = "true|false" if setting.annotation is bool else "MODE"
+            switch = {"nargs": "?", "const": setting.bare, "metavar": metavar}
         key = "task.NAME" if setting.is_table else setting.name
         listed = _escaped(text) if is_listed else argparse.SUPPRESS
         self._keep(setting.flag, key, setting.valid, group, help=listed, **switch)

@@ -5,9 +5,10 @@ zsh reads the same script as bash, by its own bashcompinit; fish has a line for 
 
 import argparse
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import NamedTuple
 
 from tandem.config.arguments import Parser
+from tandem.config.fields import words_in
 from tandem.config.settings import SETTINGS
 
 BASH = """\
@@ -89,13 +90,6 @@ def flags_of(parser: Parser) -> list[Flag]:
             text = "" if action.help in (None, argparse.SUPPRESS) else str(action.help).partition("\n")[0]
             found.append(Flag(name, text.replace("%%", "%"), action.nargs != 0, words))
     return found
-
-
-def words_in(annotation: Any) -> tuple[str, ...]:
-    """The words of an annotation's Literals: those of `Literal["auto"] | int` are ("auto",)."""
-    if get_origin(annotation) is Literal:
-        return tuple(each for each in get_args(annotation) if isinstance(each, str))
-    return tuple(word for part in get_args(annotation) for word in words_in(part))
 
 
 def _first_words(parser: Parser) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "k8s": {
         "tandem k8s render --kind trainjob --with gpu,kueue": "print the manifest; needs no cluster",
         "tandem k8s apply --with gpu --image registry.example/team/tandem:1.0": "start a PyTorchJob",
-        "tandem k8s forward --with gpu": "its live page on localhost:9469",
+        "tandem k8s forward --with gpu": "its live page on localhost:19469",
     },
     "completion": {
         "tandem completion bash > ~/.local/share/bash-completion/completions/tandem": "for bash",

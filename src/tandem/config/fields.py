@@ -34,6 +34,18 @@ class Valid:
         return no_info_after_validator_function(check, handler(source))
 
 
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """Changes a value before it is checked, so that other ways to write it are kept in one form."""
+
+    change: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        from pydantic_core.core_schema import no_info_before_validator_function
+
+        return no_info_before_validator_function(self.change, handler(source))
+
+
 class _Place:
     """A path, or the address of a place elsewhere."""
 
@@ -59,9 +71,18 @@ def _is_resume(text: str) -> bool:
     return bool(address(text))
 
 
-def _is_address(text: str) -> bool:
+def _is_address(text: str, lowest: int = 1) -> bool:
     found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", text, re.ASCII)
-    return found is not None and 1 <= int(found[2]) <= 65535
+    return found is not None and lowest <= int(found[2]) <= 65535
+
+
+def _listening(text: str) -> str:
+    """A port alone is one of loopback."""
+    return f"127.0.0.1:{text.removeprefix(':')}" if re.fullmatch(r":?\d+", text, re.ASCII) else text
+
+
+def _ends_in_tensorboard(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith(",tensorboard")
 
 
 def _is_pair(text: str, is_valid: Callable[[int, int], bool]) -> bool:
@@ -71,6 +92,14 @@ def _is_pair(text: str, is_valid: Callable[[int, int], bool]) -> bool:
 
 def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
+
+
+def _compile_mode(value: Any) -> Any:
+    """True and false as well, as of a switch: the default mode, and none."""
+    text = str(value).lower()
+    if text in ("true", "1", "yes", "on"):
+        return "default"
+    return None if text in ("false", "0", "no", "off", "none") else value
 
 
 Auto = Literal["auto"]
@@ -87,7 +116,22 @@ WarmupText = Annotated[
     str, Valid("steps, epochs or percent such as 0, 200, 1epoch or 5%", lambda s: _is_cadence(s, "seconds"))
 ]
 Place = Annotated[PurePath, _Place()]
-Address = Annotated[str, Valid("HOST:PORT", _is_address)]
+MeetingPoint = Annotated[
+    str,
+    Reads(lambda value: value.removeprefix("tcp://") if isinstance(value, str) else value),
+    Valid("HOST:PORT or file:///PATH", lambda text: _is_address(text) or text[:8] == "file:///"),
+]
+Listening = Annotated[
+    str,
+    Reads(lambda value: _listening(str(value))),
+    Valid("HOST:PORT or PORT; port 0 is any free port", lambda text: _is_address(text, lowest=0)),
+]
+Certificate = Annotated[str, Valid("CERT or CERT,KEY, PEM files", _matches(r"[^,]+(,[^,]+)?"))]
+TrackerNames = Annotated[
+    str,
+    Reads(lambda value: ",".join(reversed(value.split(","))) if _ends_in_tensorboard(value) else value),
+    Valid("tensorboard,mlflow or tensorboard,wandb", _matches("tensorboard,(mlflow|wandb)")),
+]
 NodeRange = Annotated[
     str, Valid("MIN:MAX nodes, such as 1:4", lambda s: _is_pair(s, lambda low, high: 1 <= low <= high))
 ]
@@ -97,29 +141,6 @@ StepWindow = Annotated[
 BestText = Annotated[
     str, Valid("METRIC, METRIC:min or METRIC:max, such as accuracy", _matches(r"[^\s:]+(:(min|max))?"))
 ]
-InitMethod = Annotated[
-    str,
-    Valid(
-        "env://, tcp://HOST:PORT or file:///PATH",
-        lambda text: (
-            text == "env://" or (text[:6] == "tcp://" and _is_address(text[6:])) or text[:8] == "file:///"
-        ),
-    ),
-]
-RunMode = Annotated[
-    str,
-    Valid(
-        "private, group, world, or an octal mode such as 2770",
-        _matches("private|group|world|[0-3]?7[0-7]{2}"),
-    ),
-]
-RunName = Annotated[
-    str,
-    Valid(
-        "up to 63 letters, digits, '.', '_' or '-', starting with a letter or digit",
-        _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
-    ),
-]
 SharesText = Annotated[
     str,
     Valid(
@@ -127,15 +148,31 @@ SharesText = Annotated[
         _matches(r"(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?(:(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?)+"),
     ),
 ]
-Portion = Annotated[float, Valid("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
+CompileMode = Annotated[
+    Literal["default", "reduce-overhead", "max-autotune"] | None,
+    Reads(_compile_mode),
+    Valid("default, reduce-overhead, max-autotune, or none"),
+]
+LrScalingText = Annotated[
+    str,
+    Valid("linear:BATCH or sqrt:BATCH, such as linear:240", _matches(r"(linear|sqrt):[1-9][0-9]{0,8}")),
+]
+DpShare = Annotated[
+    str, Valid("dp:SHARE with a share > 0 and <= 1, such as dp:0.5", _matches(r"dp:(0\.[0-9]*[1-9][0-9]*|1)"))
+]
+PowerSgd = Annotated[
+    Literal["powersgd"] | str,
+    Reads(lambda value: "powersgd" if value == "powersgd:4" else value),
+    Valid("powersgd or powersgd:RANK", _matches(r"powersgd(:[1-9][0-9]{0,8})?")),
+]
 ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_resume)]
 
 
 PLACEHOLDERS = {
-    "task": "FILE.py:CLASS", "task_fields": "VALUE", "run_mode": "MODE", "run_name": "NAME",
-    "batch_shares": "A:B[:C...]", "elastic": "MIN:MAX", "profile": "START:STEPS", "metrics_host": "HOST",
+    "task": "FILE.py:CLASS", "task_fields": "VALUE", "batch_shares": "A:B[:C...]", "elastic": "MIN:MAX",
+    "profile": "START:STEPS", "metrics": "HOST:PORT", "metrics_tls": "CERT[,KEY]",
     "resume": "{auto,never,required,PATH[@STEP]}", "warmup": "LENGTH", "keep_best": "METRIC[:min|:max]",
-    "init_method": "URL",
+    "master": "HOST:PORT",
 }  # fmt: skip
 SHORT = {
     "a cadence": "CADENCE",
@@ -148,12 +185,15 @@ SHORT = {
 """Placeholders by words in `Setting.valid`; the first match counts."""
 
 
-def setting(default: Any, description: str, *, fixed: bool = False, per_node: bool = False) -> Any:
+def setting(
+    default: Any, description: str, *, fixed: bool = False, per_node: bool = False, bare: str | None = None
+) -> Any:
     """One field of a slice.
 
     fixed: it decides the bits, so a resumed run must have the same. per_node: nodes of one run may differ.
+    bare: the value of the flag without one; each bool has such a flag.
     """
-    metadata = {"description": description, "fixed": fixed, "per_node": per_node}
+    metadata = {"description": description, "fixed": fixed, "per_node": per_node, "bare": bare}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -178,6 +218,8 @@ class Setting:
     description: str
     fixed: bool
     per_node: bool
+    bare: str | None = None
+    """What the flag means without a value."""
 
     @property
     def is_table(self) -> bool:
@@ -197,7 +239,7 @@ class Setting:
     @property
     def is_switch(self) -> bool:
         """Whether the flag needs no value, and has a `--no-` twin."""
-        return self.annotation is bool
+        return self.bare is not None
 
     @property
     def placeholder(self) -> str:
@@ -215,7 +257,8 @@ def settings_of(slice_name: str, model: type) -> list[Setting]:
     found = []
     for each in dataclasses.fields(model):
         default = {} if each.default is dataclasses.MISSING else each.default
-        found.append(Setting(each.name, slice_name, each.type, default, **each.metadata))
+        bare = {"bare": "true"} if each.type is bool else {}
+        found.append(Setting(each.name, slice_name, each.type, default, **{**each.metadata, **bare}))
     return found
 
 
@@ -246,6 +289,13 @@ def words_of(annotation: Any) -> str:
     names: dict[object, str] = {bool: "true or false", str: "text", NoneType: "none"}
     names |= {Path: "a path", PurePath: "a path"}
     return names.get(annotation, "text, a number, true or false")
+
+
+def words_in(annotation: Any) -> tuple[str, ...]:
+    """The words of an annotation's Literals: those of `Literal["auto"] | int` are ("auto",)."""
+    if get_origin(annotation) is Literal:
+        return tuple(each for each in get_args(annotation) if isinstance(each, str))
+    return tuple(word for part in get_args(annotation) for word in words_in(part))
 
 
 def plain(value: object) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tandem.config import slices
 from tandem.config.fields import Setting, convert, settings_of, words_of
+from tandem.config.removed import instead_of, translated
 from tandem.config.secrets import HIDDEN, hide, is_secret
 from tandem.errors import ConfigError
 
@@ -44,9 +45,11 @@ class Settings:
         Raises ConfigError, one line, for a name or a value that is not valid.
         """
         if tolerant:
-            values = {name: value for name, value in values.items() if name in SETTINGS}
+            values = {name: value for name, value in translated(values).items() if name in SETTINGS}
         for name in values:
             if name not in SETTINGS:
+                if gone := instead_of("setting", name):
+                    raise ConfigError(gone)
                 raise unknown("setting", name, SETTINGS)
         typed = {name: checked(SETTINGS[name].annotation, name, value) for name, value in values.items()}
         return cls().replace(**typed)

@@ -8,33 +8,33 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from tandem.config.fields import (
-    Address,
     Auto,
     BelowOne,
     BestText,
     CadenceText,
+    Certificate,
+    CompileMode,
     Count,
-    InitMethod,
+    DpShare,
+    Listening,
+    LrScalingText,
+    MeetingPoint,
     Natural,
     NodeRange,
     NonNegative,
     Place,
-    Port,
-    Portion,
     Positive,
+    PowerSgd,
     ResumeText,
-    RunMode,
-    RunName,
     Seed,
-    Share,
     SharesText,
     StepWindow,
+    TrackerNames,
     WarmupText,
     setting,
 )
-from tandem.schedule import WARMUP_FACTOR, LrScaling, LrSchedule, WarmupMode
+from tandem.schedule import LrScaling, LrSchedule
 
-RUN_MODES = {"private": "700", "group": "750", "world": "755"}
 ONE_PROCESS = ("single", "dp")
 """Strategies that take one rank, whatever GPUs there are."""
 
@@ -50,8 +50,6 @@ class RunConfig:
     run_dir: Place | None = setting(
         None, "run directory, or s3://BUCKET/PREFIX; none: runs/TASK-TIME", per_node=True
     )
-    run_mode: RunMode = setting("private", "permissions of a new run directory", per_node=True)
-    run_name: RunName | None = setting(None, "name of the run in metrics and reports")
     epochs: Count = setting(4, "passes over the training set")
     steps: Count | None = setting(None, "optimizer steps to train; overrides epochs")
     seed: Seed = setting(
@@ -64,11 +62,6 @@ class RunConfig:
         assert self.run_dir is not None
         return self.run_dir
 
-    @property
-    def folder_mode(self) -> int:
-        """What `run_mode` says, as chmod(2) takes it."""
-        return int(RUN_MODES.get(self.run_mode, self.run_mode), 8)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -80,8 +73,8 @@ class DataConfig:
     micro_batch_size: Count | None = setting(
         None, "samples per rank and forward pass; none: no gradient accumulation"
     )
-    batch_shares: Auto | SharesText | None = setting(
-        None, "how to split the batch between ranks; auto: by measured speed; none: equally"
+    batch_shares: SharesText | None = setting(
+        None, "how to split the batch between ranks, one number per rank; none: equally"
     )
     workers: Auto | Natural = setting(
         0, "data loader processes per rank; auto: the rank's CPUs minus one, at most 8, if loading needs them"
@@ -97,21 +90,13 @@ class OptimisationConfig:
     momentum: BelowOne = setting(0.9, "SGD momentum")
     weight_decay: NonNegative = setting(1e-4, "weight decay")
     schedule: LrSchedule = setting("cosine", "learning rate schedule after the warm-up")
-    lr_scaling: LrScaling = setting(
-        "none", "scale --lr with --batch-size / --lr-base-batch-size; auto: linear for sgd, sqrt for others"
+    lr_scaling: LrScaling | LrScalingText = setting(
+        "none", "scale --lr by --batch-size / BATCH, the global batch that it was tuned for (default 240)"
     )
-    lr_base_batch_size: Count = setting(240, "global batch size that --lr was tuned for")
-    warmup: WarmupText = setting("0", "length of the warm-up")
-    warmup_mode: WarmupMode = setting(
-        "linear", "shape of the warm-up: linear from one step, constant, or linear from zero"
-    )
-    warmup_factor: Share = setting(
-        WARMUP_FACTOR, "fraction of the peak learning rate during a constant warm-up"
-    )
+    warmup: WarmupText = setting("0", "length of the linear warm-up")
     clip_norm: Positive | None = setting(None, "clip gradients to this norm; none: no clipping")
-    clip_value: Positive | None = setting(None, "clamp each gradient element to [-X, X]; none: no clamping")
-    on_nonfinite: Literal["skip", "stop", "raise"] = setting(
-        "stop", "what to do when the loss or a gradient is not finite"
+    on_nonfinite: Literal["skip", "stop"] = setting(
+        "stop", "what to do when the loss or a gradient is not finite; stop also names the first such tensor"
     )
 
 
@@ -119,14 +104,10 @@ class OptimisationConfig:
 class ComputeConfig:
     """Devices, precision and distribution"""
 
-    strategy: Literal["single", "dp", "ddp", "fsdp"] = setting("ddp", "how to distribute the model")
-    dp_first_share: Portion = setting(
-        1.0, "dp only: share of the first GPU, relative to 1 for each other GPU"
+    strategy: Literal["single", "dp", "ddp", "fsdp"] | DpShare = setting(
+        "ddp", "how to distribute the model; dp:0.5: dp with half as much work for the first GPU"
     )
     sync_batchnorm: bool = setting(False, "use SyncBatchNorm: statistics over the global batch", fixed=True)
-    dist_bn: Literal["broadcast", "reduce"] = setting(
-        "broadcast", "batch norm statistics for evaluation and saves: from rank 0, or averaged over ranks"
-    )
     precision: Literal["fp32", "bf16", "fp16", "auto"] = setting(
         "fp32", "bf16 and fp16 use autocast; auto: bf16 if all GPUs support it", fixed=True
     )
@@ -137,9 +118,10 @@ class ComputeConfig:
     )
     devices_per_rank: Count = setting(1, "GPUs per process, for a model split over several")
     deterministic: bool = setting(False, "use deterministic kernels; required for exact resume on GPUs")
-    compile: bool = setting(False, "compile the model with torch.compile")
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = setting(
-        "default", "torch.compile mode; reduce-overhead uses CUDA graphs, for many small kernels"
+    compile: CompileMode = setting(
+        None,
+        "compile the model with torch.compile; reduce-overhead uses CUDA graphs, for many small kernels",
+        bare="default",
     )
     threads: Auto | Count = setting(
         "auto",
@@ -150,22 +132,36 @@ class ComputeConfig:
         "none", "node: bind each rank to the CPUs of its GPU's NUMA node", per_node=True
     )
 
+    @property
+    def strategy_name(self) -> str:
+        """`strategy` without a share."""
+        return self.strategy.partition(":")[0]
+
+    @property
+    def dp_first_share(self) -> float:
+        """The work of the first GPU under `dp`, relative to 1 for each other GPU."""
+        return float(self.strategy.partition(":")[2] or 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
     """Gradient communication (ddp)"""
 
-    gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = setting(
-        "none", "compress gradients before the all-reduce, for a slow network", fixed=True
+    gradient_compression: Literal["none", "bf16", "fp16"] | PowerSgd = setting(
+        "none",
+        "compress gradients before the all-reduce, for a slow network; RANK of PowerSGD's factors, default 4",
+        fixed=True,
     )
-    powersgd_rank: Count = setting(4, "rank of PowerSGD's low-rank factors", fixed=True)
     bucket_mb: Positive | None = setting(None, "DDP bucket size in MiB; none: PyTorch's default, 25")
     find_unused: bool = setting(
         False, "DDP's find_unused_parameters: some parameters get no gradient in some steps"
     )
-    static_graph: bool = setting(
-        False, "DDP's static_graph: every step uses the same parameters in the same way"
-    )
+
+    @property
+    def powersgd_rank(self) -> int | None:
+        """The rank of PowerSGD's factors; None for another compression."""
+        kind, _, rank = self.gradient_compression.partition(":")
+        return int(rank or 4) if kind == "powersgd" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,22 +170,22 @@ class LaunchConfig:
 
     nodes: Count | None = setting(None, "number of nodes; none: detected from the platform")
     node_rank: Natural | None = setting(None, "rank of this node, when starting nodes by hand", per_node=True)
-    master: Address | None = setting(None, "address of node 0, when starting nodes by hand", per_node=True)
-    init_method: InitMethod | None = setting(
+    master: MeetingPoint | None = setting(
         None,
-        "init method for ranks started by hand; none: env://, from MASTER_ADDR and MASTER_PORT",
+        "address of node 0, when starting nodes by hand; ranks started by hand can also use a file",
         per_node=True,
     )
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
-    elastic_settle: NonNegative = setting(10.0, "seconds to wait for more nodes once MIN have joined")
-    master_timeout: Positive = setting(300.0, "seconds to wait for the master and all nodes")
+    master_timeout: Positive = setting(
+        300.0, "seconds to wait for the master and all nodes, and then for all ranks to connect"
+    )
     shutdown_timeout: Positive = setting(25.0, "seconds for ranks to save and exit after a stop signal")
     max_restarts: Natural = setting(5, "how many failures on this node to recover from before giving up")
-    max_starts: Count = setting(10, "consecutive starts without a new checkpoint before node 0 gives up")
+    max_crash_loops: Count = setting(10, "consecutive starts without a new checkpoint before node 0 gives up")
     restart_on_error: bool = setting(False, "restart a script after its own errors too")
-    cold: bool = setting(False, "start each rank of a script as a new interpreter")
-    standby_gpu: bool = setting(
+    fresh_interpreter: bool = setting(False, "start each rank of a script as a new interpreter")
+    warm_gpu: bool = setting(
         False,
         "keep a CUDA context open in standby workers for faster restarts (about 0.5 GB per GPU; tasks only)",
         per_node=True,
@@ -200,11 +196,8 @@ class LaunchConfig:
 class ReliabilityConfig:
     """Hangs and diverging ranks"""
 
-    first_step_timeout: Positive = setting(
+    phase_timeout: Positive = setting(
         1800.0, "time limit in seconds for the start, the first step, an evaluation or a save"
-    )
-    connect_timeout: Positive = setting(
-        300.0, "seconds for NCCL or gloo to connect all ranks after the rendezvous"
     )
     hang_timeout: Auto | Positive = setting(
         "auto",
@@ -231,9 +224,6 @@ class CheckpointConfig:
     snapshot_every: Auto | CadenceText = setting(
         "auto", "how often to snapshot the state in memory; auto: each step on CPUs, every 5s on GPUs"
     )
-    checkpoint_failures_allowed: Natural = setting(
-        3, "consecutive failed saves to tolerate before the run fails"
-    )
     resume: ResumeText = setting(
         "auto", "whether to resume from a checkpoint, and from which one", per_node=True
     )
@@ -243,7 +233,7 @@ class CheckpointConfig:
     init_from: Place | None = setting(
         None, "initial weights: a file, a run, or a torchvision name; parameters that match are loaded"
     )
-    init_min: Share = setting(0.0, "minimum fraction of the parameters that --init-from must provide")
+    init_strict: bool = setting(False, "require a weight in --init-from for each parameter of the model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,28 +251,49 @@ class TelemetryConfig:
     """Logs and displays"""
 
     log_every: CadenceText = setting("50", "how often to log and to write a line to metrics.jsonl")
-    log_format: Literal["auto", "text", "json"] = setting(
-        "auto", "json: one object per line, for log collectors; auto: text", per_node=True
+    log_format: Literal["text", "json"] = setting(
+        "text", "json: one object per line, for log collectors", per_node=True
     )
     progress: Literal["auto", "on", "off"] = setting(
         "auto", "show a progress bar; auto: on a terminal (extra: rich)"
     )
-    tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")
-    tracker: Literal["mlflow", "wandb"] | None = setting(
-        None, "send settings, metrics and scores to a tracker (extras: mlflow, wandb)", per_node=True
+    tracker: Literal["tensorboard", "mlflow", "wandb"] | TrackerNames | None = setting(
+        None,
+        "write TensorBoard events, or send the run to MLflow or W&B (extras: tensorboard, mlflow, wandb)",
+        per_node=True,
     )
     profile: StepWindow | None = setting(None, "record these steps with torch.profiler")
+
+    @property
+    def has_tensorboard(self) -> bool:
+        """Whether TensorBoard events are written."""
+        return "tensorboard" in (self.tracker or "").split(",")
+
+    @property
+    def remote_tracker(self) -> str | None:
+        """The tracker that is not TensorBoard: mlflow, wandb or None."""
+        return next((name for name in (self.tracker or "").split(",") if name in ("mlflow", "wandb")), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """The metrics page"""
 
-    metrics_host: str = setting("127.0.0.1", "address that /metrics listens on", per_node=True)
-    metrics_port: Port = setting(9469, "port of /metrics; if it is busy, a free port is used", per_node=True)
-    metrics_cert: Path | None = setting(None, "TLS certificate (PEM) for the metrics page", per_node=True)
-    metrics_key: Path | None = setting(None, "private key (PEM), if it is in a separate file", per_node=True)
+    metrics: Listening = setting(
+        "127.0.0.1:19469",
+        "address that /metrics listens on, or a port of 127.0.0.1; if it is busy, a free port is used",
+        per_node=True,
+    )
+    metrics_tls: Certificate | None = setting(
+        None, "TLS certificate of the metrics page, and its key if that is in a separate file", per_node=True
+    )
     metrics_token_file: Path | None = setting(
         None, "file with the bearer token that clients must send", per_node=True
     )
     metrics_linger: NonNegative = setting(15.0, "seconds to wait for a last scrape after the end")
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Where the page listens."""
+        host, _, port = self.metrics.rpartition(":")
+        return host.strip("[]"), int(port)

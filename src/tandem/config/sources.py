@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tandem.config.fields import plain
 from tandem.config.files import is_of_a_run, table_in, without_sections
+from tandem.config.removed import instead_of, instead_of_value, translated
 from tandem.config.settings import SETTINGS, SLICES, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
@@ -33,7 +34,7 @@ _SERVICE_LINK = re.compile(
 )
 TASK_VALID = SETTINGS["task_fields"].valid
 FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
-PLACES = ("run_dir", "node_rank", "master", "init_method")
+PLACES = ("run_dir", "node_rank", "master")
 """Settings that say where a run is: another one with its config.json is elsewhere."""
 CONFIG_HELP = (
     "file of settings: TOML, YAML, or the config.json of a run (its paths and addresses are ignored)"
@@ -98,6 +99,8 @@ def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path
 def _typed(key: str, given: Given) -> object:
     if not given.text.strip():
         bad_value(given.name, given.text, SETTINGS[key].valid)
+    if gone := instead_of_value(given.name, key, given.text):
+        raise ConfigError(gone)
     return checked(SETTINGS[key].annotation, given.name, given.text)
 
 
@@ -137,6 +140,10 @@ def _from_variables(
         source, label = describe(name)
         key = "config" if name == PREFIX + "CONFIG" else VARIABLES.get(name) or task_key(name, TASK_PREFIX)
         if key is None and name not in OTHER_VARIABLES:
+            if gone := instead_of("variable", name, label):
+                if not variables[name]:
+                    continue
+                raise ConfigError(gone)
             raise unknown("variable", name, [*VARIABLES, *OTHER_VARIABLES], label)
         text = variables[name]
         if key is not None and text:
@@ -160,9 +167,11 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
     if not isinstance(task_fields, dict):
         bad_value(f"task_fields in {config.text}", task_fields, "a table")
     if is_of_a_run(config.text):
-        table, notes = _of_a_run(table, config.text, beside)
+        table, notes = _of_a_run(translated(table), config.text, beside)
     for key in table:
         if key not in FIELDS:
+            if gone := instead_of("key", key, f"{key} in {config.text}"):
+                raise ConfigError(gone)
             raise unknown("key", key, [*FIELDS, *SLICES, "task_fields"], f"{key} in {config.text}")
     given: dict[str, Given] = {}
     for key, value in (table | {f"task.{name}": value for name, value in task_fields.items()}).items():

@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 
 from tandem.config.fields import Setting, plain
+from tandem.config.removed import instead_of
 from tandem.config.settings import SETTINGS, SLICES
 from tandem.config.sources import PREFIX
 from tandem.errors import ConfigError
@@ -45,6 +46,8 @@ def told(topic: str, verbs: list[str]) -> str:
         return f"{SLICES[topic].__doc__}\n\n" + "\n".join(map(_about, group))
     if name in SETTINGS:
         return _about(SETTINGS[name])
+    if gone := instead_of("flag", "--" + name.replace("_", "-")):
+        raise ConfigError(gone)
     known = [*verbs, *topics(), *(setting.flag[2:] for setting in SETTINGS.values())]
     near = get_close_matches(topic.removeprefix("--"), known, n=1)
     hint = f"did you mean `tandem help {near[0]}`?" if near else "see `tandem --help`"

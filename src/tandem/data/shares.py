@@ -63,7 +63,7 @@ def given_shares(
     if len(weights) != ranks:
         raise ConfigError(
             f"--batch-shares {text} is for {len(weights)} ranks, but there are {ranks}; "
-            "give one number per rank, or auto"
+            "give one number per rank"
         )
     equal_shares(batch_size, ranks)
     sizes = apportion(batch_size, weights)
@@ -74,22 +74,6 @@ def given_shares(
             f"its {max(sizes)}; use a larger --micro-batch-size or --batch-size"
         )
     return sizes
-
-
-def measured_shares(
-    paces: Sequence[float], alike: float, batch_size: int, micro_batch_size: int | None = None
-) -> tuple[int, ...]:
-    """Samples of each rank by samples per second; equal ones where the quickest is less than `alike` times
-    the slowest. Micro-batches fit: a rank that is too slow for that gets more than its pace says."""
-    ranks = len(paces)
-    equal = equal_shares(batch_size, ranks)
-    if max(paces) < alike * min(paces):
-        return equal
-    for at_least in range(1, batch_size // ranks + 1):
-        sizes = apportion(batch_size, paces, at_least)
-        if fits(sizes, micro_batch_size):
-            return sizes
-    return equal
 
 
 def places(sizes: Sequence[int], rank: int) -> slice:

@@ -39,7 +39,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         config = self.config
-        if config.batch_shares not in (None, "auto"):
+        if config.batch_shares is not None:
             self.sizes = given_shares(
                 config.batch_shares, config.batch_size, self.world_size, config.micro_batch_size
             )

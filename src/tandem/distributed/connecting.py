@@ -80,7 +80,7 @@ def complaint(position: Position, kind: str, seconds: float, others: list[tuple[
             more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
             here += f"; {state}: {', '.join(names[:MOST_NAMES])}{more}"
     if any(state == COMES for _, state in others):
-        remedy = "see the log of that rank, or raise --connect-timeout"
+        remedy = "see the log of that rank, or raise --master-timeout"
     else:
         is_set = f"is {interface}" if interface else "is not set"
         remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"

@@ -165,7 +165,7 @@ def check_fresh(path: Path, now: float) -> None:
         age = now - path.stat().st_mtime
         if age > MEETING_FILE_SECONDS and path.stat().st_size:
             raise ConfigError(
-                f"--init-method file://{path}: the file is from an earlier run, {age:.0f} s old; remove it, "
+                f"--master file://{path}: the file is from an earlier run, {age:.0f} s old; remove it, "
                 "or use a new file for each start"
             )
 

@@ -17,7 +17,7 @@ class Position:
     `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
     found: "env" (torchrun's variables), "alone" (a world of one), "master" (rank 0 hosts a store) or the
     address of a file that all ranks reach, "file:///PATH".
-    `patience` is how many seconds ranks that meet at `master` wait for each other.
+    `patience` is how many seconds ranks wait for each other and for their connections.
     `job` keeps ranks of different jobs apart that come to one store. `device` is this rank's GPU among those
     it sees, where that is not its local rank.
     `resume` is where the run begins, decided once before any rank starts; it counts on rank 0.

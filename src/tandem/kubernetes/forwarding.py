@@ -7,7 +7,7 @@ from tandem.kubernetes.cluster import REMOVED, Target, jobs_of, kubectl_json, pr
 from tandem.kubernetes.render import UsageError
 
 SERVICE = "tandem-metrics"
-PORT = 9469
+PORT = 19469
 
 
 def forward(target: Target, port: int = PORT) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from tandem.distributed.position import Position
 from tandem.platforms.placement import Placement
-from tandem.timeouts import LAST_CALL_SECONDS
+from tandem.timeouts import FIRST_CALL_SECONDS, LAST_CALL_SECONDS
 from tandem.torch_private import leave_rendezvous, stop_keep_alive
 
 
@@ -27,7 +27,7 @@ class LastCall(RendezvousTimeout):
     nodes are a few seconds away. Later on they are there, or lost.
     """
 
-    def __init__(self, join_seconds: float, settle_seconds: float) -> None:
+    def __init__(self, join_seconds: float, settle_seconds: float = FIRST_CALL_SECONDS) -> None:
         super().__init__(join=timedelta(seconds=join_seconds))
         self._settle, self._has_begun = timedelta(seconds=settle_seconds), False
 

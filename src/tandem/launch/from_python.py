@@ -21,6 +21,7 @@ from typing import Any, Literal, overload
 
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, resolve
+from tandem.config.removed import instead_of
 from tandem.config.settings import unknown
 from tandem.config.sources import FIELDS
 from tandem.errors import FINISHED, ConfigError
@@ -34,7 +35,7 @@ from tandem.reading import RunFiles
 from tandem.script.function import RESULT, write
 from tandem.script.job import FUNCTION
 
-NOT_HERE = ("task", "node_rank", "master", "init_method")
+NOT_HERE = ("task", "node_rank", "master")
 """Settings that `tandem.launch` does not take: it starts all nodes, on this machine."""
 SEE = "See `tandem help settings`"
 LAST_LINES = 100  # of the output; the reason of a failure is among them
@@ -101,7 +102,7 @@ def launch(
         def add(a, b):
             return a + b
 
-        assert tandem.launch(add, 1, 2, nodes=2, metrics_port=0).result == 3
+        assert tandem.launch(add, 1, 2, nodes=2, metrics=0).result == 3
 
     Raises ConfigError for a bad function or setting before anything starts, and TandemError with the job's
     `exit_code` if the job fails. After Ctrl-C the job saves and stops, and KeyboardInterrupt is raised; a
@@ -125,6 +126,8 @@ def _checked(name: str, settings: Mapping[str, Any], environ: Mapping[str, str])
         if key in NOT_HERE:
             raise ConfigError(f"{key} has no meaning for tandem.launch, which starts all nodes; remove it")
         if key not in FIELDS:
+            if gone := instead_of("setting", key):
+                raise ConfigError(gone)
             raise unknown("setting", key, FIELDS, see=SEE)
     given = {key: Given(text_of_setting(value), "tandem.launch", key) for key, value in settings.items()}
     asked = resolve(given, environ).settings.replace(task=name)

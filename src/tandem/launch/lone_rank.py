@@ -136,8 +136,8 @@ def position_of(placement: Placement, launch: LaunchConfig) -> Position:
     """The rank's position; how many ranks share its host is known when its platform started them."""
     world_size = placement.world_size or 1
     init = "alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master"
-    if world_size > 1 and launch.init_method is not None and launch.init_method != "env://":
-        init = "master" if launch.init_method.startswith("tcp:") else launch.init_method
+    if world_size > 1 and launch.master is not None and not os.environ.get("MASTER_ADDR"):
+        init = launch.master if launch.master.startswith("file:") else "master"
     return Position(
         rank=placement.rank or 0,
         local_rank=placement.local_rank or 0,

@@ -141,12 +141,12 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
     """
     from tandem.tasks.base import load_task
 
-    shares, run, data = settings.data.batch_shares, settings.run, settings.data
+    run, data = settings.run, settings.data
     prepared = _Prepared(mine)
-    if placement.elastic is not None and shares not in (None, "auto"):
+    if placement.elastic is not None and data.batch_shares is not None:
         raise ConfigError(
-            f"--batch-shares {shares} needs a fixed number of ranks, but --elastic changes it; "
-            "use --batch-shares auto"
+            f"--batch-shares {data.batch_shares} needs a fixed number of ranks, but --elastic changes it; "
+            "use only one of them"
         )
     if placement.node_rank == 0:
         access = load_access(settings.metrics)
@@ -167,8 +167,8 @@ def _prepare_script(settings: Settings, placement: Placement, mine: Claim) -> _P
     """The same for a program: where it begins is its own affair. Raises TandemError."""
     if placement.node_rank != 0:
         return _Prepared(mine)
-    if settings.launch.standby_gpu:
-        log.warning("--standby-gpu has no effect on a script: scripts open their GPU themselves")
+    if settings.launch.warm_gpu:
+        log.warning("--warm-gpu has no effect on a script: scripts open their GPU themselves")
     access = load_access(settings.metrics)
     prepared = _Prepared(mine, access=access, copies=prepare_run_dir(settings, mine, None))
     _log_of_first_node(settings, placement)
@@ -201,7 +201,7 @@ def _run_agent(
     placement, run_dir = place.placement, local_folder(settings.run.place)
     nproc = placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(2 * nproc)]  # see `Position.memories`
-    bound_to = place_of if work.is_script else gpu_of if settings.launch.standby_gpu else nothing_of
+    bound_to = place_of if work.is_script else gpu_of if settings.launch.warm_gpu else nothing_of
     workers = Workers(work.rank_function, work.job, memories, work.warm_up, bound_to)
     stop_together(workers.signal_all)
     view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
@@ -246,7 +246,7 @@ def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "Age
     from tandem.launch.meeting_place import announce
 
     try:
-        starts.begin(node.config.max_starts, lambda: bool(node.stop))
+        starts.begin(node.config.max_crash_loops, lambda: bool(node.stop))
         report = run_agent(node, agent)
     except CrashLoopError as error:
         announce(node.place, error.exit_code, str(error), node.stop)
@@ -257,7 +257,7 @@ def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "Age
 
 def _ranks_for_gpus(settings: Settings) -> int:
     """`--nproc auto`: one rank for its GPU or GPUs, else one; one as well for what is a single process."""
-    if settings.compute.device == "cpu" or settings.compute.strategy in ONE_PROCESS:
+    if settings.compute.device == "cpu" or settings.compute.strategy_name in ONE_PROCESS:
         return 1
     import torch
 

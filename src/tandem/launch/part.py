@@ -45,6 +45,7 @@ class Node:
             node_name=placement.local_name or "localhost",
             store=(*self.place.address, prefix),
             init="store",
+            patience=self.config.master_timeout,
             restart=restart,
             sample_socket=str(self.view.socket_path),
             resume=self.resume,

@@ -8,14 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tandem.config import SETTINGS, Given, Settings
+from tandem.config.fields import words_in
 from tandem.errors import ConfigError
 from tandem.script.job import Job, Program, problem_of_script
 
 TASK = re.compile(r"[^-].*\.py:[A-Za-z_]\w*")
 SEE = "See `tandem launch --help`"
-_SWITCHES = {setting.flag for setting in SETTINGS.values() if setting.is_switch}
+_SWITCHES = {
+    setting.flag: ("true", "false", "none", *words_in(setting.annotation))
+    for setting in SETTINGS.values()
+    if setting.is_switch
+}
+"""Flags that need no value, and the words after them that are one."""
 _ALONE = ("-h", "--help", "-v", "--verbose", "-q", "--quiet")
-_SWITCH_WORDS = ("true", "false")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
@@ -45,7 +50,7 @@ def takes_next(flag: str, following: Sequence[str]) -> bool:
     """Whether the word after `flag` is its value."""
     if "=" in flag or flag.startswith("--no-") or flag in _ALONE:
         return False
-    return flag not in _SWITCHES or (bool(following) and following[0] in _SWITCH_WORDS)
+    return flag not in _SWITCHES or (bool(following) and following[0] in _SWITCHES[flag])
 
 
 def check(program: Program, flags: Mapping[str, Given]) -> None:
@@ -108,9 +113,9 @@ def job_of(program: Program, settings: Settings, chosen: Collection[str]) -> Job
         variables=variables_of(settings, chosen),
         max_restarts=settings.launch.max_restarts,
         hang_timeout=None if hang == "auto" else float(hang),
-        patience=settings.reliability.first_step_timeout,
+        patience=settings.reliability.phase_timeout,
         json_lines=settings.telemetry.log_format == "json",
-        cold=settings.launch.cold,
+        cold=settings.launch.fresh_interpreter,
     )
 
 

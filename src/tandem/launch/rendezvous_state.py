@@ -103,7 +103,7 @@ def handler_of(
 ) -> DynamicRendezvousHandler:
     """torch's handler for the nodes of this job, who wait for each other as it was `asked`."""
     low, high = placement.elastic or (placement.nodes, placement.nodes)
-    timeout = LastCall(asked.master_timeout, asked.elastic_settle)
+    timeout = LastCall(asked.master_timeout)
     pace = paces(high)
     # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(

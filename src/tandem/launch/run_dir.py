@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -46,20 +45,16 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
 
 
 def open_run_folder(settings: Settings) -> None:
-    """Make the run directory with its mode, where it is missing; what cannot be is said by who writes there.
+    """Make the run directory with mode 700 where it is missing; what cannot be is said by who writes there.
 
-    What is in a private one needs no modes of its own: nobody else gets there. A wider one is of no use
-    without its files: the umask of this process, and of its children, lets through what the mode does.
+    Its files need no modes of their own, because no other user gets there.
     """
-    folder, mode = local_folder(settings.run.place), settings.run.folder_mode
+    folder = local_folder(settings.run.place)
     if folder != settings.run.place:
         return
     with suppress(OSError):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)  # never more than its mode, not for a moment
-        folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))  # which it has from its volume
-    if mode & 0o077:
-        os.umask(os.umask(0o077) & ~mode)
+        folder.mkdir(mode=0o700)
 
 
 @contextmanager
@@ -178,7 +173,7 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | 
     where, copies = settings.run.place, Copies(settings.run.place)
     over = decision.kind == "complete" if decision is not None else is_finished(where / "checkpoints")
     folder = local_folder(where)
-    check(settings.telemetry.tracker)
+    check(settings.telemetry.remote_tracker)
     try:
         if mine.problem is not None:
             raise mine.problem

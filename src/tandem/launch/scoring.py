@@ -36,7 +36,7 @@ log = logging.getLogger("tandem.run")
 
 OF_THIS_MACHINE = ("data_dir", "download", "device", "threads", "workers", "eval_batch_size", "nproc")
 """Settings that variables and files may say, too; all others are the checkpoint's unless a flag says them."""
-NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "dp_first_share", "compile")
+NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "compile")
 """Settings of the training that mean nothing for a score, or another machine."""
 
 
@@ -142,7 +142,7 @@ def _start_ranks(
             place,
             *(["--json"] if as_json else []),
             *as_flags(own),
-            f"--init-method=file://{folder}/meet",
+            f"--master=file://{folder}/meet",
         ]
         outputs = [opened.enter_context((folder / f"rank-{rank}.txt").open("w+")) for rank in range(1, count)]
         ranks = [

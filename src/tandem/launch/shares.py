@@ -27,7 +27,7 @@ def refuse_uneven(settings: Settings, placement: Placement, environ: Mapping[str
 
 def _ranks(settings: Settings, placement: Placement, environ: Mapping[str, str]) -> int | None:
     """Of the whole job; None where only its nodes will know. A strategy of one process has its own word."""
-    if placement.elastic is not None or settings.compute.strategy in ONE_PROCESS:
+    if placement.elastic is not None or settings.compute.strategy_name in ONE_PROCESS:
         return None
     nproc = placement.nproc
     if nproc is None:  # by the GPUs of each node

@@ -1,7 +1,8 @@
 """A crash that comes back: starts that have saved nothing new are counted in the run directory.
 
 Out of memory is a new pod every few seconds, and a segmentation fault at the first step ends with 200, which
-a platform starts again for ever. Node 0 waits longer before each such start, and gives up after --max-starts.
+a platform starts again for ever. Node 0 waits longer before each such start, and gives up after
+--max-crash-loops.
 """
 
 import json
@@ -67,7 +68,7 @@ class Starts:
             raise CrashLoopError(
                 f"{before.starts} starts in a row have saved nothing new after step {before.step}; the last "
                 f"one: {before.reason or 'it was killed'}. Check log/ in {self._run_dir}, fix that and "
-                "start again; --max-starts sets how many starts are tried"
+                "start again; --max-crash-loops sets how many starts are tried"
             )
         seconds = backoff_seconds(before.starts)
         if seconds:

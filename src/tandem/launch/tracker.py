@@ -30,7 +30,7 @@ class TrackerProcess:
     """From its making to `ended`; nothing where the run has no tracker."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self._name, self._folder = settings.telemetry.tracker, folder
+        self._name, self._folder = settings.telemetry.remote_tracker, folder
         self._process: subprocess.Popen[bytes] | None = None
         if self._name is not None:
             command = [

@@ -92,7 +92,7 @@ class NodeView:
         self._journal, self._history = Journal(run_dir), History(run_dir, self.checkpoints)
         self._replays = life.Replays(self._history.last_step)
         self._restarts = Restarts(read_events(run_dir))
-        host, port = settings.metrics.metrics_host, settings.metrics.metrics_port
+        host, port = settings.metrics.host_and_port
         shown = self.status, self._history.curves, access, self._about.read, self._log
         server = self._server = MetricsServer(self.metrics, host, port, *shown)
         log.info("live page at %s/, metrics at %s/metrics", server.url, server.url)
@@ -106,7 +106,7 @@ class NodeView:
     def _info(self) -> Sample:
         """The run's name, for alerts about runs that end early; rank 0 knows the rest."""
         return metrics.RUN_INFO.says(
-            run=self._settings.run.run_name or self.run_dir.name,
+            run=self.run_dir.name,
             task=self._settings.run.task,
             platform=self._placement.platform,
             backend="",
@@ -203,7 +203,7 @@ class NodeView:
             "ending": self._about.hidden(self._ending),
             "healthy": healthy,
             "health": says,
-            "run": self._settings.run.run_name or self.run_dir.name,
+            "run": self.run_dir.name,
             "task": self._settings.run.task,
             "platform": self._placement.platform,
             "nodes": self._nodes,

@@ -19,7 +19,7 @@ from tandem.distributed.consensus import (
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.replica import Passenger, Replica
 from tandem.distributed.strategy import Strategy
-from tandem.errors import ConfigError, NonFiniteError
+from tandem.errors import ConfigError
 from tandem.own_loop.kept import unwrapped
 from tandem.own_loop.numbers import Numbers
 from tandem.telemetry.clock import Clock
@@ -41,6 +41,7 @@ class Backward:
 
     def __init__(self, group: ProcessGroup, strategy: Strategy, clock: Clock, policy: str) -> None:
         self._group, self._strategy, self._clock, self._policy = group, strategy, clock, policy
+        self._broken = (-1, "")  # the last step that was not finite, and its first tensor
         self.passenger = Passenger(torch.zeros(SLOTS + 2, device=group.device))
         self.models: list[nn.Module] = []
         self.numbers = Numbers(group)
@@ -123,7 +124,7 @@ class Backward:
     def run(self, loss: Tensor, weight: float, is_last: bool) -> None:
         """Backward from `loss`, weighed; gradients and the step's numbers are exchanged where `is_last`.
 
-        Raises NonFiniteError under `--on-nonfinite raise`, and ConfigError for gradients left from before.
+        Raises ConfigError for gradients left from before.
         """
         looks = self._steps < LOOKS_AT and not self._is_in_parts
         before = self._first_gradients() if looks else []
@@ -168,8 +169,8 @@ class Backward:
     def _refuse(self, exchanged: Tensor) -> None:
         """Where loss or gradients are not finite, no optimizer may step: on CPUs known now."""
         skip = left_out(exchanged)
-        if self._policy == "raise" and not self.is_scaled and bool(skip):
-            raise NonFiniteError(f"step {self._step + 1}: {self._culprit(exchanged)} is not finite")
+        if self._policy == "stop" and not self.is_scaled and not skip.is_cuda and bool(skip):
+            self._broken = self._step, self._first_broken(exchanged)
         leaves_out = not self.is_scaled and (skip.is_cuda or bool(skip))
         self._found = skip if leaves_out else None
         if leaves_out and self._is_stepping and bool(skip):
@@ -188,7 +189,12 @@ class Backward:
             return before
         return torch.where(torch.isfinite(loss.detach()), loss.detach() / scale, before)
 
-    def _culprit(self, exchanged: Tensor) -> str:
+    def culprit(self, step: int) -> str | None:
+        """The first tensor that was not finite in `step`, in words; None on GPUs, which nothing waits for."""
+        broken_at, name = self._broken
+        return name if broken_at == step else None
+
+    def _first_broken(self, exchanged: Tensor) -> str:
         if exchanged[LOSS_NOT_FINITE] > 0:
             return "the loss"
         named = [pair for model in self.models for pair in reversed([*model.named_parameters()])]

@@ -182,11 +182,6 @@ class Engine:
 
     def _reader(self, settings: Settings, collate: Callable[[list[Any]], Any] | None) -> Reader:
         world, whole = self.world, replace(settings.data, micro_batch_size=None)
-        if whole.batch_shares == "auto":
-            raise ConfigError(
-                "--batch-shares auto works only in tasks, because a custom loop cannot save it in its state; "
-                "give the numbers, such as --batch-shares 3:1"
-            )
         place = world.device, None, cores_of(world.position)
         reader = Reader(whole, settings.run.seed, world.rank, world.size, collate, *place)
         share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
@@ -248,7 +243,12 @@ class Engine:
             timetable=timetable,
             recorder=recorder,
             clock=self.clock,
-            nonfinite=Policy(settings.optimization.on_nonfinite, lambda: self.backward.is_scaled, recorder),
+            nonfinite=Policy(
+                settings.optimization.on_nonfinite,
+                lambda: self.backward.is_scaled,
+                recorder,
+                self.backward.culprit,
+            ),
             evaluate=dict,
             ends=lambda step, scores: False,
             check_replicas=partial(check_replicas, world, self._strategy, together, recorder),

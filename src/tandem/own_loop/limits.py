@@ -13,23 +13,16 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"--strategy {compute.strategy} works only in tasks; a custom loop needs ddp or single"
         )
-    if compute.dist_bn != "broadcast":
-        raise ConfigError(
-            f"--dist-bn {compute.dist_bn} works only in tasks; a custom loop saves rank 0's statistics, or "
-            "those of the global batch with --sync-batchnorm"
-        )
-    if settings.exchange.gradient_compression == "powersgd":
+    if settings.exchange.powersgd_rank is not None:
         raise ConfigError(
             "--gradient-compression powersgd works only in tasks: it expects one backward pass per step, but "
             "a custom loop may take several; use bf16 or fp16"
         )
-    if settings.exchange.static_graph:
-        raise ConfigError("--static-graph works only in tasks; remove it in a custom loop")
     if compute.precision != "fp32":
         raise ConfigError(
             f"--precision {compute.precision} works only in tasks; in a custom loop use torch.autocast"
         )
-    if compute.compile or compute.compile_mode != "default":
+    if compute.compile is not None:
         raise ConfigError(
             "--compile works only in tasks; in a custom loop call torch.compile on the wrapped model"
         )

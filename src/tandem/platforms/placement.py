@@ -71,9 +71,11 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
     given = {name: str(value) for name, value in flags.items() if value is not None}
     if asked.nproc != "auto":
         given["nproc"] = str(asked.nproc)
-    if asked.master is not None:
+    if asked.master is not None and asked.master.startswith("file:"):
+        _check_file(asked.master, environ)
+        given |= {"host": hostname, "port": str(DEFAULT_PORT)}  # a file needs none, and this stands in for it
+    elif asked.master is not None:
         given["host"], given["port"] = split_address("--master", asked.master)
-    given |= _meeting(asked, environ, hostname)
     bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
     facts = Facts(environ, hostname, given, bounds)
     platform = next(platform for platform in platforms() if platform.detect(environ))
@@ -112,27 +114,17 @@ def on_this_host(verb: str, environ: Mapping[str, str], hostname: str) -> Mappin
     raise ConfigError(f"{verb} starts its own ranks, but this is a rank or node of {placement.platform}")
 
 
-def _meeting(asked: LaunchConfig, environ: Mapping[str, str], hostname: str) -> dict[str, str]:
-    """The master's address as --init-method gives it; a file needs none, and this host stands in for it."""
-    method = asked.init_method
-    if method is None:
-        return {}
+def _check_file(master: str, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where ranks do not meet in a file."""
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         raise ConfigError(
-            f"--init-method {method} is for ranks started by hand: set RANK, WORLD_SIZE and "
+            f"--master {master} is for ranks started by hand: set RANK, WORLD_SIZE and "
             "LOCAL_RANK for each `tandem train`; `tandem launch` starts ranks itself, with --master HOST:PORT"
         )
-    if method == "env://":
-        return {}
-    if asked.master is not None or environ.get("MASTER_ADDR"):
-        name = "--master" if asked.master is not None else "MASTER_ADDR"
+    if environ.get("MASTER_ADDR"):
         raise ConfigError(
-            f"--init-method {method} and {name} both set where ranks meet; give only one of them"
+            f"--master {master} and MASTER_ADDR both set where ranks meet; give only one of them"
         )
-    if method.startswith("file:"):
-        return {"host": hostname, "port": str(DEFAULT_PORT)}
-    host, port = split_address("--init-method", method[6:])
-    return {"host": host, "port": port}
 
 
 def _checked(placement: Placement, facts: Facts) -> Placement:

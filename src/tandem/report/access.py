@@ -6,7 +6,6 @@ import ipaddress
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from tandem.config.slices import MetricsConfig
 from tandem.errors import ConfigError
@@ -58,7 +57,7 @@ def is_local_name(header: str | None) -> bool:
 
 
 def load_access(config: MetricsConfig) -> Access:
-    """From --metrics-token-file, --metrics-cert and --metrics-key.
+    """From --metrics-token-file and --metrics-tls.
 
     Raises ConfigError when they cannot be used: what was to be protected is never served in the open.
     """
@@ -72,21 +71,20 @@ def load_access(config: MetricsConfig) -> Access:
             raise ConfigError(
                 f"--metrics-token-file {config.metrics_token_file} is empty; write a token to it"
             )
-    return Access(token, _tls(config.metrics_cert, config.metrics_key))
+    return Access(token, _tls(config.metrics_tls))
 
 
-def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    if certificate is None:
-        if key is not None:
-            raise ConfigError("--metrics-key needs --metrics-cert, a PEM file with the certificate")
+def _tls(files: str | None) -> ssl.SSLContext | None:
+    if files is None:
         return None
+    certificate, _, key = files.partition(",")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"--metrics-cert {certificate} cannot be used ({error}); expected a certificate in PEM format "
-            "and, with --metrics-key, its key"
+            f"--metrics-tls {files} cannot be used ({error}); expected a certificate in PEM format "
+            "and its key, in the same file or after a comma"
         ) from error
     return context

@@ -27,7 +27,7 @@ _ACTIVITY = re.compile(
 )
 LONGEST, LONGEST_NAME = 400, 120
 """Characters of a line about a problem, and of a name."""
-NOT_COMPARED = ("run_dir", "run_name", "resume", "metrics_port", "node_rank", "master")
+NOT_COMPARED = ("run_dir", "resume", "metrics", "node_rank", "master")
 
 
 def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] = ()) -> list[str]:
@@ -96,7 +96,7 @@ def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[s
     summary, now = files.read("summary.json"), history.now()
     noted = About(folder, secrets)
     about = noted.read(files)
-    name = printable(noted.hide(settings.get("run_name") or Path(run_dir).resolve().name), LONGEST_NAME)
+    name = printable(noted.hide(Path(run_dir).resolve().name), LONGEST_NAME)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
     size = f"{counted(ranks, 'rank')} on {counted(nodes or 1, 'node')}" if ranks else ""
     starts = Restarts(files.events())

@@ -132,9 +132,8 @@ class Sending:
         if self._tracker is None:
             about = self._about.read(self.files)
             settings = {str(row["name"]): row["value"] for row in about["settings"]}
-            title = str(settings.get("run_name") or self._folder.name)
             self._keep(self._mark)
-            known = Beginning(self._mark.ours, self._mark.run, title, settings, self._folder)
+            known = Beginning(self._mark.ours, self._mark.run, self._folder.name, settings, self._folder)
             self._tracker = begin(self._name, known)
             self._keep(replace(self._mark, run=self._tracker.id))
         return self._tracker
@@ -224,7 +223,7 @@ def alone(folder: Path, wait: bool) -> Iterator[None]:
 
 def chosen(config: Mapping[str, object], asked: str | None) -> str:
     """The tracker that was asked for, else the one of the run. Raises ConfigError."""
-    name = asked or config.get("tracker")
-    if not isinstance(name, str):
+    name = asked or str(config.get("tracker") or "").removeprefix("tensorboard").lstrip(",")
+    if not name:
         raise ConfigError("this run has no tracker; use --tracker mlflow or --tracker wandb")
     return name

@@ -58,7 +58,10 @@ def run_rank(job: Job, position: Position) -> NoReturn:
     problem = unfit_to_fork()
     if problem:
         if position.local_rank == 0:
-            print(f"tandem: {problem}; ranks start in new interpreters (as with --cold)", file=sys.stderr)
+            print(
+                f"tandem: {problem}; ranks start in new interpreters (as with --fresh-interpreter)",
+                file=sys.stderr,
+            )
         _exec_cold(job, position)
     forget_the_fork(Path(position.sample_socket or ".").parent)
     threads = os.environ.get("OMP_NUM_THREADS", "")

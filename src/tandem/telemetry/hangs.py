@@ -122,7 +122,7 @@ def judge(beats: Sequence[Beat], past: Past = NOTHING_BEFORE) -> Alarm | None:
         return replace(alarm, again=True, text=text)
     if what == ELSEWHERE:
         return alarm
-    option = "--hang-timeout" if beat.trains else "--first-step-timeout"
+    option = "--hang-timeout" if beat.trains else "--phase-timeout"
     longer = 10 * math.ceil(alarm.seconds / 5)
     return replace(
         alarm, text=f"{alarm.text}; if this work is meant to take that long, use {option} {longer}"

@@ -27,13 +27,13 @@ class Limits:
     """Seconds without progress that may be well: until all are here, until the first step, between steps."""
 
     master_timeout: float
-    first_step_timeout: float
+    phase_timeout: float
     hang_timeout: float | None
 
     @classmethod
     def asked(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "Limits":
         """Those of the settings."""
-        return cls(launch.master_timeout, timeouts.first_step_timeout, timeouts.hang_seconds)
+        return cls(launch.master_timeout, timeouts.phase_timeout, timeouts.hang_seconds)
 
     def of(self, state: str) -> float:
         """Of what a node does: a state of its agent, or an activity of its ranks."""
@@ -41,7 +41,7 @@ class Limits:
             return SLACK_SECONDS + self.master_timeout
         if state == "train" and self.hang_timeout is not None:
             return SLACK_SECONDS + self.hang_timeout
-        return SLACK_SECONDS + self.first_step_timeout
+        return SLACK_SECONDS + self.phase_timeout
 
 
 def record(state: str, step: int, last_progress: float, limit_seconds: float) -> dict[str, object]:

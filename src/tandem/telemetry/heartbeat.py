@@ -34,7 +34,7 @@ class Heartbeats:
         self, rank: int, clock: Clock, send: Send, limits: ReliabilityConfig, directory: Path
     ) -> None:
         self._rank, self._clock, self._send = rank, clock, send
-        self._limits = Limits(limits.hang_seconds, limits.first_step_timeout)
+        self._limits = Limits(limits.hang_seconds, limits.phase_timeout)
         self._path = directory / f"flight-rank-{rank}.json"
         self._effort = Effort()
         self._one_at_a_time = threading.Lock()

@@ -11,7 +11,7 @@ STEPS_PER_HANG, LONGEST_PER_HANG = 5, 2
 class Limits:
     """How long what may take in a rank: as --hang-timeout says (None: auto), else by what the run has seen.
 
-    `patience` is --first-step-timeout. A stopped process, or one that nobody can hear, is known as such
+    `patience` is --phase-timeout. A stopped process, or one that nobody can hear, is known as such
     within seconds. A thread that neither computes nor runs Python may be at an upload, or wait for a lock
     that nobody opens: only time tells, so it has minutes. One that computes has the time of an evaluation.
     """

@@ -22,8 +22,8 @@ class EventWriter:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"--tensorboard needs TensorBoard, which cannot be imported ({error}); "
-                "run: pip install 'tandem-train[tensorboard]', or omit --tensorboard"
+                f"--tracker tensorboard needs TensorBoard, which cannot be imported ({error}); "
+                "run: pip install 'tandem-train[tensorboard]', or omit --tracker tensorboard"
             ) from error
         self._failed = False
         # torch.utils.tensorboard has no annotations

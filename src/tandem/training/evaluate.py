@@ -13,7 +13,6 @@ from tandem.data.fetch import is_stream
 from tandem.data.kinds import begins_anew, evaluation_batches
 from tandem.data.loader import batch_size_of, joint_batches
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.statistics import Statistics
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.watching import Watching
 from tandem.errors import ConfigError
@@ -62,7 +61,6 @@ class Evaluation:
     batch_size: int
     precision: str = "fp32"
     workers: int = 0
-    statistics: Statistics | None = None
     exchanges: dict[str, bool] = field(default_factory=dict)
     """Whether the scoring method calls collectives, by the name of it; what is known is saved."""
 
@@ -70,12 +68,9 @@ class Evaluation:
         """Means over the whole `dataset`, and what `evaluate_all` gives, by score name, equal on all ranks.
 
         Several sets: SET/NAME. Counts are exact and sums are in float64, so neither world size nor batch size
-        shows beyond rounding. Rank 0's buffers go to all ranks first (or `statistics` says which count); the
-        unwrapped module runs, since shares may differ.
+        shows beyond rounding. Rank 0's buffers go to all ranks first; the unwrapped module runs,
+        since shares may differ.
         """
-        if self.statistics is not None:
-            with self.statistics.counting():
-                return self._all_scores()
         self.world.broadcast_buffers(self.model)
         return self._all_scores()
 

@@ -15,7 +15,6 @@ from tandem.data.source import Reader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.statistics import Statistics
 from tandem.errors import ConfigError
 from tandem.log import counted
 from tandem.tasks.base import WholeTask, load_task
@@ -30,7 +29,6 @@ from tandem.training.memory import Memory
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer
 from tandem.training.resume import Beginning, load_state
-from tandem.training.shares import BatchShares
 from tandem.training.step import Stepper
 
 log = logging.getLogger("tandem.run")
@@ -67,10 +65,9 @@ class Learner:
         )
         self.order = self.data.order
         if isinstance(self.data, ShardedData):
-            check_uneven(flag, compute.sync_batchnorm, exchange.static_graph)
+            check_uneven(flag, compute.sync_batchnorm)
         if "freeze" in self.task.own:
             check_freezing(flag, exchange.gradient_compression)
-        self.shares = BatchShares(self.data, self._reader, world, clock, recorder)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.devices)
@@ -80,7 +77,6 @@ class Learner:
             self.model = world.synchronise_batchnorm(self.model)
         self._ranks_share = parameter_names(self.model)  # before a strategy makes them other tensors
         self.model = self.strategy.spread(self.model)
-        self.statistics = Statistics.of(compute.dist_bn, world, self.model)
         check_compilation(compute)
         has_all_gradients = self.strategy.checks_gradients and not exchange.find_unused
         optimizer = build_optimizer(optimization, self.task, self.model, has_all_gradients)
@@ -97,8 +93,6 @@ class Learner:
             if data.workers == "auto":
                 log.info("--workers auto: %s", self._loading())
             log.info("%s", self.schedule.describe())
-            if "compile_mode" in chosen and not compute.compile:
-                log.warning("--compile-mode has no effect without --compile")
             if unread := self.schedule.without_effect(chosen):
                 log.warning("%s", unread)
         self.stepper = Stepper(
@@ -119,12 +113,18 @@ class Learner:
         self.stepper.drops_gradients = world.device.type == "cuda" or exchange.find_unused
         self.exchanges: dict[str, bool] = {}
         """As `Evaluation`."""
-        self.nonfinite = Policy(optimization.on_nonfinite, self.stepper.scaler.is_enabled, recorder)
+        scaled = self.stepper.scaler.is_enabled
+        self.nonfinite = Policy(optimization.on_nonfinite, scaled, recorder, self.stepper.culprit)
 
     @property
     def workers(self) -> int:
         """Loader processes of this rank, for data that are loaded by the sample."""
         return self._reader.workers
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank in a global batch; empty for equal shares."""
+        return self._reader.sizes
 
     def _loading(self) -> str:
         if not takes_workers(self.datasets.train, self.task.collate):
@@ -145,10 +145,7 @@ class Learner:
             return
         ours = groups_of(self._optimizer, self.model.named_parameters())
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule, ours)
-        if self.statistics is not None:
-            self.statistics.load(saved.get("statistics", {}))
         self.data.load(saved.get("data", {}))
-        self.shares.load(saved.get("shares", []))
         self.recorder.load(saved.get("log", {}))
         self.exchanges.update(saved.get("exchanges", {}))
         self.strategy.load_exchange(saved.get("exchange", {}))
@@ -161,9 +158,6 @@ class Learner:
         """The state by part, "model" first; tensors are whole on rank 0, and all ranks call this."""
         spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
         state = self.strategy.whole(spread)
-        if self.statistics is not None:
-            state = {**state, "model": self.statistics.whole(state["model"])}
-            state["statistics"] = self.statistics.state()
         return {**state, **self._rest()}
 
     def check_state(self) -> None:
@@ -177,7 +171,6 @@ class Learner:
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
             "data": self.data.state(),
-            "shares": self.shares.state(),
             "exchange": self.strategy.exchange_state(),
             "log": self.recorder.state(),
             "exchanges": dict(self.exchanges),
@@ -203,11 +196,10 @@ class Learner:
 
     def weights(self) -> dict[str, Any]:
         """The model's part alone; as `whole`."""
-        weights = self.strategy.whole(self.model.state_dict())
-        return weights if self.statistics is None else self.statistics.whole(weights)
+        return self.strategy.whole(self.model.state_dict())
 
 
-def check_uneven(shares: str, sync_batchnorm: bool, static_graph: bool) -> None:
+def check_uneven(shares: str, sync_batchnorm: bool) -> None:
     """Raise ConfigError for what waits for all ranks inside of a forward pass, which some will not run.
 
     `shares`: the flag that shares the parameters out, if one does.
@@ -215,7 +207,6 @@ def check_uneven(shares: str, sync_batchnorm: bool, static_graph: bool) -> None:
     for flag, is_set in (
         (shares, shares != ""),
         ("--sync-batchnorm", sync_batchnorm),
-        ("--static-graph", static_graph),
     ):
         if is_set:
             raise ConfigError(
@@ -228,12 +219,12 @@ def check_compilation(compute: ComputeConfig) -> None:
 
     max-autotune takes those that were fastest when it tried them. Raises ConfigError.
     """
-    if not (compute.compile and compute.deterministic):
+    if compute.compile is None or not compute.deterministic:
         return
-    if compute.compile_mode == "max-autotune":
+    if compute.compile == "max-autotune":
         raise ConfigError(
-            "--compile-mode max-autotune chooses kernels by timing them, but --deterministic needs the same "
-            "kernels in every process; use --compile-mode default or reduce-overhead"
+            "--compile max-autotune chooses kernels by timing them, but --deterministic needs the same "
+            "kernels in every process; use --compile default or reduce-overhead"
         )
     compile_deterministically()
 

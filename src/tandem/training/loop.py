@@ -19,7 +19,6 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
 from tandem.training.saving import Saver
-from tandem.training.shares import BatchShares
 from tandem.training.step import Proposal, Stepper
 
 EVENTS = ("log", "eval", "save", "check", "snapshot")
@@ -114,7 +113,6 @@ class Training(Course):
     stepper: Stepper
     schedule: Schedule
     stop: StopFlag
-    shares: BatchShares
     batches: Iterator[Sequence[Any]]
 
 
@@ -143,7 +141,6 @@ def train(t: Training) -> bool:
         t.stop.is_heeded = True
         t.schedule.advance()
         t.task.after_step(t.model, t.step + 1)
-        t.shares.after_step(t.step + 1)
         if after_step(t, consensus, rate, is_first=t.step == first):
             return t.saver.is_end
     return True

@@ -31,7 +31,7 @@ ADVICE = "lower --lr, set --clip-norm, or check the data"
 class Guard:
     """Keeps a step that is not finite out of weights, optimizer state and buffers.
 
-    On CPUs, and for `raise`, the answer is read before the update. On GPUs that would make the host wait in
+    On CPUs the answer is read before the update. On GPUs that would make the host wait in
     every step: there a fused optimizer is handed the answer as a tensor and leaves the update out by itself
     (as GradScaler does it); an optimizer that cannot do so, or that has no state yet (torch's fused SGD
     would keep momentum it never initialised), is waited for.
@@ -50,10 +50,9 @@ class Guard:
         self._strategy = strategy
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._keeps_buffers = policy != "stop"  # after a stop nobody reads them
-        self._reads_at_once = device.type == "cpu" or policy == "raise" or strategy.shares_parameters
+        self._reads_at_once = device.type == "cpu" or strategy.shares_parameters
         self._one = torch.ones((), device=device)
         self._buffers = KeptBuffers(model.modules)
-        self.raises = policy == "raise"
         self.step: Callable[[], Any] = optimizer.step
 
     def begin_step(self) -> None:
@@ -88,10 +87,6 @@ class Guard:
             del self._optimizer.found_inf  # type: ignore[attr-defined]
         if self._keeps_buffers and not (self._reads_at_once and not found):
             self._buffers.put_back(found)
-
-    def put_buffers_back(self) -> None:
-        """As they were before the forward pass."""
-        self._buffers.put_back()
 
     def _gradients_by_type(self) -> Iterator[list[Tensor]]:
         return gradients_by_type(self.parameters, self._strategy)
@@ -149,10 +144,18 @@ class Policy:
     """What a step that was left out means for the run; every rank holds one, and all decide alike.
 
     `is_scaled`: whether a GradScaler scales the loss, and finds its scale by gradients that overflow.
+    `culprit(step)`: in words, the first tensor that was not finite in 0-based `step`; all ranks call it.
     """
 
-    def __init__(self, name: str, is_scaled: Callable[[], bool], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        name: str,
+        is_scaled: Callable[[], bool],
+        recorder: Recorder,
+        culprit: Callable[[int], str | None] = lambda step: None,
+    ) -> None:
         self._name, self._is_scaled, self._recorder = name, is_scaled, recorder
+        self._culprit = culprit
         self._skipped = self._last_step = self._in_a_row = 0
 
     def consider(self, consensus: Consensus) -> None:
@@ -170,8 +173,10 @@ class Policy:
         if self._name != "skip":
             if in_loss:
                 self._recorder.not_finite()
+            first = self._culprit(consensus.step)
+            named = f" (first: {first})" if first else ""
             raise NonFiniteError(
-                f"{what} not finite; {ADVICE}; checkpoints, if any, are from before this step"
+                f"{what} not finite{named}; {ADVICE}; checkpoints, if any, are from before this step"
             )
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
         self._skipped, self._last_step = self._skipped + 1, step
@@ -187,11 +192,13 @@ def culprit(
     model: nn.Module,
     micro_batches: Sequence[Any],
     forward: Callable[[int], Tensor],
-) -> str:
-    """In words, the first tensor that is not finite in the step just taken; the same on all ranks.
+    has_gradients: bool = True,
+) -> str | None:
+    """In words, the first tensor that is not finite in a step; the same on all ranks.
 
     `forward(i)` repeats micro-step i, with the same randomness, and gives its loss. Looks, on every rank, at
-    the batch, the weights, then what each module gave; a loss that is finite everywhere leaves the gradients.
+    the batch, the weights, then what each module gave; a loss that is finite everywhere leaves the gradients,
+    if they are still those of the step: else None.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters()]
     weights = ((name, strategy.local(parameter)) for name, parameter in named)
@@ -207,6 +214,8 @@ def culprit(
     for rank, (what, _) in enumerate(everyones):
         if what is not None:
             return f"{what} on rank {rank}"
+    if not has_gradients:
+        return None
     return next((gradient for _, gradient in everyones if gradient is not None), "the loss")
 
 

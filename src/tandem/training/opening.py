@@ -67,7 +67,7 @@ def open_world(
                 position.world_size,
                 where,
             )
-        limits = reliability.first_step_timeout, reliability.connect_timeout
+        limits = reliability.phase_timeout, position.patience
         world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
         world.check_same_settings({**common, "the version of tandem": __version__})
         if devices[0].type == "cuda":

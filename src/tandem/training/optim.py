@@ -17,7 +17,7 @@ from tandem.tasks.mistakes import kind, mistake
 from tandem.tasks.parts import optimizer_of, scheduler_of
 from tandem.training.rates import Rates
 
-BY_SCHEDULE = ("schedule", "lr_scaling", "lr_base_batch_size", "warmup", "warmup_mode", "warmup_factor")
+BY_SCHEDULE = ("schedule", "lr_scaling", "warmup")
 BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 """Settings of OptimisationConfig that say what the rates are, and how the optimizer is made."""
 SCHEDULED = ("lr", "momentum", "betas")

@@ -1,7 +1,7 @@
 """The learning rate of each step, as the settings have it."""
 
 from tandem.config.slices import OptimisationConfig
-from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_rule
+from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_of
 
 
 class Rates:
@@ -14,8 +14,8 @@ class Rates:
         self, config: OptimisationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int
     ) -> None:
         self._config, self._batch_size, self._planned = config, batch_size, steps_planned
-        self._scaling = scaling_rule(config.lr_scaling, config.optimizer)
-        self.peak = scale_lr(config.lr, self._scaling, batch_size, config.lr_base_batch_size)
+        self._scaling, self._base = scaling_of(config.lr_scaling)
+        self.peak = scale_lr(config.lr, self._scaling, batch_size, self._base)
         """The rate after the warm-up."""
         self._warmup = Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0
 
@@ -27,24 +27,16 @@ class Rates:
             warmup_steps=self._warmup,
             steps_planned=self._planned,
             schedule=self._config.schedule,
-            warmup=self._config.warmup_mode,
-            warmup_factor=self._config.warmup_factor,
         )
 
     def __str__(self) -> str:
-        """How they come about: `lr 0.1 x 480/240 (linear) = 0.2, warm-up ..., then ...`."""
+        """How they come about: `lr 0.1 x 480/240 (linear) = 0.2, warm-up linear ..., then ...`."""
         config, said = self._config, f"lr {self._config.lr:g}"
         if self._scaling != "none":
-            ratio = f"{self._batch_size}/{config.lr_base_batch_size}"
+            ratio = f"{self._batch_size}/{self._base}"
             factor = f"sqrt({ratio})" if self._scaling == "sqrt" else ratio
-            by = f"{self._scaling}, for {config.optimizer}" if config.lr_scaling == "auto" else self._scaling
-            said += f" x {factor} ({by}) = {self.peak:.4g}"
+            said += f" x {factor} ({self._scaling}) = {self.peak:.4g}"
         if self._warmup:
-            how = {
-                "linear": "linear",
-                "zero": "linear from zero",
-                "constant": f"constant at {config.warmup_factor:g} of it",
-            }
-            said += f", warm-up {how[config.warmup_mode]} over {self._warmup:,} steps"
+            said += f", warm-up linear over {self._warmup:,} steps"
         end = "" if config.schedule == "constant" else f" to step {self._planned:,}"
         return f"{said}, {'then ' if self._warmup else ''}{config.schedule}{end}"

@@ -95,7 +95,7 @@ def begin(
         [found.step, found.slot, found.said(), len(parts), named]
     )
     if step == 0 and config.init_from is not None:
-        return Beginning(step, None, weights=_weights(world, config.init_from, config.init_min, download))
+        return Beginning(step, None, weights=_weights(world, config.init_from, config.init_strict, download))
     if step <= 0:
         return Beginning(step, None)
     began, state = time.monotonic(), found.state
@@ -169,7 +169,7 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(map(str, names))) or "none"
 
 
-def _weights(world: ProcessGroup, place: PurePath, least: float, download: bool) -> Initial:
+def _weights(world: ProcessGroup, place: PurePath, strict: bool, download: bool) -> Initial:
     """Rank 0 reads them for all; what it finds wrong all ranks raise."""
     raw, problem = None, ""
     if world.is_first:
@@ -180,7 +180,7 @@ def _weights(world: ProcessGroup, place: PurePath, least: float, download: bool)
     problem = str(world.broadcast_json(problem))
     if problem:
         raise ConfigError(problem)
-    return Initial(deserialize(world.broadcast_bytes(raw)), place, least)
+    return Initial(deserialize(world.broadcast_bytes(raw)), place, strict)
 
 
 SAID = ("eval", "ended_of", "owes_evaluation", "data")

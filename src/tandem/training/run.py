@@ -116,7 +116,7 @@ def warm_up(job: TaskJob, expected: Position | None = None) -> None:
     settings = Settings.from_dict(job.settings)
     task_class(settings.run.task)
     strategies.preload(settings.compute.strategy)
-    if settings.launch.standby_gpu and expected is not None:
+    if settings.launch.warm_gpu and expected is not None:
         open_gpus(settings.compute, expected.gpu)
 
 
@@ -170,7 +170,7 @@ def _run(
         threads=threads,
         first_step=beginning.step,
         started=started,
-        shares=learner.shares.sizes,
+        shares=learner.shares,
         data=data,
     )
     saver = Saver(settings.checkpoint, facts, store, learner, recorder, beginning.slot)
@@ -201,9 +201,7 @@ def _timetable(settings: Settings, learner: Learner, world: ProcessGroup) -> Tim
         eval=settings.evaluation.eval_every if evaluates else "never",
         save=settings.checkpoint.checkpoint_every,
         check=settings.reliability.replica_check_every,
-        snapshot=snapshot_every(
-            settings.checkpoint.snapshot_every, world, learner.strategy, learner.statistics
-        ),
+        snapshot=snapshot_every(settings.checkpoint.snapshot_every, world, learner.strategy),
     )
     if world.is_first and not timetable.saves_every_evaluation():
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
@@ -220,7 +218,6 @@ def _evaluation(settings: Settings, learner: Learner, world: ProcessGroup) -> Ev
         evaluation_batch_size(settings.evaluation, settings.data, world),
         settings.compute.precision,
         learner.workers,
-        learner.statistics,
         learner.exchanges,
     )
 
@@ -236,7 +233,7 @@ def _training(
 ) -> Training:
     """What the loop goes by; `window` is recorded by torch.profiler."""
     world, recorder = facts.world, learner.recorder
-    steps = _told(learner.shares.steps(facts.first_step, learner.planned), recorder)
+    steps = _told(learner.data.steps(facts.first_step, learner.planned), recorder)
     return Training(
         world=world,
         task=learner.task,
@@ -248,7 +245,6 @@ def _training(
         clock=learner.stepper.clock,
         nonfinite=learner.nonfinite,
         stop=stop,
-        shares=learner.shares,
         batches=profiled(steps, window, facts.first_step, facts.run_dir / "profile" / "rank-0.json"),
         evaluate=evaluation.scores,
         ends=learner.memory.hear,

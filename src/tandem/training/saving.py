@@ -9,10 +9,9 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import OF, PER_RANK, Snapshots
 from tandem.checkpoint.storage.copies import Copies
 from tandem.checkpoint.store import CheckpointStore
-from tandem.checkpoint.writer import CheckpointWriter, Later
+from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, Later
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.statistics import Statistics
 from tandem.distributed.strategy import Strategy
 from tandem.telemetry.recorder import Recorder
 from tandem.training.summary import Facts, manifest_info
@@ -70,7 +69,7 @@ class Saver:
         self._writer = CheckpointWriter(
             store,
             Retention.of(config),
-            config.checkpoint_failures_allowed,
+            FAILURES_ALLOWED,
             recorder.saved,
             recorder.verified,
             Copies(facts.run.place).push,
@@ -159,13 +158,10 @@ class Saver:
             self.settle()
 
 
-def snapshot_every(
-    text: str, world: ProcessGroup, strategy: Strategy, statistics: Statistics | None = None
-) -> str:
+def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
     """`--snapshot-every auto`: every step where that is a copy within memory, every 5 s from a GPU."""
-    # Where ranks hold shares, or statistics that all count, no node has the whole state: a checkpoint is the
-    # resume point.
-    if strategy.shares_state or statistics is not None or not world.position.memories:
+    # Where ranks hold shares, no node has the whole state: a checkpoint is the resume point.
+    if strategy.shares_state or not world.position.memories:
         return "never"
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"
 

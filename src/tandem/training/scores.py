@@ -30,7 +30,7 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     compute, data = settings.compute, settings.data
     set_threads(compute.threads, position)
     devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
-    limits = settings.reliability.first_step_timeout, settings.reliability.connect_timeout
+    limits = settings.reliability.phase_timeout, position.patience
     world = ProcessGroup.open(position, devices[0], limits[0], devices, limits[1])
     task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
     world.once_per_node(task.prepare)

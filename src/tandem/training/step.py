@@ -1,9 +1,10 @@
 """One optimizer step: forward, backward, accumulation, clipping, precision. Nothing else is in here."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_micro_step
 from tandem.distributed.consensus import (
     LOSS,
-    LOSS_NOT_FINITE,
     SLOTS,
     Consensus,
     ConsensusReader,
@@ -139,13 +139,16 @@ class Stepper:
         self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
         self._precision, self._seed = compute.precision, seed
         self._parameters = trained_by(task, model)
-        trained = strategy.compiled(model, compute.compile_mode) if compute.compile else model
-        self._has_graphs = compute.compile and compute.compile_mode != "default"
+        trained = strategy.compiled(model, compute.compile) if compute.compile else model
+        self._has_graphs = compute.compile not in (None, "default")
         self._module = TrainingModule(task, trained, world.device, compute.precision, world.size, batch_size)
         self._reader = ConsensusReader(world, self._module.names)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
         self._guard = Guard(optimization.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._guard.parameters = self._parameters
+        delay = 1 if world.device.type == "cuda" else 0  # of what the ranks agree on
+        kept = 1 + delay if optimization.on_nonfinite == "stop" else 0
+        self._recent: deque[tuple[int, Sequence[Any]]] = deque(maxlen=kept)
         self._clipping = Clipping(optimization, strategy, self._parameters, world)
         self._needs_closure = takes_closure(optimizer, must=True)
         self._has_stepped = False
@@ -246,9 +249,10 @@ class Stepper:
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Consensus | None:
         """One optimizer step on this rank's micro-batches; what the ranks agreed on (see ConsensusReader).
 
-        Raises NonFiniteError, with the name of the first tensor, under `--on-nonfinite raise`.
+        Raises NonFiniteError where an optimizer's closure returns what is not finite.
         """
         self._task.moment.step = step
+        self._recent.append((step, micro_batches))
         self._guard.begin_step()
         self._clipping.begin_step()
         self._accumulate(micro_batches, step, proposal)
@@ -256,8 +260,6 @@ class Stepper:
         exchanged = self._strategy.exchange(self._guard.look())
         consensus = self._reader.read(step, exchanged)
         skip = left_out(exchanged)
-        if self._guard.raises and skip and not self._is_overflow(exchanged):
-            self._raise(micro_batches, step)
         self._guard.step = partial(self._step, micro_batches, step)
         self._guard.update(skip, self._clipping.clip)
         return consensus
@@ -334,20 +336,17 @@ class Stepper:
                 scaled.backward()  # type: ignore[no-untyped-call]
             so_far = so_far + numbers
 
-    def _is_overflow(self, exchanged: Tensor) -> bool:
-        """Whether fp16's scaled gradients have left its range, which is how their scale is found."""
-        return self.scaler.is_enabled() and not exchanged[LOSS_NOT_FINITE] > 0
-
-    def _raise(self, micro_batches: Sequence[Any], step: int) -> NoReturn:
-        micro_batches = [batch for batch in micro_batches if batch is not None]
+    def culprit(self, step: int) -> str | None:
+        """In words, the first tensor that was not finite in `step`, a recent one; all ranks call this."""
+        batches = next((kept for number, kept in self._recent if number == step), ())
+        micro_batches = [batch for batch in batches if batch is not None]
 
         def forward(micro_step: int) -> Tensor:
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
             return self._module.outcome(micro_batches[micro_step])[0]
 
-        self._guard.put_buffers_back()
-        name = culprit(self._world, self._strategy, self._model, micro_batches, forward)
-        raise NonFiniteError(f"step {step + 1}: {name} is not finite")
+        is_last = self._recent[-1][0] == step
+        return culprit(self._world, self._strategy, self._model, micro_batches, forward, is_last)
 
 
 def check_closure(

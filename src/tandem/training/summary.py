@@ -74,7 +74,7 @@ def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
             nccl=".".join(map(str, version())) if on_gpu else "",
         ),
         metrics.RUN_INFO.says(
-            run=facts.run.run_name or facts.run_dir.name,
+            run=facts.run_dir.name,
             task=facts.run.task,
             platform=position.platform,
             backend="nccl" if on_gpu else "gloo",
@@ -213,7 +213,7 @@ def open_displays(
     if step:
         journal.event("resumed", step=step)
         recorder.recall(step, journal.scores_at(step))
-    writer = EventWriter(facts.run_dir / "tensorboard", step) if display.tensorboard else None
+    writer = EventWriter(facts.run_dir / "tensorboard", step) if display.has_tensorboard else None
     progress = Progress(planned, start_step=step, mode=display.progress)
     recorder.begin_run(step, epoch_steps, planned, journal, progress, writer)
     recorder.samples(*identity(facts, save_steps))

@@ -216,27 +216,25 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
 
 @dataclass(frozen=True)
 class Initial:
-    """Weights that a fresh run starts from: from `place`, at least the share `least` of the parameters."""
+    """Weights that a fresh run starts from: from `place`, which has all parameters if `strict`."""
 
     tensors: Mapping[str, Tensor]
     place: PurePath
-    least: float
+    strict: bool
 
     def load(self, strategy: Strategy, model: nn.Module) -> None:
-        """Load what fits, and say what did not. Raises ConfigError for less than `least`, and for nothing."""
+        """Load what fits, and say what did not. Raises ConfigError if too little does."""
         found = fit(self.tensors, model)
         (loaded, whole), share = found.elements, found.share
         said = f"{_percent(share)} of the model's parameters ({loaded:,} of {whole:,})"
         for line in (f"starting from {self.place}: {said}", *found.table()):
             log.info("%s", line)
-        if share == 0 or share < self.least:
-            wants = (
-                f"but --init-min requires {self.least:.1%}" if share else "so nothing can be loaded from it"
-            )
+        if share == 0 or (self.strict and share < 1):
+            wants = "but --init-strict requires all" if share else "so nothing can be loaded from it"
             lacks = [*found.wrong_shaped, *(f"{name} is missing" for name in found.missing)][:2]
             raise ConfigError(
                 f"--init-from {self.place} has {said}, {wants} ({'; '.join(lacks)}; the table in the log has "
-                f"all); use weights of this model{', or lower --init-min' if share else ''}"
+                f"all); use weights of this model{', or omit --init-strict' if share else ''}"
             )
         strategy.load_model(model, found.loaded, strict=False)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config import SETTINGS, Settings
-from tandem.config.fields import words_of
+from tandem.config.fields import words_in
 from tandem.config.slices import ONE_PROCESS
 from tandem.errors import FAILED, FINISHED, ConfigError, RunFailedError
 from tandem.signals import StopFlag
@@ -84,7 +84,7 @@ class Wanted:
     @classmethod
     def of(cls, compare: str | None, rounds: int | None, output: Path | None) -> "Wanted":
         """From the words of the command line. Raises ConfigError."""
-        known = words_of(SETTINGS["strategy"].annotation).removeprefix("one of ").split(", ")
+        known = list(words_in(SETTINGS["strategy"].annotation))
         names = list(dict.fromkeys(compare.split(","))) if compare is not None else known
         for name in names:
             if name not in known:
@@ -183,13 +183,11 @@ def _run(
         "--checkpoint-every": "never",
         "--resume": "never",
         "--max-restarts": 0,
-        "--metrics-port": 0,
+        "--metrics": 0,
         "--metrics-linger": 0,
         "--progress": "off",
         "--log-format": "text",
     }
-    if mode.name != "dp":
-        flags["--dp-first-share"] = 1
     words = [str(word) for pair in flags.items() for word in pair]
     peaks: dict[int, int] = {}
     with WatchedRun([sys.executable, "-m", "tandem", "launch", *arguments, *words], environ, run_dir) as run:

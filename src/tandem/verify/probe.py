@@ -51,7 +51,7 @@ class Facts(NamedTuple):
 
 def facts_of(settings: Settings, position: Position) -> Facts:
     """Make everything twice, and take digests. Raises TandemError as training would."""
-    world = ProcessGroup.open(position, torch.device("cpu"), settings.reliability.first_step_timeout)
+    world = ProcessGroup.open(position, torch.device("cpu"), settings.reliability.phase_timeout)
     try:
         return _facts_in(world, settings)
     finally:

@@ -219,7 +219,7 @@ class Runner:
             "--resume": "auto",
             "--log-every": 1,
             "--max-restarts": 100,
-            "--metrics-port": 0,
+            "--metrics": 0,
             "--metrics-linger": 0,
             "--progress": "off",
             "--log-format": "text",

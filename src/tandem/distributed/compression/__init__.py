@@ -17,7 +17,7 @@ def compression(config: ExchangeConfig, group: ProcessGroup) -> Compression | No
     """As --gradient-compression says; all ranks call this. Raises ConfigError where it cannot be."""
     if config.gradient_compression == "none":
         return None
-    if config.gradient_compression == "powersgd":
+    if config.powersgd_rank is not None:
         return PowerSGD(group, config.powersgd_rank)
     return Half(group, config.gradient_compression)
 
@@ -28,5 +28,4 @@ def ddp_arguments(config: ExchangeConfig) -> dict[str, Any]:
     return {
         **size,
         "find_unused_parameters": config.find_unused,
-        "static_graph": config.static_graph,
     }

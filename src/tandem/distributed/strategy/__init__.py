@@ -22,9 +22,7 @@ AS_TORCH_DOES, PLAIN = ExchangeConfig(), ComputeConfig()
 def load(
     name: str, group: ProcessGroup, exchange: ExchangeConfig = AS_TORCH_DOES, compute: ComputeConfig = PLAIN
 ) -> Strategy:
-    """The strategy of that name for the ranks of `group`; ConfigError where it cannot work with them."""
-    if compute.dp_first_share != 1.0 and name != "dp":
-        raise ConfigError("--dp-first-share works only with --strategy dp; remove it, or use --strategy dp")
+    """The strategy `name`, such as `dp:0.5`, for the ranks of `group`. Raises ConfigError."""
     check_together(exchange, compute)
     strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy
@@ -36,7 +34,7 @@ def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
     Errors of one step would be in another scale than the next step's gradients; a compiled model is cut into
     graphs by buckets, of which torch lets none be smaller than DDP's first.
     """
-    if exchange.gradient_compression == "powersgd" and compute.precision == "fp16":
+    if exchange.powersgd_rank is not None and compute.precision == "fp16":
         raise ConfigError(
             "--gradient-compression powersgd does not work with --precision fp16, which rescales gradients; "
             "use --precision bf16 or fp32"
@@ -66,4 +64,4 @@ def preload(name: str) -> None:
 
 
 def _class(name: str) -> Any:
-    return import_module(f"{__name__}.{name}").Strategy
+    return import_module(f"{__name__}.{name.partition(':')[0]}").Strategy

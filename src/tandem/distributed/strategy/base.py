@@ -45,7 +45,7 @@ class Strategy(Protocol):
         ...
 
     def compiled(self, model: nn.Module, mode: str) -> nn.Module:
-        """What trains in the model's place, compiled in a `--compile-mode`. Where no gradients are recorded
+        """What trains in the model's place, compiled in a `--compile` mode. Where no gradients are recorded
         the model computes as without it. Raises ConfigError. Exchanges nothing."""
         ...
 

@@ -85,7 +85,7 @@ class Strategy(single.Strategy):
         if self.__dict__.pop("_ddp", None) is not None:  # other parameters are trained from here on
             gc.collect()  # its hooks on the parameters go with the last reference to it
         self._carrier = telemetry.carrier
-        self._is_last, self._is_settled = True, False
+        self._is_last = True
         self._ddp = DistributedDataParallel(
             telemetry,
             device_ids=self._group.ddp_devices,
@@ -98,9 +98,7 @@ class Strategy(single.Strategy):
 
     def micro_step(self, is_last: bool) -> AbstractContextManager[None]:
         self._is_last = is_last
-        # DDP learns a static graph in its first pass, which has to end in an exchange (torch 2.15 asserts).
-        learns = self._exchange.static_graph and not self._is_settled
-        return nullcontext() if is_last or learns else self._ddp.no_sync()
+        return nullcontext() if is_last else self._ddp.no_sync()
 
     def forward(self, slots: Tensor, batch: Any, scale: Tensor, so_far: Tensor) -> tuple[Tensor, Tensor]:
         try:
@@ -116,7 +114,6 @@ class Strategy(single.Strategy):
 
     def check_gradients(self) -> None:
         """DDP would wait for them in the next step, with the first one's gradients not averaged."""
-        self._is_settled = True
         if self._exchange.find_unused:
             return
         without = [name for name, p in self._named.items() if p.requires_grad and p.grad is None]

@@ -60,7 +60,7 @@ class Strategy(single.Strategy):
         """
         if mode != "default":
             raise ConfigError(
-                f"--compile-mode {mode} does not work with --strategy fsdp; remove it, or use --strategy ddp"
+                f"--compile {mode} does not work with --strategy fsdp; use default, or --strategy ddp"
             )
         self._compiles = self._blocks or [model]
         return model

@@ -44,7 +44,7 @@ class Strategy:
     def check_exchange(self, exchange: ExchangeConfig) -> None:
         """Raise ConfigError for what only ddp does."""
         for each in dataclasses.fields(exchange):
-            if each.name != "powersgd_rank" and getattr(exchange, each.name) != each.default:
+            if getattr(exchange, each.name) != each.default:
                 flag = "--" + each.name.replace("_", "-")
                 raise ConfigError(f"{flag} works only with --strategy ddp; remove it, or use --strategy ddp")
 

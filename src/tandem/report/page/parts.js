@@ -73,7 +73,6 @@ function sentence(event) {
     rank_failed: () => `A rank failed: ${reason}`,
     nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
     replica_mismatch: () => `Ranks ${told(rest.ranks)} have different parameters from rank 0${at}`,
-    batch_shares: () => `The batch is split as ${(rest.sizes ?? []).join(" : ")}${at}`,
     finished: () => `The run finished${at}`,
     stopped: () => `The run was stopped and saved${at}`,
     failed: () => `The run failed: ${reason} (exit code ${rest.exit_code})`,

@@ -1,0 +1,138 @@
+"""Settings and values that earlier versions had: what to type instead, and what their files say today."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["flag", "variable", "key", "setting"]
+
+
+class Instead(NamedTuple):
+    """What to do instead of a removed setting.
+
+    `note`: without a period at the end. `name` and `value`: the setting to use, if there is one.
+    """
+
+    note: str = ""
+    name: str = ""
+    value: str = ""
+
+    def words(self, kind: Kind) -> str:
+        """One phrase, in the form in which the removed name was given."""
+        if not self.name:
+            return self.note
+        flag = f"--{self.name.replace('_', '-')} {self.value}".rstrip()
+        forms = {
+            "variable": f"TANDEM_{self.name.upper()}={self.value or 'true'}",
+            "key": f"{self.name} = " + (f'"{self.value}"' if self.value else "true"),
+        }
+        return f"use {forms.get(kind, flag)}" + (f"; {self.note}" if self.note else "")
+
+
+REMOVED: Mapping[str, Instead] = {
+    "run_mode": Instead("a new run directory gets mode 700; to open it, type `chmod 750 RUN_DIR`"),
+    "run_name": Instead("the name of a run is its directory's name", "run_dir", "runs/NAME"),
+    "dist_bn": Instead("for statistics of the global batch", "sync_batchnorm"),
+    "static_graph": Instead("for parameters without a gradient", "find_unused"),
+    "clip_value": Instead("it limits the norm of all gradients", "clip_norm", "X"),
+    "warmup_mode": Instead("the warm-up is linear; for another one, write build_scheduler in the task"),
+    "warmup_factor": Instead("the warm-up is linear; for another one, write build_scheduler in the task"),
+    "lr_base_batch_size": Instead("", "lr_scaling", "linear:240"),
+    "dp_first_share": Instead("", "strategy", "dp:0.5"),
+    "compile_mode": Instead("", "compile", "MODE"),
+    "powersgd_rank": Instead("", "gradient_compression", "powersgd:RANK"),
+    "init_method": Instead("or file:///PATH; MASTER_ADDR needs no setting", "master", "HOST:PORT"),
+    "connect_timeout": Instead("it also limits the wait for nodes", "master_timeout", "SECONDS"),
+    "first_step_timeout": Instead("", "phase_timeout", "SECONDS"),
+    "max_starts": Instead("", "max_crash_loops", "N"),
+    "cold": Instead("", "fresh_interpreter"),
+    "standby_gpu": Instead("", "warm_gpu"),
+    "init_min": Instead("it requires all parameters", "init_strict"),
+    "tensorboard": Instead("with another tracker: tensorboard,mlflow", "tracker", "tensorboard"),
+    "metrics_host": Instead("", "metrics", "HOST:PORT"),
+    "metrics_port": Instead("", "metrics", "HOST:PORT"),
+    "metrics_cert": Instead("", "metrics_tls", "CERT,KEY"),
+    "metrics_key": Instead("", "metrics_tls", "CERT,KEY"),
+    "elastic_settle": Instead("remove it; an elastic job waits 10 s for more nodes than MIN"),
+    "checkpoint_failures_allowed": Instead("remove it; a run fails after more than 3 failed saves in a row"),
+}
+"""By the setting's former name. Each row stays for one release."""
+RENAMED = {
+    "first_step_timeout": "phase_timeout",
+    "max_starts": "max_crash_loops",
+    "cold": "fresh_interpreter",
+    "standby_gpu": "warm_gpu",
+}
+REMOVED_VALUES: Mapping[tuple[str, str], Instead] = {
+    ("lr_scaling", "auto"): Instead("sqrt:BATCH for adam and adamw", "lr_scaling", "linear:BATCH"),
+    ("on_nonfinite", "raise"): Instead("it names the tensor", "on_nonfinite", "stop"),
+    ("log_format", "auto"): Instead("", "log_format", "text"),
+    ("batch_shares", "auto"): Instead("one number per rank", "batch_shares", "3:1"),
+}
+"""By a setting's name and its former value."""
+CHANGED_VALUES: Mapping[tuple[str, str], object] = {
+    ("log_format", "auto"): "text",
+    ("on_nonfinite", "raise"): "stop",
+}
+"""What a file with a removed value means today, unless it is none."""
+
+
+def instead_of(kind: Kind, name: str, label: str | None = None) -> str | None:
+    """The error for a removed name, as it was typed; None for a name that never was a setting."""
+    key = name.lower().removeprefix("tandem_").lstrip("-").replace("-", "_")
+    row = REMOVED.get(key) or (REMOVED.get(key.removeprefix("no_")) if kind == "flag" else None)
+    return row and f"{label or name}: this setting was removed; {row.words(kind)}"
+
+
+def instead_of_value(label: str, name: str, text: str) -> str | None:
+    """The error for a removed value; None for any other value."""
+    row = REMOVED_VALUES.get((name, text))
+    kind: Kind = "flag" if label.startswith("-") else "variable" if label.startswith("TANDEM_") else "key"
+    return row and f"{label}: the value {text!r} was removed; {row.words(kind)}"
+
+
+def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a file that an earlier version wrote, under the names and values of this version.
+
+    Settings without a counterpart are left out, so they have no effect. Other values stay as they are.
+    """
+    new = {name: value for name, value in values.items() if name not in REMOVED}
+    _merge_computing(values, new)
+    _merge_places(values, new)
+    new |= {new_name: values[name] for name, new_name in RENAMED.items() if name in values}
+    for name, text in REMOVED_VALUES:
+        if new.get(name) == text:
+            new[name] = CHANGED_VALUES.get((name, text))
+    return new
+
+
+def _merge_computing(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    rule, base = old.get("lr_scaling"), old.get("lr_base_batch_size", 240)
+    if rule == "auto":
+        rule = "linear" if old.get("optimizer", "sgd") == "sgd" else "sqrt"
+    if rule in ("linear", "sqrt"):
+        new["lr_scaling"] = rule if base == 240 else f"{rule}:{base}"
+    share = old.get("dp_first_share", 1)
+    if share != 1 and old.get("strategy") == "dp":
+        new["strategy"] = f"dp:{share}"
+    if isinstance(old.get("compile"), bool):
+        new["compile"] = old.get("compile_mode", "default") if old["compile"] else None
+    rank = old.get("powersgd_rank", 4)
+    if rank != 4 and old.get("gradient_compression") == "powersgd":
+        new["gradient_compression"] = f"powersgd:{rank}"
+
+
+def _merge_places(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    method = old.get("init_method")
+    if method and method != "env://":
+        new["master"] = method
+    if old.get("init_min"):
+        new["init_strict"] = True
+    if old.get("tensorboard"):
+        new["tracker"] = ",".join(["tensorboard", *([old["tracker"]] if old.get("tracker") else [])])
+    if "metrics_host" in old or "metrics_port" in old:
+        host = str(old.get("metrics_host", "127.0.0.1"))
+        new["metrics"] = f"{f'[{host}]' if ':' in host else host}:{old.get('metrics_port', 9469)}"
+    if old.get("metrics_cert"):
+        new["metrics_tls"] = ",".join(
+            str(old[name]) for name in ("metrics_cert", "metrics_key") if old.get(name)
+        )
