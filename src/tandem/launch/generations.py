@@ -160,10 +160,13 @@ class NodeAgent(SimpleElasticAgent):
     def _is_to_blame(self, code: int) -> bool:
         """Whether a failure is an incident of this node: one that only lost its peers spends no budget.
 
-        Unless it never trained: what keeps a generation from beginning comes back every time.
+        Unless it never trained: what keeps a generation from beginning comes back every time. A rank may be
+        seen to have lost its peers before the killed one is seen; of a single node all peers are here.
         """
         if self._hang is not None:
             return self._hang.node == self._node.placement.node_rank
+        if self._positions[0].nodes == 1:
+            return True
         has_lost_others = code == PEER_LOST or self._recovery.has_lost_others()
         return not has_lost_others or not self._watchdog.has_trained
 
