@@ -59,6 +59,19 @@ def test_the_same_settings_in_every_form(tmp_path: Path, name: str, text: str) -
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", 'metrics = "9500"'),
+        ("b.toml", '[metrics]\nmetrics = "9500"'),
+        ("c.yaml", "metrics: 9500"),
+        ("d.yaml", "metrics: {metrics: 9500}"),
+    ],
+)
+def test_a_section_and_its_setting_may_have_one_name(tmp_path: Path, name: str, text: str) -> None:
+    assert load(tmp_path / name, text).settings.metrics.host_and_port == ("127.0.0.1", 9500)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
         ("a.toml", "[data]\nlr = 0.5", f"data.lr in {{file}}: lr belongs in the section {OPTIMIZER}"),

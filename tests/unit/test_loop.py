@@ -95,7 +95,6 @@ def training(
         clock=clock,
         nonfinite=Policy(policy, lambda: False, recorder),
         stop=stop,
-        shares=cast(Any, SimpleNamespace(after_step=lambda step: None)),
         batches=batches(),
         evaluate=dict,
         ends=lambda step, scores: step == ends_at,

@@ -18,7 +18,6 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     },
     "init": {
         "tandem init my-project": "create a new directory",
-        "tandem init .": "use this directory, if it has none of these files",
         "tandem init my-project --kubernetes trainjob": "for Kubeflow Trainer 2",
         "tandem init my-project --slurm": "with a batch script for Slurm",
     },

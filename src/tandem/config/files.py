@@ -42,17 +42,22 @@ def is_of_a_run(path: str) -> bool:
 
 
 def without_sections(table: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Flatten the sections. Raises ConfigError for a key in the wrong section, or one that is set twice."""
+    """Flatten the sections. Raises ConfigError for a key in the wrong section, or one that is set twice.
+
+    `metrics` is a section, and a setting in it: a table is the section.
+    """
     flat: dict[str, Any] = {}
     for name, value in table.items():
         keys = {name: value}
-        if name in SLICES:
-            if value is not None and not isinstance(value, dict):
+        is_table = value is None or isinstance(value, dict)
+        is_section = name in SLICES and (is_table or name not in SETTINGS)
+        if is_section:
+            if not is_table:
                 bad_value(f"{name} in {file}", value, "a section of settings")
             keys = value or {}
         for key, inner in keys.items():
             group = SETTINGS[key].slice if key in SETTINGS else name
-            if name in SLICES and group != name:
+            if is_section and group != name:
                 raise ConfigError(f"{name}.{key} in {file}: {key} belongs in the section {group}")
             if key in flat:
                 raise ConfigError(f"{key} in {file}: set twice; remove one of the two lines")
