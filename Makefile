@@ -42,7 +42,7 @@ LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-ve
 
 # A machine with a GPU may have no network: `make gpu-wheels` elsewhere, and carry this folder along.
 WHEELS := build/wheels
-CARRIED := annotated-types|cloudpickle|nvidia-ml-py|prometheus-client|pydantic|pydantic-core|python-dotenv|tqdm|typing-extensions|typing-inspection
+CARRIED := annotated-types|cloudpickle|nvidia-ml-py|prometheus-client|pydantic|pydantic-core|python-dotenv|pyyaml|tqdm|typing-extensions|typing-inspection
 
 .PHONY: help setup setup-dev train check test test-all bench gpu-check gpu-wheels s3rver frameworks lock clean
 

@@ -84,8 +84,10 @@ class Check(NamedTuple):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             said, _ = process.communicate()
+            print(said, file=sys.stderr)
             raise RuntimeError(f"ended after {left:.0f} s: {_end(said)}") from None
         if process.returncode != 0:
+            print(said, file=sys.stderr)
             raise RuntimeError(f"ended with {process.returncode}: {_end(said)}")
         return said
 
@@ -244,6 +246,7 @@ def two_ranks(check: Check) -> list[Row]:
                 os.kill(nodes[1].ranks()[1], signal.SIGKILL)
             for run in nodes:
                 if code := run.wait(max(1.0, check.deadline - time.monotonic())):
+                    print(run.words(), file=sys.stderr)
                     raise RuntimeError(f"a node ended with {code}: {_end(run.words())}")
         found.append(_summary(run_dir)["weights_sha256"])
         restarts.append(_summary(run_dir)["restarts"])
