@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,7 +224,8 @@ def verified(check: Check) -> list[Row]:
 def two_ranks(check: Check) -> list[Row]:
     """Two nodes of one rank on one GPU, calm and with a rank killed: NCCL between ranks, and its errors.
 
-    NCCL forbids it but for this variable; each node is a launch of its own, to which the GPU is its first.
+    NCCL refuses two ranks with one GPU on one host, so each node is told that it is a host of its own; each
+    is a launch of its own, to which the GPU is its first.
     """
     steps, width = (40, 8) if check.played else (2000, 64)
     words = ["--task", f"{TASKS}:Conv", "--task.width", width, "--batch-size", 32, "--steps", steps]
@@ -237,7 +239,7 @@ def two_ranks(check: Check) -> list[Row]:
             free.close()
             for node in (0, 1):
                 folder, more = check.folder / f"two-{kills}-{node}", (*place, "--node-rank", node)
-                variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+                variables = {"NCCL_HOSTID": f"node-{node}"}
                 run = LiveRun(check.launcher, folder, *QUIET, *words, *more, variables=variables)
                 nodes.append(opened.enter_context(run))
             nodes[0].run_dir = run_dir
@@ -297,7 +299,10 @@ def synchronisations(check: Check) -> list[Row]:
     else:
         run_dir, _ = check.run("synchronisations", *words, "--profile", f"{steps + 5}:{steps - 10}")
         trace = json.loads((run_dir / "profile" / "rank-0.json").read_text())["traceEvents"]
-        found = Counter(event["name"] for event in trace if event.get("name") in HOST_WAITS)
+        launched = max(event["ts"] for event in trace if "LaunchKernel" in event.get("name", ""))
+        waits = [event for event in trace if event.get("name") in HOST_WAITS]
+        # what comes after the last kernel is the profiler's own
+        found = Counter(event["name"] for event in waits if event["ts"] < launched)
         each, worst = sum(found.values()) / (steps - 10), str(dict(found)) if found else ""
     said = f"{each:.2f} a step{f' ({worst})' if worst else ''}{', on the played GPU' if check.played else ''}"
     return [Row("waits of the host for the device", 1, said, target="0", passed=each == 0)]
@@ -324,13 +329,13 @@ def _gpt(scale: str) -> tuple[object, ...]:
 
 
 def beside_bare_loops(
-    check: Check, scale: str = "full", device: str = "cuda", rounds: int = 2, names: Sequence[str] = ()
+    check: Check, scale: str = "full", device: str = "cuda", rounds: int = 2, *, names: Sequence[str]
 ) -> list[Row]:
     """ResNet-50 and a 124M GPT in bf16: tandem's step beside the same in a loop without any framework."""
     compiled = device == "cuda" and any(map(shutil.which, ("cc", "gcc", "clang")))
     of = {"Resnet50": ("Resnet50", 128, ("--channels-last",)), "Gpt124m": ("Gpt124m", 16, ())}
     rows = []
-    for name, batch, more in (of[each] for each in names or of):
+    for name, batch, more in (of[each] for each in names):
         if name == "Resnet50" and not _has_torchvision():
             rows.append(_not_measured("a step of Resnet50", "torchvision is not here"))
             continue
@@ -401,10 +406,11 @@ CHECKS: dict[str, tuple[Callable[[Check], list[Row]], bool]] = {
     "branches": (branches, True),
     "synchronisations": (synchronisations, True),
     "verify-resume": (verified, False),
-    "bare-loops": (beside_bare_loops, False),
-    "snapshots": (snapshots, False),
     "recovery": (recovery_beside_torchrun, False),
     "graphs": (graphs, False),
+    "gpt124m": (partial(beside_bare_loops, names=["Gpt124m"]), False),
+    "resnet50": (partial(beside_bare_loops, names=["Resnet50"]), False),
+    "snapshots": (snapshots, False),
 }
 
 
@@ -422,13 +428,15 @@ def rows_of(names: Sequence[str], played: bool, seconds: float) -> list[Row]:
             if time.monotonic() > check.deadline - 15:
                 table.append(_not_measured(name, f"the {seconds:.0f} s were over"))
                 continue
+            began = time.monotonic()
             try:
                 table += make(check)
             except (RuntimeError, OSError, subprocess.SubprocessError, LookupError, ValueError) as error:
                 table.append(
                     Row(name, 1, f"failed: {' / '.join(str(error).split(chr(10)))[-600:]}", passed=False)
                 )
-            print(f"{name}: {table[-1].outcome}", file=sys.stderr, flush=True)
+            took = time.monotonic() - began
+            print(f"{name} ({took:.0f} s): {table[-1].outcome}", file=sys.stderr, flush=True)
     return table
 
 

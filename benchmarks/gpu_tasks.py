@@ -169,7 +169,7 @@ class Gpt124m(Timed):
 
 @dataclass
 class Conv:
-    """Where kernels may add in any order: convolutions, adaptive pooling; and dropout, batch norm."""
+    """Where kernels may add in any order: convolutions, products; and dropout, batch norm."""
 
     width: int = 64
 
@@ -177,7 +177,7 @@ class Conv:
         return nn.Sequential(
             *(nn.Conv2d(3, self.width, 3, padding=1, bias=False), nn.BatchNorm2d(self.width), nn.ReLU()),
             *(nn.MaxPool2d(2), nn.Conv2d(self.width, self.width, 3, padding=1), nn.ReLU(), nn.Dropout(0.2)),
-            *(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * self.width, 10)),
+            *(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16 * self.width, 10)),
         )
 
     def build_datasets(self) -> Datasets:

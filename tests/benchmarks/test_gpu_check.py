@@ -36,5 +36,5 @@ def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> No
 @pytest.mark.soak
 def test_a_step_beside_that_of_a_bare_loop(tmp_path: Path) -> None:
     check = Check(played=False, folder=tmp_path, deadline=time.monotonic() + patient(120))
-    row = beside_bare_loops(check, "tiny", "cpu", 1, ["Gpt124m"])[0]
+    row = beside_bare_loops(check, "tiny", "cpu", 1, names=["Gpt124m"])[0]
     assert row.name == "a step of Gpt124m, 2 samples, not compiled" and row.outcome.endswith(" ms")

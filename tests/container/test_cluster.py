@@ -375,10 +375,9 @@ def test_an_engine_that_does_not_run(require: Callable[..., None]) -> None:
     require("docker")
     code, errors = make("compose-up", DOCKER_HOST="unix:///nowhere/docker.sock")
     assert code == 2  # make's own code for any failure; the program's is in the line after
-    assert errors.startswith(
-        "tandem: the container engine does not answer at unix:///nowhere/docker.sock; start it: "
-        "sudo systemctl start docker (Debian without one: sudo make docker-host)\n"
-    )
+    line = errors.splitlines()[0]
+    for part in ("unix:///nowhere/docker.sock", "systemctl start docker", "make docker-host"):
+        assert part in line
 
 
 @pytest.mark.parametrize(("version", "said"), [("echo 2.6.1", "2.6.1"), ("exit 1", "missing")])

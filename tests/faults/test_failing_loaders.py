@@ -37,6 +37,23 @@ class Rows(Dataset):
         return torch.full((8,), float(index)), index % 2
 
 @dataclass
+class EndsLate:
+    # rank 0 ends as one that has lost rank 1, which takes a second longer
+    calls: int = 0
+    def build_model(self):
+        return nn.Linear(8, 2)
+    def build_datasets(self):
+        return Datasets(Rows(-1, -1), None)
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 5 and torch.distributed.get_rank() == 0:
+            os._exit(200)
+        if self.calls == 5:
+            time.sleep(1)
+            raise ValueError("a mistake of the task")
+        return nn.functional.cross_entropy(model(batch[0] / 480), batch[1])
+
+@dataclass
 class Loaded:
     broken: int = -1
     killed: int = -1
@@ -107,6 +124,11 @@ def test_an_error_ends_a_rank_with_loader_processes(loaded: Runs, mistake: tuple
     assert code == 1, said
     assert ("OSError" if "broken" in str(mistake[0]) else "a mistake of the task") in said
     assert "hang" not in said and "restarting all ranks" not in said, said
+
+
+def test_an_error_is_final_although_the_ranks_that_lost_it_end_first(loaded: Runs) -> None:
+    code, said = launch(loaded, "--nproc", 2, "--batch-size", 24, "--task", "loaded.py:EndsLate")
+    assert code == 1 and "a mistake of the task" in said and "restarting all ranks" not in said, said
 
 
 @pytest.mark.slow

@@ -105,9 +105,9 @@ def test_the_line_is_that_of_the_method(mistakes: dict[str, Ended]) -> None:
 
 @pytest.fixture(scope="module")
 def others(run_all: Run) -> dict[str, Ended]:
-    return run_all({name: SHORT for name in (
+    return run_all({name: [*SHORT, "--deterministic"] if name == "NoKernel" else SHORT for name in (
         "TextFirst", "NoEvaluation", "LossOfOneElement", "FailsWhileItEvaluates", "NeedsMoreSamples",
-        "AnswersInWords",
+        "AnswersInWords", "NoKernel", "FailsBackward",
     )})  # fmt: skip
 
 
@@ -150,3 +150,17 @@ def test_the_first_answer_of_after_evaluation_is_checked(others: dict[str, Ended
     [line] = [line for line in ended.output.splitlines() if "after_evaluation returns" in line]
     assert re.search(r"mistaken_tasks\.py line \d+: after_evaluation returns a str; return True to end", line)
     assert CheckpointStore(ended.folder / "checkpoints").steps() == [5]
+
+
+def test_an_operation_without_a_deterministic_kernel_is_one_line(others: dict[str, Ended]) -> None:
+    ended = others["NoKernel"]
+    assert ended.code == 2 and "Traceback" not in ended.output, ended.output
+    [line] = [line for line in ended.output.splitlines() if "max_unpool" in line]
+    assert "--deterministic" in line and "github.com" not in line
+
+
+def test_an_error_of_the_backward_pass_is_not_said_to_be_in_the_tasks_code(others: dict[str, Ended]) -> None:
+    ended = others["FailsBackward"]
+    assert ended.code == 1 and "inplace operation" in ended.output, ended.output
+    assert "in the task's code" not in ended.output and "site-packages" not in ended.output, ended.output
+    assert "training/step.py line" in ended.output

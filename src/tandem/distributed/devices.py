@@ -19,6 +19,8 @@ from tandem.process import control_groups
 log = logging.getLogger("tandem.run")
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
+NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
+"""torch's alertNotDeterministic, aten/src/ATen/Context.cpp."""
 NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 UNLIMITED = 1 << 20
 
@@ -146,6 +148,15 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def not_deterministic(error: BaseException) -> ConfigError | None:
+    """The one line for torch's error of an operation that has no deterministic kernel; None for any other."""
+    found = NO_KERNEL.match(str(error)) if isinstance(error, RuntimeError) else None
+    return found and ConfigError(
+        f"--deterministic: {found[1]} has no deterministic kernel on this device; use another operation, or "
+        "omit --deterministic (verify-resume sets it on GPUs)"
+    )
 
 
 def open_gpus(compute: ComputeConfig, local_rank: int) -> None:

@@ -27,6 +27,7 @@ from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position, first_line
 from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED, StuckError
 from tandem.launch.elastic import Departures
+from tandem.launch.endings import failures
 from tandem.launch.membership import Membership
 from tandem.launch.part import Node
 from tandem.launch.recovery import Recovery
@@ -50,6 +51,7 @@ from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
 from tandem.telemetry.hangs import Alarm
 from tandem.timeouts import (
+    BLAME_SECONDS,
     ENDING_SECONDS,
     MEMBERSHIP_SECONDS,
     MONITOR_SECONDS,
@@ -155,7 +157,24 @@ class NodeAgent(SimpleElasticAgent):
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
         """The node's code, once a rank has failed or all have ended: {local rank: code, if any}."""
-        return job_code([code for code in codes.values() if code is not None])
+        code = job_code([code for code in codes.values() if code is not None])
+        if code == PEER_LOST and (self._positions[0].nodes == 1 or self._node.view.last_words):
+            return job_code(list(self._await_blame().values()))
+        return code
+
+    def _await_blame(self) -> dict[int, int]:
+        """Failures here, once not all are of ranks that lost their peers; who ends them may take a moment.
+
+        A rank's connections close before its process has ended.
+        """
+        deadline = running.now() + BLAME_SECONDS
+        while True:
+            codes = self._workers.codes()
+            failed = failures(codes)
+            explained = any(code != PEER_LOST for code in failed.values())
+            if explained or None not in codes.values() or running.now() > deadline:
+                return failed
+            self._workers.pause(MONITOR_SECONDS)
 
     def _is_to_blame(self, code: int) -> bool:
         """Whether a failure is an incident of this node: one that only lost its peers spends no budget.

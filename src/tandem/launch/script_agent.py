@@ -26,7 +26,6 @@ from tandem.launch.round import agreed
 from tandem.launch.stops import TRAINED, Stopping
 from tandem.script.environment import error_file
 from tandem.timeouts import (
-    BLAME_SECONDS,
     LEAVE_SECONDS,
     MONITOR_SECONDS,
     OTHERS_SECONDS,
@@ -101,7 +100,7 @@ class ScriptAgent(NodeAgent):
         first = failures(codes)
         if not first:
             return self._asked_to_stop(job_code([code for code in codes.values() if code is not None]))
-        later = self._await_blame(first)
+        later = self._await_blame()
         local_rank, code = choose(first, later)
         if self._stop and code == PEER_LOST and STOPPED in self._workers.codes().values():
             return STOPPED  # it lost the one that heard the signal first
@@ -130,17 +129,6 @@ class ScriptAgent(NodeAgent):
                 return KILLED
             time.sleep(MONITOR_SECONDS)
         return code
-
-    def _await_blame(self, first: Mapping[int, int]) -> dict[int, int]:
-        """When only peers were lost: the failures of others here, who may take a moment to end."""
-        deadline = running.now() + BLAME_SECONDS
-        while True:
-            codes = self._workers.codes()
-            later = failures(codes)
-            explained = any(code != PEER_LOST for code in later.values())
-            if explained or None not in codes.values() or running.now() > deadline:
-                return later
-            self._workers.pause(MONITOR_SECONDS)
 
     def _explained_elsewhere(self, ours: Cause) -> Cause:
         """What other nodes say of their ranks may explain ours: one that was killed, then one that failed."""

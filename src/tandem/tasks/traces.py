@@ -25,9 +25,11 @@ def full_trace(error: BaseException) -> str:
 
 
 def short_trace(error: BaseException) -> str:
-    """The frames of the task's own code, else the last ones of all: MOST_LINES lines at most."""
-    lines = ["Traceback (most recent call last, in the task's code):"]
-    for file, line, name in _frames(error)[-MOST_FRAMES:]:
+    """The frames of the task's own code, else of tandem's, else the last: MOST_LINES lines at most."""
+    frames, is_own = _frames(error)
+    whose = ", in the task's code" if is_own else ""
+    lines = [f"Traceback (most recent call last{whose}):"]
+    for file, line, name in frames[-MOST_FRAMES:]:
         lines.append(f'  File "{file}", line {line}, in {name}')
         if code := linecache.getline(file, int(line)).strip():
             lines.append(f"    {code[:LINE_CHARACTERS]}")
@@ -40,20 +42,22 @@ def what_and_where(error: BaseException) -> str:
     if LOADER.match(text):  # of a loader process: the error itself is the last line of its traceback
         kind, _, text = text.splitlines()[-1].partition(": ")
     what = f"{kind}: {text.splitlines()[0]}" if text else kind
-    frames = _frames(error)
+    frames, _ = _frames(error)
     return f"{what} ({_shown(frames[-1][0])} line {frames[-1][1]})" if frames else what
 
 
-def _frames(error: BaseException) -> list[tuple[str, str, str]]:
-    """(file, line, function) of the task's code, of a built-in task's, or of anything.
+def _frames(error: BaseException) -> tuple[list[tuple[str, str, str]], bool]:
+    """(file, line, function) of the task's code or a built-in task's, and whether there are any.
 
-    Read from the text: that of a loader process is text already.
+    Else those of tandem, which called what raised the error (the engine of a backward pass shows no more), or
+    all. Read from the text: that of a loader process is text already.
     """
     found = FRAME.findall(full_trace(error))
-    own = [
-        each for each in found if not each[0].startswith(OURS) and not any(i in each[0] for i in INSTALLED)
-    ]
-    return own or [each for each in found if each[0].startswith(TASKS)] or found
+    outside = [each for each in found if not any(part in each[0] for part in INSTALLED)]
+    own = [each for each in outside if not each[0].startswith(OURS)]
+    own = own or [each for each in found if each[0].startswith(TASKS)]
+    ours = [each for each in found if each[0].startswith(OURS)]
+    return own or ours or found, bool(own)
 
 
 def _shown(file: str) -> str:

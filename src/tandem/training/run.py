@@ -16,7 +16,7 @@ from tandem.config import Settings, TaskJob
 from tandem.data.fingerprint import data_facts
 from tandem.data.loader import end_loaders
 from tandem.distributed import strategy as strategies
-from tandem.distributed.devices import open_gpus
+from tandem.distributed.devices import not_deterministic, open_gpus
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import Position, ProcessGroup, in_one_line
 from tandem.distributed.helpers import killed_helper
@@ -95,6 +95,10 @@ def run_rank(
         if killed is not None:
             log.error("%s: the rank exits as if it had been killed, and will be restarted", killed[0])
             return killed[1]
+        if (refused := not_deterministic(error)) is not None:
+            log.error("%s", refused)
+            _tell(send, position, refused)
+            return refused.exit_code
         _tell(send, position, error)
         log.info(
             "the full traceback is in log/rank-%d.log", position.rank, extra={"detail": full_trace(error)}
