@@ -163,14 +163,18 @@ def _measured_on(machine: dict[str, Any]) -> str:
         "Python": machine.get("python") and f"Python {machine['python']}",
         "date": machine["time"],
         "commit": machine.get("commit") and f"commit {machine['commit']}",
+    }
+    loads = {
         "load before the start": before is not None
         and f"{'quiet' if before < 0.3 * cores else 'busy'} machine (load {before} before the start)",
         "load at the end": after is not None and f"15-minute load average {after} at the end",
     }
-    words = [f"{cores} cores", *(machine.get("gpus") or []), *filter(None, known.values())]
-    unknown = ", ".join(name for name, value in known.items() if not value)
+    where = ", ".join([f"{cores} cores", *(machine.get("gpus") or []), *filter(None, known.values())])
+    load = ", ".join(filter(None, loads.values()))
+    said = f"Measured on {where}." + (f" {load[0].upper()}{load[1:]}." if load else "")
+    unknown = ", ".join(name for name, value in {**known, **loads}.items() if not value)
     added = f" Result added in {machine['added_in']}." if machine.get("added_in") else ""
-    return f"Measured on {', '.join(words)}." + (f" Not recorded: {unknown}.{added}" if unknown else "")
+    return said + (f" Not recorded: {unknown}.{added}" if unknown else "")
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
