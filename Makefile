@@ -77,8 +77,8 @@ installed = lock=$(1); if $(has_cpu_build); then lock=$(VENV)/cpu-$(1); $(BIN)/p
 # With TORCH, each time: the build may be another one now.
 .PHONY: torch-asked
 $(STAMP): requirements.lock pyproject.toml $(if $(filter-out file undefined default,$(firstword $(origin TORCH))),torch-asked)
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-		|| { echo "make: $(PYTHON) is not Python 3.11 to 3.13; name one that is: make setup PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' \
+		|| { echo "make: $(PYTHON) is not Python 3.11 to 3.14; name one that is: make setup PYTHON=python3.11" >&2; exit 2; }
 	@[[ $(BUILD) =~ ^(cuda|cpu)$$ ]] \
 		|| { echo "make: TORCH: invalid value '$$GIVEN_TORCH'; expected cpu or cuda: make setup TORCH=cpu" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); $(MAKE) --silent .venv-package; $(PYTHON) -m venv $(VENV); }

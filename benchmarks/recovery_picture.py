@@ -1,11 +1,11 @@
-"""A real run, a rank of it killed, and what the terminal said and when, as a picture that moves (SVG).
+"""A real run, a rank of it killed, and what two terminals said and when: a picture of 12 seconds (SVG).
 
     python benchmarks/recovery_picture.py [--picture docs/pictures/recovery.svg]
 
-Two nodes train the digits. After the first log line past step 400, `tandem kill --rank 1` is typed as a
-person would. Each line appears in the picture when it appeared on the terminal; the start, up to the first
-line of a step, is cut to a second, and three dots stand for it. Who wants no movement
-(prefers-reduced-motion) sees all lines at once.
+Two nodes train the digits. Once they train, `tandem kill --rank 1` is typed in the second terminal as a
+person would, in the picture's third second. Each line appears when it appeared on its terminal; the start
+and the end are cut, and three dots stand for the start. Who wants no movement (prefers-reduced-motion) sees
+all lines at once.
 """
 
 import argparse
@@ -19,13 +19,14 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-COLUMNS, ROW, TOP, LEFT, LETTER = 112, 18, 30, 14, 7.22
-KILL_AFTER_STEP = 400
-LINGER_SECONDS = 6.0  # the last picture, before it begins anew
-LIMIT_SECONDS = 300
-COLOURS = {"$": "#e3b341", "was killed": "#ff7b72", "resuming from": "#79c0ff", "finished": "#7ee787"}
-FLAGS = ("--nodes", "2", "--epochs", "3", "--log-every", "100")
-QUIETLY = ("--metrics-linger", "0", "--metrics", "0")
+COLUMNS, ROW, TOP, LEFT, LETTER = 100, 19, 28, 14, 7.22
+SECONDS, KILL_AT, AFTER = 12.0, 2.5, 7.5  # of the picture; its kill; what is shown of the time after that
+KILL_AFTER_STEP = 200
+LIMIT_SECONDS = 120
+COLORS = {"$": "#e3b341", "was killed": "#ff7b72", "resuming from": "#79c0ff"}
+FLAGS = ("--nodes", "2", "--epochs", "50")
+QUIETLY = ("--metrics-linger", "0", "--metrics", "0", "--log-every", "100")
+KILL = "$ tandem kill runs/digits --rank 1"
 
 
 class Line(NamedTuple):
@@ -33,62 +34,72 @@ class Line(NamedTuple):
     text: str
 
 
-def record(folder: Path) -> list[Line]:
-    """The lines of the run, and the command that killed a rank, each with its time since the start."""
+def record(folder: Path) -> tuple[list[Line], float]:
+    """The lines of the run with their times since its start, and when a rank was killed."""
     tandem = [sys.executable, "-m", "tandem"]
-    started, killed, lines = time.monotonic(), False, [Line(0.0, "$ tandem launch " + " ".join(FLAGS))]
+    started, killed, lines = time.monotonic(), 0.0, list[Line]()
     command = [*tandem, "launch", *FLAGS, *QUIETLY, "--run-dir", "runs/digits"]
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
         assert run.stdout is not None
         for text in run.stdout:
-            lines.append(Line(time.monotonic() - started, text.rstrip().replace(f"{folder}/", "")))
+            now = time.monotonic() - started
+            lines.append(Line(now, text.rstrip().replace(f"{folder}/", "")))
             step = re.search(r" step (\d+) of ", text)
             if step and int(step[1]) >= KILL_AFTER_STEP and not killed:
-                killed = True
-                lines.append(Line(time.monotonic() - started, "$ tandem kill runs/digits --rank 1"))
+                killed = now
                 subprocess.run([*tandem, "kill", "runs/digits", "--rank", "1"], cwd=folder, check=True)
-        if run.wait(LIMIT_SECONDS) != 0 or not killed:
-            sys.exit("\n".join(line.text for line in lines))
-    return lines
+            if now > (killed + AFTER if killed else LIMIT_SECONDS):
+                run.terminate()
+                break
+        run.stdout.read()
+    if not any("was killed" in line.text for line in lines):
+        sys.exit("\n".join(line.text for line in lines))
+    return lines, killed
 
 
-def shown(lines: Sequence[Line]) -> list[Line]:
-    """The command, dots, and everything from the first step on, as if that had come after a second."""
-    first = next(place for place, line in enumerate(lines) if re.search(r" step \d+ of ", line.text))
-    ahead = lines[first].seconds - 1.5
+def shown(lines: Sequence[Line], killed: float) -> list[Line]:
+    """The first terminal: the command, dots, and what it said around the kill."""
+    near = [line for line in lines if -KILL_AT + 1.0 < line.seconds - killed < AFTER and line.text]
     return [
-        lines[0],
-        Line(0.8, "..."),
-        *(Line(line.seconds - ahead, line.text) for line in lines[first:] if line.text),
+        Line(0.0, "$ tandem launch " + " ".join(FLAGS)),
+        Line(0.5, "..."),
+        *(Line(line.seconds - killed + KILL_AT, line.text) for line in near),
     ]
 
 
 def drawn(lines: Sequence[Line]) -> str:
-    """The SVG: a row for each line, which a style makes visible at its time."""
-    whole = lines[-1].seconds + LINGER_SECONDS
-    styles, rows = [], []
-    for number, line in enumerate(lines):
-        share = 100 * line.seconds / whole
+    """The SVG: a row for each line, which a style makes visible at its time; a second terminal below."""
+    rows = [("terminal 1", 0.0), *((line.text, line.seconds) for line in lines), None]
+    rows += [("terminal 2", 0.0), (KILL, KILL_AT)]
+    styles, texts = [], []
+    for number, row in enumerate(rows):
+        if row is None:
+            continue
+        text, seconds = row
+        share = 100 * seconds / SECONDS
         styles.append(
             f"@keyframes l{number}{{0%,{share:.2f}%{{opacity:0}}{share + 0.01:.2f}%,100%{{opacity:1}}}}"
-            f"#l{number}{{animation:l{number} {whole:.1f}s infinite}}"
+            f"#l{number}{{animation:l{number} {SECONDS:.1f}s infinite}}"
         )
-        text = line.text if len(line.text) <= COLUMNS else line.text[: COLUMNS - 1] + "…"
-        colour = next((colour for word, colour in COLOURS.items() if word in text), "#c9d1d9")
+        text = text if len(text) <= COLUMNS else text[: COLUMNS - 1] + "…"
+        color = next((color for word, color in COLORS.items() if word in text), "#c9d1d9")
+        color = "#8b949e" if text.startswith("terminal ") else color
         place = TOP + ROW * number
-        rows.append(f'<text id="l{number}" x="{LEFT}" y="{place}" fill="{colour}">{escape(text)}</text>')
-    width, height = 2 * LEFT + COLUMNS * LETTER, TOP + ROW * len(lines)
+        texts.append(f'<text id="l{number}" x="{LEFT}" y="{place}" fill="{color}">{escape(text)}</text>')
+    width, height = 2 * LEFT + COLUMNS * LETTER, TOP + ROW * len(rows)
+    border = TOP + ROW * (rows.index(None) - 0.3)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img"'
             ' font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="12">',
-            "<title>A rank is killed, and the run goes on from the same step</title>",
+            "<title>A rank is killed, and the run continues from the same step</title>",
             "<style>text{white-space:pre}" + "".join(styles),
             "@media (prefers-reduced-motion:reduce){text{animation:none!important}}</style>",
             '<rect width="100%" height="100%" rx="8" fill="#0d1117"/>',
-            *rows,
+            f'<path d="M0 {border:.0f}H{width:.0f}" stroke="#30363d"/>',
+            *texts,
             "</svg>\n",
         ]
     )
@@ -99,9 +110,9 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("docs/pictures/recovery.svg"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        lines = record(Path(folder))
-    options.picture.write_text(drawn(shown(lines)), encoding="utf-8")
-    print(f"{options.picture}: {len(lines)} lines, {lines[-1].seconds:.0f} s")
+        lines = shown(*record(Path(folder)))
+    options.picture.write_text(drawn(lines), encoding="utf-8")
+    print("\n".join(f"{line.seconds:5.2f} {line.text}" for line in lines))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from tandem.cluster.faults import freeze
 pytestmark = pytest.mark.timeout(900)
 LIMIT = 120.0
 ENDLESS = (
-    "--steps 1000000 --batch-size 24 --log-every 10 --eval-every never --checkpoint-every 30s "
+    "--steps 1000000 --batch-size 24 --log-every 10 --eval-every never --checkpoint-every 200 "
     "--hang-timeout 100 --metrics-linger 60"
 )
 PROMETHEUS = f"""

@@ -80,6 +80,7 @@ ELSEWHERE = {
     "tandem launch --nodes 2 --node-rank 0 --master node1:29500 --run-dir runs/digits": (
         "tests/faults/test_nodes.py"
     ),
+    "pip install tandem-train": "tests/docs/test_package.py",
     "pip install 'tandem-train[vision]'": "tests/docs/test_package.py",
     "make bench": "tests/benchmarks/test_tables.py",
     "sudo make docker-host": "tests/unit/test_compose_files.py",

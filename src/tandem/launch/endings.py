@@ -92,7 +92,7 @@ def _printable(text: str) -> str:
 
 
 def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
-    """The last lines of a rank's traceback, as it was written down, else of its log."""
+    """The last lines of a rank's traceback, as it was written down, else of its log; without lines of ~~^^."""
     try:
         message = json.loads(error_file.read_text())["message"]
         text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
@@ -101,7 +101,7 @@ def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
             text = tail(log, 4000)[0].decode(errors="replace")
         except OSError:
             return ()
-    return tuple(line for line in text.splitlines() if line.strip())[-LINES_SHOWN:]
+    return tuple(line for line in text.splitlines() if line.strip(" ~^"))[-LINES_SHOWN:]
 
 
 def run_failed(exitcode: int, lines: Iterable[str]) -> RunFailedError:

@@ -92,7 +92,7 @@ def start(process: ForkServerProcess) -> None:
 
 
 def _fork(preload: Sequence[str]) -> int:
-    """What `forkserver.ensure_running` does, by a fork instead of a new interpreter (Python 3.11 to 3.13).
+    """What `forkserver.ensure_running` does, by a fork instead of a new interpreter (Python 3.11 to 3.14).
 
     Returns a pipe that ends when it has imported `preload`.
     """
@@ -102,6 +102,7 @@ def _fork(preload: Sequence[str]) -> int:
         os.chmod(address, 0o600)
         listener.listen()
         alive, ours = os.pipe()  # it ends when nobody holds our end any more
+        secret = _secret()
         imported, imports = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -110,15 +111,22 @@ def _fork(preload: Sequence[str]) -> int:
         if pid == 0:
             os.close(ours)
             os.close(imported)
-            _serve(listener.detach(), alive, imports, preload)
+            _serve(listener.detach(), alive, imports, preload, secret)
         os.close(alive)
         os.close(imports)
     server = cast(Any, forkserver)._forkserver
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+    server._forkserver_authkey = secret
     return imported
 
 
-def _serve(listener: int, alive: int, imports: int, preload: Sequence[str]) -> NoReturn:
+def _secret() -> bytes | None:
+    """What a process has to know that asks for a fork: Python 3.14 and newer ask for it."""
+    length = getattr(forkserver, "_AUTHKEY_LEN", None)
+    return None if length is None else os.urandom(length)
+
+
+def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secret: bytes | None) -> NoReturn:
     """In the new process: nothing of the caller's stack is run to its end here."""
     code = 1
     try:
@@ -131,7 +139,12 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str]) -> N
             with contextlib.suppress(ImportError):  # as forkserver.main does: a rank says it
                 importlib.import_module(name)
         os.close(imports)
-        forkserver.main(listener, alive, [])
+        more: dict[str, Any] = {}
+        if secret is not None:
+            more["authkey_r"], told = os.pipe()
+            os.write(told, secret)
+            os.close(told)
+        forkserver.main(listener, alive, [], **more)
     except SystemExit:
         code = 0
     except BaseException:

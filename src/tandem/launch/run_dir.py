@@ -20,6 +20,7 @@ from tandem.platforms.placement import Placement
 from tandem.report.trackers import check
 from tandem.report.tracking import FILE_NAME
 from tandem.telemetry.journal import write_json_atomic
+from tandem.there import is_there
 
 log = logging.getLogger("tandem.launch")
 
@@ -61,21 +62,21 @@ def open_run_folder(settings: Settings) -> None:
 def run_folder(settings: Settings, is_first: bool = True) -> Iterator[None]:
     """`open_run_folder`; the first node takes folders away that it has made and nothing has come into."""
     folder = local_folder(settings.run.place)
-    made = [each for each in (folder, *folder.parents) if is_first and not each.exists()]
+    made = [each for each in (folder, *folder.parents) if is_first and not is_there(each)]
     open_run_folder(settings)
     try:
         yield
     finally:
         with suppress(OSError):  # not empty, or gone with the claim on it
             for each in made:
-                if each.exists():
+                if is_there(each):
                     each.rmdir()
 
 
 def open_log_folder(run_dir: Path) -> bool:
     """Make it for nodes that write there, all on this host; whether it is new. Raises ConfigError."""
     folder = run_dir / "log"
-    is_new = not folder.exists()
+    is_new = not is_there(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -85,7 +86,7 @@ def open_log_folder(run_dir: Path) -> bool:
 
 def forget_mistake(run_dir: Path) -> None:
     """Nodes have found a mistake, each in its log, and said it on the terminal: no run, no logs of one."""
-    if not (run_dir / "config.json").exists():
+    if not is_there(run_dir / "config.json"):
         shutil.rmtree(run_dir / "log", ignore_errors=True)
 
 
