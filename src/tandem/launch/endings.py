@@ -92,7 +92,7 @@ def _printable(text: str) -> str:
 
 
 def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
-    """The last lines of a rank's traceback, as it was written down, else of its log; without lines of ~~^^."""
+    """The last lines of a rank's traceback, as written down, else of its log; without lines of ~~^^."""
     try:
         message = json.loads(error_file.read_text())["message"]
         text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
