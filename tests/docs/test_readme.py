@@ -66,12 +66,13 @@ NO_ENGINE = "docker is not installed; on Debian: sudo make docker-host"
 NO_KUBECTL = "kubectl is not installed; on Debian: sudo apt-get install kubernetes-client"
 REFUSED = {
     "make compose-up NODES=2": NO_ENGINE,
-    "make compose-up NODES=2 MONITORING=1": NO_ENGINE,
-    "make chaos FAULT=kill-node NODE=1": NO_ENGINE,
-    "make compose-get RUN=digits": NO_ENGINE,
-    "make compose-down": NO_ENGINE,
-    "make k8s-apply OVERLAY=gpu,kueue": NO_KUBECTL,
-    "make k8s-apply OVERLAY=indexed-job": NO_KUBECTL,
+    "tandem cluster up --nodes 2": NO_ENGINE,
+    "tandem cluster up --nodes 2 --monitoring": NO_ENGINE,
+    "tandem cluster chaos kill-node --node 1": NO_ENGINE,
+    "tandem cluster get --run digits": NO_ENGINE,
+    "tandem cluster down": NO_ENGINE,
+    "tandem k8s apply --kind trainjob --with gpu,kueue": NO_KUBECTL,
+    "tandem k8s apply --kind job": NO_KUBECTL,
 }
 """{what needs an engine or a cluster: what it says without}; tests of container/ and k8s/ run it with one."""
 
