@@ -275,7 +275,13 @@ class Workers:
         return [each for each in below(ours, spared, alive) if each.pid != forks]
 
     def _end_helpers(self) -> None:
-        """Ranks have ended as they should: what they have left running gets a moment to end, too."""
+        """Ranks have ended as they should: what they have left running gets a moment to end, too.
+
+        A fork server of multiprocessing ends by itself, just after the rank that has started it.
+        """
+        deadline = time.monotonic() + MONITOR_SECONDS
+        while self.left() and time.monotonic() < deadline:
+            time.sleep(END_LOOK_SECONDS)
         if left := self.left():
             log.info("the ranks exited and left processes behind: %s", ", ".join(map(str, left)))
             send(signal.SIGTERM, left)

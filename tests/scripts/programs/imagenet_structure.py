@@ -17,7 +17,8 @@ import torch.utils.data.distributed
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Subset, TensorDataset
 
-print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}", flush=True)
+if __name__ != "__mp_main__":  # loader processes import it too, from Python 3.14 on
+    print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}", flush=True)
 
 parser = argparse.ArgumentParser(description="Training on pictures")
 parser.add_argument("-j", "--workers", default=0, type=int)
