@@ -279,7 +279,7 @@ class Workers:
 
         A fork server of multiprocessing ends by itself, just after the rank that has started it.
         """
-        deadline = time.monotonic() + MONITOR_SECONDS
+        deadline = time.monotonic() + JUST_AFTER_SECONDS
         while self.left() and time.monotonic() < deadline:
             time.sleep(END_LOOK_SECONDS)
         if left := self.left():
