@@ -33,7 +33,13 @@ from tandem.process import (
 )
 from tandem.script.lifeline import heed
 from tandem.silence import still
-from tandem.timeouts import DISMISSED_SECONDS, END_LOOK_SECONDS, KILLED_SECONDS, LEFT_BEHIND_SECONDS
+from tandem.timeouts import (
+    DISMISSED_SECONDS,
+    END_LOOK_SECONDS,
+    JUST_AFTER_SECONDS,
+    KILLED_SECONDS,
+    LEFT_BEHIND_SECONDS,
+)
 
 log = logging.getLogger("tandem.agent")
 
