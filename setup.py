@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 SHIPPED = ("compose", "k8s", "monitoring/rules.yaml", "slurm/train.sbatch")
 """Files and directories of the checkout that the wheel has too, in tandem/shipped; see also MANIFEST.in."""
-NOT_SHIPPED = ("__pycache__", "*.mk", "cluster.py", "schemas", "tandem_k8s")
+NOT_SHIPPED = ("__pycache__", "*.mk", "cluster.py", "schemas", "tandem_k8s", "chart")
 
 
 class BuildWithShipped(build_py):

@@ -38,7 +38,12 @@ PORTS_EACH = 1000
 REASON_CHARACTERS = 2000
 # Suites that wait for clusters, alerts and lost nodes start first; those that compute fill the rest.
 WAITING_FIRST = ("container", "slurm", "monitoring", "k8s", "faults", "scripts", "multi", "storage")
-ORDER = {name: place for place, name in enumerate(WAITING_FIRST)}
+LONGEST = (
+    *("multi/test_zoo.py", "docs/test_readme.py"),
+    *("benchmarks/test_gpu_check.py", "faults/test_trackers.py"),
+)
+"""Modules that take minutes: begun last, each would run alone at the end."""
+ORDER = {name: place for place, name in enumerate((*WAITING_FIRST[:1], *LONGEST, *WAITING_FIRST[1:]))}
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -58,11 +63,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start with the tests that mostly wait, and apply TEST_PATIENCE to the limits of pytest-timeout too."""
-    items.sort(key=lambda item: ORDER.get(item.nodeid.split("/")[1], len(ORDER)))
+    items.sort(key=place_of)
     for item in items if PATIENCE != 1 else ():
         marker = item.get_closest_marker("timeout")
         seconds = float(marker.args[0] if marker else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
+
+
+def place_of(item: pytest.Item) -> int:
+    module = item.nodeid.partition("::")[0].removeprefix("tests/")
+    return ORDER.get(module, ORDER.get(module.split("/")[0], len(ORDER)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,6 +10,7 @@ import yaml
 
 from tandem import __version__
 from tandem.kubernetes.render import render
+from tandem_k8s import chart
 from tandem_k8s.components import generated_replacements
 from tandem_k8s.documents import OVERLAYS, ROOT, Document, find, job_specs, read
 
@@ -119,7 +120,7 @@ def versioned() -> dict[Path, str]:
     """{file with the label app.kubernetes.io/version: its text with this version}; generated ones have it."""
     paths = [path for path in ROOT.rglob("*.yaml") if not path.is_symlink()]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
-    texts = {path: text for path, text in texts.items() if not text.startswith("# Made from")}
+    texts = {path: text for path, text in texts.items() if "Made from" not in text[:20]}
     made = {path: _VERSION.sub(rf'\g<1>"{__version__}"', text) for path, text in texts.items()}
     return {path: text for path, text in made.items() if _VERSION.search(text)}
 
@@ -131,6 +132,7 @@ def generated() -> dict[Path, str]:
         COMPONENT / "prometheusrule.yaml": prometheus_rule(RULES.read_text(encoding="utf-8")),
         CLUSTER_RUNTIME: _dump(_FROM_TRAINJOB, cluster_runtime()),
         **dumped,
+        **{chart.CHART / name: text for name, text in chart.files().items()},
     }
 
 

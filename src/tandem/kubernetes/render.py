@@ -56,7 +56,11 @@ def render(selection: str, image: str = "") -> str:
     A selection is a kind of job, components of it, or both, in any order: `trainjob,gpu,kueue`.
     Raises UsageError with one line.
     """
-    kind, parts = parts_of(selection)
+    return render_parts(*parts_of(selection), image)
+
+
+def render_parts(kind: str, parts: Sequence[str], image: str = "") -> str:
+    """The YAML of a kind and of components in this order, of whom none brings what it needs."""
     with tempfile.TemporaryDirectory(prefix="tandem-k8s-") as name:
         folder = Path(name).resolve()
         root = manifests()
