@@ -26,6 +26,8 @@ LONGEST_BYTES = 64 * 1024
 """A record ends at this size; what follows becomes another record."""
 DRAIN_SECONDS = 1.0
 """How long a process that ends waits for its last lines to be written."""
+WRITER = "tandem-log"
+"""The name of the process that writes JSON."""
 LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 """The letter after the bracket in the C++ logs of torch, as in `[W1125 14:02:07 ...]`."""
 
@@ -92,7 +94,7 @@ def _become_the_writer(source: int) -> None:
     for descriptor in (0, 1):
         if descriptor != source:
             os.dup2(nothing, descriptor)
-    name_process("tandem-log")
+    name_process(WRITER)
 
 
 def write_on(source: int, to: int, node: int, marker: bytes, drained: Callable[[], object]) -> None:

@@ -1,6 +1,7 @@
 """`--log-format json`: every line on stderr is a JSON object, also what C++ says of a lost master."""
 
 import json
+import sys
 import time
 
 import pytest
@@ -27,3 +28,15 @@ def test_a_lost_master_leaves_json_lines(runs: Runs, free_port: int) -> None:
     records = [json.loads(line) for line in lines]
     assert any("output" in each for each in records), "torch has printed frames"
     assert {"time", "level", "rank", "node", "step", "message"} <= set.intersection(*map(set, records))
+
+
+def test_a_killed_node_is_restarted_as_with_text(runs: Runs) -> None:
+    """What writes the JSON of another node was taken for something that the killed one had left behind."""
+    process = runs.start("launch", "run", "--nodes", 2, "--steps", 400, "--log-format", "json", delay=0.02)
+    runs.wait_for_step("run", 5)
+    kill = [sys.executable, "-m", "tandem", "kill", "run", "--node", "1"]
+    assert runs.processes.run(kill, cwd=runs.folder, env=runs.environment)[0] == 0
+    code, said = runs.processes.wait(process, 120)
+    assert code == 0, said
+    assert any("restarting" in json.loads(line)["message"] for line in said.splitlines()), said
+    assert runs.summary("run")["global_step"] == 400

@@ -91,6 +91,7 @@ class NodeAgent(SimpleElasticAgent):
         while True:
             self._await_end_of_last()
             self._joining, self._waiting_since, self._next_word = True, running.now(), 1.0
+            self._node.view.joining()
             try:
                 self._initialize_workers(self._worker_group)
             except StopRequestedError:

@@ -18,7 +18,8 @@ from pathlib import Path
 from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
-from tandem.errors import INTERRUPTED_TWICE, KILLED, MISCONFIGURED, PEER_LOST, StoppedError
+from tandem.errors import INTERRUPTED_TWICE, KILLED, MISCONFIGURED, PEER_LOST, StoppedError, was_killed
+from tandem.json_output import WRITER
 from tandem.launch.fork_server import (
     UNKNOWN,
     end_fork_server,
@@ -90,6 +91,8 @@ def simulate(
             node.start()
         _supervise(nodes, settings.launch, stop)
         code = job_code([code for node in nodes if (code := node.code()) is not None])
+        if was_killed(code) and nodes[0].code() == PEER_LOST:
+            code = PEER_LOST  # a node was lost for good; node 0's summary says so
         if code == MISCONFIGURED and has_new_logs:
             forget_mistake(run_dir)
         return code if stop.interrupts < 2 else INTERRUPTED_TWICE
@@ -141,8 +144,12 @@ def _wait(nodes: Sequence["SimulatedNode"]) -> None:
 
 
 def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
-    """What killed nodes have left behind, which ends by itself in a moment (keeper.py)."""
-    return below(fork_server_pid() or 0, {node.pid for node in nodes if node.code() is None})
+    """What killed nodes have left behind, which ends by itself in a moment (keeper.py).
+
+    Not the writers of JSON, which are nobody's children: that of a node that lives stays.
+    """
+    left = below(fork_server_pid() or 0, {node.pid for node in nodes if node.code() is None})
+    return [each for each in left if each.name != WRITER]
 
 
 def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:

@@ -60,6 +60,7 @@ class NodeView:
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         self._limits = health.Limits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # what the first rank that failed said
+        self._has_begun = False
         self._state, self.last_progress = "starting", time.time()
         self._health_file = life.HealthFile(state_dir)
         self._stop = stop
@@ -114,9 +115,17 @@ class NodeView:
             config_hash="",
         )
 
+    def joining(self) -> None:
+        """The agent waits for the other nodes; after a generation, none of its ranks trains any more."""
+        if self._has_begun and self._state not in FINAL_STATES:
+            self.last_progress, self._state = time.time(), "rendezvous"
+            self._beats.clear()
+            if self._journal is not None:
+                self._enter("rendezvous")
+
     def generation_started(self, number: int, position: Position) -> None:
         """The agent is about to start its ranks."""
-        self.last_progress, self.last_words = time.time(), ""
+        self.last_progress, self.last_words, self._has_begun = time.time(), "", True
         if self._journal is None:
             return
         self._nodes, self._world_size = position.nodes, position.world_size
