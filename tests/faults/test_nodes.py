@@ -1,8 +1,10 @@
 """Nodes that die: one that comes back, the one that hosts the store, and one that stays away."""
 
+import json
 import os
 import signal
 import time
+import urllib.request
 from typing import Any
 
 import pytest
@@ -204,3 +206,21 @@ def test_node_0_of_a_complete_run_says_what_it_waits_for_and_hears_ctrl_c(runs: 
     began = time.monotonic()
     code, _ = runs.processes.wait(process, 30)
     assert code == 0 and time.monotonic() - began < patient(10)
+
+
+def test_while_a_node_is_missing_the_run_is_not_said_to_train(runs: Runs, module_ports: list[int]) -> None:
+    """Its time was charged to training, and its health was that of a run that trains."""
+    master, metrics = module_ports[:2]
+    cluster = Cluster(runs, master, "alone", "--steps", 100_000, "--metrics", f"127.0.0.1:{metrics}")
+
+    def page(path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/{path}", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    runs.wait_for_step("alone", 30)
+    assert 'tandem_run_state{tandem_run_state="training"} 1.0' in page("metrics")
+    cluster.kill(1)
+    runs.until(lambda: '="rendezvous"} 1.0' in page("metrics"), "rendezvous")
+    assert json.loads(page("healthz"))["health"].startswith("rendezvous")
+    cluster.nodes[1] = cluster.start(1)
+    runs.until(lambda: '="training"} 1.0' in page("metrics"), "training again")
