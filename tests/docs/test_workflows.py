@@ -24,7 +24,7 @@ console.log(JSON.stringify(process.argv.slice(1).flatMap((path) => lint(readFile
 
 
 def test_which_there_are() -> None:
-    assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml", "torch.yml"]
+    assert [path.name for path in WORKFLOWS] == ["ci.yml", "gate.yml", "release.yml", "torch.yml"]
 
 
 def test_the_oldest_torch_of_the_bounds_is_read_from_them() -> None:
