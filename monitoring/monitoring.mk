@@ -8,25 +8,26 @@ WATCHERS := PROMETHEUS_PORT="$$GIVEN_PROMETHEUS_PORT" GRAFANA_PORT="$$GIVEN_GRAF
 
 .PHONY: monitoring-up monitoring-down dashboard dashboard-json rules-check screenshots
 
-monitoring-up: ## Prometheus and Grafana beside the containers (RULES=short.yaml: other rules)
+##@ Monitoring
+monitoring-up: ## start Prometheus and Grafana next to the containers (RULES=short.yaml: other rules)
 	[[ -z "$$GIVEN_RULES" ]] || export RULES="$$(realpath --no-symlinks "$$GIVEN_RULES")"; $(WATCHERS) up --detach prometheus grafana \
 		|| { echo "make: where their images cannot be had, name others: PROMETHEUS_IMAGE=NAME GRAFANA_IMAGE=NAME" >&2; exit 2; }
 	@$(MAKE) --silent dashboard
 
-monitoring-down: ## remove them; what they have stored stays in their volumes
+monitoring-down: ## stop them; their data stays in the volumes
 	$(WATCHERS) rm --stop --force prometheus grafana
 
-dashboard: ## where a person looks
+dashboard: ## print the addresses of page, Prometheus and Grafana
 	@echo "live page   http://127.0.0.1:$${GIVEN_METRICS_PORT:-19469}/"
 	@echo "Prometheus  http://127.0.0.1:$$GIVEN_PROMETHEUS_PORT/alerts"
 	@echo "Grafana     http://127.0.0.1:$$GIVEN_GRAFANA_PORT/d/tandem"
 
-dashboard-json: ## make k8s/components/monitoring/dashboard.json from dashboard.py
+dashboard-json: ## generate k8s/components/monitoring/dashboard.json from dashboard.py
 	$(PYTHON) monitoring/dashboard.py
 
-rules-check: ## promtool on the rules and their tests
+rules-check: ## test the alert rules with promtool
 	promtool check rules --lint=all --lint-fatal monitoring/rules.yaml
 	cd monitoring && promtool test rules rules.test.yaml
 
-screenshots: setup-dev ## make docs/pictures anew (needs Chromium)
+screenshots: setup-dev ## record docs/pictures again (needs Chromium)
 	TANDEM_SCREENSHOTS=1 $(BIN)/python -m pytest -q tests/monitoring/test_page.py

@@ -13,7 +13,9 @@ from patience import patient
 from tandem import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FACE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
+PAGES = [*(ROOT / name for name in FACE), *EXAMPLES, *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = sorted((ROOT / "src" / "tandem").rglob("*.py"))
 MOST_WORDS = 30  # in a sentence; 25 in README
 BANNED = {  # what reads as translated, and what to write instead
@@ -75,7 +77,7 @@ def messages(source: Path) -> Iterator[str]:
                 yield "".join(parts)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_in_plain_english(page: Path) -> None:
     text, most = prose(page.read_text()), 25 if page.name == "README.md" else MOST_WORDS
     too_long = [each for each in sentences(text) if len(each.split()) > most]
@@ -87,6 +89,11 @@ def test_help_is_in_plain_english(verb: str) -> None:
     command = [sys.executable, "-m", "tandem", verb, "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(60))
     assert banned(" ".join(shown.stdout.split())) == []
+
+
+def test_the_help_of_make_is_in_plain_english() -> None:
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert banned(shown.stdout) == []
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT / "src")))
