@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import Any
 
 import pytest
 from small_runs import Runs, rank_processes
@@ -99,3 +100,14 @@ def test_a_poisoned_verdict_of_0_does_not_end_a_job_that_is_not_done(runs: Runs,
     summary = runs.summary("poisoned")
     assert summary["global_step"] == 200 and summary["weights_sha256"] == undisturbed
     assert (runs.folder / "poisoned" / "checkpoints" / "step-000000200").is_dir()
+
+
+@pytest.mark.parametrize("layout", [("--nproc", 1), ("--nodes", 2)], ids=["one", "two"])
+def test_a_refused_launch_leaves_the_record_of_the_last_one(runs: Runs, layout: tuple[Any, ...]) -> None:
+    """A finished run was called failed at step 0 because its next launch had another batch size."""
+    before = runs.finish("launch", "run", *layout, "--steps", 20, "--batch-size", 24)
+    code, said = runs.processes.wait(
+        runs.start("launch", "run", *layout, "--steps", 40, "--batch-size", 48)
+    )
+    assert code == 2 and "batch_size" in said, said
+    assert runs.summary("run") == before

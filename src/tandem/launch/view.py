@@ -12,7 +12,7 @@ from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings
 from tandem.config.secrets import secrets_in
 from tandem.distributed.group import Position
-from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, STOPPED
+from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, MISCONFIGURED, STOPPED
 from tandem.launch.gpus import chosen_gpus
 from tandem.log import renew_outputs, reporting
 from tandem.platforms.placement import Placement
@@ -171,8 +171,11 @@ class NodeView:
         self._ending = {"state": ending, "exit_code": code, "reason": reason}
         if ending == "failed" or not summary.exists():
             self.event(ending, exit_code=code, reason=reason)
-            with reporting("write summary.json"):
-                write_json_atomic(summary, self._summary(ending, code, reason))
+            if code == MISCONFIGURED and self.plan is None and summary.exists():
+                log.info("%s is that of the launch before: this one was refused", summary)
+            else:
+                with reporting("write summary.json"):
+                    write_json_atomic(summary, self._summary(ending, code, reason))
         self._enter(state)
         with reporting("write metrics.prom"):
             self.metrics.write_last_page(self.run_dir / "metrics.prom")
