@@ -30,7 +30,7 @@ def test_it_names_the_versions_and_the_place(tmp_path: Path) -> None:
     assert torch.__version__ in lines["torch"]
     assert lines["gloo"] == "available" and lines["NCCL"] and lines["CUDA"] and lines["cuDNN"]
     assert "writable" in lines["run dir"] and not (tmp_path / "run").exists()
-    assert lines["placement"].startswith("node 0 of 3 (none)")
+    assert lines["placement"].startswith("node 0 of 3, ")
     assert {"driver", "GPUs", "cores", "memory", "/dev/shm", "data"} <= lines.keys()
     assert not list(tmp_path.iterdir()), "what it has tried is gone"
 

@@ -153,7 +153,9 @@ class NodeAgent(SimpleElasticAgent):
 
     def _said(self, codes: Mapping[int, int]) -> str:
         """How a generation ended on this node, in words."""
-        said = "ranks exited with " + ", ".join(str(each) for each in sorted(set(codes.values())))
+        shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
+        ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))
+        said = f"ranks exited with {', '.join(ends)}"
         return f"{said}: {words}" if (words := self._node.view.last_words) else said
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:

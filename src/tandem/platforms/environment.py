@@ -14,6 +14,10 @@ DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 
 
+NAMELESS = ("none", "by-hand")
+"""Platforms whose name would tell a reader of the log nothing."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """One node's position. `nodes` is the upper bound when `elastic` is set; `master_port` 0 = any free one.
@@ -73,8 +77,9 @@ class Placement:
         return replace(self, master_host=LOOPBACK) if is_named else self
 
     def __str__(self) -> str:
-        here = {None: "one process per GPU (or 1)", 1: "1 process"}.get(self.nproc, f"{self.nproc} processes")
-        position = f"node {self.node_rank} of {self.nodes} ({self.platform}), {here}"
+        here = {None: "1 process, or 1 per GPU", 1: "1 process"}.get(self.nproc, f"{self.nproc} processes")
+        platform = "" if self.platform in NAMELESS else f" ({self.platform})"
+        position = f"node {self.node_rank} of {self.nodes}{platform}, {here}"
         position += f", master {self.master_host}:{self.master_port}"
         if self.elastic:
             position += f", elastic {self.elastic[0]}:{self.elastic[1]}"

@@ -182,7 +182,7 @@ def _say_lost(error: BaseException, position: Position, record: Any) -> int:
     record.write("".join(said))
     record.flush()
     _write_down(error, position)
-    log.error("lost the other ranks: %s", said[-1].strip().splitlines()[-1])
+    log.warning("lost the other ranks", extra={"detail": said[-1].strip().splitlines()[-1]})
     return PEER_LOST
 
 

@@ -90,7 +90,8 @@ def run_rank(
             log.error("this rank's GPU failed (a new process may recover it): %s", in_one_line(error))
             return GPU_FAILED
         if is_peer_loss(error, position.world_size):
-            log.error("lost the other ranks", extra={"detail": in_one_line(error)})
+            level = logging.ERROR if position.store is None else logging.WARNING  # an agent restarts it
+            log.log(level, "lost the other ranks", extra={"detail": in_one_line(error)})
             return PEER_LOST
         if killed is not None:
             log.error("%s: the rank exits as if it had been killed, and will be restarted", killed[0])
