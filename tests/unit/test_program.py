@@ -239,3 +239,9 @@ def test_what_verify_resume_cannot_run_names_verify_resume(
     with pytest.raises(ConfigError, match=said) as caught:
         to_verify(script, program, {})
     assert "tandem launch" not in str(caught.value) and "--task 100" not in str(caught.value)
+
+
+def test_the_closing_line_names_the_error_where_there_is_one() -> None:
+    cause = Cause(0, 0, "127.0.0.1", 1, ("Traceback (most recent call last):", "ValueError: my bug"))
+    assert cause.in_one_line() == "rank 0 on node 0 (127.0.0.1) ended with 1: ValueError: my bug"
+    assert Cause(0, 0, "127.0.0.1", 3, ("some output",)).in_one_line().endswith("ended with 3")

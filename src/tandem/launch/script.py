@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.log import setup
 from tandem.platforms.placement import detect, of_this_process
 from tandem.signals import StopFlag
+from tandem.tasks.traces import full_trace, short_trace
+from tandem.timeouts import OTHERS_SECONDS
 
 log = logging.getLogger("tandem.run")
 
@@ -102,11 +105,20 @@ class Ending:
         self._code, self._reason = code_of(error, self._world_size), first_line(error)
         end_loaders()
         if self._code != PEER_LOST and not isinstance(error, TandemError):
-            self._show(kind, error, trace)
+            self._show_own(kind, error, trace)
         elif self._code == PEER_LOST and not isinstance(error, TandemError):
             log.error("lost the other ranks: %s", self._reason)
         else:
             log.error("%s", error)
+
+    def _show_own(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """The script's lines on the terminal, all of the traceback in the rank's log."""
+        if not isinstance(error, Exception):
+            self._show(kind, error, trace)
+            return
+        log.info("the full traceback is in the rank's log", extra={"detail": full_trace(error)})
+        said = traceback.format_exception_only(error)[-1].rstrip()
+        print(f"{short_trace(error, 'the script')}\n{said}", file=sys.stderr)
 
     def _at_exit(self) -> None:
         try:
