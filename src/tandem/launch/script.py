@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -29,10 +30,10 @@ from tandem.json_output import drain, wrap_stderr
 from tandem.launch.lone_rank import LoneRank
 from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.log import setup
-from tandem.platforms.placement import detect, of_this_process
+from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.signals import StopFlag
 from tandem.tasks.traces import full_trace, short_trace
-from tandem.timeouts import OTHERS_SECONDS
+from tandem.timeouts import BLAME_SECONDS
 
 log = logging.getLogger("tandem.run")
 
@@ -62,7 +63,9 @@ class ScriptRank:
         setup(None, None, placement.node_rank, True, loaded.settings.telemetry.log_format == "json")
         if loaded.settings.telemetry.log_format == "json":
             wrap_stderr(placement.node_rank)
-        self.settings = of_this_job(resolve_run_dir(named, placement, time.time()), placement)
+        with said_by_rank_0(placement):
+            resolved = resolve_run_dir(named, placement, time.time())
+        self.settings = of_this_job(resolved, placement)
         lone = LoneRank(self.settings, placement)
         self.position = lone.position
         self._ending = Ending(lone, self.position.world_size)
@@ -83,6 +86,21 @@ class ScriptRank:
     def is_launched(self) -> bool:
         """Whether an agent runs the script, which has then set up its log."""
         return self._launched is not None
+
+
+@contextmanager
+def said_by_rank_0(placement: Placement) -> Iterator[None]:
+    """Of a ConfigError that all ranks find, let rank 0 alone print the line; the others end with its code.
+
+    They wait meanwhile: torchrun ends all ranks as soon as one has failed.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not placement.rank:
+            raise
+        time.sleep(BLAME_SECONDS)
+        raise SystemExit(error.exit_code) from None
 
 
 class Ending:
@@ -116,7 +134,8 @@ class Ending:
         if not isinstance(error, Exception):
             self._show(kind, error, trace)
             return
-        log.info("the full traceback is in the rank's log", extra={"detail": full_trace(error)})
+        where = f"log/rank-{self._lone.position.rank}.log"
+        log.info("the full traceback is in %s", where, extra={"detail": full_trace(error)})
         said = traceback.format_exception_only(error)[-1].rstrip()
         print(f"{short_trace(error, 'the script')}\n{said}", file=sys.stderr)
 

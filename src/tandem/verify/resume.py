@@ -76,9 +76,8 @@ def verify(
         runner = Runner(arguments, environ, Path(folder), steps, stop, script)
         calm = runner.undisturbed()
         name = script or settings.run.task
-        say(
-            f"verify-resume: {name}, {calm.step} steps on {_count(calm.world_size, 'rank')}, {_count(trials, 'trial')}"
-        )
+        ranks, killed = _count(calm.world_size, "rank"), f"of {_count(trials, 'killed run')}"
+        say(f"verify-resume: {name}, {calm.step} steps on {ranks}, {_count(trials, 'trial')}")
         shown = ", ".join(f"{part} {value[:12]}" for part, value in calm.digests().items())
         say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
@@ -88,15 +87,11 @@ def verify(
         bad = [trial for trial in done if trial.difference is not None]
         diagnosis = runner.diagnosis(calm) if bad else None
         if bad:
-            say(
-                f"verdict: not exact; {len(bad)} of {_count(trials, 'killed run')} {_verb(len(bad), 'differ')}"
-            )
+            say(f"verdict: not exact; {len(bad)} {killed} {_verb(len(bad), 'differ')}")
             say(f"reason: {diagnosis}")
         else:
-            say(
-                f"verdict: exact; {trials} of {_count(trials, 'killed run')} {'is' if trials == 1 else 'are'} "
-                "bit-identical to the uninterrupted run"
-            )
+            are = "is" if trials == 1 else "are"
+            say(f"verdict: exact; {trials} {killed} {are} bit-identical to the uninterrupted run")
         return FAILED if bad else FINISHED, as_json(str(name), calm, done, diagnosis)
 
 
@@ -209,10 +204,10 @@ class Runner:
                 f"the time, entropy, or kernels that add in any order; {SEE[what]}"
             )
         if self._differs:
-            names = ", ".join(self._differs)
+            names, differ = ", ".join(self._differs), _verb(len(self._differs), "differ")
             return (
-                f"uninterrupted runs agree. {names}, passed to run.keep, {_verb(len(self._differs), 'differ')} "
-                f"between ranks, but a checkpoint has rank 0's only. Pass each rank's own values in per_rank; {SEE[what]}"
+                f"uninterrupted runs agree. {names}, passed to run.keep, {differ} between ranks, but a "
+                f"checkpoint has rank 0's only. Pass each rank's own values in per_rank; {SEE[what]}"
             )
         return (
             f"uninterrupted runs agree. Something this {what} depends on is neither {STATE[what]} nor "
