@@ -90,6 +90,10 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         from tandem.launch.torchrun_flags import translated
 
         words, program = split(translated(words, environ))
+    elif verb == "verify-resume":
+        from tandem.launch.program import split
+
+        words, program = split(words)
     if "-h" in words or "--help" in words:
         print(parser_of(verb, is_short="--help" not in words).format_help(), end="")
         return FINISHED

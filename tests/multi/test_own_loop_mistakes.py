@@ -77,6 +77,27 @@ def test_each_mistake_is_one_line_and_ends_with_2(scripts: Scripts) -> None:
     assert "Traceback" not in output
 
 
+def test_a_plain_backward_is_one_line_on_one_rank_and_under_an_agent(scripts: Scripts) -> None:
+    scripts.write("plain.py", SMALL.replace("run.backward(loss)", "loss.backward()"))
+    code, output = scripts.alone("plain.py", "alone")
+    assert code == 2, output
+    assert "plain.py line 20" in output.splitlines()[-1] and "run.backward(loss)" in output.splitlines()[-1]
+    assert "Traceback" not in output and "nan" not in output
+    code, output = scripts.processes.wait(scripts.launch(["--nproc", "2"], "plain.py", "launched"))
+    assert code == 2, output
+    assert "run.backward(loss)" in output and "Traceback" not in output
+
+
+def test_a_loader_and_a_batch_that_is_too_large_are_one_line_with_the_argument(scripts: Scripts) -> None:
+    loader = SMALL.replace("run.batches(dataset,", "run.batches(torch.utils.data.DataLoader(dataset),")
+    scripts.write("loader.py", loader)
+    scripts.write("large.py", SMALL.replace("batch_size=16", "batch_size=1000"))
+    for script, said in (("loader.py", "pass loader.dataset"), ("large.py", "use batch_size=256 or less")):
+        code, output = scripts.alone(script, "run")
+        assert code == 2 and said in output.splitlines()[-1], output
+        assert "Traceback" not in output
+
+
 @pytest.mark.parametrize("settings, line", [
     ({"strategy": "fsdp"}, "--strategy fsdp works only in tasks; a custom loop needs ddp or single"),
     ({"strategy": "dp"}, "--strategy dp works only in tasks; a custom loop needs ddp or single"),

@@ -35,10 +35,11 @@ def test_what_a_script_does_not_keep_is_found(scripts: Scripts) -> None:
     scripts.write("small.py", OWN_GENERATOR)
     code, output = scripts.verify("small.py", "--trials", 1)
     assert code == 1, output
-    verdict = output.splitlines()[-1]
-    assert verdict.startswith("verdict: not exact; 1 of 1 killed runs differ; uninterrupted runs agree:")
-    assert "neither passed to run.keep" in verdict
-    assert "loss of step" in output and "weights differ at the end, first" in output
+    verdict, reason = output.splitlines()[-2:]
+    assert verdict == "verdict: not exact; 1 of 1 killed run differs"
+    assert reason.startswith("reason: uninterrupted runs agree.")
+    assert "neither passed to run.keep" in reason
+    assert "`loss` differs at step" in output and "weights differ at the end, first" in output
 
 
 @pytest.mark.soak
@@ -46,7 +47,7 @@ def test_a_run_that_ends_itself_is_compared_where_it_ended(scripts: Scripts) -> 
     scripts.write("small.py", SLOW.replace("    loss =", "    run.step < 24 or run.stop()\n    loss ="))
     code, output = scripts.verify("small.py", "--trials", 1)
     assert code == 0, output
-    assert output.startswith("verify-resume: small.py, 25 steps on 2 ranks, 1 trials\n")
+    assert output.startswith("verify-resume: small.py, 25 steps on 2 ranks, 1 trial\n")
 
 
 @pytest.mark.parametrize(

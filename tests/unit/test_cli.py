@@ -81,10 +81,10 @@ def test_examples_in_the_help_are_command_lines_that_hold(verb: str) -> None:
             words.pop()
         assert named == verb or (verb == "health" and named == "launch"), line
         program = None
-        if verb == "launch":
+        if verb in ("launch", "verify-resume"):
             words, program = split(words)
         options = cli.parser_of(named).read(words)
-        assert (program is not None) == ("train.py" in line and verb == "launch")
+        assert (program is not None) == ("train.py" in line and verb in ("launch", "verify-resume"))
         if cli.VERBS[named].takes_settings:
             resolve(options.given, {}, None)
 
@@ -176,7 +176,7 @@ def test_a_launch_says_what_it_leaves_out_of_a_config_json(tmp_path: Path) -> No
     assert problem == "tandem: --batch-size 240 does not divide evenly over 7 ranks; use 238 or 245"
     alone = watched(tmp_path, "config", "--config", "config.json")
     assert "\n[launch]  # Nodes and restarts\nnodes = 7\n" in alone.stdout
-    assert "\n# run_dir = \"none\"\n" in alone.stdout
+    assert '\n# run_dir = "none"\n' in alone.stdout
     assert "tandem: config.json: ignoring the other run's paths and addresses: run_dir" in alone.stderr
 
 

@@ -13,7 +13,7 @@ from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.launch.endings import Cause, choose, failures, last_words
-from tandem.launch.program import check, split, variables_of
+from tandem.launch.program import check, is_own_loop, split, to_verify, variables_of
 from tandem.script.environment import variables
 from tandem.script.execute import code_of
 from tandem.script.job import Job, Program
@@ -56,7 +56,7 @@ def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: p
     Path("folder").mkdir()
     cases = {
         "no script train.py found": Program("script", "train.py"),
-        "for a built-in task use --task digits": Program("script", "digits"),
+        "for the built-in task use --task digits": Program("script", "digits"),
         "folder is a directory": Program("script", "folder"),
         "broken.py, line 2 is not Python": Program("script", "broken.py"),
         "binary.py is not Python": Program("script", "binary.py"),
@@ -211,3 +211,37 @@ def test_a_file_that_only_defines_a_task_is_refused(tmp_path: Path, more: str, i
     with pytest.raises(ConfigError) if is_refused else nullcontext() as caught:
         check(Program("script", str(path), ()), {})
     assert not is_refused or "mine.py:Mine" in str(caught)
+
+
+def test_verify_resume_runs_a_script_with_its_own_words(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import tandem\nrun = tandem.start()\n")
+    ours, program = split(["--json", "--nproc", "2", str(script), "--lr", "0.1"])
+    assert ours == ["--json", "--nproc", "2"]
+    assert to_verify(None, program, {}) == Program("script", str(script), ("--lr", "0.1"))
+    ours, program = split(["--script", str(script), "--", "100"])
+    assert to_verify(str(script), program, {}) == Program("script", str(script), ("100",))
+    assert to_verify(None, None, {}) is None
+    assert is_own_loop(script)
+
+
+@pytest.mark.parametrize(
+    "script, program, said",
+    [
+        (None, Program("command", "100"), "runs a script or a task, not a command"),
+        (None, Program("script", "100"), "no script 100 found"),
+        (__file__, Program("script", "100"), "unexpected argument '100' after --script"),
+    ],
+)
+def test_what_verify_resume_cannot_run_names_verify_resume(
+    script: str | None, program: Program, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        to_verify(script, program, {})
+    assert "tandem launch" not in str(caught.value) and "--task 100" not in str(caught.value)
+
+
+def test_the_closing_line_names_the_error_where_there_is_one() -> None:
+    cause = Cause(0, 0, "127.0.0.1", 1, ("Traceback (most recent call last):", "ValueError: my bug"))
+    assert cause.in_one_line() == "rank 0 on node 0 (127.0.0.1) ended with 1: ValueError: my bug"
+    assert Cause(0, 0, "127.0.0.1", 3, ("some output",)).in_one_line().endswith("ended with 3")

@@ -24,6 +24,9 @@ NO_ERROR = re.compile(r"\d\d:\d\d:\d\d (node|rank) \d+ \| (?!error: )")
 WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.errors\.\w+: )?")
 """What torch and a traceback put before the words of an error."""
 
+ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Exit)(: |$)")
+"""How the last line of Python's traceback begins."""
+
 
 def failures(codes: Mapping[int, int | None]) -> dict[int, int]:
     """{local rank: code} of those that have ended in another way than well or as asked."""
@@ -68,6 +71,11 @@ class Cause:
         if self.code == PEER_LOST:
             return f"{who} lost its peers"
         return f"{who} ended with {self.code}"
+
+    def in_one_line(self) -> str:
+        """With the error that ended the rank, where its last line names one."""
+        said = WHOSE.sub("", self.lines[-1]) if self.lines else ""
+        return f"{self}: {said}" if ERROR.match(said) else str(self)
 
     def told(self) -> str:
         """With the last lines of its traceback."""

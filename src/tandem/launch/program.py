@@ -11,6 +11,7 @@ from tandem.config import SETTINGS, Given, Settings
 from tandem.config.fields import words_in
 from tandem.errors import ConfigError
 from tandem.script.job import Job, Program, problem_of_script
+from tandem.tasks.names import BUILT_IN
 
 TASK = re.compile(r"[^-].*\.py:[A-Za-z_]\w*")
 SEE = "See `tandem launch --help`"
@@ -20,7 +21,7 @@ _SWITCHES = {
     if setting.is_switch
 }
 """Flags that need no value, and the words after them that are one."""
-_ALONE = ("-h", "--help", "-v", "--verbose", "-q", "--quiet")
+_ALONE = ("-h", "--help", "-v", "--verbose", "-q", "--quiet", "--json")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
@@ -53,6 +54,45 @@ def takes_next(flag: str, following: Sequence[str]) -> bool:
     return flag not in _SWITCHES or (bool(following) and following[0] in _SWITCHES[flag])
 
 
+def to_verify(script: str | None, program: Program | None, flags: Mapping[str, Given]) -> Program | None:
+    """What `tandem verify-resume` runs in place of a task; `script` is --script's. Raises ConfigError.
+
+    After `--script FILE`, the script's own words follow `--`.
+    """
+    verb = "tandem verify-resume"
+    if script is not None:
+        own = () if program is None else (program.target, *program.arguments)
+        if program is not None and program.kind != "command":
+            raise ConfigError(
+                f"unexpected argument {own[0]!r} after --script {script}; put the script's arguments after "
+                f"it: {verb} [settings] {script} ARGUMENTS"
+            )
+        program = Program("script", script, own)
+    elif program is not None and program.kind == "command":
+        raise ConfigError(
+            f"-- {program.target}: {verb} runs a script or a task, not a command; "
+            f"use {verb} [settings] train.py ARGUMENTS"
+        )
+    if program is None:
+        return None
+    try:
+        check(program, flags)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("tandem launch", verb)) from None
+    return program
+
+
+def is_own_loop(path: Path) -> bool:
+    """Whether a file is a script that calls tandem.start() and defines no task."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    calls = {ast.unparse(each.func) for each in nodes if isinstance(each, ast.Call)}
+    is_task = any(isinstance(each, ast.ClassDef) and _is_task(each) for each in nodes)
+    return "tandem.start" in calls and not is_task
+
+
 def check(program: Program, flags: Mapping[str, Given]) -> None:
     """Refuse what cannot start before anything does. Raises ConfigError, one line."""
     tasks = [given.name for key, given in flags.items() if key == "task" or key.startswith("task.")]
@@ -71,9 +111,9 @@ def check(program: Program, flags: Mapping[str, Given]) -> None:
 
 def _check_script(path: Path) -> None:
     if not path.exists():
-        hint = (
-            f"for a built-in task use --task {path}" if path.suffix != ".py" else "give the path of a script"
-        )
+        hint = "give the path of a script; settings are flags such as --epochs 4"
+        if str(path) in BUILT_IN:
+            hint = f"for the built-in task use --task {path}"
         raise ConfigError(f"no script {path} found in {Path.cwd()}; {hint}. {SEE}")
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a script file; for a package use -m {path.name}")

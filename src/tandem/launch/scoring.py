@@ -27,7 +27,7 @@ from tandem.launch.simulated import stop_with_parent
 from tandem.launch.variables import use_loopback
 from tandem.log import printable, setup
 from tandem.platforms.placement import detect, outside_steps
-from tandem.tasks.names import named_by
+from tandem.tasks.names import is_script, named_by
 from tandem.tasks.traces import short_trace, what_and_where
 from tandem.telemetry.journal import to_json
 from tandem.timeouts import SUPERVISE_SECONDS
@@ -115,6 +115,11 @@ def settings_of(
     settings = ran.replace(**{**now, "task_fields": {**theirs, **fields}})
     if "task" in given:
         return settings, ""
+    if is_script(settings.run.task):
+        raise ConfigError(
+            f"this run came from a script ({printable(settings.run.task)}), which has no evaluation and no "
+            "task that builds its model: use `tandem export RUN` for its weights"
+        )
     run_dir = directory.parent if directory.name.startswith("checkpoints") else directory
     return settings, named_by(settings.run.task, f"the checkpoint in {printable(str(directory))}", run_dir)
 

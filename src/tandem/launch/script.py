@@ -11,7 +11,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -28,8 +30,10 @@ from tandem.json_output import drain, wrap_stderr
 from tandem.launch.lone_rank import LoneRank
 from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.log import setup
-from tandem.platforms.placement import detect, of_this_process
+from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.signals import StopFlag
+from tandem.tasks.traces import full_trace, short_trace
+from tandem.timeouts import BLAME_SECONDS
 
 log = logging.getLogger("tandem.run")
 
@@ -59,7 +63,9 @@ class ScriptRank:
         setup(None, None, placement.node_rank, True, loaded.settings.telemetry.log_format == "json")
         if loaded.settings.telemetry.log_format == "json":
             wrap_stderr(placement.node_rank)
-        self.settings = of_this_job(resolve_run_dir(named, placement, time.time()), placement)
+        with said_by_rank_0(placement):
+            resolved = resolve_run_dir(named, placement, time.time())
+        self.settings = of_this_job(resolved, placement)
         lone = LoneRank(self.settings, placement)
         self.position = lone.position
         self._ending = Ending(lone, self.position.world_size)
@@ -82,6 +88,21 @@ class ScriptRank:
         return self._launched is not None
 
 
+@contextmanager
+def said_by_rank_0(placement: Placement) -> Iterator[None]:
+    """Of a ConfigError that all ranks find, let rank 0 alone print the line; the others end with its code.
+
+    They wait meanwhile: torchrun ends all ranks as soon as one has failed.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not placement.rank:
+            raise
+        time.sleep(BLAME_SECONDS)
+        raise SystemExit(error.exit_code) from None
+
+
 class Ending:
     """What happens between a script's last line and the end of its process.
 
@@ -102,11 +123,21 @@ class Ending:
         self._code, self._reason = code_of(error, self._world_size), first_line(error)
         end_loaders()
         if self._code != PEER_LOST and not isinstance(error, TandemError):
-            self._show(kind, error, trace)
+            self._show_own(kind, error, trace)
         elif self._code == PEER_LOST and not isinstance(error, TandemError):
             log.error("lost the other ranks: %s", self._reason)
         else:
             log.error("%s", error)
+
+    def _show_own(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """The script's lines on the terminal, all of the traceback in the rank's log."""
+        if not isinstance(error, Exception):
+            self._show(kind, error, trace)
+            return
+        where = f"log/rank-{self._lone.position.rank}.log"
+        log.info("the full traceback is in %s", where, extra={"detail": full_trace(error)})
+        said = traceback.format_exception_only(error)[-1].rstrip()
+        print(f"{short_trace(error, 'the script')}\n{said}", file=sys.stderr)
 
     def _at_exit(self) -> None:
         try:

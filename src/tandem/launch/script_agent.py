@@ -160,7 +160,7 @@ class ScriptAgent(NodeAgent):
 
     def _told(self, cause: Cause) -> str:
         """Its traceback once: rank 0 has shown its own on the terminal that node 0 writes to."""
-        return str(cause) if cause.rank == 0 else cause.told()
+        return cause.in_one_line() if cause.rank == 0 else cause.told()
 
     def _told_by_others(self) -> str:
         with contextlib.suppress(RuntimeError, ValueError):

@@ -22,6 +22,7 @@ from tandem.distributed.strategy import Strategy
 from tandem.errors import ConfigError
 from tandem.own_loop.kept import unwrapped
 from tandem.own_loop.numbers import Numbers
+from tandem.own_loop.plain_backward import PlainBackward
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Consensus, Readings
 from tandem.telemetry.recorder import Recorder
@@ -49,6 +50,7 @@ class Backward:
         self.wants_end = self.ends = False
         self._reader = ConsensusReader(group, (ASKED,))
         self._one = torch.ones((), device=group.device)
+        self._plain = PlainBackward()
         self._exchanged: Tensor | None = None
         self._found: Tensor | None = None
         self._buffers = KeptBuffers(
@@ -70,6 +72,7 @@ class Backward:
     def watch(self, model: nn.Module) -> None:
         """One more wrapped model takes part."""
         self.models.append(model)
+        self._plain.watch(model)
 
     def exchange_with_next(self, is_last: bool) -> None:
         """Whether the next forward and backward pass is the last of its batch, in which ranks exchange."""
@@ -95,7 +98,11 @@ class Backward:
         scaler.scale = scaled  # type: ignore[method-assign]
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """On GPUs the host does not know yet whether it may step: it is told on the device."""
+        """On GPUs the host does not know yet whether it may step: it is told on the device.
+
+        Raises ConfigError for gradients that `run` has not made.
+        """
+        self._plain.before_optimizer(p for group in optimizer.param_groups for p in group["params"])
         self._is_stepping = True
         if self._found is None or hasattr(optimizer, "found_inf"):  # a GradScaler has told it
             return
@@ -139,7 +146,11 @@ class Backward:
         self._clock.enter_backward(loss)
         # A loss that is not finite makes all gradients so: every rank sees it in the exchanged ones.
         gradient = (value * 0 + weight).to(loss.dtype).reshape(loss.shape)
-        loss.backward(gradient=gradient)  # type: ignore[no-untyped-call]
+        self._plain.is_ours = True
+        try:
+            loss.backward(gradient=gradient)  # type: ignore[no-untyped-call]
+        finally:
+            self._plain.is_ours = False
         self._clock.enter("optimizer")
         self._look_for_a_missing_step(before)
         if not is_last:
@@ -203,11 +214,13 @@ class Backward:
 
     def end_step(self) -> Consensus | None:
         """What the ranks agreed on in the step (on GPUs: in the one before)."""
+        had_backward = self._exchanged is not None
         if self._exchanged is None:  # the script has left this batch out
             means = self._group.mean(self._packed())
             means[LOSS] = torch.nan
             self._exchanged = torch.cat([means, torch.zeros_like(means[:1])])
         self._steps += 1
+        self._plain.end_step(self._step, had_backward, self._steps)
         return self._noted(self._reader.read(self._step, self._exchanged))
 
     def drain(self) -> Consensus | None:

@@ -30,7 +30,7 @@ from tandem.log import reporting
 from tandem.own_loop.backward import Backward
 from tandem.own_loop.batches import Batches
 from tandem.own_loop.kept import KeptState, unwrapped
-from tandem.own_loop.limits import check_batch_size, check_settings
+from tandem.own_loop.limits import check_batch_size, check_settings, hints_as_arguments
 from tandem.own_loop.parts import Parts
 from tandem.signals import StopFlag, ended_by_stop_signals
 from tandem.telemetry.channel import sender
@@ -132,13 +132,15 @@ class Engine:
         """The batches that are left. `asked`: what the script says, below what a person has set."""
         settings = self._settled(asked)
         self.world.check_same_settings(settings.common_fields())
-        reader = self._reader(settings, collate)
-        if self.beginning.state is None:
-            reader.check_shares()
+        with hints_as_arguments(self._chosen):
+            reader = self._reader(settings, collate)
+            if self.beginning.state is None:
+                reader.check_shares()
         check_batch_size(settings.data.batch_size, self.beginning.state)
         of_data = data_facts(dataset) if self.world.is_first else {}
         check_data(self.world, self.beginning, of_data, settings.checkpoint.on_data_change)
-        data = training_data(dataset, reader, settings.run.steps)
+        with hints_as_arguments(self._chosen):
+            data = training_data(dataset, reader, settings.run.steps)
         planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
         course = self._course(settings, state, data, planned, of_data)
         stop = StopFlag().install()

@@ -1,6 +1,10 @@
 """What a loop of one's own cannot be asked for, each with what to do instead."""
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from tandem.config import Settings
 from tandem.errors import ConfigError
@@ -36,3 +40,28 @@ def check_batch_size(batch_size: int, saved: Any) -> None:
             f"cannot resume: batch_size was {before} and is {batch_size} now; restore the old value, or use "
             "another --run-dir or --resume never"
         )
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise ConfigError for what gives batches, or nothing at all, in place of samples."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(f"run.batches: got a {kind}; expected a dataset: pass loader.dataset")
+    if kind in ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"):
+        raise ConfigError("run.batches: got the iterator of a DataLoader; expected a dataset")
+    if not any(hasattr(dataset, name) for name in ("__getitem__", "__iter__", "of_rank")):
+        raise ConfigError(f"run.batches: invalid type {kind}; expected a dataset")
+
+
+@contextmanager
+def hints_as_arguments(chosen: Collection[str]) -> Iterator[None]:
+    """Name arguments of run.batches in errors, in place of the flags that nobody has typed (`chosen`)."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for name in ("batch_size", "steps", "epochs"):
+            if name not in chosen:
+                flag = "--" + name.replace("_", "-")
+                text = text.replace(f"{flag} ", f"{name}=").replace(flag, f"{name}=")
+        raise ConfigError(text.replace("=: ", ": ")) from error

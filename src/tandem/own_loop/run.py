@@ -12,6 +12,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.launch.script import ScriptRank
 from tandem.own_loop.engine import Engine
 from tandem.own_loop.kept import Kept, KeptState
+from tandem.own_loop.limits import check_dataset
 from tandem.training.resume import Redistribute
 
 _started: "Run | None" = None
@@ -178,6 +179,7 @@ class Run:
             raise ConfigError("run.batches was called before run.keep; first name what a checkpoint saves")
         if self._has_loop:
             raise ConfigError("run.batches was called twice; a run has one loop over its batches")
+        check_dataset(dataset)
         self._has_loop = True
         asked = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
         return self._engine.loop(self._state, dataset, collate, asked)

@@ -35,6 +35,7 @@ from tandem.script.job import Job
 from tandem.script.lifeline import descriptor_for_exec
 from tandem.script.watch import Watch, imports_file
 from tandem.signals import default_signals
+from tandem.tasks.traces import short_trace
 from tandem.telemetry.channel import sender
 from tandem.telemetry.stacks import keep_stacks
 
@@ -125,13 +126,32 @@ def _run(job: Job, position: Position, record: Any) -> int:
         without_our_frames(error)
         if lost_its_peers(error, position.world_size):
             return _say_lost(error, position, record)
-        sys.excepthook(type(error), error, error.__traceback__)
+        _show(error, position, record)
         if killed is not None:
             return killed
         _write_down(error, position)
         if gpu_has_failed(error):
             return GPU_FAILED
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _show(error: BaseException, position: Position, record: Any) -> None:
+    """Print Python's own traceback; after tandem.start(), rank 0's terminal gets the script's lines only.
+
+    The log has the full one.
+    """
+    own_loop = sys.modules.get("tandem.own_loop.run")
+    is_ours = own_loop is not None and own_loop._started is not None and isinstance(error, Exception)
+    if not is_ours or position.rank != 0 or record is sys.stderr:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return
+    record.write("".join(traceback.format_exception(error)))
+    record.flush()
+    said = traceback.format_exception_only(error)[-1].rstrip()
+    text = f"{short_trace(error, 'the script')}\n{said}\n"
+    with suppress(OSError):  # a terminal that was closed
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def lost_its_peers(error: BaseException, world_size: int) -> bool:

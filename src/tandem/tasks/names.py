@@ -33,6 +33,11 @@ class TaskName(NamedTuple):
         return self.location.endswith(".py")
 
 
+def is_script(name: str) -> bool:
+    """Whether a run's task is only the name of a script: no task is called so."""
+    return name not in BUILT_IN and not name.endswith(".py") and ":" not in name and "." not in name
+
+
 def parsed(name: str) -> TaskName:
     """Raises ConfigError for what is no task's name, and for a file that does not exist."""
     text = BUILT_IN.get(name, name)

@@ -24,10 +24,10 @@ def full_trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def short_trace(error: BaseException) -> str:
+def short_trace(error: BaseException, owner: str = "the task") -> str:
     """The frames of the task's own code, else of tandem's, else the last: MOST_LINES lines at most."""
     frames, is_own = _frames(error)
-    whose = ", in the task's code" if is_own else ""
+    whose = f", in {owner}'s code" if is_own else ""
     lines = [f"Traceback (most recent call last{whose}):"]
     for file, line, name in frames[-MOST_FRAMES:]:
         lines.append(f'  File "{file}", line {line}, in {name}')

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Literal, TextIO
 
@@ -9,6 +10,9 @@ from tandem.log import Unbroken, is_dumb, is_quiet, make_way
 from tandem.telemetry.bars import Bar, open_bar
 
 logger = logging.getLogger("tandem")
+
+SHOWN = 4
+"""Numbers of a custom loop on a line; metrics.jsonl has all of them."""
 
 
 class Progress:
@@ -38,14 +42,24 @@ class Progress:
             self._bar.advance(step)
         self._step = max(step, self._step)
 
-    def report(self, step: int, *, epoch: int, loss: float, samples_per_second: float) -> None:
-        """Show the interval that ended with `step` (count of finished steps)."""
+    def report(
+        self,
+        step: int,
+        *,
+        epoch: int,
+        loss: float,
+        samples_per_second: float,
+        more: Mapping[str, float] | None = None,
+    ) -> None:
+        """Show the interval that ended with `step` (count of finished steps); of `more`, SHOWN numbers."""
         self.advance(step)
         if self._bar is not None:
             self._bar.say(epoch, loss, samples_per_second)
         elif not self._silent:
             of = f"step {step:,} of {self._steps_planned:,} (epoch {epoch})"
-            logger.info("%s: loss %.4f, %s samples/s", of, loss, f"{samples_per_second:,.0f}")
+            shown = [f"{name} {value:.4g}" for name, value in (more or {}).items()][:SHOWN]
+            text = ", ".join([f"loss {loss:.4f}", *shown, f"{samples_per_second:,.0f} samples/s"])
+            logger.info("%s: %s", of, text)
 
     def note(self, text: str) -> None:
         """One line of the log."""

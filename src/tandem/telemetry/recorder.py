@@ -64,6 +64,8 @@ class Recorder:
         self._unsent_tokens = 0.0
         self.loss, self.rate = math.nan, 0.0
         self.scores: dict[str, float] = {}
+        self._own: dict[str, None] = {}
+        """Names that a custom loop has logged, in their order."""
         self._scores_step = -1
         self._unsent: list[StepTimes] = []
         self._stragglers, self._watch = Stragglers(node), StragglerWatch()
@@ -128,6 +130,7 @@ class Recorder:
     def logged(self, sums: Mapping[str, tuple[float, float]]) -> None:
         """{name: (sum, count)} of all ranks, from a loop of the user's own."""
         self._means.add_sums(sums)
+        self._own |= {name: None for name in sums if name != TOKENS}
         self._count_tokens(sums)
 
     def _count_tokens(self, sums: Mapping[str, tuple[float, float]]) -> None:
@@ -192,7 +195,8 @@ class Recorder:
         if self._progress is not None:
             epoch = -(-line.step // self._plan.steps_per_epoch)
             speed = line.interval.samples_per_second
-            self._progress.report(line.step, epoch=epoch, loss=line.loss, samples_per_second=speed)
+            more = {name: line.scores[name] for name in self._own if name in line.scores}
+            self._progress.report(line.step, epoch=epoch, loss=line.loss, samples_per_second=speed, more=more)
 
     def _keep(self, point: Point, group: str, numbers: Mapping[str, float]) -> None:
         """A point of the page's curves is a line of metrics.jsonl as well; `numbers` are TensorBoard's."""

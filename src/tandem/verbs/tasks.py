@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.errors import FINISHED
+from tandem.errors import FINISHED, ConfigError
 from tandem.verbs.verb import JSON, Environment, Verb, print_json, verbosity_options
 
 if TYPE_CHECKING:
@@ -42,18 +42,13 @@ def train(options: "Namespace", environ: Environment) -> int:
 def verify_resume(options: "Namespace", environ: Environment) -> int:
     """The proof, on this machine, that a killed run of this task or script resumes to the same bits."""
     from tandem.config import Count, as_flags, checked, resolve
+    from tandem.launch.program import to_verify
     from tandem.signals import StopFlag
 
+    script = to_verify(options.script, options.program, options.given)
     trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
     settings = _announced(resolve(options.given, environ))
     environ = _on_this_host("verify-resume", environ)
-    script = None
-    if options.script is not None:
-        from tandem.launch.program import check
-        from tandem.script.job import Program
-
-        script = Program("script", options.script)
-        check(script, options.given)
     stop = StopFlag().install()
     from tandem.verify.resume import verify
 
@@ -89,7 +84,7 @@ def verify_resume_options(parser: "Parser") -> None:
 
     parser.option("--trials", Count, "number of runs to kill; default 3 or TANDEM_TRIALS")
     parser.add_argument(
-        "--script", metavar="FILE", help="a script with its own training loop (instead of a task)"
+        "--script", metavar="FILE", help="the same as the script as a word; its arguments follow --"
     )
     parser.option("--json", bool, JSON)
 
@@ -99,6 +94,14 @@ def check(options: "Namespace", environ: Environment) -> int:
     from tandem.config import Given, as_flags, resolve
     from tandem.signals import StopFlag
 
+    if options.file and options.file.endswith(".py"):
+        from tandem.launch.program import is_own_loop
+
+        if is_own_loop(Path(options.file)):
+            raise ConfigError(
+                f"{options.file} is a script that calls tandem.start(); `tandem check` tests tasks; "
+                f"use `tandem verify-resume --nproc 2 {options.file}`"
+            )
     given = {**options.given, **({"task": Given(options.file, "argument", "TASK")} if options.file else {})}
     settings = _announced(resolve(given, environ))
     environ = _on_this_host("check", environ)
@@ -208,7 +211,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "verify-resume": Verb(
         verify_resume,
-        "[--script FILE] [settings]",
+        "[settings] [SCRIPT [ARGUMENTS]]",
         "kill a run, resume it, and compare every bit",
         verify_resume_options,
     ),

@@ -67,9 +67,11 @@ def difference(one: Outcome, other: Outcome) -> str | None:
     nothing: dict[str, Any] = {}
     for here, there in zip_longest(one.losses, other.losses, fillvalue=nothing):
         if here != there:
-            step = here.get("step", there.get("step"))
-            name = next(name for name in {**here, **there} if here.get(name) != there.get(name))
-            found.append(f"{name} of step {step} is {there.get(name)} instead of {here.get(name)}")
+            step, (mine, theirs) = here.get("step", there.get("step")), (flat(here), flat(there))
+            name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+            shown = name.removeprefix("scores.").removeprefix("eval.")
+            values = (str(each.get(name, "missing")) for each in (theirs, mine))
+            found.append(f"`{shown}` differs at step {step}: {' instead of '.join(values)}")
             break
     for part, mine, theirs in (
         ("weights", one.weights, other.weights),
@@ -78,7 +80,10 @@ def difference(one: Outcome, other: Outcome) -> str | None:
         names = [*mine, *(name for name in theirs if name not in mine)]
         differing = [n for n in names if n not in mine or n not in theirs or not _same(mine[n], theirs[n])]
         if differing:
-            found.append(f"{len(differing)} of {len(names)} {part} differ at the end, first {differing[0]}")
+            differ = "differs" if len(differing) == 1 else "differ"
+            found.append(
+                f"{len(differing)} of {len(names)} {part} {differ} at the end, first `{differing[0]}`"
+            )
     if not found and one.weights_sha256 != other.weights_sha256:
         found.append("the checkpoints agree, but weights_sha256 in summary.json differs")
     return "; ".join(found) or None

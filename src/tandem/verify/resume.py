@@ -76,7 +76,8 @@ def verify(
         runner = Runner(arguments, environ, Path(folder), steps, stop, script)
         calm = runner.undisturbed()
         name = script or settings.run.task
-        say(f"verify-resume: {name}, {calm.step} steps on {_ranks(calm.world_size)}, {trials} trials")
+        ranks, killed = _count(calm.world_size, "rank"), f"of {_count(trials, 'killed run')}"
+        say(f"verify-resume: {name}, {calm.step} steps on {ranks}, {_count(trials, 'trial')}")
         shown = ", ".join(f"{part} {value[:12]}" for part, value in calm.digests().items())
         say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
@@ -86,11 +87,11 @@ def verify(
         bad = [trial for trial in done if trial.difference is not None]
         diagnosis = runner.diagnosis(calm) if bad else None
         if bad:
-            say(f"verdict: not exact; {len(bad)} of {trials} killed runs differ; {diagnosis}")
+            say(f"verdict: not exact; {len(bad)} {killed} {_verb(len(bad), 'differ')}")
+            say(f"reason: {diagnosis}")
         else:
-            say(
-                f"verdict: exact; {trials} of {trials} killed runs are bit-identical to the uninterrupted run"
-            )
+            are = "is" if trials == 1 else "are"
+            say(f"verdict: exact; {trials} {killed} {are} bit-identical to the uninterrupted run")
         return FAILED if bad else FINISHED, as_json(str(name), calm, done, diagnosis)
 
 
@@ -107,8 +108,12 @@ def as_json(name: str, calm: Outcome, trials: Sequence[Trial], diagnosis: str | 
     }
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _verb(count: int, verb: str) -> str:
+    return f"{verb}{'s' * (count == 1)}"
 
 
 class Runner:
@@ -195,18 +200,18 @@ class Runner:
         again = difference(calm, self.undisturbed())
         if again is not None:
             return (
-                f"two uninterrupted runs already differ ({again}): this {what} is not deterministic, it uses "
+                f"two uninterrupted runs already differ ({again}). This {what} is not deterministic: it uses "
                 f"the time, entropy, or kernels that add in any order; {SEE[what]}"
             )
         if self._differs:
-            names = ", ".join(self._differs)
+            names, differ = ", ".join(self._differs), _verb(len(self._differs), "differ")
             return (
-                f"uninterrupted runs agree: {names}, passed to run.keep, differ between ranks, but a "
-                f"checkpoint has rank 0's only; pass each rank's own values in per_rank; {SEE[what]}"
+                f"uninterrupted runs agree. {names}, passed to run.keep, {differ} between ranks, but a "
+                f"checkpoint has rank 0's only. Pass each rank's own values in per_rank; {SEE[what]}"
             )
         return (
-            f"uninterrupted runs agree: something this {what} depends on is neither {STATE[what]} nor "
-            f"determined by the step, such as a random generator of its own or a counter; {SEE[what]}"
+            f"uninterrupted runs agree. Something this {what} depends on is neither {STATE[what]} nor "
+            f"determined by the step, such as its own random generator or a counter; {SEE[what]}"
         )
 
     def _new_run(self, save_every: int) -> WatchedRun:

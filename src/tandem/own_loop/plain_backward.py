@@ -1,0 +1,92 @@
+"""Find `loss.backward()` where a loop needs `run.backward(loss)`.
+
+Such gradients are not checked, and the loss of the step is not reported.
+
+A hook on each parameter tells which backward pass has added to its gradient last.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.errors import ConfigError
+
+log = logging.getLogger("tandem.run")
+
+INSTALLED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""How the names of files begin that are not the script's."""
+WATCHED_STEPS = 2
+"""Steps of a process after which a parameter that run.backward has reached is not watched any longer."""
+
+
+class PlainBackward:
+    """Which gradients come from a backward pass that is not `run.backward`'s."""
+
+    def __init__(self) -> None:
+        self.is_ours = False
+        """Whether `run.backward` is at work."""
+        self._handles = dict[int, Any]()
+        self._reached, self._plain = set[int](), set[int]()
+        self._place = ""  # of the last plain backward
+        self._is_used = self._has_warned = False
+        """Whether this step has used or made gradients without `run.backward`; whether one was warned of."""
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the parameters of one more wrapped model."""
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._handles:
+                hook = self._accumulated
+                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if self.is_ours:
+            self._reached.add(id(parameter))
+            self._plain.discard(id(parameter))
+            return
+        self._is_used = True
+        if not self._plain:
+            self._place = _place_in_script()
+        self._plain.add(id(parameter))
+
+    def before_optimizer(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise ConfigError if an optimizer is about to use gradients of a plain backward pass."""
+        for parameter in parameters if self._handles else ():
+            if parameter.grad is None or id(parameter) not in self._handles:
+                continue
+            if id(parameter) in self._plain:
+                place = self._place or _place_in_script()
+                raise ConfigError(
+                    f"{place + ': ' if place else ''}this step had no run.backward: replace loss.backward() "
+                    "with run.backward(loss)"
+                )
+            self._is_used = True
+
+    def end_step(self, step: int, had_backward: bool, steps: int) -> None:
+        """Warn once if `step` trained by means that cannot be judged; `steps` are those of this process."""
+        if not had_backward and self._is_used and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "step %d had no run.backward: its loss is not reported, and values that are not finite "
+                "are not detected; use run.backward(loss) in place of loss.backward()",
+                step + 1,
+            )
+        self._is_used = False
+        if steps >= WATCHED_STEPS:
+            for each in self._reached & self._handles.keys():
+                self._handles.pop(each).remove()
+            self._reached.clear()
+
+
+def _place_in_script() -> str:
+    """`train.py line 12`; empty in a thread of the engine, which has no frame of the script."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(INSTALLED):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
