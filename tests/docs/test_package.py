@@ -61,10 +61,9 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory, module_proce
     assert code == 0, said
     (packages,) = folder.glob("venv/lib/python3.*/site-packages")
     (packages / "beside.pth").write_text(f"{beside}\n")
-    (path,) = dist.glob("*.whl")
     pip = [sys.executable, "-m", "pip", f"--python={folder}/venv/bin/python", "install", "--no-deps"]
-    code, said = module_processes.run([*pip, "--no-index", str(path)])
-    assert code == 0, said
+    code, said = module_processes.run([*pip, "--no-index", "--find-links", str(dist), "tandem-train"])
+    assert code == 0 and (folder / "venv" / "bin" / "tandem").exists(), said
     yield folder / "venv" / "bin"
     shutil.rmtree(folder)
 
