@@ -420,3 +420,32 @@ def test_the_verbs_need_nothing_but_python(make: Make, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "pydantic" not in done.stdout and "argparse" in done.stdout
+
+
+def typed(processes: Any, *words: str) -> tuple[int, str]:
+    code, output = processes.run([sys.executable, "-m", "tandem", "k8s", *words])
+    return int(code), str(output)
+
+
+def test_components_may_be_named_one_by_one(processes: Any, require: Callable[..., None]) -> None:
+    """The last one won, and a job for GPUs came without them."""
+    require("kubectl")
+    code, output = typed(processes, "render", "--with", "gpu", "--with", "kueue")
+    assert code == 0 and "nvidia.com/gpu" in output and "kueue.x-k8s.io/queue-name" in output
+    assert output == typed(processes, "render", "--with", "gpu,kueue")[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("render", "--run", "mine"),
+        ("render", "--namespace", "ml"),
+        ("apply", "--run", "mine"),
+        ("status", "--purge"),
+        ("status", "--namespace", "ML_team"),
+        ("logs", "--run", "Bad Name"),
+    ],
+)
+def test_an_option_that_a_verb_does_not_read_is_refused(processes: Any, words: tuple[str, ...]) -> None:
+    code, output = typed(processes, *words)
+    assert code == 2 and len(output.splitlines()) == 1 and words[1] in output, output

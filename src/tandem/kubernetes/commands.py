@@ -1,6 +1,8 @@
 """Run one verb of `tandem k8s`."""
 
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.kubernetes import cluster, following, forwarding
@@ -8,6 +10,17 @@ from tandem.kubernetes.render import ALIASES, FOLDERS, UsageError, parts_of, ren
 
 KINDS = (*FOLDERS, *ALIASES)
 VERBS = ("render", "apply", "logs", "status", "forward", "delete")
+RUN = "tandem"
+"""The label app.kubernetes.io/instance in the manifests."""
+READ_BY = {
+    "namespace": ("apply", "logs", "status", "forward", "delete"),
+    "run": ("logs", "status", "forward", "delete"),
+    "purge": ("delete",),
+}
+"""{option: the verbs that read it}."""
+PIPE = "or pipe the manifest: tandem k8s render | kubectl apply --namespace NAME --filename -"
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""RFC 1123, for namespaces; labels may be more, names of jobs may not."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +32,24 @@ class Asked:
     components: tuple[str, ...] = ()
     image: str = ""
     namespace: str = ""
-    run: str = "tandem"
+    run: str = RUN
     purge: bool = False
     port: int = forwarding.PORT
+
+
+def check_read(verb: str, given: Mapping[str, object]) -> None:
+    """Whether `verb` reads every option that was given. Raises UsageError."""
+    for option, verbs in READ_BY.items():
+        value = given.get(option)
+        if value and verb not in verbs:
+            raise UsageError(
+                f"--{option}: {verb} does not read it; expected only with {', '.join(verbs)}"
+                + (f"; {PIPE}" if option == "namespace" else "")
+            )
+        if isinstance(value, str) and value and not NAME.fullmatch(value):
+            raise UsageError(
+                f"--{option}: invalid value {value!r}; expected lowercase letters, digits and '-'"
+            )
 
 
 def run(asked: Asked) -> int:

@@ -19,14 +19,15 @@ def k8s(options: "Namespace", environ: Environment) -> int:
     from tandem.kubernetes import commands
     from tandem.kubernetes.render import KIND
 
-    parts = tuple(options.components.split(",")) if options.components else ()
+    commands.check_read(options.action, vars(options))
+    parts = tuple(",".join(options.components).split(",")) if options.components else ()
     asked = commands.Asked(
         verb=options.action,
         kind=options.kind or ("" if parts else KIND),
         components=parts,
         image=options.image,
         namespace=options.namespace,
-        run=options.run,
+        run=options.run or commands.RUN,
         purge=options.purge,
         port=options.port,
     )
@@ -35,7 +36,7 @@ def k8s(options: "Namespace", environ: Environment) -> int:
 
 def k8s_options(parser: "Parser") -> None:
     from tandem.config import Count
-    from tandem.kubernetes.commands import KINDS, VERBS
+    from tandem.kubernetes.commands import KINDS, RUN, VERBS
     from tandem.kubernetes.forwarding import PORT
     from tandem.kubernetes.render import KIND, ORDER
 
@@ -46,14 +47,21 @@ def k8s_options(parser: "Parser") -> None:
     parser.add_argument("action", choices=VERBS, help=text)
     parser.add_argument("--kind", choices=KINDS, default="", help=f"kind of job; default {KIND}")
     parser.add_argument(
-        "--with", dest="components", metavar="A,B", default="", help=f"components: {', '.join(ORDER)}"
+        "--with",
+        dest="components",
+        metavar="A,B",
+        action="append",
+        help=f"components, may be repeated: {', '.join(ORDER)}",
     )
     parser.add_argument(
         "--image", metavar="NAME", default="", help="NAME[:TAG][@sha256:DIGEST] instead of tandem:cuda"
     )
     parser.add_argument("--namespace", metavar="NAME", default="", help="default: the context's own")
     parser.add_argument(
-        "--run", metavar="NAME", default="tandem", help="label app.kubernetes.io/instance; default tandem"
+        "--run",
+        metavar="NAME",
+        default="",
+        help=f"label app.kubernetes.io/instance of the job; default {RUN}",
     )
     parser.option("--purge", bool, "delete also removes the volume with the checkpoints")
     parser.option("--port", Count, "local port for forward", PORT)

@@ -95,7 +95,7 @@ def volume(run_dir: Path, save_bytes: float) -> Iterator[Finding]:
 def _owner(folder: Path, is_run: bool) -> Finding:
     seen, me = folder.stat(), os.geteuid()
     mode = stat.S_IMODE(seen.st_mode)
-    who = f"{folder} belongs to user {seen.st_uid}, mode {mode:o}, but this process runs as user {me}"
+    who = f"{folder} belongs to user {seen.st_uid}, mode {mode:o}; this process runs as user {me}"
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         remedy = f"`chown {me}` it (Kubernetes: fsGroup), run as user {seen.st_uid}, or another --run-dir"
         return Finding("owner", "fail", f"{who}, who cannot write there", remedy)
