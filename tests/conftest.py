@@ -38,12 +38,7 @@ PORTS_EACH = 1000
 REASON_CHARACTERS = 2000
 # Suites that wait for clusters, alerts and lost nodes start first; those that compute fill the rest.
 WAITING_FIRST = ("container", "slurm", "monitoring", "k8s", "faults", "scripts", "multi", "storage")
-LONGEST = (
-    *("multi/test_zoo.py", "docs/test_readme.py"),
-    *("benchmarks/test_gpu_check.py", "faults/test_trackers.py"),
-)
-"""Modules that take minutes: begun last, each would run alone at the end."""
-ORDER = {name: place for place, name in enumerate((*WAITING_FIRST[:1], *LONGEST, *WAITING_FIRST[1:]))}
+ORDER = {name: place for place, name in enumerate((*WAITING_FIRST, "docs/test_readme.py"))}
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
