@@ -19,6 +19,25 @@ def rank(job, position):
     default_signals()
     time.sleep(300)
 """
+INTERRUPTED = """
+def rank(job, position):
+    raise RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. ")
+"""
+"""What torch's handler of SIGCHLD raises while the rank's own code deals with the first sign of that end."""
+REPORTS = """
+import sys
+from pathlib import Path
+from tandem.launch.fork_server import start_fork_server
+from tandem.launch.workers import Workers
+from agent import Place
+
+if __name__ == "__main__":
+    start_fork_server([sys.argv[2]], Path(sys.argv[1]))
+    workers = Workers("hit:rank", None, [])
+    workers.start({0: Place()})
+    print(workers.wait(60), workers.codes())
+    workers.kill()
+"""
 DYING = "import os\nos._exit(1)\n"
 AGENT = """
 import os, signal, sys, time
@@ -221,6 +240,7 @@ if __name__ == "__main__":
 """
 TEXTS = {"late": STARTED_TOO_LATE, "dying": DYING, "agent": AGENT, "stuck": STUCK}
 TEXTS |= {"delayed": DELAYED, "ending": ENDING, "pool": OWN_POOL, "own": OWN, "again": AGAIN}
+TEXTS |= {"hit": INTERRUPTED, "reports": REPORTS}
 TEXTS |= {"bound": BOUND, "generations": GENERATIONS, "resized": RESIZED}
 pytestmark = pytest.mark.timeout(110)
 
@@ -294,3 +314,8 @@ def test_a_fork_server_that_is_started_anew_runs_no_file_of_the_current_folder(t
     done = agent(tmp_path, "", "again")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "here" / "was-run").exists(), done.stderr
+
+
+def test_a_killed_loader_process_is_one_whatever_the_rank_is_at(tmp_path: Path) -> None:
+    done = agent(tmp_path, "hit", "reports")
+    assert done.stdout == "True {0: 137}\n", (done.stdout, done.stderr)

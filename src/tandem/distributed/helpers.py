@@ -37,13 +37,13 @@ def killed_helper(error: BaseException) -> tuple[str, int] | None:
 def _end_of_news() -> RuntimeError | None:
     """Take torch's handler of SIGCHLD away; what it has raised just before that."""
     told = None
-    while threading.current_thread() is threading.main_thread():
+    while True:
         try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            break
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return told
         except RuntimeError as error:
             told = error
-    return told
 
 
 def _found_in(error: BaseException) -> tuple[str, int] | None:

@@ -17,6 +17,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from tandem.checkpoint.memory import NodeMemory
+from tandem.distributed.helpers import killed_helper
 from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED
 from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_gone, start
 from tandem.launch.restarts import shell_code
@@ -86,7 +87,14 @@ def _worker_main(
         os._exit(PEER_LOST)
     name_process(f"tandem-rank-{position.rank}")
     heed(lifeline.fileno())
-    code = resolve(function)(job, position)
+    try:
+        code = resolve(function)(job, position)
+    except RuntimeError as error:  # of torch's handler of SIGCHLD, in the code that ends the rank
+        killed = killed_helper(error)
+        if killed is None:
+            raise
+        log.error("%s; ending the rank as if it had been killed", killed[0])
+        code = killed[1]
     if code != FINISHED:  # what it has started may never end, and would be waited for
         for child in multiprocessing.active_children():
             child.kill()
