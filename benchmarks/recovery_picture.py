@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-COLUMNS, ROW, TOP, LEFT, LETTER = 100, 19, 28, 14, 7.22
+COLUMNS, ROW, TOP, LEFT, LETTER = 108, 19, 28, 14, 7.22
 SECONDS, KILL_AT, AFTER = 12.0, 2.5, 7.5  # of the picture; its kill; what is shown of the time after that
 KILL_AFTER_STEP = 200
 LIMIT_SECONDS = 120
