@@ -81,7 +81,7 @@ def test_one_run_is_listed_alone(folder: Path) -> None:
 
 def test_no_runs_and_no_folder(tmp_path: Path) -> None:
     assert table(find_runs(tmp_path), tmp_path) == f"no runs in {tmp_path}"
-    with pytest.raises(ConfigError, match="nowhere is not a directory"):
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
         run("runs", [str(tmp_path / "nowhere")], {})
 
 

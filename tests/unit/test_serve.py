@@ -90,7 +90,7 @@ def test_it_is_as_guarded_as_the_live_page(folder: Path, serve: object) -> None:
 
 
 def test_what_cannot_be_served_is_one_line(folder: Path, tmp_path: Path) -> None:
-    for place, words in ((folder / "no run", "is not a run"), (tmp_path / "nothing", "is not a directory")):
+    for place, words in ((folder / "no run", "is not a run"), (tmp_path / "nothing", "does not exist")):
         with pytest.raises(ConfigError, match=words):
             run("page", [str(place)], {})
     with pytest.raises(ConfigError, match="--token-file"):
