@@ -71,7 +71,7 @@ END_LOOK_SECONDS = 0.005
 PIPE_SECONDS = 1.0
 """From the end of a pipe to a helper process until that has ended: whether a signal has ended it."""
 JUST_AFTER_SECONDS = 0.3
-"""From the end of ranks that have ended well until what they leave running is said to be left behind."""
+"""Processes that end this soon after ranks that have ended well are not reported as left behind."""
 LEFT_BEHIND_SECONDS = 1.0
 """What ranks that have ended well leave running has SIGTERM and this long, then SIGKILL."""
 DISMISSED_SECONDS = 1.0

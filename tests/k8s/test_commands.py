@@ -442,6 +442,7 @@ def test_components_may_be_named_one_by_one(processes: Any, require: Callable[..
         ("render", "--namespace", "ml"),
         ("apply", "--run", "mine"),
         ("status", "--purge"),
+        ("logs", "--port", "8080"),
         ("status", "--namespace", "ML_team"),
         ("logs", "--run", "Bad Name"),
     ],
@@ -449,3 +450,7 @@ def test_components_may_be_named_one_by_one(processes: Any, require: Callable[..
 def test_an_option_that_a_verb_does_not_read_is_refused(processes: Any, words: tuple[str, ...]) -> None:
     code, output = typed(processes, *words)
     assert code == 2 and len(output.splitlines()) == 1 and words[1] in output, output
+
+
+def test_make_says_so_too(make: Make) -> None:
+    one_line(make("k8s-render", "NAMESPACE=ml"), "NAMESPACE", "render does not read it")

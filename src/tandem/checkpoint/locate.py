@@ -6,7 +6,7 @@ from tandem.checkpoint.storage.protocol import STEP_NAME
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import ConfigError
-from tandem.there import is_folder, is_there
+from tandem.paths import exists, is_directory
 
 LINKED = "checkpoints is a symbolic link, which tandem does not follow"
 
@@ -25,7 +25,7 @@ def checkpoints_of(run: str | PurePath) -> PurePath:
     if is_linked(path):
         raise ConfigError(f"{path}: {LINKED}; give the directory it points to")
     inner = path / "checkpoints"
-    has_inner = is_folder(inner) if isinstance(inner, Path) else CheckpointStore(inner).steps()
+    has_inner = is_directory(inner) if isinstance(inner, Path) else CheckpointStore(inner).steps()
     return inner if has_inner else path
 
 
@@ -35,10 +35,10 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
     Raises ConfigError where there is no such checkpoint.
     """
     name, at, number = text.rpartition("@")
-    step = int(number) if at and number.isdecimal() and not is_there(Path(text)) else None
+    step = int(number) if at and number.isdecimal() and not exists(Path(text)) else None
     path = address(text if step is None else name)
     if isinstance(path, Path):
-        if not is_folder(path):
+        if not is_directory(path):
             raise ConfigError(
                 f"{path} is not a directory; give a run, its checkpoints directory, or one step-... in it"
             )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.cluster.engine import ClusterError, docker, project_word
-from tandem.cluster.volume import image_of, is_there, reader, volume_of
+from tandem.cluster.volume import exists, image_of, reader, volume_of
 from tandem.cluster.wording import say
 from tandem.cluster.work import RUN
 
@@ -25,7 +25,7 @@ MOST_NAMED = 20
 def get(options: argparse.Namespace) -> int:
     """Copy a run whole or not at all, and write over nothing."""
     volume, run, named = volume_of(options.project), options.run, project_word(options.project)
-    if not is_there(volume):
+    if not exists(volume):
         raise ClusterError(
             f"there is no volume {volume} here, so no run of {options.project}; "
             f"start one: make compose-up NODES=2{named}"

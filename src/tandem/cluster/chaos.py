@@ -96,7 +96,7 @@ def break_it(cluster: Cluster, name: str, index: int) -> Row:
     lifted_at_step = live_step(cluster) or 0
     happened, shaped = "", dict[str, str]()
 
-    def is_there() -> bool:
+    def exists() -> bool:
         nonlocal happened
         keep_shape(cluster, shaped)  # also where `make compose-up` has ended, as after the fault `stop`
         happened = fault.check(scene) or ""
@@ -104,7 +104,7 @@ def break_it(cluster: Cluster, name: str, index: int) -> Row:
         step = live_step(cluster)
         return bool(happened) and step is not None and step > (lifted_at_step if floor is None else floor)
 
-    until(cluster, is_there, f"documented outcome of {name}", OUTCOME_SECONDS)
+    until(cluster, exists, f"documented outcome of {name}", OUTCOME_SECONDS)
     seconds, resumed = time.monotonic() - began, scene.resumed()
     if fault.reopens and resumed is None:
         raise OutcomeError(f"no world was opened after {name}, and one had to be")

@@ -71,15 +71,15 @@ rank = pathlib.Path(f"/proc/{found[0]}")
 for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
     if os.path.exists(limit):
         most = int(open(limit).read())
-def is_there():
+def exists():
     return rank.exists() and "Z" not in (rank / "stat").read_text().rpartition(")")[2].split()[0]
 if os.fork() == 0:  # the kernel may take the one that fills, too
     held = []
-    while is_there() and len(held) << 24 <= most:
+    while exists() and len(held) << 24 <= most:
         held.append(bytearray(b"x") * (1 << 24))
     os._exit(0)
 os.wait()
-if is_there():
+if exists():
     sys.exit("the memory limit did not hold")
 print(f"{most >> 20} MiB")
 """

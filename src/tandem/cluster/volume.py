@@ -19,7 +19,7 @@ def volume_of(project: str) -> str:
     return f"{project}_checkpoints"
 
 
-def is_there(volume: str) -> bool:
+def exists(volume: str) -> bool:
     """A container that mounts a volume which is not there would make it."""
     return docker("volume", "inspect", "--format", "{{.Name}}", volume, check=False).strip() == volume
 
@@ -43,7 +43,7 @@ def reader(volume: str, image: str, script: str, *arguments: str) -> list[str]:
 
 def read(volume: str, image: str, path: str) -> tuple[str, float] | None:
     """A file of the volume and when it was written (Unix seconds); None where there is none."""
-    if not is_there(volume):
+    if not exists(volume):
         return None
     ended = _run(reader(volume, image, READ, path))
     written, _, text = ended.stdout.partition("\n")
@@ -53,7 +53,7 @@ def read(volume: str, image: str, path: str) -> tuple[str, float] | None:
 def remove_volumes(volumes: Sequence[str]) -> None:
     """What `docker compose down` has left because a container had it: an `up` elsewhere may just read it."""
     deadline = time.monotonic() + RELEASE_SECONDS
-    while left := [volume for volume in volumes if is_there(volume)]:
+    while left := [volume for volume in volumes if exists(volume)]:
         docker("volume", "rm", *left, check=False)
         if time.monotonic() > deadline:
             raise ClusterError(f"a container has volume {left[0]}: docker ps -a --filter volume={left[0]}")

@@ -2,11 +2,11 @@
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.kubernetes import cluster, following, forwarding
 from tandem.kubernetes.render import ALIASES, FOLDERS, UsageError, parts_of, render, selection_of
+from tandem.kubernetes.spoken import option
 
 KINDS = (*FOLDERS, *ALIASES)
 VERBS = ("render", "apply", "logs", "status", "forward", "delete")
@@ -16,11 +16,12 @@ READ_BY = {
     "namespace": ("apply", "logs", "status", "forward", "delete"),
     "run": ("logs", "status", "forward", "delete"),
     "purge": ("delete",),
+    "port": ("forward",),
 }
 """{option: the verbs that read it}."""
 PIPE = "or pipe the manifest: tandem k8s render | kubectl apply --namespace NAME --filename -"
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-"""RFC 1123, for namespaces; labels may be more, names of jobs may not."""
+"""A DNS label (RFC 1123)."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,27 @@ class Asked:
     port: int = forwarding.PORT
 
 
-def check_read(verb: str, given: Mapping[str, object]) -> None:
-    """Whether `verb` reads every option that was given. Raises UsageError."""
-    for option, verbs in READ_BY.items():
-        value = given.get(option)
-        if value and verb not in verbs:
+def _check(asked: Asked) -> None:
+    """Raise UsageError for an option that the verb does not read, and for an invalid name."""
+    defaults = Asked(asked.verb)
+    for name, verbs in READ_BY.items():
+        value = getattr(asked, name)
+        if value == getattr(defaults, name):
+            continue
+        if asked.verb not in verbs:
             raise UsageError(
-                f"--{option}: {verb} does not read it; expected only with {', '.join(verbs)}"
-                + (f"; {PIPE}" if option == "namespace" else "")
+                f"{option(f'--{name}')}: {asked.verb} does not read it; expected only with {', '.join(verbs)}"
+                + (f"; {PIPE}" if name == "namespace" else "")
             )
-        if isinstance(value, str) and value and not NAME.fullmatch(value):
+        if isinstance(value, str) and not NAME.fullmatch(value):
             raise UsageError(
-                f"--{option}: invalid value {value!r}; expected lowercase letters, digits and '-'"
+                f"{option(f'--{name}')}: invalid value {value!r}; expected lowercase letters, digits and '-'"
             )
 
 
 def run(asked: Asked) -> int:
     """Run the verb and return its exit code. Raises UsageError with one line."""
+    _check(asked)
     selection = selection_of(asked.kind, asked.components)
     text = render(selection, asked.image)
     if asked.verb == "render":

@@ -60,7 +60,7 @@ def render(selection: str, image: str = "") -> str:
 
 
 def render_parts(kind: str, parts: Sequence[str], image: str = "") -> str:
-    """The YAML of a kind and of components in this order, of whom none brings what it needs."""
+    """The YAML of a kind with exactly these components, in this order; what they need is not added."""
     with tempfile.TemporaryDirectory(prefix="tandem-k8s-") as name:
         folder = Path(name).resolve()
         root = manifests()

@@ -121,7 +121,7 @@ def _fork(preload: Sequence[str]) -> int:
 
 
 def _secret() -> bytes | None:
-    """What a process has to know that asks for a fork: Python 3.14 and newer ask for it."""
+    """The key without which the fork server of Python 3.14 and newer forks nothing; None before 3.14."""
     length = getattr(forkserver, "_AUTHKEY_LEN", None)
     return None if length is None else os.urandom(length)
 

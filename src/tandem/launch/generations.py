@@ -91,7 +91,8 @@ class NodeAgent(SimpleElasticAgent):
         while True:
             self._await_end_of_last()
             self._joining, self._waiting_since, self._next_word = True, running.now(), 1.0
-            self._node.view.joining()
+            if self._budget.generations:
+                self._node.view.rejoining()
             try:
                 self._initialize_workers(self._worker_group)
             except StopRequestedError:
@@ -166,9 +167,9 @@ class NodeAgent(SimpleElasticAgent):
         return code
 
     def _await_blame(self) -> dict[int, int]:
-        """Failures here, once not all are of ranks that lost their peers; who ends them may take a moment.
+        """The failures on this node, once one of them is more than a lost peer, or BLAME_SECONDS are over.
 
-        A rank's connections close before its process has ended.
+        A rank's connections close before its process ends, so the ranks that lost it may end first.
         """
         deadline = running.now() + BLAME_SECONDS
         while True:

@@ -15,12 +15,12 @@ from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.errors import ConfigError
+from tandem.paths import exists
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.report.trackers import check
 from tandem.report.tracking import FILE_NAME
 from tandem.telemetry.journal import write_json_atomic
-from tandem.there import is_there
 
 log = logging.getLogger("tandem.launch")
 
@@ -62,21 +62,21 @@ def open_run_folder(settings: Settings) -> None:
 def run_folder(settings: Settings, is_first: bool = True) -> Iterator[None]:
     """`open_run_folder`; the first node takes folders away that it has made and nothing has come into."""
     folder = local_folder(settings.run.place)
-    made = [each for each in (folder, *folder.parents) if is_first and not is_there(each)]
+    made = [each for each in (folder, *folder.parents) if is_first and not exists(each)]
     open_run_folder(settings)
     try:
         yield
     finally:
         with suppress(OSError):  # not empty, or gone with the claim on it
             for each in made:
-                if is_there(each):
+                if exists(each):
                     each.rmdir()
 
 
 def open_log_folder(run_dir: Path) -> bool:
     """Make it for nodes that write there, all on this host; whether it is new. Raises ConfigError."""
     folder = run_dir / "log"
-    is_new = not is_there(folder)
+    is_new = not exists(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,7 +86,7 @@ def open_log_folder(run_dir: Path) -> bool:
 
 def forget_mistake(run_dir: Path) -> None:
     """Nodes have found a mistake, each in its log, and said it on the terminal: no run, no logs of one."""
-    if not is_there(run_dir / "config.json"):
+    if not exists(run_dir / "config.json"):
         shutil.rmtree(run_dir / "log", ignore_errors=True)
 
 

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,7 @@ from tandem.launch.run_dir import of_this_job, resolve_run_dir
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.signals import StopFlag
-from tandem.tasks.traces import full_trace, short_trace
+from tandem.tasks.traces import full_trace, script_trace
 from tandem.timeouts import BLAME_SECONDS
 
 log = logging.getLogger("tandem.run")
@@ -136,8 +135,7 @@ class Ending:
             return
         where = f"log/rank-{self._lone.position.rank}.log"
         log.info("the full traceback is in %s", where, extra={"detail": full_trace(error)})
-        said = traceback.format_exception_only(error)[-1].rstrip()
-        print(f"{short_trace(error, 'the script')}\n{said}", file=sys.stderr)
+        print(script_trace(error), file=sys.stderr)
 
     def _at_exit(self) -> None:
         try:

@@ -146,7 +146,7 @@ def _wait(nodes: Sequence["SimulatedNode"]) -> None:
 def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
     """What killed nodes have left behind, which ends by itself in a moment (keeper.py).
 
-    Not the writers of JSON, which are nobody's children: that of a node that lives stays.
+    The writers of JSON logs do not count: they are orphans of all nodes, and a live node keeps its own.
     """
     left = below(fork_server_pid() or 0, {node.pid for node in nodes if node.code() is None})
     return [each for each in left if each.name != WRITER]

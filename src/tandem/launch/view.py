@@ -60,7 +60,6 @@ class NodeView:
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         self._limits = health.Limits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # what the first rank that failed said
-        self._has_begun = False
         self._state, self.last_progress = "starting", time.time()
         self._health_file = life.HealthFile(state_dir)
         self._stop = stop
@@ -115,17 +114,15 @@ class NodeView:
             config_hash="",
         )
 
-    def joining(self) -> None:
-        """The agent waits for the other nodes; after a generation, none of its ranks trains any more."""
-        if self._has_begun and self._state not in FINAL_STATES:
-            self.last_progress, self._state = time.time(), "rendezvous"
-            self._beats.clear()
-            if self._journal is not None:
-                self._enter("rendezvous")
+    def rejoining(self) -> None:
+        """The ranks of a generation have ended, and the agent waits for the other nodes."""
+        self.last_progress, self._state = time.time(), "rendezvous"
+        if self._journal is not None:
+            self._enter("rendezvous")
 
     def generation_started(self, number: int, position: Position) -> None:
         """The agent is about to start its ranks."""
-        self.last_progress, self.last_words, self._has_begun = time.time(), "", True
+        self.last_progress, self.last_words = time.time(), ""
         if self._journal is None:
             return
         self._nodes, self._world_size = position.nodes, position.world_size
@@ -172,7 +169,7 @@ class NodeView:
         if ending == "failed" or not summary.exists():
             self.event(ending, exit_code=code, reason=reason)
             if code == MISCONFIGURED and self.plan is None and summary.exists():
-                log.info("%s is that of the launch before: this one was refused", summary)
+                log.info("kept %s of the previous launch, because this launch was refused", summary)
             else:
                 with reporting("write summary.json"):
                     write_json_atomic(summary, self._summary(ending, code, reason))

@@ -19,7 +19,7 @@ from tandem.errors import ConfigError
 log = logging.getLogger("tandem.run")
 
 INSTALLED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""How the names of files begin that are not the script's."""
+"""Beginnings of file names that are not part of the script."""
 WATCHED_STEPS = 2
 """Steps of a process after which a parameter that run.backward has reached is not watched any longer."""
 
@@ -29,7 +29,7 @@ class PlainBackward:
 
     def __init__(self) -> None:
         self.is_ours = False
-        """Whether `run.backward` is at work."""
+        """Whether `run.backward` is running."""
         self._handles = dict[int, Any]()
         self._reached, self._plain = set[int](), set[int]()
         self._place = ""  # of the last plain backward

@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 NAMELESS = ("none", "by-hand")
-"""Platforms whose name would tell a reader of the log nothing."""
+"""Platforms that the log does not name: there is nothing to know about them."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def find_runs(folder: Path, now: float | None = None) -> list[RunRow]:
     """The runs in `folder`, newest first; `folder` itself where it is one. Raises ConfigError."""
     if not folder.is_dir():
         if not folder.exists():
-            raise ConfigError(f"{folder} does not exist: there are no runs here yet; give their directory")
+            raise ConfigError(f"{folder} does not exist; expected the directory of your runs")
         raise ConfigError(f"{folder} is not a directory; give the directory of the runs, such as runs")
     now = time.time() if now is None else now
     try:

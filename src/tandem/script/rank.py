@@ -35,7 +35,7 @@ from tandem.script.job import Job
 from tandem.script.lifeline import descriptor_for_exec
 from tandem.script.watch import Watch, imports_file
 from tandem.signals import default_signals
-from tandem.tasks.traces import short_trace
+from tandem.tasks.traces import script_trace
 from tandem.telemetry.channel import sender
 from tandem.telemetry.stacks import keep_stacks
 
@@ -147,10 +147,8 @@ def _show(error: BaseException, position: Position, record: Any) -> None:
         return
     record.write("".join(traceback.format_exception(error)))
     record.flush()
-    said = traceback.format_exception_only(error)[-1].rstrip()
-    text = f"{short_trace(error, 'the script')}\n{said}\n"
     with suppress(OSError):  # a terminal that was closed
-        sys.stderr.write(text)
+        sys.stderr.write(f"{script_trace(error)}\n")
         sys.stderr.flush()
 
 

@@ -36,6 +36,11 @@ def short_trace(error: BaseException, owner: str = "the task") -> str:
     return "\n".join(lines[:MOST_LINES])
 
 
+def script_trace(error: BaseException) -> str:
+    """`short_trace` of a script, and the last line of Python's own: what a terminal shows of it."""
+    return f"{short_trace(error, 'the script')}\n{traceback.format_exception_only(error)[-1].rstrip()}"
+
+
 def what_and_where(error: BaseException) -> str:
     """`RuntimeError: shapes do not fit (my_task.py line 12)`: one line."""
     kind, text = type(error).__name__, text_of(error).strip()

@@ -75,8 +75,8 @@ class Past:
     def applied_to(self, beats: Sequence[Beat]) -> list[Beat]:
         """Heartbeats with the limits that follow from it."""
         hang = self.hang
-        is_there = hang is not None and any(_is_at(hang, beat) for beat in beats)
-        return [self._of(beat, is_there) for beat in beats]
+        exists = hang is not None and any(_is_at(hang, beat) for beat in beats)
+        return [self._of(beat, exists) for beat in beats]
 
     def is_again(self, alarm: Alarm) -> bool:
         """Whether it is the hang of an earlier generation."""
@@ -88,8 +88,8 @@ class Past:
             return is_line or _is_near(alarm.step, hang)
         return alarm.rank == hang.rank and (is_line or alarm.step == hang.step)
 
-    def _of(self, beat: Beat, is_there: bool) -> Beat:
-        if is_there and self.hang is not None and (beat.waiting or beat.rank == self.hang.rank):
+    def _of(self, beat: Beat, exists: bool) -> Beat:
+        if exists and self.hang is not None and (beat.waiting or beat.rank == self.hang.rank):
             limit = beat.hang if beat.hang > STARTING_HANG_SECONDS else AGAIN_SECONDS
             return replace(beat, idle_limit=min(beat.idle_limit, limit))
         is_auto = beat.trains and beat.idle_limit > beat.hang
@@ -162,8 +162,8 @@ def _is_at(hang: Alarm, beat: Beat) -> bool:
     """Whether this rank is where that hang was. A script counts its steps from 0 again: its line tells."""
     if beat.rank != hang.rank and not (hang.together and beat.waiting):
         return False
-    is_there = _is_near(beat.step, hang) if hang.together else beat.step == hang.step
-    return (beat.activity == "train" and is_there) or (
+    exists = _is_near(beat.step, hang) if hang.together else beat.step == hang.step
+    return (beat.activity == "train" and exists) or (
         not beat.trained and _is_same_line(beat.phase, hang.phase)
     )
 

@@ -22,7 +22,7 @@ from tandem.checkpoint.state import deserialize, serialize
 from tandem.data.datasets import one_line, torchvision_for
 from tandem.distributed.strategy import Strategy
 from tandem.errors import CheckpointError, ConfigError
-from tandem.there import is_regular, is_there
+from tandem.paths import exists, is_file
 
 log = logging.getLogger("tandem.run")
 
@@ -41,12 +41,12 @@ SHOWN = 4
 def read_weights(place: PurePath, download: bool) -> bytes:
     """The tensors by name that `place` stands for, as `serialize` gives them. Raises ConfigError."""
     named = NAMED_WEIGHTS.fullmatch(str(place))
-    if named is not None and not (isinstance(place, Path) and is_there(place)):
+    if named is not None and not (isinstance(place, Path) and exists(place)):
         place = _torchvision_file(named[2], download)
-    elif isinstance(place, Path) and not is_there(place) and "@" not in place.name:
+    elif isinstance(place, Path) and not exists(place) and "@" not in place.name:
         raise ConfigError(f"--init-from: {place} does not exist (looked from {Path.cwd()}); expected {VALID}")
     try:
-        if isinstance(place, Path) and is_regular(place):
+        if isinstance(place, Path) and is_file(place):
             return serialize(tensors_in(_state_in(place)))
         return serialize(tensors_in(deserialize(saved_at(str(place)).raw)))
     except CheckpointError as error:
@@ -122,7 +122,7 @@ def _torchvision_file(name: str, download: bool) -> Path:
         raise ConfigError(f"--init-from {name}: torchvision has no such weights{meant}") from error
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path: Path = folder / url.rpartition("/")[2]
-    if is_regular(path):
+    if is_file(path):
         return path
     if not download:
         raise ConfigError(

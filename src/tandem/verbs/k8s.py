@@ -19,7 +19,6 @@ def k8s(options: "Namespace", environ: Environment) -> int:
     from tandem.kubernetes import commands
     from tandem.kubernetes.render import KIND
 
-    commands.check_read(options.action, vars(options))
     parts = tuple(",".join(options.components).split(",")) if options.components else ()
     asked = commands.Asked(
         verb=options.action,
@@ -27,7 +26,7 @@ def k8s(options: "Namespace", environ: Environment) -> int:
         components=parts,
         image=options.image,
         namespace=options.namespace,
-        run=options.run or commands.RUN,
+        run=options.run,
         purge=options.purge,
         port=options.port,
     )
@@ -60,7 +59,7 @@ def k8s_options(parser: "Parser") -> None:
     parser.add_argument(
         "--run",
         metavar="NAME",
-        default="",
+        default=RUN,
         help=f"label app.kubernetes.io/instance of the job; default {RUN}",
     )
     parser.option("--purge", bool, "delete also removes the volume with the checkpoints")

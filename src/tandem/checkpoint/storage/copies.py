@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.storage.protocol import Remote
 from tandem.config.address import RemotePath, address
-from tandem.there import is_there
+from tandem.paths import exists
 
 log = logging.getLogger("tandem.run")
 
@@ -68,17 +68,17 @@ class Copies:
             if name.startswith("events.jsonl") and has_more_events:
                 continue
             content, path = store.read(self._where / name), folder / name
-            if name == "tracker.json" and is_there(path):
+            if name == "tracker.json" and exists(path):
                 continue  # it is written oftener than copied
             if content is None:
                 path.unlink(missing_ok=True)
-            elif not is_there(path) or not path.read_bytes().startswith(content):
+            elif not exists(path) or not path.read_bytes().startswith(content):
                 path.write_bytes(content)
 
     def _has_more_events(self, folder: Path, store: Remote) -> bool:
         """Whether events.jsonl here has been put aside since it was copied: the older one has the copy."""
         content, path = store.read(self._where / "events.jsonl"), folder / "events.jsonl.1"
-        return bool(content) and is_there(path) and path.read_bytes().startswith(content or b"")
+        return bool(content) and exists(path) and path.read_bytes().startswith(content or b"")
 
     def begin(self, config: bytes, keeps_summary: bool = False) -> None:
         """A run begins here: its journal comes back, its summary is no longer true. Raises OSError."""

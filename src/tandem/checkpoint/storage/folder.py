@@ -24,8 +24,8 @@ from tandem.checkpoint.storage.protocol import (
     Sink,
     unstale,
 )
+from tandem.paths import exists, is_directory
 from tandem.reading import descriptor
-from tandem.there import is_folder, is_there
 
 NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that cannot, and need not
 LISTINGS = 10  # at most, of a folder that another writer prunes; NFS may name for a minute what is gone
@@ -79,7 +79,7 @@ class Folder:
         stale NFS handle."""
         target = Path(target)
         unstale(lambda: self._prepare(target.parent))
-        if not replace and unstale(lambda: is_there(target)):
+        if not replace and unstale(lambda: exists(target)):
             raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
         try:
             return self._write(target, payload, manifest)
@@ -89,7 +89,7 @@ class Folder:
             return self._write(target, payload, manifest)
 
     def _prepare(self, directory: Path) -> None:
-        if self._anchored != directory or not is_folder(directory):
+        if self._anchored != directory or not is_directory(directory):
             make_directory(directory)
             self._anchored = directory
         _mend(directory)
@@ -119,7 +119,7 @@ class Folder:
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         source, target = Path(source), Path(target)
-        if not is_folder(target.parent):
+        if not is_directory(target.parent):
             make_directory(target.parent)
         rename(source, target)
         if source == self._anchored:
@@ -145,14 +145,14 @@ def _has_data(descriptor: int) -> bool:
 def _entries(directory: Path, tries: int = LISTINGS) -> dict[str, dict[str, int]]:
     """What lies there. Where a writer prunes meanwhile, its newer one is not among the names: asked again."""
     found: dict[str, dict[str, int]] = {}
-    for name in os.listdir(directory) if is_folder(directory) else []:
+    for name in os.listdir(directory) if is_directory(directory) else []:
         try:
             if STEP_NAME.fullmatch(name) and (directory / name).is_symlink():
                 found[name] = {MANIFEST: 0}  # which says when it is read that it is reached through a link
             elif STEP_NAME.fullmatch(name):
                 with os.scandir(directory / name) as files:
                     found[name] = {file.name: file.stat(follow_symlinks=False).st_size for file in files}
-            elif is_folder(directory / name):  # what it holds is nobody's business here
+            elif is_directory(directory / name):  # what it holds is nobody's business here
                 found[name] = {}
         except NotADirectoryError:  # not ours
             continue
@@ -165,16 +165,16 @@ def _entries(directory: Path, tries: int = LISTINGS) -> dict[str, dict[str, int]
 def _publish(temporary: Path, target: Path) -> None:
     directory, replaced = target.parent, target.with_name(f".replaced-{target.name}")
     try:
-        if is_there(target):
+        if exists(target):
             rename(target, replaced)
             fsync_directory(directory)  # or else a power loss may keep the next rename alone
         rename(temporary, target)
         fsync_directory(directory)
     except BaseException:  # not known to be on disk: as if it had never been
         with suppress(OSError):  # what this cannot put back, the next save's _prepare does
-            if is_there(target) and not is_there(temporary):
+            if exists(target) and not exists(temporary):
                 os.rename(target, temporary)
-            if is_there(replaced):
+            if exists(replaced):
                 os.rename(replaced, target)
             fsync_directory(directory)
             remove_tree(temporary)
@@ -185,7 +185,7 @@ def _publish(temporary: Path, target: Path) -> None:
 def _mend(directory: Path) -> None:
     for replaced in directory.glob(".replaced-step-*"):
         target = directory / replaced.name.removeprefix(".replaced-")
-        if is_there(target / MANIFEST):
+        if exists(target / MANIFEST):
             fsync_directory(directory)  # the new one's name is on disk before the old one goes
             remove_tree(replaced)
         else:
@@ -234,7 +234,7 @@ def make_directory(path: Path) -> None:
     A directory whose name cannot be put there is removed again: after an fsync error the next fsync may
     say that all is well without it.
     """
-    missing = not is_folder(path)
+    missing = not is_directory(path)
     if missing:
         make_directory(path.parent)
         with suppress(FileExistsError):
@@ -268,7 +268,7 @@ def rename(source: Path, target: Path) -> None:
     try:
         os.rename(source, target)
     except OSError as error:
-        if error.errno not in (errno.ESTALE, errno.ENOENT) or is_there(source) or not is_there(target):
+        if error.errno not in (errno.ESTALE, errno.ENOENT) or exists(source) or not exists(target):
             raise
 
 

@@ -15,8 +15,8 @@ from typing import Protocol
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.storage.protocol import unstale
 from tandem.config.address import RemotePath
+from tandem.paths import is_directory
 from tandem.reading import opened
-from tandem.there import is_folder
 
 LARGEST_BYTES = 64 * 1024
 NAME = re.compile(r"\d{9,}")
@@ -60,7 +60,7 @@ class FolderNotes:
         return self._folder / f"{number:09d}"
 
     def numbers(self) -> list[int]:
-        return unstale(lambda: _numbers(os.listdir(self._folder) if is_folder(self._folder) else []))
+        return unstale(lambda: _numbers(os.listdir(self._folder) if is_directory(self._folder) else []))
 
     def read(self, number: int) -> bytes | None:
         def once() -> bytes:

@@ -1,7 +1,7 @@
-"""Whether a path exists: only what is an answer is taken for one, and EIO, ESTALE or EACCES are raised.
+"""Does a path exist? As pathlib answers, but an error of the volume (EIO, ESTALE, EACCES) is raised.
 
-The methods of pathlib that ask the same return False for them since Python 3.14. A volume that fails for a
-moment would then be an empty directory of checkpoints, and a run would start again at step 0.
+Since Python 3.14, pathlib returns False for such errors. A volume that fails for a moment would then look
+like an empty directory of checkpoints, and a run would start again at step 0.
 """
 
 import errno
@@ -9,21 +9,21 @@ import os
 import stat
 
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
-"""What pathlib took for "no" up to Python 3.13 (`pathlib._IGNORED_ERRNOS`)."""
+"""The errors for which pathlib returned False up to Python 3.13 (`pathlib._IGNORED_ERRNOS`)."""
 
 
-def is_there(path: "str | os.PathLike[str]") -> bool:
+def exists(path: "str | os.PathLike[str]") -> bool:
     """Whether `path` exists, links followed. Raises OSError where that cannot be said."""
     return _mode(path) is not None
 
 
-def is_folder(path: "str | os.PathLike[str]") -> bool:
+def is_directory(path: "str | os.PathLike[str]") -> bool:
     """Whether `path` is a directory, links followed. Raises OSError where that cannot be said."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 
 
-def is_regular(path: "str | os.PathLike[str]") -> bool:
+def is_file(path: "str | os.PathLike[str]") -> bool:
     """Whether `path` is a regular file, links followed. Raises OSError where that cannot be said."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)

@@ -10,9 +10,9 @@ import pytest
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
-from tandem.there import is_folder, is_regular, is_there
+from tandem.paths import exists, is_directory, is_file
 
-ASKED = [is_there, is_folder, is_regular]
+ASKED = [exists, is_directory, is_file]
 
 
 @pytest.fixture
