@@ -19,7 +19,7 @@ SAME = ("--node-rank", "--max-restarts", "--numa-binding", "--shutdown-timeout")
 READ = ("--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-backend")
 SWITCHES = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 SILENT = ("--rdzv-id", "--role", "--monitor-interval")
-"""Dropped without a line: a script cannot tell the difference."""
+"""Dropped silently: a script cannot tell the difference."""
 OUTPUT = "--log-dir --redirects --tee --local-ranks-filter --logs-specs"
 OUTPUT += " --log-line-prefix-template --duplicate-stdout-filters --duplicate-stderr-filters"
 OTHERS = "--rdzv-conf --local-addr --start-method --event-log-handler --signals-to-handle"
@@ -124,7 +124,10 @@ def _is_placed(environ: Mapping[str, str]) -> bool:
 
 
 def _node_rank(where: str, nodes: str) -> int:
-    """The rank of this node: the host of the endpoint is node 0. (torchrun ranks nodes as they arrive.)"""
+    """Return the rank of this node: the host of the endpoint is node 0.
+
+    torchrun ranks nodes as they arrive.
+    """
     host = where.rpartition(":")[0].strip("[]")
     if any(map(is_local, addresses_of(host))):
         return 0
