@@ -1,4 +1,4 @@
-"""`python -m tandem.script.function FILE`: what a rank of `tandem.launch(function)` runs.
+"""`python -m tandem.script.function FILE`: run the function of `tandem.launch(function)` on a rank.
 
 The launch has written FILE into a directory that only its user can read, and removes it when the job ends.
 """
@@ -19,7 +19,7 @@ RESULT = ".result"
 
 
 def write(file: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Write what every rank calls. Raises ConfigError if it cannot be pickled."""
+    """Write the call that every rank makes. Raises ConfigError if it cannot be pickled."""
     try:
         call = cloudpickle.dumps((function, arguments))
     except Exception as error:
@@ -32,10 +32,13 @@ def write(file: Path, function: Callable[..., Any], arguments: Sequence[Any]) ->
 
 
 def run(file: Path) -> None:
-    """Call the function; rank 0 writes what it returns. Raises ConfigError if that cannot be pickled."""
+    """Call the function, and on rank 0 write its result.
+
+    Raises ConfigError if the result cannot be pickled.
+    """
     rank = os.environ["RANK"]  # the function may change it
     search, call = pickle.loads(file.read_bytes())
-    sys.path[:] = dict.fromkeys([*search, *sys.path])  # modules of the caller, in the caller's order
+    sys.path[:] = dict.fromkeys([*search, *sys.path])  # the caller's modules, in the caller's order
     sys.argv = [file.stem]
     function, arguments = pickle.loads(call)
     result = function(*arguments)
@@ -54,7 +57,7 @@ def run(file: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """The error in one line."""
+    """Return the error on one line."""
     return f"{type(error).__name__}: {text_of(error)}".partition("\n")[0]
 
 
