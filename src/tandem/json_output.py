@@ -1,4 +1,4 @@
-"""With `--log-format json`, turn all of stderr into JSON lines, including output of C++ code and scripts.
+"""Turn stderr into JSON lines with `--log-format json`, including output of C++ code and scripts.
 
 After a lost peer, torch and gloo print hundreds of lines of C++ frames. A separate process reads stderr and
 writes JSON: tandem's own lines unchanged, everything else as records that may have several lines. It survives

@@ -132,7 +132,7 @@ MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
 }
-"""By control group version: the files with the limit and the usage, and the page cache's part of it."""
+"""{control group version: files with the limit and the usage, and the page cache's part of it}."""
 
 
 def memory_left(root: Path) -> int | None:

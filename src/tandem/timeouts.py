@@ -71,7 +71,7 @@ KILLED_SECONDS = 10.0
 END_LOOK_SECONDS = 0.005
 """Between two checks whether killed processes are gone: a restart waits for them."""
 PIPE_SECONDS = 1.0
-"""From the end of a helper process's pipe to its end, which shows whether a signal ended it."""
+"""Until a helper process has ended after its pipe: its exit code shows whether a signal ended it."""
 JUST_AFTER_SECONDS = 0.3
 """Processes that end this soon after successful ranks are not reported as left behind."""
 LEFT_BEHIND_SECONDS = 1.0

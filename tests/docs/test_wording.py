@@ -1,10 +1,15 @@
-"""README, guides, help and messages: short sentences, and no phrase that reads as translated."""
+"""README, guides, help, messages, docstrings and comments: no phrase that reads as translated.
+
+Pages and messages also have short sentences.
+"""
 
 import ast
+import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +21,18 @@ ROOT = Path(__file__).parents[2]
 FACE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
 PAGES = [*(ROOT / name for name in FACE), *EXAMPLES, *sorted((ROOT / "docs").glob("*.md"))]
-SOURCES = sorted((ROOT / "src" / "tandem").rglob("*.py"))
+PACKAGE = ROOT / "src" / "tandem"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+WRITTEN = (  # whose docstrings and comments are held to BANNED and FOREIGN, too
+    "*.py",
+    "launch/*.py",
+    "own_loop/*.py",
+    "platforms/*.py",
+    "script/*.py",
+    "training/*.py",
+    "verbs/*.py",
+)
+DOCUMENTED = sorted(source for pattern in WRITTEN for source in PACKAGE.glob(pattern))
 MOST_WORDS = 30  # in a sentence; 25 in README
 BANNED = {  # what reads as translated, and what to write instead
     r"\bstands? (?:for|by|in|at|still)\b": "represents, waits, is",
@@ -33,6 +49,16 @@ BANNED = {  # what reads as translated, and what to write instead
     r"\b(?:colou|neighbou|behaviou|honou)r|\bcentre\b|(?:optim|initial|normal|recogn)is(?:e|ing|ation)\b": (
         "American spelling"
     ),
+}
+FOREIGN = {  # more of the kind, which only docstrings and comments had
+    r"\b(?:some|any|no)body\b": "anyone, no process, or the passive",
+    r"\bmends?\b": "fix, repair",
+    r"\bbeside\b": "next to, in addition to",
+    r"\bgo(?:es|ing)? round\b|\bgone on\b": "rejoin, continued",
+    r"\bhand(?:s|ed)? on\b": "forward, pass",
+    r"\bsigns? of life\b": "heartbeat",
+    # Each text is one line; a summary is a sentence, or a noun phrase, but no loose clause.
+    r"^(?:As|At|By|From|Nor|Of|On|That|Those|To|Where|Who|With)\b": "an imperative, or a noun phrase",
 }
 TELLS = {"debug", "info", "warning", "error", "exception", "critical", "print"}
 
@@ -53,10 +79,10 @@ def sentences(text: str) -> Iterator[str]:
             yield from re.split(r"(?<=[.!?:;])\s+", cell)
 
 
-def banned(text: str) -> list[str]:
+def banned(text: str, patterns: Mapping[str, str] = BANNED) -> list[str]:
     return [
         f"{found[0]!r} in {text[max(0, found.start() - 40) : found.end() + 40]!r}: write {better}"
-        for pattern, better in BANNED.items()
+        for pattern, better in patterns.items()
         for found in re.finditer(pattern, text, re.M)
     ]
 
@@ -75,6 +101,18 @@ def messages(source: Path) -> Iterator[str]:
             elif isinstance(each, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else "%s" for part in each.values]
                 yield "".join(parts)
+
+
+def documentation(source: Path) -> Iterator[str]:
+    """The module's docstrings, those of its classes, functions and constants, and its comments."""
+    text = source.read_text()
+    for node in ast.walk(ast.parse(text)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.value
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -102,3 +140,9 @@ def test_messages_are_in_plain_english(source: Path) -> None:
     all_sentences = [each for message in messages(source) for each in sentences(message)]
     too_long = [each for each in all_sentences if len(each.split()) > MOST_WORDS]
     assert found + too_long == []
+
+
+@pytest.mark.parametrize("source", DOCUMENTED, ids=lambda source: str(source.relative_to(ROOT / "src")))
+def test_docstrings_and_comments_are_in_plain_english(source: Path) -> None:
+    texts = [re.sub(r"`[^`]*`", "CODE", " ".join(text.split())) for text in documentation(source)]
+    assert [each for text in texts for each in banned(text, {**BANNED, **FOREIGN})] == []

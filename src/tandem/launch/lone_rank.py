@@ -112,7 +112,7 @@ class LoneRank:
             self._view.linger(self._stop)
 
     def hear(self, stop: StopFlag) -> None:
-        """From now on, report a stop, and end this process at a second Ctrl-C (main thread only)."""
+        """Report a stop from now on, and end this process at a second Ctrl-C (main thread only)."""
         self._stop = stop
         self._stopping.append(LoneStop(stop, self._settings, self.position, self._leave_at_once))
 

@@ -103,7 +103,7 @@ def settings_of(
 
     The launch settings are not taken over. Also returns a line to print before the task is imported, if the
     checkpoint names the task. Raises ConfigError, also for a task file in the run directory itself that the
-    user has not typed: whoever can write there could run code.
+    user has not typed: anyone who can write there could run code.
     """
     ran = Settings.from_dict(info.get("settings", {}), tolerant=True)
     default = Settings()

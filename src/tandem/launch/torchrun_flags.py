@@ -44,7 +44,7 @@ def translated(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """(tandem's words, torchrun's {flag: value}, the program with its arguments)."""
+    """Return (tandem's words, torchrun's {flag: value}, the program with its arguments)."""
     ours, theirs = list[str](), dict[str, str]()
     index = 0
     while index < len(words) and (words[index].startswith("-") and words[index] not in ("-m", "--")):
@@ -95,7 +95,7 @@ def _nodes(theirs: Mapping[str, str], ours: Sequence[str], environ: Mapping[str,
 
 
 def _master(theirs: Mapping[str, str]) -> str | None:
-    """The rendezvous address, HOST:PORT, if the flags give one."""
+    """Return the rendezvous address, HOST:PORT, if the flags contain one."""
     if endpoint := theirs.get("--rdzv-endpoint"):
         return endpoint if endpoint.rpartition(":")[2].isdigit() else f"{endpoint}:{RENDEZVOUS_PORT}"
     if "--master-addr" in theirs or "--master-port" in theirs:
@@ -114,7 +114,7 @@ def _ranks(theirs: Mapping[str, str]) -> list[str]:
 
 
 def _is_placed(environ: Mapping[str, str]) -> bool:
-    """Whether the environment gives this node's rank."""
+    """Return whether the environment contains this node's rank."""
     from tandem.platforms import by_hand, laptop
     from tandem.platforms.placement import of_this_process, platforms
 

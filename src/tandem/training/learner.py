@@ -217,7 +217,7 @@ def check_uneven(shares: str, sync_batchnorm: bool) -> None:
 
 
 def check_compilation(compute: ComputeConfig) -> None:
-    """With --deterministic, compile the same kernels in every process, even in a new container.
+    """Compile the same kernels in every process with --deterministic, even in a new container.
 
     max-autotune chooses the kernels that were fastest when it tried them. Raises ConfigError for it.
     """

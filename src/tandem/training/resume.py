@@ -47,7 +47,7 @@ KERNELS = ("fused", "foreach", "capturable")
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where this generation begins: the state to load (None: fresh) and its step, equal on all ranks.
+    """The start of this generation: the state to load (None: fresh) and its step, equal on all ranks.
 
     `slot`: the slot of the snapshot that the state came from, or None. `weights`: the weights that a fresh
     run starts from. `scores`: of an evaluation at this step. `ended_of`: the number of planned steps of a run
