@@ -31,7 +31,7 @@ UNKNOWN = 255
 """multiprocessing's exit code of a process whose fork server can no longer report it."""
 
 
-# Modules that take effect when the server imports them
+# Modules that take effect when the server imports them.
 DEAF, KEEPER = "tandem.launch.deaf", "tandem.launch.keeper"
 
 
@@ -48,6 +48,7 @@ def start_fork_server(preload: Sequence[str], folder: Path, keeps: bool = True) 
     the same modules.
     """
     with still("importing torch"):
+        # Before the fork, so that every process forked from the server shares it.
         import torch  # noqa: F401
 
     cast(Any, multiprocessing.current_process())._config["tempdir"] = str(folder)
@@ -139,7 +140,7 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
         from tandem.launch.deaf import be_deaf
 
         be_deaf()  # again: its module may have been imported in the caller's own fork server
-        # Fork servers that ranks start must not import deaf.py
+        # Fork servers that ranks start must not import deaf.py.
         multiprocessing.set_forkserver_preload(["__main__"])
         for name in preload:
             with contextlib.suppress(ImportError):  # as forkserver.main does; the rank reports it
@@ -147,6 +148,7 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
         os.close(imports)
         more: dict[str, Any] = {}
         if secret is not None:
+            # forkserver.main reads the key from a pipe, as from its usual parent.
             more["authkey_r"], told = os.pipe()
             os.write(told, secret)
             os.close(told)
@@ -156,6 +158,7 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
     except BaseException:
         traceback.print_exc()
     finally:
+        # Exit handlers and buffered output are the caller's.
         os._exit(code)
 
 

@@ -39,6 +39,7 @@ def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
             if not rest:
                 raise ConfigError(f"{word} needs a {'module' if word == '-m' else 'command'} after it. {SEE}")
             return ours, Program("module" if word == "-m" else "command", rest[0], tuple(rest[1:]))
+        # A script's file name may contain a colon.
         if TASK.fullmatch(word) and not Path(word).exists():
             return [*ours, "--task", word, *words[index + 1 :]], None
         if not word.startswith("-"):

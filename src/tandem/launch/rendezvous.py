@@ -91,6 +91,7 @@ def leave_verdict(store: TCPStore, code: int, reason: str) -> None:
     """Publish the job result with its reason. The first one counts, but a failure replaces a success."""
     said = f"{code} {one_line(reason)}".strip()
     before = store.compare_set(VERDICT_KEY, "", said)
+    # A node whose ranks succeeded may have published that before another node failed.
     if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():
         store.compare_set(VERDICT_KEY, before.decode(errors="replace"), said)
 
@@ -121,6 +122,7 @@ def read_all(store: TCPStore, keys: Sequence[str], there: set[str]) -> dict[str,
     """Return the values of `keys`, in one round trip for the keys in `there`; add new ones to `there`."""
     new = [key for key in keys if key not in there]
     if new:
+        # check() only answers whether all keys exist, so it is repeated for each if some are missing.
         there.update(new if store.check(new) else [key for key in new if store.check([key])])
     found = [key for key in keys if key in there]
     return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
@@ -134,6 +136,7 @@ def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
     try:
         raise_verdict(store)
     except VerdictError as verdict:
+        # A result of 0 ends this node for good, so it has to be true. A failure is believed.
         if verdict.code != FINISHED or is_done():
             raise
         log.warning("the store says that the job has finished, but it has not; continuing")
@@ -143,6 +146,7 @@ def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
 
 def is_confirmed(store: TCPStore) -> bool:
     """Return whether a result of 0 is still there after node 0 had time to check the checkpoints."""
+    # Node 0 deletes a result of 0 that is not true (`heed_verdict`).
     time.sleep(OTHERS_SECONDS)
     with contextlib.suppress(RuntimeError):
         return bool(store.check([VERDICT_KEY]))
@@ -157,6 +161,7 @@ def serve(placement: Placement, port: int) -> TCPStore:
     """
     host, here = LOOPBACK, None
     if placement.is_one_host:
+        # torch's store binds to all interfaces, unless it gets a descriptor that already listens on one.
         here, port = listen(placement.master_host, port)
         host = placement.master_host
     return TCPStore(
@@ -203,6 +208,7 @@ def join_store(
         version = store.get(VERSION_KEY).decode() if store.check([VERSION_KEY]) else "an older version"
     except (RuntimeError, ValueError) as error:
         raise StoreLostError from error
+    # Two jobs whose ports collide would otherwise share a store.
     if job != placement.job:
         raise PeerLostError(
             f"{host}:{port} belongs to {job or 'another job'}, not to {placement.job or 'this one'}; "
@@ -242,6 +248,7 @@ def is_let_in(
             raise StopRequestedError
         try:
             raise_verdict(store)
+        # Node 0 has exited, so the caller connects to its successor.
         except StoreLostError:
             return False
         time.sleep(MASTER_RETRY_SECONDS)
@@ -258,6 +265,7 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
     next_word = started + 1.0
     while not should_stop():
         try:
+            # A plain connection: a store's client would wait in C, where no signal is handled.
             socket.create_connection((host, port), timeout=MASTER_ANSWER_SECONDS).close()
             return
         except OSError as error:

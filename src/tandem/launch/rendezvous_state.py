@@ -61,6 +61,7 @@ class WatchfulBackend(RendezvousBackend):
     def get_state(self) -> Any:
         """Return (state, token), or None if there is none yet."""
         self._before_poll()
+        # An exchange that expects no value reads the state, and restores it if the key is gone.
         return self._received(self._replace(b"", self._last))
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
@@ -83,6 +84,7 @@ class WatchfulBackend(RendezvousBackend):
     def _received(self, found: bytes) -> Any:
         """Return (state by this node's clock, token), or None."""
         for _ in range(3):  # other nodes repair it as well
+            # No node has written a state yet.
             if found == self._last == NO_STATE:
                 return None
             try:

@@ -49,6 +49,7 @@ class RoundStore:
             self._look()
             if running.now() > deadline:
                 raise StoreLostError(f"a node joined but sent nothing for {STORE_READ_SECONDS} s")
+            # The other nodes write within milliseconds, unless one is lost.
             time.sleep(pause)
             pause = min(2 * pause, self._longest_pause)
 
@@ -61,6 +62,7 @@ def agree_on_generation(store: Any, mine: tuple[int, str] | None) -> tuple[str, 
     """
     key, form = "tandem/generation", rf"\d{{1,9}}\.[0-9a-f]{{32}}\.({'|'.join(THERE)})"
     if mine is not None:
+        # The number alone is not unique: it starts again when the agent of the first node is restarted.
         store.set(key, f"{mine[0]}.{uuid.uuid4().hex}.{mine[1]}")
     number, name, there = agreed(store, key, form).split(".")
     return f"generation/{number}.{name}", int(number), there

@@ -57,6 +57,7 @@ def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str],
             f"`tandem eval` starts ranks on one node only, and here are {placement.nodes}; start each rank "
             "with torchrun or srun, or use --nproc N on one machine"
         )
+    # No platform has started ranks, so this process starts them and waits.
     if placement.rank is None and nproc not in ("auto", 1):
         return _start_ranks(exactly, given, environ, int(nproc), as_json)
     setup(None, placement.rank or 0, placement.node_rank, True, settings.telemetry.log_format == "json")

@@ -87,6 +87,7 @@ def _worker_main(
             resolve(warm_up)(job, expected)  # what fails here fails again in the rank, and is reported there
     name_process("tandem-standby")
     try:
+        # This wait is the standby: it ends with a position, or with the pipe.
         position = replace(lifeline.recv(), memories=memories)
     except (EOFError, OSError):
         os._exit(PEER_LOST)

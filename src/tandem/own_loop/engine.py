@@ -137,6 +137,7 @@ class Engine:
         self.world.check_same_settings(settings.common_fields())
         with hints_as_arguments(self._chosen):
             reader = self._reader(settings, collate)
+            # A run that resumes with another number of ranks may share its batch unevenly.
             if self.beginning.state is None:
                 reader.check_shares()
         check_batch_size(settings.data.batch_size, self.beginning.state)
@@ -174,6 +175,7 @@ class Engine:
         if not batches.is_over:
             batches.course.saver.settle()
             if code == FINISHED:
+                # Without this error, the script would exit with 0 and the platform would not resume the run.
                 raise LoopLeftError(
                     f"the script left its loop after step {self.step}, before the end of the run; "
                     "to end a run early, call run.stop() and let the loop finish"
@@ -218,6 +220,7 @@ class Engine:
             "batch_size": settings.data.batch_size,
             "ended": self.backward.ends,
         }
+        # run.stop() ended the run, so a restart must not continue it.
         planned = min(planned, first) if saved.get("ended") else planned
         # `decide` compares with these; the script's arguments are unknown to it.
         given = self.settings.replace(steps=NO_END)

@@ -114,6 +114,7 @@ class Evaluation:
                     entry = sums.setdefault(name, [0.0, 0.0])
                     entry[0] += float(total) * made.counts
                     entry[1] += float(count) * made.counts
+        # A rank without a batch does not know the names.
         names = sorted({str(name) for part in self.world.gather_json(sorted(sums)) for name in part})
         reduced = self.world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
         pairs = zip(names, reduced[::2], reduced[1::2], strict=True)

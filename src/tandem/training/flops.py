@@ -62,6 +62,7 @@ def flops_of(forward_and_backward: Callable[[], None]) -> int:
         with FlopCounterMode(display=False) as counter:
             forward_and_backward()
         return int(counter.get_total_flops())
+    # An error of the task, not of the counter.
     except ConfigError:
         raise
     # A count is not worth failing a run: the counter may not support what a task does.

@@ -88,6 +88,7 @@ class Guard:
             self._optimizer.found_inf = found  # type: ignore[attr-defined]
             self._optimizer.step()
             del self._optimizer.found_inf  # type: ignore[attr-defined]
+        # If the host knows that all values are finite, there is nothing to restore.
         if self._keeps_buffers and not (self._reads_at_once and not found):
             self._buffers.put_back(found)
 

@@ -87,6 +87,7 @@ def begin(
     """
     found, decision = _Found(0), position.resume
     slots = _own_slots(position) if own else {}
+    # A snapshot counts only if every rank still has its own values of that step.
     common = set.intersection(*map(set, world.gather_json(list(slots)))) if own else None
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
@@ -105,6 +106,7 @@ def begin(
     began, state = time.monotonic(), found.state
     found = _Found(step)  # drops the reference to the state on rank 0
     state = broadcast_state(world, state, homes) if world.size > 1 else state
+    # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if slot is not None:
         own_slot = slots.get(step)
         mine = read_slot(position.own_memories, step, slots[step]).state[PER_RANK] if own else {}
@@ -242,6 +244,7 @@ def _newest(
         _count_fallback(recorder, step, problem)
 
     found = None
+    # Do not read a checkpoint that cannot be newer than the snapshot.
     if snapshot is None or snapshot.step < max(store.steps(), default=0):
         found = store.newest(lambda step: _read(store, step, homes), passed_over, on_unloadable=cannot_load)
     if snapshot is not None and (found is None or found[0] <= snapshot.step):

@@ -219,6 +219,7 @@ class Stepper:
         """Raise ConfigError if the loss calls collectives that do not work with unequal shares."""
         sizes = self._world.gather(0 if batch is None else batch_size_of(batch))
         misses = self.may_miss_ranks or 0 in sizes
+        # A rank without a batch has nothing to run. The others then raise without an exchange.
         if (len(set(sizes)) == 1 and not misses) or batch is None or self._strategy.shares_parameters:
             return
 
