@@ -48,6 +48,7 @@ def choose(first: Mapping[int, int], later: Mapping[int, int]) -> tuple[int, int
     Killed ranks come before failed ones, and those seen `first` before the `later` ones. Ranks that only lost
     their peers explain nothing unless there are no others.
     """
+    # A rank killed first may have made the others fail; one killed later is a consequence.
     for group in (first, later):
         for explains in (was_killed, is_own):
             for rank, code in group.items():

@@ -56,6 +56,8 @@ def processes_of(run_dir: Path) -> dict[tuple[str, int], int]:
             place, name = os.path.split(path)
             if (match := LOG.fullmatch(name)) is None:
                 continue
+            # realpath() of this run's log directory, and the kernel's own path of the open file: links do not
+            # count.
             if place == folder:
                 writers.setdefault((match[1], int(match[2])), set()).add(pid)
             elif os.path.basename(place) == "log":
@@ -82,6 +84,7 @@ def _written_by(pid: int) -> Iterator[str]:
     try:
         for number in os.listdir(f"/proc/{pid}/fd"):
             flags = re.search(r"^flags:\s*(\d+)$", Path(f"/proc/{pid}/fdinfo/{number}").read_text(), re.M)
+            # `tail -f` has a log open for reading only. fdinfo has the flags in octal (proc(5)).
             if flags and int(flags[1], 8) & WRITES:
                 yield os.readlink(f"/proc/{pid}/fd/{number}")
     except OSError:
@@ -95,6 +98,7 @@ def _topmost(pids: set[int], name: str) -> int:
     process called `name` is preferred.
     """
     tops = [pid for pid in pids if _parent(pid) not in pids] or list(pids)
+    # The kernel keeps 15 characters of a name (prctl(2)).
     return min(tops, key=lambda pid: (_name(pid) != name[:15], pid))
 
 

@@ -53,6 +53,7 @@ class ScriptRank:
         named = loaded.settings.replace(task=Path(sys.argv[0]).stem or "script")
         if self._launched is not None:
             self.settings = named
+            # The script's environment has this generation's store, as torchrun would set it.
             self.position = replace(self._launched.position, init="env")
             self._launched.hand_over()
             return
@@ -64,6 +65,7 @@ class ScriptRank:
                 "start it with torchrun"
             )
         setup(None, None, placement.node_rank, True, loaded.settings.telemetry.log_format == "json")
+        # Under an agent, the agent has done this for all its ranks.
         if loaded.settings.telemetry.log_format == "json":
             wrap_stderr(placement.node_rank)
         with said_by_rank_0(placement):
@@ -119,6 +121,7 @@ class Ending:
         self.hear = lone.hear
         self._code, self._reason = FINISHED, "the script finished"
         self._show = sys.excepthook
+        # atexit runs after the hook, so it knows how the script ended.
         sys.excepthook = self._uncaught
         atexit.register(self._at_exit)
 
@@ -152,6 +155,7 @@ class Ending:
         sys.stdout.flush()
         sys.stderr.flush()
         drain()
+        # os._exit skips the interpreter's finalization, which may abort and change the code.
         if self._code != FINISHED:
             os._exit(self._code)
         leave_without_destructors()

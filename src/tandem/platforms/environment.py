@@ -127,6 +127,7 @@ class Facts:
         names: tuple[str, ...] = getattr(self.columns, column)
         found = {name: value for name in names if (value := self.environ.get(name))}
         flag = "--master" if column in ("host", "port") else "--" + column.replace("_", "-")
+        # The flag comes first, so that error messages start with what the user typed.
         return {flag: self.flags[column], **found} if column in self.flags else found
 
     def text(self, column: str) -> str | None:
@@ -171,6 +172,7 @@ class Facts:
         A platform's `auto` is a default, so a flag may override it. Raises ConfigError for contradictions.
         """
         sources = {
+            # torchrun's words for one rank per GPU, which PET_NPROC_PER_NODE may contain.
             name: value for name, value in self.sources("nproc").items() if value not in ("auto", "gpu")
         }
         numbers = {name: whole(name, value, 1, "auto or ") for name, value in sources.items()}
@@ -217,6 +219,7 @@ def value_range(name: str, value: str) -> tuple[int, int]:
 
 def split_address(name: str, value: str) -> tuple[str, str]:
     host, _, port = value.rpartition(":")
+    # IPv6 addresses need brackets, as in URLs.
     if not host.strip("[]") or not port or (":" in host and not host.startswith("[")):
         raise ConfigError(
             f"{name}: invalid value {value!r}; expected HOST:PORT, such as {name} node1:{DEFAULT_PORT}"

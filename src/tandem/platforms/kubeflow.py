@@ -52,11 +52,13 @@ def read(facts: Facts) -> Placement:
     elastic = (low, high) if ":" in facts.environ.get("PET_NNODES", "") else None
     endpoint = facts.environ.get("PET_RDZV_ENDPOINT")
     host = facts.text("host")
+    # A Master replica, or a TrainJob: the address and the rank are set.
     if host is not None:
         node_rank, port = facts.number("node_rank"), facts.number("port")
     elif endpoint:
         host, text = split_address("PET_RDZV_ENDPOINT", endpoint)
         port, node_rank = whole("PET_RDZV_ENDPOINT", text), facts.number("node_rank", _ordinal(facts))
+    # A single pod needs no rendezvous.
     elif high == 1 and not facts.sources("node_rank"):
         host, port, node_rank = LOOPBACK, DEFAULT_PORT, 0
     elif facts.sources("node_rank"):
@@ -87,6 +89,7 @@ def _check_world_size(facts: Facts, nodes: int, elastic: tuple[int, int] | None)
 
     The operator counts an nprocPerNode that is not a number as 1.
     """
+    # With an elasticPolicy, the number of pods may change.
     if not facts.environ.get("WORLD_SIZE") or elastic:
         return
     stated = facts.environ.get("PET_NPROC_PER_NODE") or facts.flags.get("nproc", "auto")

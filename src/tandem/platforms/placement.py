@@ -141,6 +141,7 @@ def _checked(placement: Placement, facts: Facts) -> Placement:
             "expected 1 to 65535"
         )
     is_single = placement.nodes == 1 and (placement.world_size or 1) == 1
+    # Only this process needs to know a port that the kernel chooses.
     if placement.master_port == 0 and not (placement.starts_all or is_single):
         raise ConfigError(
             f"invalid master port 0 ({said(facts.sources('port'))}); expected 1 to 65535, the same on all "

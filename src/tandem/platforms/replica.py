@@ -51,6 +51,7 @@ def names_of(address: str, resolver: tuple[str, int] = RESOLVER) -> list[str]:
     question = _encode(".".join(reversed(address.split("."))) + ".in-addr.arpa")
     question += struct.pack(">HH", _PTR, _INTERNET)
     for _ in range(ATTEMPTS):
+        # A random query ID, so that a stray packet is not taken for the answer.
         number = secrets.randbelow(2**16)
         query = struct.pack(">6H", number, 0x0100, 1, 0, 0, 0) + question
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
@@ -94,6 +95,7 @@ def _decode(message: bytes, at: int) -> tuple[str, int]:
     after, began = None, at
     while length := message[at]:
         if length & _POINTER:
+            # The name continues elsewhere, but the next field follows the pointer.
             after = after or at + 2
             at = struct.unpack_from(">H", message, at)[0] & 0x3FFF
             if at >= began:

@@ -46,6 +46,7 @@ def read(facts: Facts) -> Placement:
         "sagemaker",
         nodes,
         node_rank,
+        # SM_NUM_GPUS is 0 on CPU instances, where the number of ranks is auto.
         facts.nproc() or gpus or None,
         host,
         facts.number("port", DEFAULT_PORT),

@@ -33,6 +33,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
     may be real and are rejected as a contradiction, so that each does not become a job of one.
     """
     step = environ.get("SLURM_STEP_ID", "")
+    # Slurm numbers its batch, extern and interactive steps from the top of the range.
     if not step.isdigit() or int(step) >= 0xFFFFFF00:
         return False
     counts = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
@@ -53,6 +54,7 @@ def without_inherited_step(environ: Mapping[str, str], pid: int) -> Mapping[str,
     if not in_step(environ):
         return environ
     around = _step_around(pid)
+    # None: no daemon is visible from here, for example in a container.
     if around in (None, (environ.get("SLURM_JOB_ID"), environ["SLURM_STEP_ID"])):
         return environ
     return {name: value for name, value in environ.items() if not name.startswith(STEP_PREFIXES)}
@@ -84,6 +86,7 @@ def read(facts: Facts) -> Placement:
             "one part, such as sbatch --nodes=2 --gpus-per-node=1"
         )
     is_task = in_step(facts.environ)
+    # The user places the nodes, and Slurm has not.
     if "node_rank" in facts.flags and not is_task:
         return by_hand.read(facts)
     facts = facts.on("slurm", MARKS, COLUMNS)
@@ -171,6 +174,7 @@ def _own_device(environ: Mapping[str, str]) -> int | None:
     """Return 0 if each task sees only its own GPUs (--gpus-per-task, --gpu-bind), or None if all see all."""
     visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     here = environ.get("SLURM_GPUS_ON_NODE") or "0"
+    # Fewer visible GPUs than the node has: Slurm has bound them to this task.
     return 0 if visible and here.isdigit() and len(visible) < int(here) else None
 
 
@@ -224,6 +228,7 @@ def _expand_bracket(bracket: str, whole: str) -> list[str]:
     for entry in bracket[1:-1].split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", entry)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        # The limit keeps a typo from filling the memory.
         if int(last) < int(first) or int(last) - int(first) > 100_000:
             raise ConfigError(f"{whole!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
