@@ -171,8 +171,8 @@ class Facts:
 
         A platform's `auto` is a default, so a flag may override it. Raises ConfigError for contradictions.
         """
+        # "auto" and "gpu" are torchrun's words, which PET_NPROC_PER_NODE may contain.
         sources = {
-            # torchrun's words for one rank per GPU, which PET_NPROC_PER_NODE may contain.
             name: value for name, value in self.sources("nproc").items() if value not in ("auto", "gpu")
         }
         numbers = {name: whole(name, value, 1, "auto or ") for name, value in sources.items()}
