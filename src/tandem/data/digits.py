@@ -152,8 +152,7 @@ def _blurred(glyphs: Tensor) -> Tensor:
 
 
 def _pictures(glyphs: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw an image [SIDE, SIDE] per label; style, rotation, scale, shear, offset and brightness are random.
-    """
+    """Draw an image [SIDE, SIDE] per label, with random style, rotation, scale, shear, offset, contrast."""
     count = len(labels)
 
     def uniform(low: int, high: int) -> Tensor:

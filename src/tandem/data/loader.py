@@ -255,8 +255,7 @@ def _start_worker(rank: int, ends_with_parent: bool, _worker: int) -> None:
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch to the device; to a GPU from pinned memory, on a stream that overlaps the previous step.
-    """
+    """Move a batch to the device; to a GPU from pinned memory, on a stream next to the computing one."""
     if device.type != "cuda":
         return to_device(batch, device)
     side, current = _side_stream(device), torch.cuda.current_stream(device)
