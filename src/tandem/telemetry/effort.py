@@ -21,9 +21,7 @@ from tandem.timeouts import BEAT_SECONDS
 
 LOOKS = 9  # covers the last two seconds
 BUSY_SHARE = 0.5  # of a core, by this process over the last second
-WORKING_SHARE = (
-    0.03  # of a core, by the training thread; one that polls every 10 ms takes 0.3%
-)
+WORKING_SHARE = 0.03  # of a core, by the training thread; one that polls every 10 ms takes 0.3%
 OTHERS_SHARE = 0.1  # of a core, by other threads of the process, some of which always poll something
 CHANGES = 3  # of its stack within LOOKS; a thread that sleeps between polls is rarely seen elsewhere
 DEPTH = 64  # how many innermost frames are compared
