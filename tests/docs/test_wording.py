@@ -1,9 +1,11 @@
 """README, guides, help and messages: short sentences, and no phrase that reads as translated."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,22 @@ ROOT = Path(__file__).parents[2]
 FACE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
 PAGES = [*(ROOT / name for name in FACE), *EXAMPLES, *sorted((ROOT / "docs").glob("*.md"))]
-SOURCES = sorted((ROOT / "src" / "tandem").rglob("*.py"))
+PACKAGE = ROOT / "src" / "tandem"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PLAIN = (  # directories and modules whose docstrings and comments are held to BANNED and DIALECT
+    "checkpoint",
+    "cluster",
+    "config",
+    "data",
+    "distributed",
+    "kubernetes",
+    "report",
+    "shipped",
+    "tasks",
+    "telemetry",
+    "verify",
+)
+CODE = [source for source in SOURCES if source.relative_to(PACKAGE).parts[0] in PLAIN]
 MOST_WORDS = 30  # in a sentence; 25 in README
 BANNED = {  # what reads as translated, and what to write instead
     r"\bstands? (?:for|by|in|at|still)\b": "represents, waits, is",
@@ -34,6 +51,25 @@ BANNED = {  # what reads as translated, and what to write instead
         "American spelling"
     ),
 }
+DIALECT = {  # the same for docstrings and comments, which have a few habits more
+    r"\b(?:some|no|every)body\b": "a process, another launch, no one",
+    r"\bha(?:s|ve) to\b": "must",
+    r"\bof (?:its|their|his) own(?=$|[.,;:)]| (?:and|that|which|in|for)\b)": "its own X, a separate X",
+    r"\bthat very\b|\bthis very\b": "exactly this",
+    r"\bone behind the other\b": "one after another",
+    r"\bas (?:it|they) (?:lie|stand)s?\b|\blies? (?:in|on|at|there|here|beside)\b": "is in, is stored in",
+    r"\b(?:is|are|was|were) (?:told|said)\b": "gets, receives, is reported",
+    r"\bgives? out\b|\bhands? (?:on|in|out)\b": "returns, passes",
+    r"\bbeside\b": "next to, in addition to",
+    r"\b(?:is|are|was|were) whole\b": "complete, valid",
+    r"\bwhere (?:it|that) can(?:not)? be\b": "if it can",
+    r"\bpictures?\b": "image",
+    r"\bmends?\b": "fix, repair",
+    r"\bwithout a word\b": "silently",
+}
+OF_A_FUNCTION = re.compile(r"(?:Whether|What|Who|Where|Which|To be|Is|Are|Those|These|It|They|Its)\b")
+"""How the docstring of a function does not begin; `Return ...`, `Raise ...` or another verb does."""
+DIRECTIVE = re.compile(r"#\s*(?:noqa|type:|fmt:|pragma|mypy:|ruff:)")
 TELLS = {"debug", "info", "warning", "error", "exception", "critical", "print"}
 
 
@@ -53,10 +89,10 @@ def sentences(text: str) -> Iterator[str]:
             yield from re.split(r"(?<=[.!?:;])\s+", cell)
 
 
-def banned(text: str) -> list[str]:
+def banned(text: str, patterns: dict[str, str] = BANNED) -> list[str]:
     return [
         f"{found[0]!r} in {text[max(0, found.start() - 40) : found.end() + 40]!r}: write {better}"
-        for pattern, better in BANNED.items()
+        for pattern, better in patterns.items()
         for found in re.finditer(pattern, text, re.M)
     ]
 
@@ -75,6 +111,41 @@ def messages(source: Path) -> Iterator[str]:
             elif isinstance(each, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else "%s" for part in each.values]
                 yield "".join(parts)
+
+
+def docstrings(source: Path) -> Iterator[tuple[bool, str]]:
+    """(is it the docstring of a function?, its text) of all, also those below a constant or attribute.
+
+    Indented examples are left out.
+    """
+    for node in ast.walk(ast.parse(source.read_text())):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        decorators = map(ast.dump, node.decorator_list) if isinstance(node, ast.FunctionDef) else ()
+        is_call = isinstance(node, ast.FunctionDef) and node.name[0:2] != "__"
+        is_call = is_call and not any("property" in each for each in decorators)
+        for position, each in enumerate(node.body):
+            value = each.value if isinstance(each, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                lines = inspect.cleandoc(value.value).splitlines()
+                text = "\n".join(line for line in lines if not line.startswith("    "))
+                yield is_call and position == 0, re.sub(r"`[^`]*`", "CODE", text)
+
+
+def comments(source: Path) -> Iterator[str]:
+    """Each comment, and lines of comments that follow each other as one."""
+    block, last = list[str](), -1
+    with tokenize.open(source) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type != tokenize.COMMENT or DIRECTIVE.match(token.string):
+                continue
+            if token.start[0] != last + 1 and block:
+                yield " ".join(block)
+                block = []
+            block.append(token.string.lstrip("# "))
+            last = token.start[0]
+    if block:
+        yield " ".join(block)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -102,3 +173,14 @@ def test_messages_are_in_plain_english(source: Path) -> None:
     all_sentences = [each for message in messages(source) for each in sentences(message)]
     too_long = [each for each in all_sentences if len(each.split()) > MOST_WORDS]
     assert found + too_long == []
+
+
+@pytest.mark.parametrize("source", CODE, ids=lambda source: str(source.relative_to(ROOT / "src")))
+def test_docstrings_and_comments_are_in_plain_english(source: Path) -> None:
+    texts = [*docstrings(source), *((False, comment) for comment in comments(source))]
+    found = [each for _, text in texts for each in banned(text, BANNED | DIALECT)]
+    without_verb = [text for is_call, text in texts if is_call and OF_A_FUNCTION.match(text)]
+    found += [f"begin with a verb: {text[:60]!r}" for text in without_verb]
+    paragraphs = [" ".join(part.split("\n")) for _, text in texts for part in text.split("\n\n")]
+    found += [each for part in paragraphs for each in sentences(part) if len(each.split()) > MOST_WORDS]
+    assert found == []

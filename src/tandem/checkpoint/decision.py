@@ -103,7 +103,7 @@ def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     if here is not None and _is_same_command(here[1], settings):
         decision = _begin_at(here[0], _look(settings, store, here[0]), needed=True)
         said = f"resuming from step {here[0]} of this run, which the same --resume has already reached"
-        # PATH may be gone by now. This run has a checkpoint of its own and needs PATH only as a fallback.
+        # PATH may be gone by now. This run has its own checkpoint and needs PATH only as a fallback.
         with suppress(ConfigError):
             decision = replace(decision, elsewhere=_candidates(*locate(settings.checkpoint.resume)))
         return replace(decision, changes=(*decision.changes, said))

@@ -41,8 +41,8 @@ class Note:
     """An owner's lease record: which process owns the run, and when it renewed the lease.
 
     `machine` is the machine ID, if there is one, and `space` the PID namespace of `process`. `born` is the
-    start time of the process in clock ticks, `since` the start of the lease in Unix seconds (for messages),
-    and `renewed` is on the monotonic clock of this boot.
+    start time of the process in clock ticks. `since` is the start of the lease in Unix seconds (for
+    messages). `renewed` is on the monotonic clock of this boot.
     """
 
     word: str

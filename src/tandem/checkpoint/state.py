@@ -130,8 +130,8 @@ def _restored(state: dict[str, Any]) -> dict[str, Any]:
 def _check_needs(state: object, size: int) -> None:
     """Raise UnloadableError for a state whose copy would need more memory than its file of `size` bytes.
 
-    A view can claim any shape from one byte (stride 0), a sparse or meta tensor can have any shape at all,
-    and a pickled list can contain another list a thousand times. Names that share a tensor, such as tied
+    A view can claim any shape from one byte (stride 0), and a sparse or meta tensor can have any shape at
+    all. A pickled list can contain another list a thousand times. Names that share a tensor, such as tied
     weights, are each counted, up to MOST_NAMES times the file.
     """
     distinct = dict[View, int]()

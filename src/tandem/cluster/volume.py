@@ -35,7 +35,7 @@ def image_of(project: str) -> str:
 def reader(volume: str, image: str, script: str, *arguments: str) -> list[str]:
     """Return the command that runs a shell line with the volume, read-only, at /checkpoints.
 
-    It may read all files, whoever owns them, and write none.
+    It may read all files, even those of other users, and write none.
     """
     allowed = ["--user", "0", "--cap-drop", "ALL", "--cap-add", "DAC_READ_SEARCH", "--read-only"]
     apart = ["--pull", "never", "--network", "none", "--no-healthcheck", "--entrypoint", "tini"]

@@ -44,9 +44,9 @@ def whole_fetch(dataset: Any, collate: Collate | None = None, augment: bool = Fa
     """Return a function that fetches a whole batch at once; None if the dataset needs sample by sample.
 
     It exists for a dataset that returns finished batches (by `augmented` with `augment`, else by
-    `__getitems__`), and for one that only selects rows of tensors that default_collate would stack, also
-    inside torch's Subset and StackDataset. A class with its own `__getitem__` is read sample by sample,
-    whatever its base class.
+    `__getitems__`). It also exists for one that only selects rows of tensors that default_collate would
+    stack, even inside torch's Subset and StackDataset. A class with its own `__getitem__` is read sample by
+    sample, whatever its base class.
     """
     kind = type(dataset)
     getitem = getattr(kind, "__getitem__", None)

@@ -5,7 +5,7 @@ error. Both libraries begin it in a characteristic way, so each pattern matches 
 as "store" or "timed out" further on proves nothing. tests/multi/test_peer_loss.py provokes real ones with the
 installed torch.
 
-A store's error is typed, but does not say whose store it was: a program may have stores of its own that other
+A store's error is typed, but does not say whose store it was: a program may have private stores that other
 ranks do not use. The address in the text identifies the store, or else the store used in the line that raised
 the error.
 """

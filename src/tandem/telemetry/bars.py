@@ -1,7 +1,7 @@
 """The progress bar on a terminal, drawn by rich if it is installed (extra: rich), else by tqdm.
 
-The training thread draws it a few times a second; the bar has no thread of its own. It is one line, shorter
-than the terminal is wide, so that the next writer can clear it (see `log.py`).
+The training thread draws it a few times a second; the bar needs no other thread. It is one line, shorter than
+the terminal is wide, so that the next writer can clear it (see `log.py`).
 """
 
 import os

@@ -24,9 +24,9 @@ class Heartbeat:
     both exclude time in which the process was stopped. `limit` and `idle_limit` are their limits, and `hang`
     that of silence. `trained`: it has finished a step. `waiting`: it is in a collective.
 
-    For a script, whose ranks gather no step times, `own` and `quick` are a typical and a quick step without
-    the wait for other ranks, and `doing` is the source line where most of that time is spent; None while
-    unknown.
+    A script's ranks gather no step times. For them, `own` and `quick` are a typical and a quick step without
+    the wait for other ranks. `doing` is the source line where most of that time is spent. All three are None
+    while unknown.
     """
 
     rank: int

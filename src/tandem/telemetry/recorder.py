@@ -1,7 +1,7 @@
 """Everything a rank reports about its run except heartbeats; nearly all of it is from rank 0.
 
-Rank 0 writes the journal, TensorBoard files and the progress display, and sends its values to the node's
-agent (or to the server in its own process), which owns the metrics. No call here waits for the GPU.
+Rank 0 writes the journal, TensorBoard files and the progress display. It sends its values to the node's agent
+(or to the server in its own process), which owns the metrics. No call here waits for the GPU.
 """
 
 import logging

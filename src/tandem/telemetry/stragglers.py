@@ -121,10 +121,10 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
     """Compare the slowest of at least one rank with the median rank in one interval.
 
     A rank is `marked` if its quick steps take at least MARK_RATIO times those of the median rank, and its
-    typical steps exceed the median by at least half of that ratio: noise of a busy host lengthens every
-    rank's typical steps, but not the quick steps of a rank that is not slow. The difference must also be at
-    least MARK_SHARE of the step. The median is the lower of two middle ranks: of two ranks, the slower is
-    compared with the faster.
+    typical steps are slower by at least half as much. Noise of a busy host lengthens every rank's typical
+    steps, but not the quick steps of a rank that is not slow. The difference must also be at least MARK_SHARE
+    of the step. The median is the lower of two middle ranks: of two ranks, the slower is compared with the
+    faster.
     """
     middle, quick = median_low(each.own for each in ranks), median_low(each.quick for each in ranks)
     slow = max(ranks, key=lambda each: each.quick)

@@ -1,7 +1,7 @@
 """`tandem verify-resume`: prove that a killed and resumed run of a task or script is bit-identical.
 
 It runs a few steps without interruption. Then it runs them again several times, with SIGKILL at random steps
-and a resume to the end, and compares the weights, the rest of the state and the log of every step. All runs
+and a resume to the end. It compares the weights, the rest of the state and the log of every step. All runs
 are real processes, controlled from outside, so the result shows what `tandem launch` does with these
 settings.
 """
