@@ -11,7 +11,7 @@ its own region, alternating between two slots:
 
 A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
 of them writes step n + 1, all have written step n, so one slot is always complete. That holds only while all
-of them write to the same slot. Restarted ranks are therefore told which slot to keep. The marks of a killed
+of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks of a killed
 rank cannot tell, because its last write may be incomplete.
 """
 
