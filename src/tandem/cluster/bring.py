@@ -1,4 +1,4 @@
-"""`make compose-get RUN=digits`: a run out of the checkpoint volume into a folder of this host."""
+"""`make compose-get RUN=digits`: copy a run from the checkpoint volume to a directory on this host."""
 
 import argparse
 import os
@@ -14,16 +14,16 @@ from tandem.cluster.work import RUN
 
 NO_SUCH_RUN = 44
 CHANGED = 1
-"""tar's code where a file grew, or went, while it was read: the run goes on."""
+"""tar's exit code if a file changed or disappeared while it was read, because the run continues."""
 NOT_STARTED = (125, 126, 127)
-"""Docker's codes where the program never ran."""
+"""Docker's exit codes if the program was never started."""
 TAKE = f'cd "/checkpoints/$1" 2>/dev/null || exit {NO_SUCH_RUN}; exec tar -cf - .'
 LIST = 'cd /checkpoints && for each in *; do [ ! -d "$each" ] || echo "$each"; done'
 MOST_NAMED = 20
 
 
 def get(options: argparse.Namespace) -> int:
-    """Copy a run whole or not at all, and write over nothing."""
+    """Copy a run completely or not at all, and overwrite nothing."""
     volume, run, named = volume_of(options.project), options.run, project_word(options.project)
     if not exists(volume):
         raise ClusterError(
@@ -61,7 +61,7 @@ def get(options: argparse.Namespace) -> int:
 
 
 def _bring(volume: str, image: str, run: str, folder: Path) -> int:
-    """0, CHANGED or NO_SUCH_RUN. Raises ClusterError, OSError."""
+    """Return 0, CHANGED or NO_SUCH_RUN. Raises ClusterError and OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".compose-get-", dir=folder.parent) as place:
         within = Path(place, "run")
@@ -73,7 +73,7 @@ def _bring(volume: str, image: str, run: str, folder: Path) -> int:
 
 
 def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
-    """Unpack the archive that the command writes; the command's code. Raises ClusterError."""
+    """Unpack the archive that the command writes; return the command's exit code. Raises ClusterError."""
     unpack = ["tar", "-x", "-o", "-f", "-", "-C", str(folder)]
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(source, stdout=subprocess.PIPE, stderr=errors) as archive:
@@ -92,7 +92,7 @@ def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
 
 
 def _known(volume: str, image: str) -> str:
-    """The runs there are, and what to type."""
+    """List the existing runs and what to type, for a message."""
     ended = subprocess.run(reader(volume, image, LIST), capture_output=True, text=True)
     names = [name for name in ended.stdout.splitlines() if RUN.fullmatch(name)]
     if not names:

@@ -1,4 +1,4 @@
-"""The command line of a cluster: which options each action takes, and how it ends."""
+"""The command line of a cluster: which options each action accepts, and its exit codes."""
 
 import argparse
 import signal
@@ -43,7 +43,7 @@ OPTIONS: Mapping[str, tuple[Sequence[str], str, str]] = {
     "node": (("shell", "chaos"), "N", "a node, counted from 0"),
     "to": (("get",), "DIR", "a new directory on this host"),
 }
-"""{option: (the actions that take it, its placeholder, its meaning)}"""
+"""{option: (the actions that accept it, its placeholder, its meaning)}"""
 DEFAULTS = {
     ("up", "nodes"): "2",
     ("scale", "nodes"): "2",
@@ -60,7 +60,7 @@ SWITCHES = {
 
 
 def add_options(parser: Parser) -> None:
-    """Add the actions and all of their options; `read` refuses those of another action."""
+    """Add the actions and all of their options; `completed` rejects those of other actions."""
     parser.add_argument("action", choices=tuple(ACTIONS), help="what to do with the cluster")
     text = f"chaos only: {', '.join(FAULTS)}, or all"
     parser.add_argument("fault", nargs="?", default="", metavar="FAULT", help=text)
@@ -74,7 +74,7 @@ def add_options(parser: Parser) -> None:
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:
-    """Fill in what was left out; an empty value counts as left out, as make passes it. Raises ConfigError."""
+    """Fill in defaults; an empty value counts as missing, because make passes it. Raises ConfigError."""
     action = options.action
     taken = [name for name, (takers, _, _) in OPTIONS.items() if action in takers]
     taken += [name for name, (taker, _) in SWITCHES.items() if action == taker]
@@ -92,14 +92,14 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options that the words give. Raises ConfigError."""
+    """Parse the options. Raises ConfigError."""
     parser = Parser("cluster", "", "", takes_settings=False)
     add_options(parser)
     return completed(parser.read(words))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one action; messages name commands as they were typed. Raises TandemError."""
+    """Run one action; messages name commands as the user types them. Raises TandemError."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         check_engine()
@@ -110,13 +110,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_typed(options: argparse.Namespace) -> int:
-    """Run what `tandem cluster` was given. Raises TandemError."""
+    """Run the action of `tandem cluster`. Raises TandemError."""
     Wording.is_make = False
     return run(completed(options))
 
 
 def main(words: Sequence[str]) -> int:
-    """Run what a make target has typed; 2 with one line for what cannot be."""
+    """Run the action of a make target; print one line and return 2 for a usage error."""
     try:
         return run(parsed(words))
     except TandemError as error:

@@ -1,4 +1,4 @@
-"""The command lines at the end of each verb's `--help`, to be copied as they are."""
+"""The command lines at the end of each verb's `--help`, ready to copy."""
 
 from collections.abc import Mapping
 
@@ -99,7 +99,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
 
 
 def examples_of(verb: str) -> str | None:
-    """The end of a verb's help: a command to a line, and behind it what it does."""
+    """Return the end of a verb's help: one command per line, followed by its purpose."""
     if verb not in EXAMPLES:
         return None
     lines = EXAMPLES[verb]

@@ -26,7 +26,7 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Asked:
-    """What was typed: the kind of job and its components, and where."""
+    """The command that was typed: verb, kind of job, components, and where."""
 
     verb: str
     kind: str = ""

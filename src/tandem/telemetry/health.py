@@ -1,6 +1,6 @@
-"""Is the run making progress? Asked by /healthz, the page and `tandem health`, and answered here alone.
+"""Decide whether the run makes progress, for /healthz, the page and `tandem health`.
 
-Standard library only, few imports: probes run it often.
+It uses only the standard library and few imports, because probes run it often.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ FILE_NAME = "health.json"
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without progress that may be well: until all are here, until the first step, between steps."""
+    """Limits without progress, in seconds: until all nodes joined, until the first step, per step."""
 
     master_timeout: float
     phase_timeout: float
@@ -32,11 +32,11 @@ class Limits:
 
     @classmethod
     def asked(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "Limits":
-        """Those of the settings."""
+        """Return the limits from the settings."""
         return cls(launch.master_timeout, timeouts.phase_timeout, timeouts.hang_seconds)
 
     def of(self, state: str) -> float:
-        """Of what a node does: a state of its agent, or an activity of its ranks."""
+        """Return the limit of what a node does: a state of its agent, or an activity of its ranks."""
         if state in ("starting", "rendezvous"):
             return SLACK_SECONDS + self.master_timeout
         if state == "train" and self.hang_timeout is not None:
@@ -45,8 +45,11 @@ class Limits:
 
 
 def record(state: str, step: int, last_progress: float, limit_seconds: float) -> dict[str, object]:
-    """What `judge` reads. `last_progress` is when the run last got further (Unix seconds); `limit_seconds`
-    is how long it may take in this state until the next progress."""
+    """Return the record that `judge` reads.
+
+    `last_progress` is when the run last made progress (Unix seconds); `limit_seconds` is how long this state
+    may last without progress.
+    """
     return {
         "time": time.time(), "state": state, "step": step, "last_progress": last_progress,
         "limit_seconds": limit_seconds, "pid": os.getpid(),
@@ -54,9 +57,9 @@ def record(state: str, step: int, last_progress: float, limit_seconds: float) ->
 
 
 def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
-    """Replace STATE_DIR/health.json, in a folder that is made; call it once a second. Raises OSError.
+    """Replace STATE_DIR/health.json, creating the directory; call it once a second. Raises OSError.
 
-    Not fsynced: after a host's crash it is stale.
+    The file is not fsynced, so it is outdated after the host crashes.
     """
     os.makedirs(state_dir, exist_ok=True)
     path = os.path.join(state_dir, FILE_NAME)
@@ -67,10 +70,10 @@ def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]
 
 
 class Starting:
-    """Writes that this node starts, once a second, until it is closed: the agent's own begins with torch.
+    """Reports that this node is starting, once a second until closed: the agent's reports need torch first.
 
-    Kubernetes publishes the names of pods that have started only; who asks too early is told for half a
-    minute that there is no such name.
+    Kubernetes publishes the name of a pod only after it has started, and a failed lookup of the name is
+    cached for half a minute.
     """
 
     def __init__(self, state_dir: str | os.PathLike[str], limits: Limits) -> None:
@@ -81,7 +84,7 @@ class Starting:
 
     def _write(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # the agent says so, if it lasts
+            with contextlib.suppress(OSError):  # the agent reports it if it persists
                 write_health(self._state_dir, record("starting", 0, self._since, self._limit))
             if self._closing.wait(NODE_TICK_SECONDS):
                 return
@@ -92,7 +95,7 @@ class Starting:
 
 
 def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[bool, str]:
-    """(healthy?, one line that says why) from STATE_DIR/health.json; never raises."""
+    """Return (healthy, one-line reason) from STATE_DIR/health.json; never raises."""
     path = os.path.join(state_dir, FILE_NAME)
     try:
         return judge(parsed(content(state_dir, FILE_NAME)), time.time() if now is None else now)
@@ -105,7 +108,7 @@ def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[
 
 
 def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
-    """Judge one heartbeat; raises KeyError, TypeError or ValueError if it is not one."""
+    """Judge one record. Raises KeyError, TypeError or ValueError if it is not a record."""
     state, step = str(record["state"]), count(record["step"])
     where = f"{state} at step {step:,}"
     if state == "succeeded":
@@ -126,7 +129,7 @@ def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
 
 
 def main(environ: Mapping[str, str], as_json: bool = False) -> int:
-    """Print one line; 0 healthy, 1 not (Docker reserves 2)."""
+    """Print one line; return 0 if healthy, else 1 (Docker reserves 2)."""
     state_dir = environ.get("TANDEM_STATE_DIR")
     if not state_dir:
         healthy, line = False, "TANDEM_STATE_DIR is not set; set it to the directory that tandem launch uses"
@@ -144,6 +147,7 @@ def _is_alive(pid: int) -> bool:
         return False
     try:
         os.kill(pid, 0)
+    # Signal 0 only checks that the process exists. PermissionError means that it does, under another user.
     except ProcessLookupError:
         return False
     except PermissionError:
