@@ -131,7 +131,7 @@ def telling(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def check_engine() -> None:
-    """The engine answers and Compose is new enough. Raises ClusterError."""
+    """The engine answers. Raises ClusterError."""
     try:
         docker("version", "--format", "{{.Server.Version}}", seconds=20)
     except ClusterError as error:
@@ -147,6 +147,10 @@ def check_engine() -> None:
             f"the container engine does not answer at {where}; start it: sudo systemctl start docker; "
             f"if there is none, {_how_to_install()}"
         ) from None
+
+
+def check_compose() -> None:
+    """Compose is new enough. Raises ClusterError."""
     found = docker("compose", "version", "--short", check=False, seconds=20).strip()
     numbers = re.match(r"v?(\d+)\.(\d+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_COMPOSE:
