@@ -166,6 +166,8 @@ HOLD_SECONDS = 25.0
 """A page's connection is held so long for the end of the run, and then again: proxies cut off the silent."""
 STALE_SECONDS = 15.0
 """`tandem health` calls a health.json older than this a dead agent: 15 ticks, on a busy host."""
+RUN_HEALTH_SECONDS, RUN_HEALTH_STALE_SECONDS = 5.0, 30.0
+"""Node 0 writes its heartbeat to the run directory as often, which may be a busy volume; older is dead."""
 SLACK_SECONDS = 60.0
 """Beyond the limit of a state until the run is unhealthy: the watchdog acts first, a probe kills the node."""
 GPU_SECONDS = 5.0

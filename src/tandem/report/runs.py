@@ -16,11 +16,12 @@ from tandem.checkpoint.storage.copies import RUN_FILES
 from tandem.errors import ConfigError
 from tandem.log import printable
 from tandem.reading import RunFiles
+from tandem.telemetry.health import FILE_NAME, TEMPORARY
 from tandem.timeouts import SETTLED_SECONDS
 
 OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
 """States of a run without a summary; the rest are those that a summary has."""
-NOTES = frozenset((*RUN_FILES, "report.html"))
+NOTES = frozenset((*RUN_FILES, "report.html", FILE_NAME, TEMPORARY))
 """The files that tandem writes about a run, by their names in the run's folder."""
 FOLDERS_OF_NOTES = {
     "log": re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),
