@@ -181,7 +181,11 @@ HOLD_SECONDS = 25.0
 Proxies cut silent connections.
 """
 STALE_SECONDS = 15.0
-"""A health.json older than this counts as a dead agent's: 15 writes, on a busy host."""
+"""`tandem health` calls a health.json older than this a dead agent: 15 ticks, on a busy host."""
+RUN_HEALTH_SECONDS = 5.0
+"""Node 0 writes its heartbeat to the run directory this often: the volume may be busy."""
+RUN_HEALTH_STALE_SECONDS = 30.0
+"""`tandem health RUN_DIR` calls an older heartbeat a dead agent's."""
 SLACK_SECONDS = 60.0
 """Beyond a state's limit until the run is unhealthy: the watchdog acts first, because probes kill nodes."""
 GPU_SECONDS = 5.0

@@ -31,13 +31,14 @@ from tandem.cluster.engine import (
     is_watched,
     variables_in_dotenv,
 )
-from tandem.cluster.network import Shape, check_shape, keep_shape
+from tandem.cluster.network import Shape, check_shape, keep_shape, shape_of
 from tandem.cluster.preflight import (
     VOLUMES,
     check_free,
     check_gpus,
     check_room_for_a_build,
     check_volumes,
+    checked_epochs,
     checked_node,
     checked_nodes,
     checked_port,
@@ -55,16 +56,21 @@ DOWN_TRIES, DOWN_AGAIN_SECONDS = 4, 1.0
 METRICS_PORT = 19469
 
 
-def up(options: argparse.Namespace) -> int:
-    """Build if necessary, start, follow the logs, and return the job's exit code."""
+def wanted(options: argparse.Namespace) -> Cluster:
+    """Return the cluster that the options of `up` describe; needs no engine. Raises ClusterError."""
     nodes = checked_nodes(options.nodes)
-    shape = Shape(options.rate, options.latency, options.loss)
-    shape.check()
+    Shape(options.rate, options.latency, options.loss).check()
     port = checked_port(options.metrics_port or str(METRICS_PORT))
     check_gpus(options.gpus)
-    watched = options.monitoring == "1" or is_watched(options.project)
     variables = variables_of(options, nodes, port) | {"SECRET_FILE": str(job_secret.path_of(options.project))}
-    cluster = Cluster(options.project, variables, bool(options.gpus), watched)
+    return Cluster(options.project, variables, bool(options.gpus), options.monitoring == "1")
+
+
+def up(options: argparse.Namespace) -> int:
+    """Build if needed, start, follow, and return the job's code."""
+    cluster = wanted(options)
+    cluster = replace(cluster, watched=cluster.watched or is_watched(options.project))
+    shape, port = shape_of(cluster), int(cluster.variables["METRICS_PORT"])
     unfinished = [node for node in cluster.nodes() if node.is_unfinished]
     if unfinished:
         raise ClusterError(
@@ -78,7 +84,7 @@ def up(options: argparse.Namespace) -> int:
     check_shape(cluster, shape)
     check_volumes(cluster)
     shaped = f", {shape}" if shape else ""
-    say(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{shaped}")
+    say(f"cluster      {cluster.project}: {cluster.variables['NODES']} nodes from {cluster.image}{shaped}")
     say(f"metrics      http://localhost:{port}/metrics")
     # A script decides where its checkpoints are.
     name, where = ("run", "") if options.script else ("checkpoints", "/checkpoints")
@@ -129,7 +135,7 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
     if "TANDEM_THREADS" not in everything:
         variables |= share_of(nodes, variables)
     if options.epochs:
-        variables["TANDEM_EPOCHS"] = options.epochs
+        variables["TANDEM_EPOCHS"] = str(checked_epochs(options.epochs))
     return variables
 
 

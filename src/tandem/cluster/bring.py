@@ -1,16 +1,17 @@
 """`make compose-get RUN=digits`: copy a run from the checkpoint volume to a directory on this host."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tandem.cluster.engine import ClusterError, docker, project_word
 from tandem.cluster.volume import exists, image_of, reader, volume_of
 from tandem.cluster.wording import say
-from tandem.cluster.work import RUN
+from tandem.cluster.work import RUN, check_run
 
 NO_SUCH_RUN = 44
 CHANGED = 1
@@ -20,6 +21,24 @@ NOT_STARTED = (125, 126, 127)
 TAKE = f'cd "/checkpoints/$1" 2>/dev/null || exit {NO_SUCH_RUN}; exec tar -cf - .'
 LIST = 'cd /checkpoints && for each in *; do [ ! -d "$each" ] || echo "$each"; done'
 MOST_NAMED = 20
+
+
+def check_get(options: argparse.Namespace) -> None:
+    """The run's name, and the folder that is to be new; asks no engine. Raises ClusterError.
+
+    No name at all is answered by a list of the runs, which the engine has.
+    """
+    run = options.run
+    if not run:
+        return
+    check_run(run)
+    folder = _folder_of(options)
+    with _saying_what_to_type(folder, options):
+        if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ClusterError(
+                f"{folder} is there already; name a new folder: "
+                f"make compose-get RUN={run} TO=runs/{run}-copy{project_word(options.project)}"
+            )
 
 
 def get(options: argparse.Namespace) -> int:
@@ -36,21 +55,11 @@ def get(options: argparse.Namespace) -> int:
             f"there is no image {image} here, and one of tandem reads the volume; make it: make image, "
             "or name another: make compose-get IMAGE=NAME"
         )
-    if not RUN.fullmatch(run):
-        raise ClusterError(f"RUN={run} is not the name of a run; {_known(volume, image)}{named}")
-    folder = Path(os.path.expanduser(options.to or f"runs/{run}"))
-    try:
-        if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise ClusterError(
-                f"{folder} is there already; name a new folder: "
-                f"make compose-get RUN={run} TO=runs/{run}-copy{named}"
-            )
+    if not run:
+        raise ClusterError(f"RUN is missing; {_known(volume, image)}{named}")
+    folder = _folder_of(options)
+    with _saying_what_to_type(folder, options):
         code = _bring(volume, image, run, folder)
-    except OSError as error:
-        raise ClusterError(
-            f"cannot write {folder}: {error.strerror}; name another: "
-            f"make compose-get RUN={run} TO=FOLDER{named}"
-        ) from error
     if code == NO_SUCH_RUN:
         raise ClusterError(f"RUN={run} is not in {volume}; {_known(volume, image)}{named}")
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -58,6 +67,22 @@ def get(options: argparse.Namespace) -> int:
     meanwhile = "; it changed meanwhile, so get it again when it has ended" if code == CHANGED else ""
     say(f"run {run} of {volume} is in {folder}: {len(files)} files, {megabytes:,.1f} MB{meanwhile}")
     return 0
+
+
+def _folder_of(options: argparse.Namespace) -> Path:
+    return Path(os.path.expanduser(options.to or f"runs/{options.run}"))
+
+
+@contextlib.contextmanager
+def _saying_what_to_type(folder: Path, options: argparse.Namespace) -> Iterator[None]:
+    """A folder that cannot be written is one line. Raises ClusterError."""
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write {folder}: {error.strerror}; name another: "
+            f"make compose-get RUN={options.run} TO=FOLDER{project_word(options.project)}"
+        ) from error
 
 
 def _bring(volume: str, image: str, run: str, folder: Path) -> int:

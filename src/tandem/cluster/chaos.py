@@ -159,13 +159,18 @@ def table(project: str, image: str, index: int) -> int:
     return 1 if failed else 0
 
 
-def chaos(options: argparse.Namespace) -> int:
-    """Inject one fault, or all. Raises ClusterError, and OutcomeError (1) for a wrong outcome."""
+def check_chaos(options: argparse.Namespace) -> None:
+    """Check the fault and the node; needs no engine. Raises ClusterError."""
     if options.fault not in (*FAULTS, "all"):
         raise ClusterError(
             f"FAULT: invalid value {options.fault!r}; expected all or one of {', '.join(FAULTS)}: "
             "make chaos FAULT=kill-rank"
         )
+    checked_node(options.node or "1")
+
+
+def chaos(options: argparse.Namespace) -> int:
+    """Inject one fault, or all. Raises ClusterError; OutcomeError (1) when the outcome did not come."""
     index = checked_node(options.node or "1")
     if options.fault == "all":
         return table(OWN_PROJECT, options.image or DEFAULT_IMAGE, index)

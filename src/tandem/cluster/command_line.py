@@ -4,25 +4,35 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from tandem.cluster import actions
-from tandem.cluster.bring import get
-from tandem.cluster.chaos import chaos
-from tandem.cluster.engine import ClusterError, check_engine
+from tandem.cluster.bring import check_get, get
+from tandem.cluster.chaos import chaos, check_chaos
+from tandem.cluster.engine import ClusterError, check_compose, check_engine
 from tandem.cluster.faults import FAULTS
+from tandem.cluster.preflight import check_image, check_project, check_switch, checked_node, checked_nodes
 from tandem.cluster.wording import Wording, typed
 from tandem.config import Parser
 from tandem.errors import ConfigError, TandemError
 
-ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "up": actions.up,
-    "down": actions.down,
-    "ps": actions.ps,
-    "logs": actions.logs,
-    "shell": actions.shell,
-    "scale": actions.scale,
-    "get": get,
-    "chaos": chaos,
+
+class Action(NamedTuple):
+    """What an action does, and how its options are checked before the engine is looked for."""
+
+    run: Callable[[argparse.Namespace], int]
+    check: Callable[[argparse.Namespace], object] = lambda options: None
+
+
+ACTIONS: Mapping[str, Action] = {
+    "up": Action(actions.up, actions.wanted),
+    "down": Action(actions.down),
+    "ps": Action(actions.ps),
+    "logs": Action(actions.logs),
+    "shell": Action(actions.shell, lambda options: checked_node(options.node)),
+    "scale": Action(actions.scale, lambda options: checked_nodes(options.nodes)),
+    "get": Action(get, check_get),
+    "chaos": Action(chaos, check_chaos),
 }
 UP = ("up",)
 OPTIONS: Mapping[str, tuple[Sequence[str], str, str]] = {
@@ -99,11 +109,21 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one action; messages name commands as the user types them. Raises TandemError."""
+    """Check one action's options, then the engine, and run it; messages name commands as the user types them.
+
+    Raises TandemError.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        check_project(options.project)
+        check_image(options.image)
+        for name in SWITCHES:
+            check_switch(name.upper(), getattr(options, name))
+        action = ACTIONS[options.action]
+        action.check(options)
         check_engine()
-        return ACTIONS[options.action](options)
+        check_compose()
+        return action.run(options)
     except ClusterError as error:
         error.args = (typed(str(error)),)
         raise

@@ -148,6 +148,10 @@ def check_engine() -> None:
             f"the container engine does not answer at {where}; start it: sudo systemctl start docker; "
             f"if there is none, {_how_to_install()}"
         ) from None
+
+
+def check_compose() -> None:
+    """Compose is new enough. Raises ClusterError."""
     found = docker("compose", "version", "--short", check=False, seconds=20).strip()
     numbers = re.match(r"v?(\d+)\.(\d+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_COMPOSE:

@@ -1,4 +1,4 @@
-"""Checks before a cluster starts: numbers, the port, free space, the volumes' owner."""
+"""Checks before a cluster starts: names, numbers, the port, free space, the volumes' owner."""
 
 import json
 import re
@@ -21,6 +21,37 @@ print(json.dumps({
     "foreign": [[f, os.stat(f).st_uid] for f in folders if not os.access(f, os.W_OK)],
 }))
 """
+
+
+PROJECT = re.compile(r"[a-z0-9][a-z0-9_-]*")
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
+
+
+def check_project(text: str) -> None:
+    """A name that Compose takes. Raises ClusterError."""
+    if not PROJECT.fullmatch(text):
+        raise ClusterError(
+            f"PROJECT: invalid value {text!r}; expected lowercase letters, digits, dashes and underscores"
+        )
+
+
+def check_image(text: str) -> None:
+    """Nothing, or what may be an image's name. Raises ClusterError."""
+    if text and not IMAGE.fullmatch(text):
+        raise ClusterError(f"IMAGE: invalid value {text!r}; expected a name such as IMAGE=tandem:cuda")
+
+
+def check_switch(name: str, text: str) -> None:
+    """Nothing, 0 or 1. Raises ClusterError."""
+    if text not in ("", "0", "1"):
+        raise ClusterError(f"{name}: invalid value {text!r}; expected 1, or leave it out")
+
+
+def checked_epochs(text: str) -> int:
+    """A number of epochs. Raises ClusterError."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise ClusterError(f"EPOCHS: invalid value {text!r}; expected an integer >= 1")
+    return int(text)
 
 
 def checked_nodes(text: str) -> int:

@@ -27,9 +27,14 @@ def work_of(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, 
     else:
         found = _task(options, given)
     run = options.run or found["RUN"]
-    if not RUN.fullmatch(run):
-        raise ClusterError(f"RUN: invalid value {run!r}; expected letters, digits, dots and dashes")
+    check_run(run)
     return {**found, "RUN": run}
+
+
+def check_run(name: str) -> None:
+    """The name of a run's directory in the volume. Raises ClusterError."""
+    if not RUN.fullmatch(name):
+        raise ClusterError(f"RUN: invalid value {name!r}; expected letters, digits, dots and dashes")
 
 
 def _task(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:

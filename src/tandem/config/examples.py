@@ -92,8 +92,9 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem completion zsh > ~/.tandem.zsh": "then `source ~/.tandem.zsh` in ~/.zshrc",
     },
     "health": {
+        "tandem health runs/digits": "check a run: exits with 1 if there is no progress",
         "TANDEM_STATE_DIR=/tmp/state tandem launch": "start a node that reports its health",
-        "TANDEM_STATE_DIR=/tmp/state tandem health": "check it: exits with 1 if there is no progress",
+        "TANDEM_STATE_DIR=/tmp/state tandem health": "check this node, for a probe",
     },
 }
 

@@ -114,7 +114,7 @@ class NodeAgent(SimpleElasticAgent):
                 membership.close()
             self._watchdog.end_generation(self._root)
             # Another node of an elastic job leaves. All ranks have saved and stopped with 143; this node
-            # continues with the next generation, and its own stop (if a signal arrives now) finds everything saved.
+            # continues with the next one, and its own stop (if a signal arrives now) finds everything saved.
             if code == STOPPED and not self._stop and self._departures.others_go_on(self._positions[0]):
                 log.info(
                     "a node was asked to stop and leaves; the others continue from the step where all stopped"

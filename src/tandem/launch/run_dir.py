@@ -20,6 +20,7 @@ from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.report.trackers import check
 from tandem.report.tracking import FILE_NAME
+from tandem.telemetry.health import Limits, record, write_run_health
 from tandem.telemetry.journal import write_json_atomic
 
 log = logging.getLogger("tandem.launch")
@@ -193,6 +194,8 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | 
         copies.begin((folder / "config.json").read_bytes(), keeps_summary=over)
         if not over:
             (folder / "summary.json").unlink(missing_ok=True)
+            limit = Limits.asked(settings.launch, settings.reliability).of("starting")
+            write_run_health(folder, record("starting", 0, time.time(), limit))
         if is_new:
             (folder / FILE_NAME).unlink(missing_ok=True)
     except OSError as error:

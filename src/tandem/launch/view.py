@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tandem import running
@@ -32,7 +33,7 @@ from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Sam
 from tandem.telemetry.metrics import FINAL_STATES
 from tandem.telemetry.registry import Registry
 from tandem.telemetry.restarts import Restarts
-from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, VOLUME_SECONDS
+from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, RUN_HEALTH_SECONDS, VOLUME_SECONDS
 
 log = logging.getLogger("tandem.node")
 
@@ -86,6 +87,9 @@ class NodeView:
         self._thread.start()
         # A call to a volume or a driver can hang, so no code waits for this thread.
         threading.Thread(target=self._watch_hardware, name="tandem-hardware", daemon=True).start()
+        self._health_thread = threading.Thread(target=self._show_health, name="tandem-health", daemon=True)
+        if placement.node_rank == 0:
+            self._health_thread.start()
 
     def _open_on_first_node(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
         """Open the journal, the history and the server, on node 0."""
@@ -198,6 +202,8 @@ class NodeView:
         self._closing.set()
         self._receiver.close()
         self._thread.join()
+        if self._health_thread.is_alive():
+            self._health_thread.join(NODE_TICK_SECONDS)
         self._health_file.write(self._health())  # records the end of a run shorter than a tick
         if self._server is not None:
             self._server.close()
@@ -296,6 +302,14 @@ class NodeView:
                 self.metrics.apply(life.volume_sizes(self.run_dir))
             self.metrics.apply(gpus.sample())
             if self._closing.wait(seconds):
+                return
+
+    def _show_health(self) -> None:
+        """In the run directory, for `tandem health RUN_DIR`; its volume can hang as well."""
+        while True:
+            with suppress(OSError):  # the journal and the saves say what is wrong with the volume
+                health.write_run_health(self.run_dir, self._health())
+            if self._closing.wait(RUN_HEALTH_SECONDS):
                 return
 
     def _health(self) -> dict[str, object]:

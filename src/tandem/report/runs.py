@@ -16,11 +16,12 @@ from tandem.checkpoint.storage.copies import RUN_FILES
 from tandem.errors import ConfigError
 from tandem.log import printable
 from tandem.reading import RunFiles
+from tandem.telemetry.health import FILE_NAME, TEMPORARY
 from tandem.timeouts import SETTLED_SECONDS
 
 OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
 """States of a run without a summary; otherwise, the state is the summary's."""
-NOTES = frozenset((*RUN_FILES, "report.html"))
+NOTES = frozenset((*RUN_FILES, "report.html", FILE_NAME, TEMPORARY))
 """Names of the files that tandem writes about a run in its directory."""
 FOLDERS_OF_NOTES = {
     "log": re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),

@@ -1,5 +1,6 @@
 """Decide whether the run makes progress, for /healthz, the page and `tandem health`.
 
+Each node writes its heartbeat to TANDEM_STATE_DIR, for probes; node 0 also to the run directory, for people.
 It uses only the standard library and few imports, because probes run it often.
 """
 
@@ -10,16 +11,20 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
-from tandem.reading import content, count, finite, parsed
-from tandem.timeouts import NODE_TICK_SECONDS, SLACK_SECONDS, STALE_SECONDS
+from tandem.reading import RunFiles, content, count, finite, parsed
+from tandem.timeouts import NODE_TICK_SECONDS, RUN_HEALTH_STALE_SECONDS, SLACK_SECONDS, STALE_SECONDS
 from tandem.words import lasting
 
 if TYPE_CHECKING:
     from tandem.config.slices import LaunchConfig, ReliabilityConfig
 
 FILE_NAME = "health.json"
+TEMPORARY = ".health.json.tmp"
+"""What it is called while it is written into a run directory; a kill may leave it there."""
+LONGEST_LINE = 400
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,18 @@ def record(state: str, step: int, last_progress: float, limit_seconds: float) ->
     """
     return {
         "time": time.time(), "state": state, "step": step, "last_progress": last_progress,
-        "limit_seconds": limit_seconds, "pid": os.getpid(),
+        "limit_seconds": limit_seconds, "pid": os.getpid(), "machine": _machine(),
     }  # fmt: skip
+
+
+@cache
+def _machine() -> str:
+    """Where this process's number means this process: the boot, and the namespace of process numbers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
@@ -62,11 +77,21 @@ def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]
     The file is not fsynced, so it is outdated after the host crashes.
     """
     os.makedirs(state_dir, exist_ok=True)
-    path = os.path.join(state_dir, FILE_NAME)
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
+    _replace(state_dir, f"{FILE_NAME}.{os.getpid()}.tmp", record)
+
+
+def write_run_health(run_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
+    """Replace RUN_DIR/health.json; node 0 alone writes it. Raises OSError where the folder is gone."""
+    _replace(run_dir, TEMPORARY, record)
+
+
+def _replace(folder: str | os.PathLike[str], name: str, record: Mapping[str, object]) -> None:
+    temporary = os.path.join(folder, name)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # what a killed writer has left
+    with open(temporary, "x", encoding="utf-8") as file:  # through no link
         json.dump(record, file)
-    os.replace(temporary, path)
+    os.replace(temporary, os.path.join(folder, FILE_NAME))
 
 
 class Starting:
@@ -94,11 +119,13 @@ class Starting:
         self._thread.join()
 
 
-def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[bool, str]:
-    """Return (healthy, one-line reason) from STATE_DIR/health.json; never raises."""
-    path = os.path.join(state_dir, FILE_NAME)
+def check(
+    folder: str | os.PathLike[str], now: float | None = None, stale: float = STALE_SECONDS
+) -> tuple[bool, str]:
+    """Return (healthy, one-line reason) from FOLDER/health.json; never raises."""
+    path = os.path.join(folder, FILE_NAME)
     try:
-        return judge(parsed(content(state_dir, FILE_NAME)), time.time() if now is None else now)
+        return judge(parsed(content(folder, FILE_NAME)), time.time() if now is None else now, stale)
     except FileNotFoundError:
         return False, f"no heartbeat: {path} does not exist"
     except OSError as error:
@@ -107,8 +134,25 @@ def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[
         return False, f"no heartbeat: {path} is not a heartbeat"
 
 
-def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
-    """Judge one record. Raises KeyError, TypeError or ValueError if it is not a record."""
+def check_run(run_dir: str | os.PathLike[str]) -> tuple[bool, str]:
+    """Return the same for a run directory; the summary decides for a run that has ended."""
+    if not os.path.isdir(run_dir):
+        what = "is not a directory" if os.path.exists(run_dir) else "does not exist"
+        return False, f"{os.fspath(run_dir)} {what}; give the directory of a run"
+    if not os.path.lexists(os.path.join(run_dir, "config.json")):
+        line = "has no config.json: it is not a run, or has not started; give the directory of a run"
+        return False, f"{os.fspath(run_dir)} {line}"
+    summary = RunFiles(run_dir).read("summary.json")
+    if state := summary.get("state"):
+        return state == "finished", f"{state} at step {summary.get('global_step') or 0:,}"
+    return check(run_dir, stale=RUN_HEALTH_STALE_SECONDS)
+
+
+def judge(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS) -> tuple[bool, str]:
+    """Judge one heartbeat, which is too old after `stale` seconds.
+
+    Raises KeyError, TypeError or ValueError if it is not one.
+    """
     state, step = str(record["state"]), count(record["step"])
     where = f"{state} at step {step:,}"
     if state == "succeeded":
@@ -116,10 +160,10 @@ def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
     if state in ("stopped", "failed"):
         return False, where
     age = now - finite(record["time"])
-    if age > STALE_SECONDS:
-        return False, f"last heartbeat {lasting(age)} ago, limit {STALE_SECONDS:.0f} s ({where})"
+    if age > stale:
+        return False, f"last heartbeat {lasting(age)} ago, limit {stale:.0f} s ({where})"
     pid = count(record["pid"])
-    if not _is_alive(pid):
+    if record.get("machine", _machine()) == _machine() and not _is_alive(pid):
         return False, f"process {pid} is gone ({where})"
     quiet = max(0.0, now - finite(record["last_progress"]))
     limit = float("inf") if record["limit_seconds"] is None else finite(record["limit_seconds"])
@@ -128,13 +172,16 @@ def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
     return True, f"{where}, last progress {lasting(quiet)} ago"
 
 
-def main(environ: Mapping[str, str], as_json: bool = False) -> int:
+def main(environ: Mapping[str, str], as_json: bool = False, run_dir: str | None = None) -> int:
     """Print one line; return 0 if healthy, else 1 (Docker reserves 2)."""
     state_dir = environ.get("TANDEM_STATE_DIR")
-    if not state_dir:
-        healthy, line = False, "TANDEM_STATE_DIR is not set; set it to the directory that tandem launch uses"
-    else:
+    if run_dir is not None:
+        healthy, line = check_run(run_dir)
+    elif state_dir:
         healthy, line = check(state_dir)
+    else:
+        healthy, line = False, "TANDEM_STATE_DIR is not set; give a run directory: tandem health RUN_DIR"
+    line = "".join(each if each.isprintable() else " " for each in line[:LONGEST_LINE])
     if as_json:
         print(json.dumps({"healthy": healthy, "reason": line}), flush=True)
     else:

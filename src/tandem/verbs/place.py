@@ -57,13 +57,17 @@ def _doctor_options(parser: "Parser") -> None:
 
 
 def health(options: "Namespace | None", environ: Environment) -> int:
-    """Judge the health file; uses only the standard library."""
+    """Judge the heartbeat of this node, or of the run in a directory; uses only the standard library."""
     from tandem.telemetry.health import main as health_main
 
-    return health_main(environ, as_json=options is not None and options.json)
+    if options is None:
+        return health_main(environ)
+    return health_main(environ, options.json, options.run_dir)
 
 
 def _health_options(parser: "Parser") -> None:
+    text = "run directory; default: the node that writes to TANDEM_STATE_DIR"
+    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help=text)
     parser.option("--json", bool, JSON)
 
 
@@ -101,6 +105,6 @@ VERBS: Mapping[str, Verb] = {
         _doctor_options,
     ),
     "health": Verb(
-        health, "[--json]", "check whether the run makes progress (for probes)", _health_options, False
+        health, "[RUN_DIR] [--json]", "check whether a run makes progress", _health_options, False
     ),
 }
