@@ -387,7 +387,10 @@ def test_apply_names_what_comes_next(make: Make, api: Callable[..., ApiServer]) 
         (["--kind", "jobset", "--with", "elastic"], "jobset has no component elastic"),
         (["--kind", "jobset", "--with", "trainjob"], "two kinds of job"),
         (["--with", "gpuu"], "gpuu is unknown; did you mean gpu?"),
-        (["--kind", "trainjob", "--with", "monitorin"], "did you mean monitoring? trainjob allows cpu, gpu, "),
+        (
+            ["--kind", "trainjob", "--with", "monitorin"],
+            "did you mean monitoring? trainjob allows cpu, gpu, ",
+        ),
         (["--with", "jobst"], "did you mean jobset?"),
         (["--kind", "jobst"], "did you mean jobset?"),
         (["--nodes", "0"], "--nodes: invalid value '0'; expected an integer >= 1"),
@@ -462,7 +465,9 @@ def test_verbs_find_a_job_by_its_name(
     """Two jobs in one namespace: each verb reads, and deletes, only the one that it was told."""
     server = api()
     for name in ("tandem", "other"):
-        code, output = make("k8s-apply", "OVERLAY=cpu", f"NAME={name}", "NODES=2", kubeconfig=server.kubeconfig)
+        code, output = make(
+            "k8s-apply", "OVERLAY=cpu", f"NAME={name}", "NODES=2", kubeconfig=server.kubeconfig
+        )
         assert code == 0, output
     assert "make k8s-logs OVERLAY=cpu NAME=other" in output
     jobs = "/apis/kubeflow.org/v1/namespaces/default/pytorchjobs"
@@ -480,7 +485,9 @@ def test_forward_finds_the_service_of_a_name(processes: Any, tmp_path: Path) -> 
     for flag in ("--name", "--run"):
         code, output = tandem_k8s(processes, tmp_path, "forward", flag, "other", services=service)
         assert code == 0, output
-        assert (tmp_path / "calls").read_text().splitlines()[-1] == "port-forward service/other-metrics 19469:19469"
+        assert (tmp_path / "calls").read_text().splitlines()[
+            -1
+        ] == "port-forward service/other-metrics 19469:19469"
 
 
 def test_make_says_so_too(make: Make) -> None:

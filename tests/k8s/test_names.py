@@ -36,7 +36,9 @@ def rendered(selection: str) -> str:
 
 def named(selection: str, name: str, nodes: int | None = None) -> list[Document]:
     is_elastic = "elastic" in selection
-    return load(substituted(rendered(selection), name, nodes, has_master=not is_elastic and "torch" in selection))
+    return load(
+        substituted(rendered(selection), name, nodes, has_master=not is_elastic and "torch" in selection)
+    )
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
@@ -83,10 +85,14 @@ def test_two_jobs_of_one_namespace_share_no_object_no_selector_and_no_claim(sele
                 continue  # the namespace of Prometheus
             assert not any(labels.items() <= pod.labels.items() for pod in pods), labels
     claims = [
-        {volume["persistentVolumeClaim"]["claimName"] for pod in plan(each) for volume in pod.template.spec["volumes"]
-         if "persistentVolumeClaim" in volume}
-        for each in (one, other)
-    ]  # fmt: skip
+        {
+            volume["persistentVolumeClaim"]["claimName"]
+            for pod in plan(documents)
+            for volume in pod.template.spec["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        for documents in (one, other)
+    ]
     assert claims == [{"tandem-checkpoints"}, {"other-checkpoints"}]
 
 
@@ -99,7 +105,9 @@ def test_no_place_with_the_name_is_missed(selection: str) -> None:
             for path, value in scalars(document, ()):
                 if "tandem" in value and path[-1] not in kept and "train.py" not in path:
                     assert value in ("tandem", "tandem:cuda", "tandem:cpu", "/tmp/tandem"), (path, value)
-                    assert value != "tandem" or path[-1] in ("name", "containerName", "*", "replacement"), path
+                    assert value != "tandem" or path[-1] in ("name", "containerName", "*", "replacement"), (
+                        path
+                    )
 
 
 def scalars(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
