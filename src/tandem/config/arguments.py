@@ -5,7 +5,9 @@ reads the environment.
 """
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from tandem.config.brought_along import meant_by
@@ -202,6 +204,10 @@ class Parser(argparse.ArgumentParser):
             return ConfigError(f"{flag}: missing value; expected {expected}. {self._see}")
         if message.startswith("ignored explicit argument "):
             return ConfigError(self._switch(flag, message.removeprefix("ignored explicit argument ")[1:-1]))
+        if choice := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            near = get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), n=1)
+            message += f"; did you mean {near[0]}?" if near else "."
+            return ConfigError(f"{flag}: {message} {self._help}")
         return ConfigError(f"{flag}: {message}. {self._see if flag in self._valid else self._help}")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.kubernetes import seen
+from tandem.kubernetes.parameters import JOB
 from tandem.kubernetes.render import GET_KUBECTL, KIND, UsageError, kinds
 from tandem.kubernetes.spoken import option, typed
 
@@ -66,25 +67,26 @@ REMOVED = {  # kind -> resource; persistent volume claims are not included
 
 @dataclass(frozen=True)
 class Target:
-    """What to work on: rendered manifest, namespace, run name and selection.
+    """What to work on: rendered manifest, namespace, job's name and selection.
 
-    The run name is the label app.kubernetes.io/instance.
+    The name is the label app.kubernetes.io/instance.
     """
 
     text: str
     namespace: str
-    run: str = "tandem"
+    name: str = JOB
     selection: str = KIND
 
     def command(self, verb: str, **more: str) -> str:
         """Return the command to type for the same job: `make k8s-logs OVERLAY=trainjob`."""
         options = {"--with": self.selection} if self.selection != KIND else {}
+        options |= {"--name": self.name} if self.name != JOB else {}
         options |= {"--namespace": self.namespace} if self.namespace else {}
         return typed(verb, {**options, **{f"--{name}": text for name, text in more.items()}})
 
     @property
     def selector(self) -> str:
-        return f"app.kubernetes.io/instance={self.run}"
+        return f"app.kubernetes.io/instance={self.name}"
 
     def kubectl(self, *arguments: str) -> list[str]:
         return ["kubectl", *(["--namespace", self.namespace] if self.namespace else []), *arguments]
@@ -165,7 +167,7 @@ def apply(target: Target) -> int:
         )
     if any("deletionTimestamp" in pod["metadata"] for pod in pods):
         raise UsageError(
-            f"pods of an earlier {target.run} are still ending, and a new job would meet them; wait: "
+            f"pods of an earlier {target.name} are still ending, and a new job would meet them; wait: "
             f"kubectl wait --for=delete pod --selector {target.selector} --timeout={DELETE_SECONDS}s"
         )
     _check_claims(target)

@@ -29,9 +29,7 @@ def logs(target: Target) -> int:
             found = jobs_of(target)
             unseen = 0 if found else unseen + 1
             if unseen > (MISSED if followed else 0):
-                raise UsageError(
-                    f"there is no job of the run {target.run}; start one: {target.command('apply')}"
-                )
+                raise UsageError(f"there is no job {target.name}; start one: {target.command('apply')}")
             if unseen:
                 time.sleep(POLL_SECONDS)
                 continue
@@ -39,7 +37,7 @@ def logs(target: Target) -> int:
             _follow(target, pods, followed)
             if end := outcome(found[0], pods):
                 _wait(followed)
-                print(f"{target.run} has ended: {end}", flush=True)
+                print(f"{target.name} has ended: {end}", flush=True)
                 return end.code
             waiting = "" if followed else _waiting(pods)
             if waiting and waiting != said:

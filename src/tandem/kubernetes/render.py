@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from tandem import shipped
 from tandem.errors import ConfigError
+from tandem.kubernetes.parameters import JOB, substituted
 from tandem.kubernetes.spoken import mistake, typed
 
 FOLDERS = {
@@ -50,13 +52,18 @@ def allowed(kind: str) -> tuple[str, ...]:
     return ALLOWED.get(kind) or tuple(name for name in ORDER if ONLY.get(name, kind) == kind)
 
 
-def render(selection: str, image: str = "") -> str:
+def render(selection: str, image: str = "", name: str = JOB, nodes: int | None = None) -> str:
     """Return the YAML of `selection`, with `image` (NAME[:TAG][@DIGEST]) instead of tandem:cuda.
 
-    A selection is a kind of job, components, or both, in any order: `trainjob,gpu,kueue`. Raises a one-line
+    A selection is a kind of job, components of it, or both, in any order: `trainjob,gpu,kueue`. `name` and
+    `nodes` replace the name and the number of nodes of the manifests. Raises a one-line
     UsageError.
     """
-    return render_parts(*parts_of(selection), image)
+    kind, parts = parts_of(selection)
+    text = render_parts(kind, parts, image)
+    if name == JOB and nodes is None:
+        return text
+    return substituted(text, name, nodes, has_master=kind == KIND and "elastic" not in parts)
 
 
 def render_parts(kind: str, parts: Sequence[str], image: str = "") -> str:
@@ -83,21 +90,25 @@ def parts_of(selection: str) -> tuple[str, list[str]]:
     kinds = list(dict.fromkeys(part for part in asked if part in FOLDERS))
     parts = {part for part in asked if part not in FOLDERS}
     said = mistake("--with", selection)
-    if not asked or parts - set(ORDER):
-        wrong = ", ".join(sorted(parts - set(ORDER))) or "nothing"
-        raise UsageError(
-            f"{said} {wrong} is unknown; expected one of {', '.join(FOLDERS)}, or components "
-            f"({', '.join(ORDER)}), or both: {typed('render', {'--with': 'gpu,kueue'})}"
-        )
     if len(kinds) > 1:
         raise UsageError(f"{said} {kinds[0]} and {kinds[1]} are two kinds of job; leave one of them out")
     kind = kinds[0] if kinds else KIND
+    choices = f"{kind} allows {', '.join(allowed(kind))}"
+    if unknown := sorted(parts - set(ORDER)):
+        near = get_close_matches(unknown[0], (*allowed(kind), *FOLDERS, *ALIASES), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise UsageError(
+            f"{said} {', '.join(unknown)} is unknown{hint} {choices}; the kinds are {', '.join(FOLDERS)}"
+        )
+    if not asked:
+        example = typed("render", {"--with": "gpu,kueue"})
+        raise UsageError(
+            f"{said} it is empty; {choices}; the kinds are {', '.join(FOLDERS)}; for example: {example}"
+        )
     for part in sorted(parts):
         if part not in allowed(kind):
-            raise UsageError(
-                f"{said} {kind} has no component {part}; expected {', '.join(allowed(kind))}; "
-                f"leave {part} out"
-            )
+            only = f" (only {ONLY[part]} has it)" if part in ONLY else ""
+            raise UsageError(f"{said} {kind} has no component {part}{only}; {choices}; leave {part} out")
     for one, other in CONTRADICTIONS:
         if {one, other} <= parts:
             raise UsageError(f"{said} {one} contradicts {other}; leave one of them out")

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 
-_MAKE = {"--with": "OVERLAY", "--namespace": "NAMESPACE", "--purge": "PURGE", "--image": "IMAGE"}
+_MAKE = {
+    "--with": "OVERLAY", "--namespace": "NAMESPACE", "--purge": "PURGE", "--image": "IMAGE",
+    "--name": "NAME", "--nodes": "NODES",
+}  # fmt: skip
 _by_make = False
 
 
