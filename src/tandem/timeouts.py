@@ -95,6 +95,11 @@ MEET_TO_SAVE_SECONDS = 5.0
 AT_ONCE_SECONDS = 3.0
 """A rank that is ended at once closes what it has opened, and leaves after this if a volume holds it up."""
 
+# The last save of a run (checkpoint/writer.py)
+
+SAVE_AGAIN_SECONDS = 2.0
+"""Before each further attempt to save the last step, at most three: a full volume may be freed meanwhile."""
+
 # Starts that save nothing new (launch/starts.py)
 
 FIRST_BACKOFF_SECONDS = 5.0

@@ -91,6 +91,7 @@ class NodeAgent(SimpleElasticAgent):
         while True:
             self._await_end_of_last()
             self._joining, self._waiting_since, self._next_word = True, running.now(), 1.0
+            only_saves = bool(self._stop)
             if self._budget.generations:
                 self._node.view.rejoining()
             try:
@@ -128,7 +129,8 @@ class NodeAgent(SimpleElasticAgent):
             codes = self._workers.kill() or {0: code}
             said = self._said(codes)
             if self._stop and self._is_retried(code) and code != INTERRUPTED_TWICE:
-                if not self._may_save():
+                # A rank that was started only to save, and said why it could not, would fail again.
+                if not self._may_save() or (only_saves and self._node.view.last_words):
                     return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
                 said = f"{said}; one more start, to save before stopping"
             elif self._stop or not self._is_retried(code):
