@@ -97,6 +97,11 @@ MEET_TO_SAVE_SECONDS = 5.0
 AT_ONCE_SECONDS = 3.0
 """How long a rank that exits at once may take to close what it has open; a volume may block that."""
 
+# The last save of a run (checkpoint/writer.py)
+
+SAVE_AGAIN_SECONDS = 2.0
+"""Before each further attempt to save the last step, at most three: a full volume may be freed meanwhile."""
+
 # Crash loops: starts that save nothing new (launch/starts.py)
 
 FIRST_BACKOFF_SECONDS = 5.0

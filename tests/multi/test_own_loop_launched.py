@@ -61,6 +61,39 @@ def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Script
     assert f"fp32, {counted(share, 'thread')}" in output
 
 
+KILLED_AT_THE_END = """
+import logging
+from pathlib import Path
+
+checkpoints = Path("run/checkpoints")
+
+
+class Killing(logging.Handler):
+    def emit(self, record):
+        if first_life and "save at step 48 failed" in record.getMessage():
+            checkpoints.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+logging.getLogger("tandem.checkpoint").addHandler(Killing())
+"""
+
+
+def test_a_rank_killed_in_the_last_save_saves_after_the_restart(scripts: Scripts) -> None:
+    """Only memory has the last step: the run is not complete without a checkpoint of it."""
+    begins, loop = "for inputs, labels in", "    seen += 1\n"
+    assert begins in SMALL and loop in SMALL
+    script = SMALL.replace(begins, KILLED_AT_THE_END + begins)
+    obstacle = "        checkpoints.touch()\n"
+    scripts.write("end.py", script.replace(loop, f"{loop}    if first_life and run.step == 46:\n{obstacle}"))
+    launch = scripts.launch(["--nproc", "1", "--checkpoint-every", "100"], "end.py", "run")
+    code, output = scripts.processes.wait(launch, LIMIT_SECONDS)
+    assert code == 0, output
+    assert "resuming from step 48 (in-memory snapshot)" in output, output
+    assert scripts.summary("run")["last_checkpoint_step"] == 48
+    assert (scripts.folder / "run/checkpoints/step-000000048/manifest.json").exists()
+
+
 @pytest.mark.soak
 def test_a_script_that_leaves_its_loop_by_sys_exit_has_not_ended_well(scripts: Scripts) -> None:
     scripts.write("left.py", SMALL.replace("    seen += 1\n", "    raise SystemExit(0)\n"))

@@ -18,6 +18,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore, Info
 from tandem.errors import CheckpointError, RunTakenError
 from tandem.telemetry.meter import SaveOutcome as SaveOutcome
+from tandem.timeouts import SAVE_AGAIN_SECONDS
 from tandem.torch_private import copy_all
 
 log = logging.getLogger("tandem.checkpoint")
@@ -111,8 +112,11 @@ class CheckpointWriter:
         self._buffers = Buffers()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.failures_in_a_row = 0
+        self._failures_in_a_row = 0
+        self._unsaved: tuple[int, dict[Any, Any], Info] | None = None
         self.last_step: int | None = None
+        self.problem = ""
+        """Why the last save failed; empty if it did not."""
 
     def save(self, step: int, state: Mapping[str, Any], info: Info) -> None:
         """Begin to save `state` as of `step`; return as soon as its tensors are copied.
@@ -138,6 +142,17 @@ class CheckpointWriter:
         if self._error is not None:
             raise self._error
 
+    def insist(self) -> None:
+        """Write the last save again if it failed, until it succeeds. Raises as `save`.
+
+        It is for the last step of a run, which has no later save.
+        """
+        self.wait()
+        while self._unsaved is not None:
+            time.sleep(SAVE_AGAIN_SECONDS)
+            self._write(*self._unsaved, time.monotonic(), 0.0)
+            self.wait()
+
     def settle(self) -> None:
         """Wait until the save has finished, successful or not."""
         if self._thread is not None:
@@ -157,9 +172,11 @@ class CheckpointWriter:
 
         try:
             size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), seal)
-            self.failures_in_a_row, self.last_step = 0, step
+            self._failures_in_a_row, self.last_step = 0, step
+            self._unsaved, self.problem = None, ""
         except CheckpointError as error:
             size = None
+            self._unsaved, self.problem = (step, state, info), str(error)
             self._failed(step, error)
         # Such as RunTakenError. `wait` raises it in the training thread.
         except BaseException as error:
@@ -171,17 +188,17 @@ class CheckpointWriter:
             self._prune(step)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
-        self.failures_in_a_row += 1
-        if self.failures_in_a_row > self._allowed:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row > self._allowed:
             self._error = CheckpointError(
-                f"{self.failures_in_a_row} saves in a row failed, but only {self._allowed} are "
+                f"{self._failures_in_a_row} saves in a row failed, but only {self._allowed} are "
                 f"allowed; last error: {error}"
             )
             return
         log.warning(
             "save at step %d failed (%d in a row, %d allowed): %s",
             step,
-            self.failures_in_a_row,
+            self._failures_in_a_row,
             self._allowed,
             error,
         )

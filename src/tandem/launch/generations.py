@@ -92,6 +92,7 @@ class NodeAgent(SimpleElasticAgent):
         while True:
             self._await_end_of_last()
             self._joining, self._waiting_since, self._next_word = True, running.now(), 1.0
+            only_saves = bool(self._stop)
             if self._budget.generations:
                 self._node.view.rejoining()
             try:
@@ -139,7 +140,8 @@ class NodeAgent(SimpleElasticAgent):
             # 0's memory may have a newer snapshot than the disk: start all ranks once more so that they save
             # it.
             if self._stop and self._is_retried(code) and code != INTERRUPTED_TWICE:
-                if not self._may_save():
+                # A rank that was started only to save, and said why it could not, would fail again.
+                if not self._may_save() or (only_saves and self._node.view.last_words):
                     return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
                 said = f"{said}; one more start, to save before stopping"
             elif self._stop or not self._is_retried(code):

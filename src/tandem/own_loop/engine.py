@@ -23,7 +23,7 @@ from tandem.data.shares import equal_shares
 from tandem.data.source import Reader, TrainingData
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
-from tandem.errors import FINISHED, STOPPED, ConfigError, StoppedError, TandemError
+from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
 from tandem.launch.run_dir import decide
 from tandem.launch.script import ScriptRank
 from tandem.log import reporting
@@ -276,7 +276,7 @@ class Engine:
             ),
             step=first,
         )
-        if first >= planned:
+        if first >= planned and not self._is_unsaved:
             log.info(
                 "the run in %s already finished at step %d; raise epochs or steps to continue",
                 self._run_dir,
@@ -293,7 +293,7 @@ class Engine:
     def _finish(self, state: KeptState, course: Course, finished: bool) -> None:
         """End the run: wait for the save that is being written, then write the summary."""
         self.clock.begin("drain")
-        if course.step == self._facts.first_step and finished:
+        if course.step == self._facts.first_step and finished and not self._is_unsaved:
             return  # it was already complete
         self._code = FINISHED if finished else STOPPED
         saver = course.saver
@@ -304,11 +304,15 @@ class Engine:
             with saver:
                 saver.save(course.step)
         if self.world.is_first:
-            if not saver.kept(course.step, finished):
-                raise StoppedError(f"stopped at step {course.step}, but the checkpoint could not be written")
+            saver.end(course.step, finished)
             write_summary(self._facts, course.recorder, state.weights(), saver.last_step, self._code)
         with reporting("close the displays"):
             course.recorder.close()
+
+    @property
+    def _is_unsaved(self) -> bool:
+        """True if this generation began from a snapshot in memory: no checkpoint may have that step."""
+        return self.beginning.slot is not None
 
     def _decision(self) -> ResumeDecision:
         """Return where to resume, decided once per launch.

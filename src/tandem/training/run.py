@@ -28,7 +28,6 @@ from tandem.errors import (
     PEER_LOST,
     STOPPED,
     PeerLostError,
-    StoppedError,
     TandemError,
 )
 from tandem.log import reporting
@@ -261,13 +260,10 @@ def _training(
 
 
 def _end(training: Training, facts: Facts, learner: Learner, finished: bool) -> int:
-    """Write the summary, and return the exit code.
-
-    Raises StoppedError if nothing of a stopped run was saved.
-    """
+    """Write the summary, and return the exit code. Raises as `Saver.end`."""
     world, saver, recorder = training.world, training.saver, training.recorder
-    if world.is_first and not saver.kept(training.step, finished):
-        raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
+    if world.is_first:
+        saver.end(training.step, finished)
     code = FINISHED if finished else STOPPED
     weights = learner.weights()
     if world.is_first:

@@ -13,6 +13,7 @@ from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, Later
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
+from tandem.errors import StoppedError
 from tandem.telemetry.recorder import Recorder
 from tandem.training.summary import Facts, manifest_info
 
@@ -133,9 +134,16 @@ class Saver:
         """The newest step that this generation has saved."""
         return self._writer.last_step
 
-    def kept(self, step: int, finished: bool) -> bool:
-        """Return whether the run may end at `step`: it is saved, or the run finished and no save fails."""
-        return self.last_step == step or (finished and self._writer.failures_in_a_row == 0)
+    def end(self, step: int, finished: bool) -> None:
+        """Return once the run may end at `step`.
+
+        A failed save of a finished run is tried again. Raises CheckpointError if it keeps failing, and
+        StoppedError if a run that was asked to stop could not be saved.
+        """
+        if finished:
+            self._writer.insist()
+        elif self.last_step != step:
+            raise StoppedError(f"stopped at step {step} without a checkpoint: {self._writer.problem}")
 
     def settle(self) -> None:
         """Wait for a save in progress after the run has failed, whatever its outcome.
