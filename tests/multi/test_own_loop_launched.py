@@ -61,6 +61,39 @@ def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Script
     assert f"fp32, {counted(share, 'thread')}" in output
 
 
+FAILING = """
+import os, tandem, torch
+
+def train():
+    run = tandem.start()
+    model = run.wrap(torch.nn.Linear(3, 2))
+    model(torch.ones(1, 4))
+
+if __name__ == "__main__":
+    tandem.launch(train, nodes=1, run_dir="run") if os.environ["HOW"] == "function" else train()
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "launched", "function"])
+def test_of_an_error_the_terminal_shows_the_scripts_own_lines(scripts: Scripts, how: str) -> None:
+    """torch's frames are in the log alone, however the loop was started."""
+    scripts.write("failing.py", FAILING)
+    if how == "launched":
+        process = scripts.launch(["--nproc", "1"], "failing.py", "run", HOW=how)
+    else:
+        process = scripts.start("failing.py", "run", HOW=how)
+    code, output = scripts.processes.wait(process, LIMIT_SECONDS)
+    assert code == 1, output
+    output = output.replace("[rank0]: ", "")  # torch's, where no agent runs the script
+    trace = output.partition("Traceback (most recent call last, in the script's code):\n")[2]
+    begins, _, _ = trace.partition("RuntimeError: ")
+    frames = [line for line in begins.splitlines() if line.startswith("  File ")]
+    assert frames and all(str(scripts.folder / "failing.py") in line for line in frames), output
+    assert frames[-1].endswith(", in train") and "    model(torch.ones(1, 4))\n" in begins, output
+    full = (scripts.folder / "run/log/rank-0.log").read_text()
+    assert "/torch/nn/modules/linear.py" in full and "/torch/nn/modules/linear.py" not in output, full
+
+
 KILLED_AT_THE_END = """
 import logging
 from pathlib import Path

@@ -22,6 +22,7 @@ from tandem.config.settings import SETTINGS
 from tandem.config.sources import PLACES
 from tandem.reading import RunFiles
 from tandem.rotation import tail
+from tandem.script.job import FUNCTION
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import GIT_SECONDS
 
@@ -121,6 +122,8 @@ def _command() -> str:
             parent = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1]
             at = next((i for i, word in enumerate(parent) if word == "launch" and _is_tandem(parent[:i])), 0)
             words = ["tandem", *parent[at:]] if at else words
+    if FUNCTION in words:  # nobody typed the flags; the settings are shown beside it
+        return f"tandem.launch({PurePath(words[-1]).stem})"
     program = "tandem" if _is_tandem(words[:1]) else f"python {shlex.quote(words[0])}"
     return " ".join([program, *map(shlex.quote, words[1:])])
 
