@@ -27,7 +27,7 @@ _LINE = re.compile(
     r"""(?P<value>"[^"]*"|'[^']*'|\{[^}]*\}|[^\s#]\S*)?(?:\s+\#.*|\s*)""",
     re.DOTALL,
 )
-"""A line with at most one scalar (or flow mapping) and a comment; all that has to be read of YAML here."""
+"""A line with at most one scalar (or flow mapping) and a comment; no more of YAML is read here."""
 
 
 def marked(path: Sequence[str], value: str) -> str:

@@ -122,7 +122,7 @@ def _command() -> str:
             parent = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1]
             at = next((i for i, word in enumerate(parent) if word == "launch" and _is_tandem(parent[:i])), 0)
             words = ["tandem", *parent[at:]] if at else words
-    if FUNCTION in words:  # nobody typed the flags; the settings are shown beside it
+    if FUNCTION in words:  # no one typed the flags; the settings are shown next to it
         return f"tandem.launch({PurePath(words[-1]).stem})"
     program = "tandem" if _is_tandem(words[:1]) else f"python {shlex.quote(words[0])}"
     return " ".join([program, *map(shlex.quote, words[1:])])

@@ -63,7 +63,7 @@ def record(state: str, step: int, last_progress: float, limit_seconds: float) ->
 
 @cache
 def _machine() -> str:
-    """Where this process's number means this process: the boot, and the namespace of process numbers."""
+    """Return what makes a process number unique: the boot, and the namespace of process numbers."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
