@@ -15,9 +15,9 @@ from tandem.cluster.engine import ClusterError, check_compose, check_engine, doc
 
 
 def check_image(name: str) -> None:
-    """The engine has the image. Raises ClusterError."""
+    """Check that the engine has the image. Raises ClusterError."""
     if not docker("image", "inspect", "--format", "{{.Id}}", name, check=False).strip():
-        raise ClusterError(f"there is no image {name} here; make it: make image")
+        raise ClusterError(f"there is no image {name}; build it: make image")
 
 
 if __name__ == "__main__":

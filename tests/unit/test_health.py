@@ -63,6 +63,17 @@ def test_a_run_directory_is_judged_by_its_summary_else_by_its_heartbeat(tmp_path
     assert sorted(os.listdir(tmp_path)) == ["config.json", "health.json", "summary.json"]
 
 
+def test_the_heartbeat_of_a_run_on_an_object_store_is_in_its_local_directory(tmp_path: Path) -> None:
+    folder = tmp_path / f"tandem-runs-{os.getuid()}" / "bucket" / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    health.write_run_health(folder, health.record("train", 3, time.time(), 9))
+    command = [sys.executable, "-m", "tandem", "health", "s3://bucket/run"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "train at step 3" in done.stdout, done
+
+
 def test_no_link_in_a_run_directory_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     for name in (health.FILE_NAME, health.TEMPORARY):

@@ -31,9 +31,9 @@ _LINE = re.compile(
 
 
 def marked(path: Sequence[str], value: str) -> str:
-    """The scalar `value` at `path` with marks for the job's name and node counts.
+    """Return the scalar `value` at `path` with marks for the job's name and node counts.
 
-    A path consists of keys; an entry of a list is its `name`, or "*" where it has none.
+    A path consists of keys; an entry of a list is its `name`, or "*" if it has none.
     """
     key = path[-1]
     if key in COUNTS or (key == "value" and path[-2] in COUNT_VARIABLES):
@@ -51,7 +51,7 @@ def marked(path: Sequence[str], value: str) -> str:
 
 
 def substituted(text: str, name: str, nodes: int | None = None, *, has_master: bool = True) -> str:
-    """The manifest with another name and, unless None, another number of nodes.
+    """Return the manifest with another name and, unless None, another number of nodes.
 
     `text` is what kustomize prints, or one of this project's own files, whose comments stay.
     """

@@ -56,8 +56,7 @@ def render(selection: str, image: str = "", name: str = JOB, nodes: int | None =
     """Return the YAML of `selection`, with `image` (NAME[:TAG][@DIGEST]) instead of tandem:cuda.
 
     A selection is a kind of job, components of it, or both, in any order: `trainjob,gpu,kueue`. `name` and
-    `nodes` replace the name and the number of nodes of the manifests. Raises a one-line
-    UsageError.
+    `nodes` replace the name and the number of nodes of the manifests. Raises a one-line UsageError.
     """
     kind, parts = parts_of(selection)
     text = render_parts(kind, parts, image)

@@ -305,7 +305,7 @@ class NodeView:
                 return
 
     def _show_health(self) -> None:
-        """In the run directory, for `tandem health RUN_DIR`; its volume can hang as well."""
+        """Write to the run directory, for `tandem health RUN_DIR`, in a thread: the volume may hang."""
         while True:
             with suppress(OSError):  # the journal and the saves say what is wrong with the volume
                 health.write_run_health(self.run_dir, self._health())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "health.json"
 TEMPORARY = ".health.json.tmp"
-"""What it is called while it is written into a run directory; a kill may leave it there."""
+"""Name of the file in a run directory while it is being written; a kill may leave it there."""
 LONGEST_LINE = 400
 
 
@@ -81,7 +81,7 @@ def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]
 
 
 def write_run_health(run_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
-    """Replace RUN_DIR/health.json; node 0 alone writes it. Raises OSError where the folder is gone."""
+    """Replace RUN_DIR/health.json; only node 0 calls this. Raises OSError if the directory is gone."""
     _replace(run_dir, TEMPORARY, record)
 
 

@@ -62,7 +62,12 @@ def health(options: "Namespace | None", environ: Environment) -> int:
 
     if options is None:
         return health_main(environ)
-    return health_main(environ, options.json, options.run_dir)
+    run_dir = options.run_dir
+    if run_dir is not None and "://" in run_dir:  # an import that probes do without
+        from tandem.checkpoint.storage.copies import local_folder
+
+        run_dir = str(local_folder(run_dir))
+    return health_main(environ, options.json, run_dir)
 
 
 def _health_options(parser: "Parser") -> None:
