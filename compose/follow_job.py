@@ -1,7 +1,7 @@
 """Print the log of a job and exit with its code: `follow_job.py PROJECT NODES RUN_DIR`.
 
-Runs in a container beside the nodes (job.yaml). Each node leaves its exit code in the volume `notes`; a node
-that leaves none was killed.
+Runs in a container next to the nodes (job.yaml). Each node writes its exit code to the volume `notes`; a
+node without one was killed.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from tandem.launch.restarts import job_code
 from tandem.platforms.replica import NOTES
 
 POLL_SECONDS = 0.5
-START_SECONDS = 30.0  # until all nodes are there
-GONE_SECONDS = 20.0  # longer than a node that Docker starts again is away
-STOPPED_SECONDS = 2.0  # the same, where Docker starts none again
+START_SECONDS = 30.0  # until all nodes are up
+GONE_SECONDS = 20.0  # longer than a restart of a node by Docker
+STOPPED_SECONDS = 2.0  # the same, if Docker does not restart nodes
 
 
 class Log:
-    """What the nodes and rank 0 write to their log files from now on."""
+    """Output that the nodes and rank 0 write to their log files from now on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,15 +47,15 @@ class Log:
 
 
 class Nodes:
-    """The containers of the service `node`, by their names and by the codes that they leave."""
+    """The containers of the service `node`: their names, and the exit codes that they have written."""
 
     def __init__(self, project: str, count: int) -> None:
         self.project, self.count = project, count
-        for path in NOTES.glob("code-*.json"):  # of an earlier job
+        for path in NOTES.glob("code-*.json"):  # from an earlier job
             path.unlink(missing_ok=True)
 
     def found(self) -> list[int]:
-        """The numbers that have a name now, from 1; a few more than there should be, for a wrong --scale."""
+        """Return the numbers, from 1, of containers whose names resolve; a few more for a wrong --scale."""
         return [index for index in range(1, self.count + 4) if self._is_known(index)]
 
     def _is_known(self, index: int) -> bool:
@@ -65,7 +65,7 @@ class Nodes:
         return False
 
     def codes(self) -> list[int]:
-        """Those of the nodes that have ended by themselves."""
+        """Return the exit codes of the nodes that have exited by themselves."""
         found = []
         for path in NOTES.glob("code-*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -73,17 +73,17 @@ class Nodes:
         return found
 
     def have_ended(self) -> bool:
-        """Whether no node runs, and none will be started again."""
+        """Return True if no node is running and none will be restarted."""
         codes = self.codes()
         return len(codes) >= self.count and all(code == 0 or is_own(code) for code in codes)
 
 
 class ScaledError(Exception):
-    """The containers are others than NODES says; their numbers are the argument."""
+    """The containers do not match NODES; the argument is their numbers."""
 
 
 def wait_for(nodes: Nodes, log: Log) -> None:
-    """Wait until all nodes are there, or have ended. Raises ScaledError if some are missing."""
+    """Wait until all nodes are up or have exited. Raises ScaledError if some are missing."""
     deadline = time.monotonic() + START_SECONDS
     while len(found := nodes.found()) + len(nodes.codes()) < nodes.count:
         if time.monotonic() > deadline:
@@ -93,7 +93,7 @@ def wait_for(nodes: Nodes, log: Log) -> None:
 
 
 def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
-    """Show the log until the job has ended; its code. Raises ScaledError."""
+    """Show the log until the job has ended and return its exit code. Raises ScaledError."""
     seen_at = time.monotonic()
     while not nodes.have_ended():
         log.show()
@@ -116,7 +116,7 @@ def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
 
 
 def main(project: str, count: str, run_dir: str) -> int:
-    """The job's exit code; 2 for a number of nodes that --scale has changed."""
+    """Return the job's exit code, or 2 if --scale has changed the number of nodes."""
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
     nodes, log = Nodes(project, int(count)), Log(Path(run_dir, "log"))

@@ -1,7 +1,7 @@
-"""Hand TCP connections on: `forward.py PORT HOST:PORT [NAME]`. Runs in a container, standard library only.
+"""Forward TCP connections: `forward.py PORT HOST:PORT [NAME]`. Runs in a container, standard library only.
 
-The name is resolved for each connection, so a node that comes back under another address is found. With NAME,
-which all nodes have in common, it ends when nobody has had that name for a while: the job is over.
+HOST is resolved for each connection, so a node that returns with another address is found. With NAME, a name
+that all nodes share, it exits once the name has not resolved for a while, because the job is over.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ import sys
 
 CHUNK_BYTES = 64 * 1024
 POLL_SECONDS = 1.0
-GONE_SECONDS = 20.0  # longer than a node that Docker starts again is away
-START_SECONDS = 120.0  # until the first node is there
+GONE_SECONDS = 20.0  # longer than a restart of a node by Docker
+START_SECONDS = 120.0  # until the first node is up
 
 
 async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """Everything from source to target, and then the end of it."""
+    """Copy everything from source to target, then its end of file."""
     with contextlib.suppress(OSError):
         while chunk := await source.read(CHUNK_BYTES):
             target.write(chunk)
@@ -25,7 +25,7 @@ async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
 
 
 async def until_gone(name: str) -> None:
-    """Until the name has been unknown for GONE_SECONDS, or for START_SECONDS from the start."""
+    """Wait until the name has not resolved for GONE_SECONDS, or for START_SECONDS after the start."""
     clock, patience = asyncio.get_running_loop(), START_SECONDS
     known_at = clock.time()
     while clock.time() - known_at < patience:
@@ -36,15 +36,15 @@ async def until_gone(name: str) -> None:
 
 
 async def run(port: int, host: str, host_port: int, name: str = "") -> None:
-    """Serve until cancelled, or until the name is gone."""
+    """Serve until canceled, or until the name is gone."""
     tasks = [asyncio.create_task(serve(port, host, host_port))]
     tasks += [asyncio.create_task(until_gone(name))] if name else []
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    done.pop().result()  # raises what has ended it
+    done.pop().result()  # raises the task's exception, if any
 
 
 async def serve(port: int, host: str, host_port: int) -> None:
-    """Listen until cancelled; a connection whose target does not answer is closed."""
+    """Listen until canceled; close connections whose target does not answer."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

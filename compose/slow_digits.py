@@ -1,4 +1,4 @@
-"""The digits with a pause in every step, so that a fault hits the middle of a short run."""
+"""The digits task with a pause in every step, so that a fault occurs in the middle of a short run."""
 
 import time
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from tandem.tasks.digits import Digits
 
 @dataclass
 class SlowDigits(Digits):
-    """`pause` seconds are slept in each training step."""
+    """Sleeps for `pause` seconds in each training step."""
 
     pause: float = 0.05
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Say in one line which container engine is missing, with code 2, before a recipe of make calls it.
+"""Check the container engine before a make recipe uses it; if it is missing, print one line and exit with 2.
 
     docker/engine.py              an engine that answers
     docker/engine.py compose      and a Compose that is new enough

@@ -1,11 +1,11 @@
-"""Make a Debian machine that has no container engine able to build and run tandem's image.
+"""Prepare a Debian machine to build and run tandem's image.
 
     sudo make docker-host        (python3 docker/host.py)
 
-Standard library only. What is there already stays: the engine, the two plugins of its command line, and the
-base image are each looked for first. The engine comes from Debian's own packages; where the release is too
-old to have a plugin (Debian 12), its one file is taken out of the next release's package. Where no registry
-answers, the base image is made from Debian's packages by debootstrap.
+Uses only the standard library, and installs only what is missing: the engine, its two command-line plugins
+and the base image. The engine is Debian's package. If the release is too old to have a plugin (Debian 12),
+its single file is extracted from the next release's package. If no registry answers, debootstrap builds the
+base image from Debian's packages.
 """
 
 import os
@@ -37,11 +37,11 @@ START_SECONDS = 60
 
 
 class HostError(Exception):
-    """This machine cannot be prepared; one line that says what to do."""
+    """This machine cannot be prepared; the message is one line with what to do."""
 
 
 def works(command: Sequence[str], seconds: float = 60) -> bool:
-    """Whether the command ends with 0 within its time."""
+    """Return True if the command exits with 0 within `seconds`."""
     try:
         return subprocess.run(command, capture_output=True, timeout=seconds).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -49,7 +49,7 @@ def works(command: Sequence[str], seconds: float = 60) -> bool:
 
 
 def run(command: Sequence[str], **options: object) -> None:
-    """Run quietly; HostError with its last line when it fails."""
+    """Run a command without output. Raises HostError with its last line if it fails."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
     if ended.returncode:
@@ -60,26 +60,26 @@ def run(command: Sequence[str], **options: object) -> None:
 def install(*packages: str) -> None:
     """Install Debian packages. Raises HostError."""
     if not shutil.which("apt-get"):
-        raise HostError("this is no Debian machine (no apt-get); install Docker with Compose v2 by hand")
+        raise HostError("this is not a Debian machine (no apt-get); install Docker with Compose v2 by hand")
     run(["apt-get", "update", "-qq"])
     run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages])
 
 
 def prepare_engine() -> str:
-    """dockerd, its command line, and what they need from the kernel's user space."""
+    """Install dockerd, its command line, and the network tools that they need."""
     wanted = {"dockerd": "docker.io", "iptables": "iptables", "tc": "iproute2"}
     missing = [package for program, package in wanted.items() if not shutil.which(program)]
     if missing:
         install(*missing)
-    if not shutil.which("docker"):  # a package of its own since Debian 13
+    if not shutil.which("docker"):  # a separate package since Debian 13
         install("docker-cli")
-    return f"installed {', '.join(missing)}" if missing else "there"
+    return f"installed {', '.join(missing)}" if missing else "present"
 
 
 def prepare_plugin(name: str) -> str:
-    """`docker NAME` as a plugin of the command line."""
+    """Install the command-line plugin `docker NAME`."""
     if works(["docker", name, "version"]):
-        return "there"
+        return "present"
     package = PLUGINS[name]
     if works(["apt-get", "install", "-y", "-qq", "--no-install-recommends", f"{package}/{NEXT_SUITE}"]):
         return "installed"
@@ -91,7 +91,7 @@ def prepare_plugin(name: str) -> str:
 
 
 def mirror() -> str:
-    """Where this machine's apt gets Debian from, security and updates aside. Raises HostError without any."""
+    """Return the mirror that apt uses, except for security and updates. Raises HostError if there is none."""
     asked = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
     lines = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
     for uri, _, name in (line.partition(" ") for line in lines):
@@ -101,7 +101,7 @@ def mirror() -> str:
 
 
 def take_plugin_from(suite: str, package: str, folder: Path) -> None:
-    """The plugin's file out of another release's package; apt's own lists stay as they are."""
+    """Extract the plugin from another release's package, without changing apt's own lists."""
     (folder / "lists" / "partial").mkdir(parents=True)
     (folder / "sources").write_text(f"deb [signed-by={KEYRING}] {mirror()} {suite} main\n")
     options = [
@@ -121,9 +121,9 @@ def take_plugin_from(suite: str, package: str, folder: Path) -> None:
 
 
 def start_engine() -> str:
-    """A running dockerd: by systemd where that runs, else as a background process."""
+    """Start dockerd, with systemd if it is running, else as a background process."""
     if works(["docker", "info"]):
-        return "runs"
+        return "running"
     if Path("/run/systemd/system").is_dir():
         run(["systemctl", "enable", "--now", "docker"])
     else:
@@ -140,9 +140,9 @@ def start_engine() -> str:
 
 
 def prepare_base_image() -> str:
-    """The base image: present, pulled, or made from Debian's packages."""
+    """Make sure that the base image exists: present, pulled, or built from Debian's packages."""
     if works(["docker", "image", "inspect", BASE_IMAGE]):
-        return "there"
+        return "present"
     if works(["docker", "pull", "--quiet", BASE_IMAGE], PULL_SECONDS):
         return "pulled"
     if not shutil.which("debootstrap"):
@@ -155,11 +155,11 @@ def prepare_base_image() -> str:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as archive:
             run(["docker", "import", "-", BASE_IMAGE], stdin=archive.stdout)
-    return "no registry answers: made from Debian's packages"
+    return "no registry answers; built from Debian's packages"
 
 
 def main() -> int:
-    """Prepare the machine, one line a step; 2 with one line when it cannot be."""
+    """Prepare the machine and print one line per step. Return 2, after one line, if a step fails."""
     if os.geteuid() != 0:
         print("tandem: preparing this machine needs root; type: sudo make docker-host", file=sys.stderr)
         return 2

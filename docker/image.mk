@@ -1,4 +1,4 @@
-# The container image. TORCH=cuda brings CUDA's libraries with torch; TORCH=cpu is a quarter of the size.
+# The container image. TORCH=cuda includes CUDA's libraries; TORCH=cpu is a quarter of the size.
 TORCH ?= cuda
 IMAGE ?= tandem:$(TORCH)
 BASE_IMAGE ?= debian:bookworm-slim
@@ -9,7 +9,7 @@ BUILD_ARGS ?=
 CONTEXT ?= .
 GIVEN += TORCH IMAGE BASE_IMAGE PIP_CONF CA_BUNDLE BUILD_ARGS CONTEXT
 
-# One line where no engine answers; standard library only.
+# Prints one line if no engine answers; uses only the standard library.
 ENGINE := $(PYTHON) docker/engine.py
 
 .PHONY: docker-host image image-size sbom

@@ -1,4 +1,4 @@
-"""What an image holds, as CycloneDX 1.5 JSON: `make sbom` runs this inside of it. Standard library only."""
+"""List an image's packages as CycloneDX 1.5 JSON. `make sbom` runs this in the image; no dependencies."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ def component(name: str, version: str, purl: str) -> dict[str, str]:
 
 
 def components() -> list[dict[str, str]]:
-    """Python's packages, then Debian's, each by name."""
+    """Return Python's packages, then Debian's, each sorted by name."""
     python = {(each.metadata["Name"].lower().replace("_", "-"), each.version) for each in distributions()}
     found = [component(name, version, f"pkg:pypi/{name}@{version}") for name, version in sorted(python)]
     listed = subprocess.run(["dpkg-query", "-W", "-f", LAYOUT], capture_output=True, text=True, check=True)

@@ -1,8 +1,8 @@
-# Kubernetes. All but k8s-validate and k8s-generate need kubectl and Python's standard library alone.
+# Kubernetes. Targets other than k8s-validate and k8s-generate need only kubectl and Python's standard library.
 #   OVERLAY=   a kind (pytorchjob, the default; trainjob, jobset, indexed-job), components of k8s/components
 #              (gpu,kueue), or both: trainjob,gpu
-#   NAMESPACE= the context's own by default       IMAGE= NAME[:TAG][@sha256:DIGEST] in place of the manifest's
-#   NAME=      of the job, tandem by default      NODES= pods of the job, 3 by default
+#   NAMESPACE= default: the context's             IMAGE= NAME[:TAG][@sha256:DIGEST] instead of the manifest's
+#   NAME=      name of the job (default: tandem)  NODES= pods of the job (default: 3)
 OVERLAY ?= pytorchjob
 NAMESPACE ?=
 NAME ?= tandem
@@ -11,7 +11,7 @@ PURGE ?=
 GIVEN += OVERLAY NAMESPACE NAME PURGE
 
 K8S_IMAGE = $(if $(filter undefined file,$(origin IMAGE)),,--image "$$GIVEN_IMAGE")
-# The Makefile's own NODES is for `make train`.
+# The Makefile's default of NODES is for `make train`.
 K8S_NODES = $(if $(call is_given,NODES),--nodes "$$GIVEN_NODES")
 K8S_TOOL = PYTHONPATH=src $(PYTHON) -m tandem.kubernetes
 K8S_TARGET = --overlay "$$GIVEN_OVERLAY" --namespace "$$GIVEN_NAMESPACE" --name "$$GIVEN_NAME" \
@@ -27,7 +27,7 @@ k8s-render: ## print the manifest of OVERLAY (no cluster needed; NAME=tandem NOD
 k8s-validate: setup-dev ## check all manifests: schemas, rules, pod security
 	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s validate
 
-k8s-generate: setup-dev ## write all generated files: owner, version, chart, runtime, rules, golden files
+k8s-generate: setup-dev ## generate all derived files: owner, version, chart, runtime, rules, golden files
 	@PYTHONPATH=k8s:src $(BIN)/python -m tandem_k8s generate
 
 k8s-apply: ## start the job of OVERLAY in the current cluster

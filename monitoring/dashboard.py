@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes k8s/components/monitoring/dashboard.json, the Grafana dashboard: `make dashboard-json` after a change here.
+"""Write k8s/components/monitoring/dashboard.json, the Grafana dashboard. Run `make dashboard-json` after a change here.
 
-Every panel is one line below. Panels of a row share its width; summary panels look at the whole time range,
-so that they still show a run that has ended.
+Every panel is one line below. Panels of a row share its width. Summary panels query the whole time range, so that
+they still show a run that has ended.
 """
 
 import json
@@ -18,7 +18,7 @@ def series(name: str, labels: str = "") -> str:
 
 
 def last(name: str, labels: str = "") -> str:
-    """The last value in the time range, also of a run that has ended."""
+    """Return a query for the last value in the time range, even if the run has ended."""
     return f"last_over_time({series(name, labels)}[$__range])"
 
 
@@ -31,7 +31,7 @@ def quantile(part: float, name: str) -> str:
 
 
 def stat(title: str, unit: str, expr: str, legend: str = "", **more: object) -> dict[str, object]:
-    """A summary: one large number or, with a legend and no unit, one word."""
+    """Return a summary panel: one large number or, with a legend and no unit, one word."""
     options = {
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
         "textMode": "name" if unit == "none" and legend else "value",
@@ -94,8 +94,8 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             stat("Progress", "percentunit", last("tandem_progress_ratio")),
             stat("Loss", "none", last("tandem_loss", 'split="train"')),
             stat("Throughput", "suffix: samples/s", last("instance:tandem_samples:rate5m")),
-            stat("Ends", "dateTimeFromNow", f"1000 * {last('tandem_estimated_completion_timestamp_seconds')}"),
-            stat("Goodput", "percentunit", last("instance:tandem_goodput:ratio_rate1h"), about="training, of all wall time"),
+            stat("Expected end", "dateTimeFromNow", f"1000 * {last('tandem_estimated_completion_timestamp_seconds')}"),
+            stat("Goodput", "percentunit", last("instance:tandem_goodput:ratio_rate1h"), about="share of wall time spent training"),
             stat("Restarts", "short", f"sum without (reason) ({last('tandem_restarts_total')})"),
         ],
         [
@@ -107,8 +107,8 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             stat("Build", "none", last("tandem_build_info"), "tandem {{version}}, torch {{torch}}, Python {{python}}"),
             stat("Ranks", "short", last("tandem_world_size")),
             stat("Nodes", "short", last("tandem_nodes")),
-            stat("Runs for", "s", f"time() - {last('tandem_run_start_timestamp_seconds')}"),
-            stat("Since the last step", "s", f"time() - {last('tandem_last_step_timestamp_seconds')}"),
+            stat("Run time", "s", f"time() - {last('tandem_run_start_timestamp_seconds')}"),
+            stat("Time since the last step", "s", f"time() - {last('tandem_last_step_timestamp_seconds')}"),
         ],
     ],
     "Time": [
@@ -116,31 +116,31 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             graph("Step time", "s", (quantile(0.5, "tandem_step_duration_seconds"), "median"),
                   (quantile(0.95, "tandem_step_duration_seconds"), "95%"),
                   (f"{rate('tandem_step_duration_seconds_sum')} / {rate('tandem_step_duration_seconds_count')}", "mean")),
-            graph("Phases of a step", "s", (f"{rate('tandem_step_phase_seconds_total')} {PER_STEP}", "{{phase}}"), stacked=True),
-            graph("Gradient synchronization of a step", "s",
+            graph("Step phases", "s", (f"{rate('tandem_step_phase_seconds_total')} {PER_STEP}", "{{phase}}"), stacked=True),
+            graph("Gradient synchronization per step", "s",
                   (f"{rate('tandem_gradient_sync_seconds_total')} {PER_STEP}", "{{overlap}}"),
-                  about="exposed: backward waits for it; hidden: behind backward's own work, estimated"),
+                  about="exposed: backward waits for it; hidden: overlaps with backward (estimated)"),
         ],
         [
-            graph("Where wall time goes", "percentunit",
+            graph("Wall time by activity", "percentunit",
                   (f"{rate('tandem_activity_seconds_total')} / ignoring (activity) group_left "
                    f"sum without (activity) ({rate('tandem_activity_seconds_total')})", "{{activity}}"), stacked=True),
-            graph("Model FLOP/s", "suffix: FLOP/s", (rate("tandem_model_flops_total"), "done"), (series("tandem_peak_flops"), "peak")),
+            graph("Model FLOP/s", "suffix: FLOP/s", (rate("tandem_model_flops_total"), "achieved"), (series("tandem_peak_flops"), "peak")),
             graph("MFU", "percentunit", (series("instance:tandem_mfu:ratio_rate5m"), "{{instance}}")),
-            graph("Gradient bytes of a rank", "Bps", (rate("tandem_gradient_sync_bytes_total"), "{{instance}}")),
+            graph("Gradient traffic per rank", "Bps", (rate("tandem_gradient_sync_bytes_total"), "{{instance}}")),
         ],
     ],
     "Stragglers": [
         [
             stat("Slowest rank", "none", f"topk(1, {last('tandem_rank_compute_seconds')})", "rank {{rank}} on node {{node}}"),
-            stat("Straggler ratio", "none", last("instance:tandem_straggler:ratio"), limit=1.2, about="slowest over median rank"),
+            stat("Straggler ratio", "none", last("instance:tandem_straggler:ratio"), limit=1.2, about="compute time of the slowest rank / median rank"),
             stat("Straggler", "none", f"{last('tandem_straggler_excess_seconds')} > 0", "rank {{rank}} on node {{node}}, in {{phase}}"),
         ],
         [
-            graph("Own time of a step", "s", (series("tandem_rank_compute_seconds"), "rank {{rank}}"),
-                  about="the step without the wait for gradients"),
-            graph("Wait for data", "s", (series("tandem_rank_data_seconds"), "rank {{rank}}")),
-            graph("Spread over ranks", "s", (series("tandem_rank_compute_seconds_max"), "slowest"),
+            graph("Compute time per step", "s", (series("tandem_rank_compute_seconds"), "rank {{rank}}"),
+                  about="step time without the wait for gradients"),
+            graph("Data wait time", "s", (series("tandem_rank_data_seconds"), "rank {{rank}}")),
+            graph("Compute time across ranks", "s", (series("tandem_rank_compute_seconds_max"), "slowest"),
                   (series("tandem_rank_compute_seconds_median"), "median"), (series("tandem_rank_compute_seconds_min"), "fastest")),
             graph("Straggler ratio", "none", (series("instance:tandem_straggler:ratio"), "{{instance}}"), limit=1.2),
         ],
@@ -152,16 +152,16 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             graph("Gradient norm", "none", (series("tandem_grad_norm"), "before clipping")),
         ],
         [
-            graph("Steps clipped", "percentunit", (f"{rate('tandem_grad_clips_total')} / {rate('tandem_steps_total')}", "{{instance}}")),
-            graph("Steps skipped", "cps", (rate("tandem_steps_skipped_total"), "{{reason}}")),
+            graph("Clipped steps", "percentunit", (f"{rate('tandem_grad_clips_total')} / {rate('tandem_steps_total')}", "{{instance}}")),
+            graph("Skipped steps", "cps", (rate("tandem_steps_skipped_total"), "{{reason}}")),
             graph("Loss scale", "none", (series("tandem_loss_scale"), "{{instance}}")),
-            graph("Replicas that differ", "short", (series("tandem_replica_mismatches_total"), "{{instance}}")),
+            graph("Replica mismatches", "short", (series("tandem_replica_mismatches_total"), "{{instance}}")),
         ],
     ],
     "Checkpoints": [
         [
-            stat("Age of the last", "s", AGE),
-            stat("Step of the last", "short", last("tandem_checkpoint_last_success_step")),
+            stat("Age of the last checkpoint", "s", AGE),
+            stat("Step of the last checkpoint", "short", last("tandem_checkpoint_last_success_step")),
             stat("Size", "bytes", last("tandem_checkpoint_size_bytes")),
             stat("Saves", "short", last("tandem_checkpoint_saves_total")),
             stat("Failed saves", "short", last("tandem_checkpoint_save_failures_total")),
@@ -170,15 +170,15 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
         [
             graph("Steps at risk", "short", (f"{series('tandem_global_step')} - {series('tandem_checkpoint_last_success_step')}", "since the last checkpoint"),
                   (series("tandem_checkpoint_interval_steps"), "interval")),
-            graph("Time of a save", "s", (quantile(0.95, "tandem_checkpoint_save_duration_seconds"), "95%")),
-            graph("Training blocked", "percentunit", (rate("tandem_checkpoint_blocked_seconds_total"), "for checkpoints")),
-            graph("Volume", "bytes", (series("tandem_checkpoint_volume_available_bytes"), "free"), (series("tandem_checkpoint_volume_size_bytes"), "size")),
+            graph("Save duration", "s", (quantile(0.95, "tandem_checkpoint_save_duration_seconds"), "95%")),
+            graph("Training blocked by saves", "percentunit", (rate("tandem_checkpoint_blocked_seconds_total"), "for checkpoints")),
+            graph("Checkpoint volume", "bytes", (series("tandem_checkpoint_volume_available_bytes"), "free"), (series("tandem_checkpoint_volume_size_bytes"), "size")),
         ],
     ],
-    "Life cycle": [
+    "Lifecycle": [
         [
             graph("Restarts", "short", (series("tandem_restarts_total"), "{{reason}}")),
-            graph("Steps done again", "short", (series("tandem_steps_replayed_total"), "{{instance}}")),
+            graph("Replayed steps", "short", (series("tandem_steps_replayed_total"), "{{instance}}")),
             graph("Signals", "short", (series("tandem_signals_total"), "{{signal}}")),
             graph("Log messages", "cps", (rate("tandem_log_messages_total"), "{{level}}")),
         ],
@@ -253,7 +253,7 @@ RESTARTS: dict[str, object] = {
 
 
 def every_panel(panels: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Panels, those inside collapsed rows too."""
+    """Return all panels, including those in collapsed rows."""
     found = []
     for each in panels:
         found.append(each)

@@ -1,4 +1,4 @@
-# Prometheus and Grafana beside the cluster of compose/, and what is made from other files (docs/monitoring.md).
+# Prometheus and Grafana next to the cluster of compose/, and generated monitoring files (docs/monitoring.md).
 PROMETHEUS_PORT ?= 9090
 GRAFANA_PORT ?= 3000
 RULES ?=
@@ -12,14 +12,14 @@ WATCHERS := PROMETHEUS_PORT="$$GIVEN_PROMETHEUS_PORT" GRAFANA_PORT="$$GIVEN_GRAF
 monitoring-up: ## start Prometheus and Grafana next to the containers (RULES=short.yaml: other rules)
 	@$(ENGINE) compose
 	@[[ -z "$$GIVEN_RULES" ]] || export RULES="$$(realpath --no-symlinks "$$GIVEN_RULES")"; $(WATCHERS) up --detach prometheus grafana \
-		|| { echo "make: where their images cannot be had, name others: PROMETHEUS_IMAGE=NAME GRAFANA_IMAGE=NAME" >&2; exit 2; }
+		|| { echo "make: if their images cannot be pulled, set others: PROMETHEUS_IMAGE=NAME GRAFANA_IMAGE=NAME" >&2; exit 2; }
 	@$(MAKE) --silent dashboard
 
 monitoring-down: ## stop them; their data stays in the volumes
 	@$(ENGINE) compose
 	@$(WATCHERS) rm --stop --force prometheus grafana
 
-dashboard: ## print the addresses of page, Prometheus and Grafana
+dashboard: ## print the addresses of the live page, Prometheus and Grafana
 	@echo "live page   http://127.0.0.1:$${GIVEN_METRICS_PORT:-19469}/"
 	@echo "Prometheus  http://127.0.0.1:$$GIVEN_PROMETHEUS_PORT/alerts"
 	@echo "Grafana     http://127.0.0.1:$$GIVEN_GRAFANA_PORT/d/tandem"

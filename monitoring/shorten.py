@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prints rules.yaml with seconds in place of minutes and hours: alerts fire and resolve while one looks on.
+"""Print rules.yaml with seconds instead of minutes and hours, so that alerts fire while you watch.
 
-    monitoring/shorten.py > /tmp/rules.yaml          # for Prometheus in a test or at a demonstration
+    monitoring/shorten.py > /tmp/rules.yaml          # for Prometheus in a test or a demo
 
-Waits (`for`) become 2 s, ranges at most 10 s, and the stall of two minutes one of five seconds. What is
-compared with what stays as it is.
+Waits (`for`) become 2 s, ranges become at most 10 s, and the limit of a stall becomes 5 s instead of two
+minutes. The comparisons do not change.
 """
 
 import re
@@ -14,7 +14,7 @@ RULES = Path(__file__).with_name("rules.yaml")
 
 
 def shortened(rules: str) -> str:
-    """The rules with short times."""
+    """Return the rules with short times."""
     rules = re.sub(r"for: \d+[mh]", "for: 2s", rules)
     rules = re.sub(r"(?<=\[)\d+[mhd](?=[\]:])", "10s", rules)
     rules = rules.replace("[10s:15s]", "[10s:1s]")

@@ -1,13 +1,12 @@
-"""A real Slurm of two nodes on one Debian host.
+"""A real two-node Slurm cluster on one Debian host.
 
-    two_nodes.py try [ARGUMENTS OF TANDEM LAUNCH]      slurm/train.sbatch on it
-    two_nodes.py shell [COMMAND]                       a shell, or a command, on its login node
+    two_nodes.py try [ARGUMENTS OF TANDEM LAUNCH]      run slurm/train.sbatch on it
+    two_nodes.py shell [COMMAND]                       run a shell, or a command, on its login node
 
-The controller and each node have namespaces of their own (network, host name, mounts, processes), a bridge
-between them, and a munge with its own key and socket. All files are in one folder. The nodes' process
-namespaces lie inside the controller's, whose first process dies with the one that started it: whatever
-happens, nothing is left behind, and nothing of the host's own Slurm or munge is touched. Needs root and
-Debian's slurm-wlm.
+The controller and each node have their own namespaces (network, host name, mounts, processes). They share a
+bridge, and a munge with its own key and socket. All files are in one directory. The nodes' process namespaces
+are inside the controller's, whose first process dies with the process that started it. Nothing is left
+behind, and the host's Slurm and munge are not touched. Needs root and Debian's slurm-wlm.
 """
 
 import contextlib
@@ -26,10 +25,10 @@ TRAIN = Path(__file__).resolve().with_name("train.sbatch")
 NODES = ("node1", "node2")
 HEAD = "head"
 TOOLS = ("unshare", "nsenter", "setpriv", "mount", "ip", "munged", "slurmctld", "slurmd", "sbatch", "srun")
-UP_SECONDS = 60.0  # on a busy machine; a second or two elsewhere
+UP_SECONDS = 60.0  # for a busy machine; usually a second or two
 
-# What differs from a cluster's usual slurm.conf is small and said: root instead of a user `slurm`, no
-# accounting, no cgroups, cores as configured, and short waits, so that a requeued job starts in seconds.
+# Differences from a usual slurm.conf: root instead of a user `slurm`, no accounting, no cgroups, cores as
+# configured, and short waits, so that a requeued job starts in seconds.
 HOSTS = """\
 127.0.0.1 localhost
 10.77.0.1 head
@@ -42,7 +41,7 @@ SlurmctldHost=head
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A requeued job waits until its old credential has expired: 120 s where this is left out.
+# A requeued job waits until its old credential has expired, by default after 120 s.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
@@ -56,8 +55,8 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
-# A step's daemon asks after a lost node for 100 s (measured). At the default of 60 s Slurm takes that for a
-# process that cannot be killed, and drains the node that is left.
+# A step's daemon tries to reach a lost node for 100 s (measured). With the default of 60 s, Slurm would
+# conclude that a process cannot be killed, and drain the remaining node.
 UnkillableStepTimeout=300
 ReturnToService=2
 SlurmdParameters=config_overrides
@@ -71,7 +70,7 @@ NodeName=node[1-2] CPUs=4 RealMemory=1000 Gres=gpu:2,shard:8 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=5 PreemptMode=OFF
 PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 """
-# A GPU is a file to Slurm: jobs that ask for one get its variables, and no device.
+# Slurm sees a GPU as a file: jobs that request one get its variables, but no device.
 GRES_CONF = """\
 NodeName=node[1-2] Name=gpu File=/dev/null
 NodeName=node[1-2] Name=gpu File=/dev/zero
@@ -80,7 +79,7 @@ NodeName=node[1-2] Name=shard Count=8
 
 
 def available() -> tuple[bool, str]:
-    """Whether this machine can have such a cluster, and if not, why."""
+    """Return (True, "") if this machine can run such a cluster, else (False, the reason)."""
     missing = [tool for tool in TOOLS if shutil.which(tool, path=_path()) is None]
     if missing:
         return False, f"{', '.join(missing)} missing (apt-get install slurm-wlm munge iproute2)"
@@ -95,7 +94,7 @@ def _path() -> str:
 
 
 class Cluster:
-    """Two nodes and a controller, from `with Cluster(folder)` to its end; `folder` has state and logs."""
+    """Two nodes and a controller, for the length of a `with` block; `folder` has state and logs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,7 +104,7 @@ class Cluster:
             "PATH": _path(),
         }
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
-        self._pids: dict[str, int] = {}  # of each namespace's first process
+        self._pids: dict[str, int] = {}  # {name: PID of the namespace's first process}
 
     def __enter__(self) -> "Cluster":
         try:
@@ -119,19 +118,19 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End everything: all processes of the namespaces go with the controller's first."""
+        """Stop everything: all processes in the namespaces die with the controller's first process."""
         for holder in self._holders.values():  # the controller's is the first
             holder.kill()
             holder.wait(timeout=30)
         self._holders.clear()
 
     def on(self, where: str, *command: str) -> list[str]:
-        """A command line that runs `command` on `head`, `node1` or `node2`, in this working directory."""
+        """Return a command line that runs `command` on `head`, `node1` or `node2`, in this directory."""
         there = ["nsenter", "--target", str(self._pids[where]), "--net", "--uts", "--mount", "--pid"]
         return [*there, "--", "env", f"--chdir={os.getcwd()}", *command]
 
     def run(self, *command: str, where: str = HEAD, **options: str) -> str:
-        """A command's output; raises CalledProcessError with it. `options` are variables for it."""
+        """Run a command and return its output; `options` are its variables. Raises CalledProcessError."""
         done = subprocess.run(
             self.on(where, *command),
             env={**self.environment, **options},
@@ -147,7 +146,7 @@ class Cluster:
         return done.stdout.strip()
 
     def job(self, number: str) -> Mapping[str, str]:
-        """What the controller says of a job: JobState, Restarts, ExitCode, ..."""
+        """Return the controller's fields of a job: JobState, Restarts, ExitCode, ..."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -155,19 +154,19 @@ class Cluster:
         return self.run("sinfo", "--noheader", "--nodes", node, "--format", "%T").splitlines()[0]
 
     def lose(self, node: str) -> None:
-        """The node is gone: all its processes are killed, and the administrator says so."""
+        """Kill all processes of the node, and mark it down as an administrator would."""
         os.kill(self._pids.pop(node), signal.SIGKILL)
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def bring_back(self, node: str) -> None:
-        """Start it anew. It is back when it has registered; if it is down then, the administrator says so."""
+        """Start the node again and wait until it has registered; if it is still down, resume it."""
         before = self._registered(node)
         self._start_node(node)
         self._until(lambda: self._registered(node) != before, f"{node} has not registered")
         self._until(lambda: self._is_up(node), f"{node} is not back")
 
     def _registered(self, node: str) -> str:
-        """When the daemon began that the controller last heard of."""
+        """Return the start time of the daemon that registered last."""
         words = self.run("scontrol", "--oneliner", "show", "node", node).split()
         return next(word for word in words if word.startswith("SlurmdStartTime="))
 
@@ -180,7 +179,7 @@ class Cluster:
         return False
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
+        """Return the ends of the daemons' logs."""
         return "\n".join(
             f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}"
             for path in sorted(self.folder.glob("*.log"))
@@ -191,12 +190,12 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(SLURM_CONF.format(folder=self.folder))
         (self.folder / "gres.conf").write_text(GRES_CONF)
         (self.folder / "hosts").write_text(HOSTS)
-        (self.folder / "resolv.conf").touch()  # nobody to ask: the host's servers are out of reach here
+        (self.folder / "resolv.conf").touch()  # empty: the host's name servers cannot be reached from here
         key = self.folder / "munge.key"
         key.unlink(missing_ok=True)
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        # Dies with this process, and takes the namespace's first process along, so all that is in there.
+        # It dies with this process, and its namespace's first process, and so all others, with it.
         self._hold(HEAD, ["setpriv", "--pdeathsig", "KILL"])
         self._in_network(HEAD, "ip link set lo up", "ip link add br0 type bridge")
         self._in_network(HEAD, "ip addr add 10.77.0.1/24 dev br0", "ip link set br0 up")
@@ -210,7 +209,7 @@ class Cluster:
 
     def _start_node(self, node: str) -> None:
         self._hold(node, ["nsenter", "--target", str(self._pids[HEAD]), "--net", "--uts", "--mount", "--pid"])
-        # The cable of a node that is lost goes with its namespace, when the kernel comes to it.
+        # The kernel removes a lost node's network link together with its namespace, but not at once.
         on_head = ["nsenter", "--target", str(self._pids[HEAD]), "--net"]
         subprocess.run([*on_head, "ip", "link", "delete", node], stderr=subprocess.DEVNULL, check=False)
         self._in_network(HEAD, f"ip link add {node} type veth peer name eth0 netns {self._pids[node]}")
@@ -221,7 +220,7 @@ class Cluster:
         self.run("slurmd", "-c", where=node)
 
     def _hold(self, name: str, prefix: Sequence[str]) -> None:
-        """Make namespaces, and a process that holds them."""
+        """Create namespaces, and a process that keeps them."""
         spaces = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         holder = subprocess.Popen([*prefix, *spaces, "sleep", "infinity"], stdin=subprocess.DEVNULL)
         self._holders[name] = holder
@@ -242,7 +241,7 @@ class Cluster:
     def _until(self, true: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + UP_SECONDS
         while True:
-            with contextlib.suppress(subprocess.CalledProcessError):  # daemons that are not up yet
+            with contextlib.suppress(subprocess.CalledProcessError):  # the daemons may not be up yet
                 if true():
                     return
             if time.monotonic() > deadline:
@@ -251,7 +250,7 @@ class Cluster:
 
 
 def _last_child(pid: int) -> int:
-    """The end of a chain of processes that each have one child, by its number on this host."""
+    """Return the last process of a chain in which each has one child, as a PID on this host."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return _last_child(int(children[0])) if children else pid
 
@@ -261,7 +260,7 @@ def _name(pid: int) -> str:
 
 
 def train(cluster: Cluster, arguments: Sequence[str]) -> int:
-    """train.sbatch with these arguments, its output as it comes, and how it ended."""
+    """Run train.sbatch with these arguments, print its output as it arrives, and return its exit code."""
     output = cluster.folder / "train.out"
     options = ["--parsable", "--gpus-per-node=0", f"--output={output}"]
     run_dir = os.environ.get("TANDEM_RUN_DIR", str(cluster.folder / "run"))
@@ -287,7 +286,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     here, why = available()
     if not here:
-        print(f"slurm/two_nodes.py: no cluster can be made here: {why}", file=sys.stderr)
+        print(f"slurm/two_nodes.py: cannot create a cluster here: {why}", file=sys.stderr)
         return 2
     folder = Path(tempfile.mkdtemp(prefix="two-nodes-"))
     try:

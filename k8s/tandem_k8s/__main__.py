@@ -1,4 +1,4 @@
-"""`python -m tandem_k8s VERB`: checks of the manifests, what is generated from them, and a trial cluster."""
+"""`python -m tandem_k8s VERB`: check the manifests, generate derived files, run a trial cluster."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ WRONG = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one verb; print one line and return 2 if something has to be corrected first."""
+    """Run one verb; print one line and return 2 if something must be fixed first."""
     parser = argparse.ArgumentParser(prog="tandem_k8s", description=__doc__)
     parser.add_argument("verb", choices=("validate", "generate", "try", "release"))
     parser.add_argument("--image", default="")

@@ -1,7 +1,7 @@
-"""The Helm chart, from the same kinds and components as everything else.
+"""Generate the Helm chart from the same kinds and components as the other manifests.
 
-Of every kind there is one template: the kind's rendering, with the lines that a component adds or changes in
-a condition. A component that changes a line needs no line of its own here.
+Each kind has one template: the kind's rendering, with the lines that a component adds or changes inside a
+condition. A new component needs no code here.
 """
 
 import difflib
@@ -19,8 +19,8 @@ from tandem_k8s.documents import ROOT, Document, load
 CHART = ROOT / "chart"
 KINDS = ("pytorchjob", "trainjob", "jobset", "indexed-job")
 COMPONENTS = ("gpu", "rdma", "kueue", "network")
-"""Kustomize keeps the rest: scripts and dashboards are files, elastic has other pods, cpu is for a try."""
-NOTICE = "{{- /* Made from the kinds and components of k8s/ by `make k8s-generate`; edit them there. */}}\n"
+"""The others need kustomize: script and monitoring add files, elastic has other pods, cpu another image."""
+NOTICE = "{{- /* Generated from the kinds and components of k8s/ by `make k8s-generate`; edit those. */}}\n"
 VALUES = {
     "name": "{{ .Release.Name }}",
     "managed": "{{ .Release.Service }}",
@@ -37,7 +37,7 @@ VALUES = {
     "storage": "{{ .Values.storage.size | quote }}",
     "args": "{{ toJson .Values.args }}",
 }
-"""{a mark in the rendering: what stands there in the template}."""
+"""{a mark in the rendering: its text in the template}."""
 MARK, QUOTED = re.compile(r"@([a-z-]+)@"), re.compile(r"'([^'\n]*@[a-z-]+@[^'\n]*)'")
 CLASS = """\
 {{- with .Values.storage.className }}
@@ -53,7 +53,7 @@ ENV = """\
 
 
 class Change(NamedTuple):
-    """Lines of the kind's own rendering, from `first` up to `end`, that a component has as `lines`."""
+    """Lines `first` to `end` of the kind's rendering, which a component replaces with `lines`."""
 
     first: int
     end: int
@@ -61,7 +61,7 @@ class Change(NamedTuple):
 
 
 def template(kind: str) -> str:
-    """The template of a kind. Raises ValueError where two components change the same lines differently."""
+    """Return the template of a kind. Raises ValueError if two components change lines differently."""
     base, parts = _lines(kind, ()), COMPONENTS
     changes = {part: list(_changes(base, _lines(kind, (part,)))) for part in parts}
     lines: list[str] = []
@@ -89,7 +89,7 @@ def template(kind: str) -> str:
 
 
 def files() -> dict[str, str]:
-    """{file below k8s/chart that is made: its text}."""
+    """Return {generated file below k8s/chart: its text}."""
     chosen = "".join(
         f'{{{{- {"else " * bool(number)}if eq .Values.kind "{kind}" }}}}\n{_filled(template(kind))}'
         for number, kind in enumerate(KINDS)
@@ -109,7 +109,7 @@ def _refusals() -> str:
 
 
 def _filled(text: str) -> str:
-    """The marks as values; what has lines of its own is put in for the whole line."""
+    """Replace the marks with values; a value of several lines replaces the whole line."""
     text = re.sub(r"^( *)- '@env@'\n", lambda found: ENV % {"indent": found[1]}, text, flags=re.M)
     text = re.sub(r"^ *'?@class@'?: .*\n", CLASS, text, flags=re.M)
     return MARK.sub(lambda found: VALUES[found[1]], QUOTED.sub(r"\1", text))  # YAML quotes a leading @
@@ -138,7 +138,7 @@ def _marked(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _more(found: Document, path: tuple[str, ...]) -> Document:
-    """With what a chart's user adds: arguments, variables, the class of the volume."""
+    """Add places for the user's values: arguments, variables, the volume's class."""
     if path[-2:-1] == ("containers",) and "command" in found:
         found["args"] = "@args@"
         found["env"] = [*found.get("env", []), "@env@"]

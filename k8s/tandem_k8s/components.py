@@ -1,8 +1,7 @@
-"""From a component's pod.yaml to kustomize replacements that change the pods of every kind of job.
+"""Generate kustomize replacements from a component's pod.yaml, for the pods of every kind of job.
 
-Everything is addressed by name (`[name=TANDEM_THREADS]`), never by its position in a list, so that a
-manifest may gain or lose entries. kustomize does not know the custom kinds: a strategic merge would replace
-whole lists.
+Entries are addressed by name (`[name=TANDEM_THREADS]`), not by position in a list, so that manifests can add
+or remove entries. kustomize does not know the custom kinds: a strategic merge would replace whole lists.
 """
 
 from collections.abc import Iterator
@@ -16,11 +15,11 @@ CHANGE_PODS = ("cpu", "gpu", "rdma", "script")
 KEYS = {"env": "name", "volumeMounts": "name", "volumes": "name", "tolerations": "key"}
 """{list: the field that names its entries}."""
 ALWAYS_THERE = "enableServiceLinks"
-"""A field of every pod, which is not created: kustomize reports a pod template that is missing."""
+"""A field of every pod. It is not created, so kustomize reports a missing pod template."""
 
 
 class Holder(NamedTuple):
-    """Where a kind of job has a pod, and how the container that trains is named there."""
+    """The path of a pod in a kind of job, and the name of its main container."""
 
     kind: str
     pod: str
@@ -39,7 +38,7 @@ HOLDERS = (
 
 
 def replacements(name: str) -> list[Document]:
-    """The replacements of a component, from its pod.yaml."""
+    """Return the replacements of a component, from its pod.yaml."""
     (template,) = read(COMPONENTS / name / "pod.yaml")
     (main,) = template["template"]["spec"]["containers"]
     assert main["name"] == "main"
@@ -64,7 +63,7 @@ def _target(holder: Holder, path: str) -> Document:
 
 
 def _paths(value: Document, prefix: str) -> Iterator[str]:
-    """What to replace below a mapping: plain values, plain lists, and entries of lists by name."""
+    """Yield the paths to replace below a mapping: plain values, plain lists, and entries of lists by name."""
     for field, below in value.items():
         path = prefix + field.replace(".", "\\.")
         if field in KEYS:
@@ -77,5 +76,5 @@ def _paths(value: Document, prefix: str) -> Iterator[str]:
 
 
 def generated_replacements() -> dict[Path, Any]:
-    """{replacements.yaml of a component: its content}."""
+    """Return {replacements.yaml of a component: its content}."""
     return {COMPONENTS / name / "replacements.yaml": replacements(name) for name in CHANGE_PODS}

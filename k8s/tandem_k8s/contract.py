@@ -1,8 +1,8 @@
-"""From a manifest to the pods it becomes: names, addresses and the exact environment of each.
+"""Derive a job's pods from its manifest: the names, addresses and exact environment of each.
 
-The rules are the controllers' own, read from their sources and from running clusters (training operator 1.9,
-Trainer 2, JobSet, Kubernetes' Job controller). tests/k8s compares the result with environments that were
-captured from real pods, and starts the manifest's command with it.
+The rules are those of the controllers, from their sources and from running clusters (training operator 1.9,
+Trainer 2, JobSet, Kubernetes' Job controller). tests/k8s compares the result with environments captured from
+real pods, and runs the manifest's command with it.
 """
 
 import math
@@ -19,8 +19,8 @@ DEFAULT_PORT_OF_TRAINER = 29500
 
 @dataclass(frozen=True)
 class PodPlan:
-    """One pod that a controller makes. `names` are what other pods resolve; `environment` is that of the
-    container that trains, complete, without the image's own."""
+    """One pod that a controller creates. Other pods can resolve `names`; `environment` is the main
+    container's complete environment, without the image's variables."""
 
     name: str
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class PodPlan:
 
 
 def plan(documents: list[Document]) -> list[PodPlan]:
-    """All pods of the manifest's job, node 0 first. Raises KeyError when the manifest has no job."""
+    """Return all pods of the manifest's job, node 0 first. Raises KeyError if the manifest has no job."""
     kinds = {document.get("kind") for document in documents}
     readers = {"PyTorchJob": _pytorchjob, "TrainJob": _trainjob, "JobSet": _jobset, "Job": _job}
     for kind, pods in readers.items():
@@ -54,7 +54,7 @@ def _pytorchjob(documents: list[Document]) -> Iterator[PodPlan]:
 
 
 def operator_environment(job: Document, role: str, index: int) -> dict[str, str]:
-    """What the training operator appends to the variables of every container."""
+    """Return the variables that the training operator adds to every container."""
     spec, name = job["spec"], job["metadata"]["name"]
     replicas = spec["pytorchReplicaSpecs"]
     total = sum(replica["replicas"] for replica in replicas.values())
@@ -91,7 +91,7 @@ def _port(template: Document) -> int:
 
 
 def _job(documents: list[Document]) -> Iterator[PodPlan]:
-    """Kubernetes' own Indexed Job: the index, and names below the headless Service."""
+    """Yield the pods of an Indexed Job: the index, and names below the headless Service."""
     job = find(documents, "Job")
     (template,) = pod_templates(job)
     name, subdomain = job["metadata"]["name"], template.spec.get("subdomain", "")
@@ -122,7 +122,7 @@ def _jobset_pod(
 
 
 def _trainjob(documents: list[Document]) -> Iterator[PodPlan]:
-    """Trainer makes a JobSet named like the TrainJob, and fills in the Job whose container is `node`."""
+    """Yield the pods of Trainer's JobSet, which has the TrainJob's name and a container `node`."""
     trainjob, runtime = find(documents, "TrainJob"), _runtime(documents)
     name, trainer = trainjob["metadata"]["name"], trainjob["spec"].get("trainer") or {}
     policy = runtime["spec"].get("mlPolicy") or {}
@@ -130,7 +130,7 @@ def _trainjob(documents: list[Document]) -> Iterator[PodPlan]:
     nproc = trainer.get("numProcPerNode", (policy.get("torch") or {}).get("numProcPerNode", "auto"))
     (template,) = pod_templates(runtime)
     labels = {**template.labels, "jobset.sigs.k8s.io/jobset-name": name}
-    template = replace(template, labels=labels)  # which of a ClusterTrainingRuntime has another name
+    template = replace(template, labels=labels)  # a ClusterTrainingRuntime has another name
     if nproc == "auto":
         nproc = _auto(template.container().get("resources") or {})
     for index in range(nodes):
@@ -143,7 +143,7 @@ def _trainjob(documents: list[Document]) -> Iterator[PodPlan]:
 
 
 def _auto(resources: Document) -> str:
-    """Trainer's `auto`: torchrun's where there is a GPU, else as many ranks as the pod asks for CPUs."""
+    """Return Trainer's `auto`: torchrun's if there is a GPU, else one rank per requested CPU."""
     if any(name.endswith("/gpu") for name in resources.get("limits") or {}):
         return "auto"
     cpus = str((resources.get("requests") or {}).get("cpu", "1"))
@@ -176,14 +176,14 @@ def _pod(
 
 
 def resolve(entries: list[dict[str, Any]], metadata: Mapping[str, str]) -> dict[str, str]:
-    """A container's `env` as the kubelet sets it: fields filled in, $(NAME) of earlier entries expanded.
+    """Return a container's `env` as the kubelet sets it: with fields, and earlier $(NAME) entries expanded.
 
     Raises KeyError for a field that the pod does not have.
     """
     values: dict[str, str] = {}
     for entry in entries:
         if (entry.get("valueFrom") or {}).get("secretKeyRef", {}).get("optional"):
-            continue  # as where there is no such Secret
+            continue  # as if there is no such Secret
         if "valueFrom" in entry:
             values[entry["name"]] = metadata[entry["valueFrom"]["fieldRef"]["fieldPath"]]
         else:

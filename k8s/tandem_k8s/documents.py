@@ -1,4 +1,4 @@
-"""YAML documents, and the pod templates inside them, wherever a kind keeps them."""
+"""YAML documents, and the pod templates in each kind of them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ OVERLAYS = ("cpu", "gpu", "elastic", "rdma", "kueue", "monitoring", "network", "
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """One pod template: `where` names it in messages, `main` is the container that trains, `labels` are those
-    that its pods carry at run time, the controller's included."""
+    """One pod template. `where` is its name in messages, `main` is the container that trains, and `labels`
+    are the labels of its pods at run time, including the controller's."""
 
     where: str
     template: Document
@@ -34,7 +34,7 @@ class PodTemplate:
         return [*self.spec.get("initContainers", []), *self.spec.get("containers", [])]
 
     def container(self) -> Document:
-        """The container that trains; an empty one where it is missing (a rule of its own says so)."""
+        """Return the container that trains, or {} if it is missing (which a separate rule reports)."""
         return next((each for each in self.spec.get("containers", []) if each.get("name") == self.main), {})
 
     def mounts(self) -> list[Document]:
@@ -56,12 +56,12 @@ def read(path: Path) -> list[Document]:
 
 
 def title(document: Mapping[str, Any]) -> str:
-    """`Job tandem`: how a document is called in messages."""
+    """Return a document's name in messages, such as `Job tandem`."""
     return f"{document.get('kind')} {(document.get('metadata') or {}).get('name')}"
 
 
 def find(documents: list[Document], kind: str) -> Document:
-    """The one document of this kind. Raises KeyError when there is none."""
+    """Return the first document of this kind. Raises KeyError if there is none."""
     for document in documents:
         if document.get("kind") == kind:
             return document
@@ -76,7 +76,7 @@ def jobset_spec(document: Document) -> Document:
 
 
 def pod_templates(document: Document) -> Iterator[PodTemplate]:
-    """The pod templates of a job, with the labels that their controllers add."""
+    """Yield the pod templates of a job, with the labels that their controllers add."""
     kind, name = document.get("kind"), (document.get("metadata") or {}).get("name", "")
     if kind == "PyTorchJob":
         for role, replica in (document["spec"].get("pytorchReplicaSpecs") or {}).items():

@@ -1,4 +1,4 @@
-"""What is made from other files: the owner's name, the version, the components' replacements, the
+"""Generate files from other files: the owner's name, the version, the components' replacements, the
 ClusterTrainingRuntime, the PrometheusRule, and the golden renderings."""
 
 import re
@@ -17,7 +17,7 @@ from tandem_k8s.documents import OVERLAYS, ROOT, Document, find, job_specs, read
 RULES = ROOT.parent / "monitoring" / "rules.yaml"
 COMPONENT = ROOT / "components" / "monitoring"
 GOLDEN = ROOT.parent / "tests" / "k8s" / "golden"
-NOTICE = "# Made from monitoring/rules.yaml by `make k8s-generate`; edit it there.\n"
+NOTICE = "# Generated from monitoring/rules.yaml by `make k8s-generate`; edit it there.\n"
 LABELS = {
     "app.kubernetes.io/name": "tandem",
     "app.kubernetes.io/instance": "tandem",
@@ -33,9 +33,9 @@ GOLDENS = (*OVERLAYS, "indexed-job,gpu", "jobset,gpu", "trainjob,gpu", "cluster-
 
 
 _VERSION = re.compile(r"^( *app\.kubernetes\.io/version: ).*$", re.M)
-_FROM_PODS = "# Made from pod.yaml by `make k8s-generate`; edit it there.\n"
+_FROM_PODS = "# Generated from pod.yaml by `make k8s-generate`; edit it there.\n"
 _FROM_TRAINJOB = (
-    "# Made from ../trainjob/trainjob.yaml by `make k8s-generate`; edit it there.\n"
+    "# Generated from ../trainjob/trainjob.yaml by `make k8s-generate`; edit it there.\n"
     "# With it in the cluster, a TrainJob has ten lines: docs/kubernetes.md.\n"
 )
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
@@ -43,7 +43,7 @@ _OWNED = re.compile(r"(github\.com/|--repo )[A-Za-z0-9-]+(/tandem\b)")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style for texts of several lines, lists indented below their key, and no aliases."""
+    """Block style for multi-line text, lists indented below their key, and no aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -60,7 +60,7 @@ _Dumper.add_representer(str, _represent)
 
 
 def owner() -> str:
-    """The owner of the repository that pyproject.toml names. Raises ValueError if it names none."""
+    """Return the owner of the repository in pyproject.toml. Raises ValueError if there is none."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     repository = project["urls"]["Repository"]
     match = re.fullmatch(r"https://github\.com/([A-Za-z0-9-]+)/tandem", repository)
@@ -70,7 +70,7 @@ def owner() -> str:
 
 
 def owned() -> dict[Path, str]:
-    """{tracked file that names the repository: its text with the owner's name}."""
+    """Return {tracked file with the repository's address: its text with the owner's name}."""
     search = ["git", "grep", "-lIP", _OWNED.pattern]
     listed = subprocess.check_output(search, cwd=ROOT.parent, text=True).splitlines()
     texts = {ROOT.parent / name: (ROOT.parent / name).read_text(encoding="utf-8") for name in listed}
@@ -78,7 +78,7 @@ def owned() -> dict[Path, str]:
 
 
 def prometheus_rule(rules: str) -> str:
-    """The PrometheusRule (monitoring.coreos.com/v1) around the text of a Prometheus rule file."""
+    """Return a PrometheusRule (monitoring.coreos.com/v1) with the groups of a Prometheus rule file."""
     document = {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -89,7 +89,7 @@ def prometheus_rule(rules: str) -> str:
 
 
 def golden(selection: str) -> str:
-    """A rendering, with the dashboard's name in place of its 3,700 lines."""
+    """Return a rendering, with the dashboard's file name instead of its 3,700 lines."""
     return re.sub(r"^(  tandem\.json: )\|\n(    .*\n)+", r"\1dashboard.json\n", render(selection), flags=re.M)
 
 
@@ -98,7 +98,7 @@ def golden_path(selection: str) -> Path:
 
 
 def cluster_runtime() -> Document:
-    """The ClusterTrainingRuntime, from trainjob.yaml's TrainingRuntime: runs are named like TrainJobs."""
+    """Return the ClusterTrainingRuntime for trainjob.yaml's runtime; runs are named after TrainJobs."""
     runtime = find(read(TRAINJOB), "TrainingRuntime")
     runtime["kind"] = "ClusterTrainingRuntime"
     ((_, spec),) = job_specs(runtime)
@@ -117,16 +117,16 @@ def cluster_runtime() -> Document:
 
 
 def versioned() -> dict[Path, str]:
-    """{file with the label app.kubernetes.io/version: its text with this version}; generated ones have it."""
+    """Return {file with the label app.kubernetes.io/version: its text with this version}; none generated."""
     paths = [path for path in ROOT.rglob("*.yaml") if not path.is_symlink()]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
-    texts = {path: text for path, text in texts.items() if "Made from" not in text[:20]}
+    texts = {path: text for path, text in texts.items() if "Generated from" not in text[:40]}
     made = {path: _VERSION.sub(rf'\g<1>"{__version__}"', text) for path, text in texts.items()}
     return {path: text for path, text in made.items() if _VERSION.search(text)}
 
 
 def generated() -> dict[Path, str]:
-    """{generated file: its text}, but for the golden renderings."""
+    """Return {generated file: its text}, except the golden renderings."""
     dumped = {path: _dump(_FROM_PODS, content) for path, content in generated_replacements().items()}
     return {
         COMPONENT / "prometheusrule.yaml": prometheus_rule(RULES.read_text(encoding="utf-8")),

@@ -1,4 +1,4 @@
-"""The manifests of a release: each kind rendered with the image by its digest."""
+"""Write the manifests of a release: each kind, with the image's digest."""
 
 import re
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""What no schema says: the nine things that pass every schema and break a PyTorchJob, and tandem's own.
+"""Rules beyond schemas: nine mistakes that pass every schema but break a PyTorchJob, and tandem's rules.
 
-Sources: the training operator's 1.9 defaulting and pod creation, Kubernetes' documentation of Jobs, and
-tandem's exit codes (docs/troubleshooting.md). Each rule takes all documents of a manifest and yields one line
-per problem.
+Sources: the defaulting and pod creation of training operator 1.9, Kubernetes' documentation of Jobs, and
+tandem's exit codes (docs/troubleshooting.md). Each rule takes all documents of a manifest and yields one
+line per problem.
 """
 
 import difflib
@@ -22,13 +22,13 @@ MANAGERS = ("kubeflow.org/training-operator", "kueue.x-k8s.io/multikueue")
 ROLES = ("Master", "Worker")
 NOT_RETRIED = (1, 2)  # the task's own error, configuration
 RETRIED = (137, 143, 200)  # killed, stopped with a checkpoint, peer lost
-LEAVE_SECONDS = 15  # the agent's own end after its ranks': tell the others, write the last page
+LEAVE_SECONDS = 15  # for the agent after its ranks: notify the other nodes, write the last page
 LABELS = tuple(
     f"app.kubernetes.io/{name}"
     for name in ("name", "instance", "component", "part-of", "version", "managed-by")
 )
 OF_A_RUN = "app.kubernetes.io/instance"
-"""Not on a ClusterTrainingRuntime, which is for all runs."""
+"""Not a label of a ClusterTrainingRuntime, which serves all runs."""
 NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 LABEL_KEY = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{NAME}")
 LABEL_VALUE = re.compile(rf"({NAME})?")
@@ -51,11 +51,11 @@ def _templates(documents: list[Document]) -> Iterator[PodTemplate]:
     return (each for document in documents for each in pod_templates(document))
 
 
-# The nine. The API server and the operator accept all of them.
+# The nine mistakes that the API server and the operator accept.
 
 
 def restart_policy(documents: list[Document]) -> Problems:
-    """Of a replica: a typo is kept and acts as Never; tandem's codes are made for ExitCode."""
+    """A typo in a replica's restartPolicy acts like Never; tandem's exit codes are designed for ExitCode."""
     for job in _jobs(documents):
         for role, replica in _replicas(job).items():
             policy = replica.get("restartPolicy")
@@ -69,7 +69,7 @@ def restart_policy(documents: list[Document]) -> Problems:
 
 
 def clean_pod_policy(documents: list[Document]) -> Problems:
-    """The operator takes a typo for All and removes the pods with their logs."""
+    """The operator treats a typo as All and deletes the pods with their logs."""
     for job in _jobs(documents):
         policy = (job["spec"].get("runPolicy") or {}).get("cleanPodPolicy")
         if policy not in CLEAN_POD_POLICIES:
@@ -144,7 +144,7 @@ NINE: tuple[Rule, ...] = (
 
 
 def bounded(documents: list[Document]) -> Problems:
-    """Retries end some day, finished jobs are removed."""
+    """Retries are limited, and finished jobs are removed."""
     for document in documents:
         if document.get("kind") in ("PyTorchJob", "Job"):
             policy = document["spec"].get("runPolicy") or document["spec"]
@@ -163,7 +163,7 @@ def rendezvous_port(documents: list[Document]) -> Problems:
 
 
 def shutdown_fits(documents: list[Document]) -> Problems:
-    """Save time < shutdown timeout < grace period: after the grace period comes SIGKILL."""
+    """Save time < shutdown timeout < grace period, which ends with SIGKILL."""
     for each in _templates(documents):
         grace = each.spec.get("terminationGracePeriodSeconds", 30)
         shutdown = float(each.values().get("TANDEM_SHUTDOWN_TIMEOUT", 25))
@@ -175,7 +175,7 @@ def shutdown_fits(documents: list[Document]) -> Problems:
 
 
 def probes(documents: list[Document]) -> Problems:
-    """Progress decides; readiness must not wait for a rendezvous that waits for readiness."""
+    """Probes check progress; readiness must not wait for a rendezvous that waits for readiness."""
     for each in _templates(documents):
         container = each.container()
         if "readinessProbe" in container:
@@ -189,7 +189,7 @@ def probes(documents: list[Document]) -> Problems:
 
 
 def known_variables(documents: list[Document]) -> Problems:
-    """tandem ends with 2 at a TANDEM_ name that it does not know."""
+    """tandem exits with 2 if it does not know a TANDEM_ variable."""
     known = {*VARIABLES, *OTHER_VARIABLES}
     for each in _templates(documents):
         for entry in each.container().get("env", []):
@@ -200,7 +200,7 @@ def known_variables(documents: list[Document]) -> Problems:
 
 
 def run_dir_is_shared(documents: list[Document]) -> Problems:
-    """Checkpoints in a container die with it."""
+    """Checkpoints in a container's own file system are lost with it."""
     for each in _templates(documents):
         claims = {one["name"] for one in each.spec.get("volumes", []) if "persistentVolumeClaim" in one}
         mounts = [one["mountPath"] for one in each.mounts() if one.get("name") in claims]
@@ -212,7 +212,7 @@ def run_dir_is_shared(documents: list[Document]) -> Problems:
 def claims_exist(documents: list[Document]) -> Problems:
     own = {d["metadata"]["name"] for d in documents if d.get("kind") == "PersistentVolumeClaim"}
     if any(document.get("kind") == "ClusterTrainingRuntime" for document in documents):
-        return  # its claim is that of each namespace
+        return  # each namespace has its own claim
     for each in _templates(documents):
         for volume in each.spec.get("volumes", []):
             claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
@@ -233,7 +233,7 @@ def shared_memory(documents: list[Document]) -> Problems:
 
 
 def resources(documents: list[Document]) -> Problems:
-    """Requests and limits; threads that the CPU limit carries; as many GPUs as ranks."""
+    """Requests and limits must be set, and TANDEM_THREADS must fit the CPU limit."""
     for each in _templates(documents):
         stated = each.container().get("resources") or {}
         for kind in ("requests", "limits"):
@@ -254,7 +254,7 @@ def _cpus(stated: Mapping[str, Any]) -> float | None:
 
 
 def gpus_fit_ranks(documents: list[Document]) -> Problems:
-    """Both roles ask for the same GPUs, and for nprocPerNode of them; without one a rank is on the CPU."""
+    """Both roles request the same number of GPUs, which is nprocPerNode; with 0, ranks run on the CPU."""
     for job in _jobs(documents):
         counts = {
             each.where: str((each.container().get("resources") or {}).get("limits", {}).get(GPU, "0"))
@@ -309,7 +309,7 @@ def pods_reach_each_other(documents: list[Document]) -> Problems:
 
 
 def node_counts_agree(documents: list[Document]) -> Problems:
-    """completions, parallelism and the variable that tells the pods; each alone would wait for ever."""
+    """completions, parallelism and the pods' variable must agree; otherwise pods would wait forever."""
     for document in documents:
         for where, spec in job_specs(document):
             template = next((each for each in pod_templates(document) if each.spec), None)
@@ -325,7 +325,7 @@ def node_counts_agree(documents: list[Document]) -> Problems:
 
 
 def job_pods(documents: list[Document]) -> Problems:
-    """A Job's pods are replaced, never restarted in place, and never two of one index at a time."""
+    """A Job's pods are replaced, not restarted in place, and two pods never have the same index."""
     for document in documents:
         for where, spec in job_specs(document):
             if ((spec.get("template") or {}).get("spec") or {}).get("restartPolicy") != "Never":
@@ -335,9 +335,9 @@ def job_pods(documents: list[Document]) -> Problems:
 
 
 def failure_policy(documents: list[Document]) -> Problems:
-    """Codes that a new pod would repeat fail the job; the others make the pod anew, within a limit.
+    """Permanent exit codes fail the job; for the others the pod is recreated, up to a limit.
 
-    Drains do not count towards it; crashes and lost peers do.
+    Drains do not count toward the limit; crashes and lost peers do.
     """
     for document in documents:
         for where, spec in job_specs(document):
@@ -359,9 +359,9 @@ def failure_policy(documents: list[Document]) -> Problems:
 
 
 def waits_of_its_own(documents: list[Document]) -> Problems:
-    """A Job's wait before a new pod grows with every failure, ignored ones too: each pod's own should count.
+    """A Job's delay before a new pod grows with every failure, even ignored ones, so count them for each pod.
 
-    A Job of a JobSet with backoffLimit 0 is made anew as a whole, with all counts.
+    A Job of a JobSet with backoffLimit 0 is recreated as a whole, which resets all counts.
     """
     for document in documents:
         if document.get("kind") == "Job":
@@ -375,7 +375,7 @@ def waits_of_its_own(documents: list[Document]) -> Problems:
 
 
 def action_for(spec: Mapping[str, Any], code: int, *, disrupted: bool = False) -> str:
-    """What a Job does with a pod that ended with `code`: the first rule of podFailurePolicy that matches."""
+    """Return a Job's action for a pod that exited with `code`: its first matching podFailurePolicy rule."""
     for rule in (spec.get("podFailurePolicy") or {}).get("rules", []):
         codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
         if codes and code != 0 and (code in codes.get("values", [])) == (codes.get("operator") == "In"):
@@ -386,7 +386,7 @@ def action_for(spec: Mapping[str, Any], code: int, *, disrupted: bool = False) -
 
 
 def headless_service(documents: list[Document]) -> Problems:
-    """An Indexed Job's pods have names only through a headless Service that is their subdomain."""
+    """An Indexed Job's pods get names only from a headless Service that is their subdomain."""
     services = {d["metadata"]["name"]: d["spec"] for d in documents if d.get("kind") == "Service"}
     for document in documents:
         if document.get("kind") != "Job":
@@ -414,7 +414,7 @@ def labelled(documents: list[Document]) -> Problems:
 
 
 def labels_are_valid(documents: list[Document]) -> Problems:
-    """The API server refuses other labels when it gets them; those of pods only when pods are created."""
+    """The API server rejects invalid labels at once, but those of pods only when the pods are created."""
     for document in documents:
         holders = [
             (title(document), document),
@@ -451,7 +451,7 @@ def _image(where: str, image: object) -> Problems:
 
 
 def variables_once(documents: list[Document]) -> Problems:
-    """Of two variables of one name the last counts, and some clients drop either."""
+    """If two variables have the same name, the last one wins, and some clients drop either."""
     for each in _templates(documents):
         for container in each.containers():
             names = [entry.get("name") for entry in container.get("env", [])]
@@ -469,7 +469,7 @@ def trainjob_has_its_runtime(documents: list[Document]) -> Problems:
 
 
 def scripts_are_there(documents: list[Document]) -> Problems:
-    """A path in args below a ConfigMap's mount is one of its files; elsewhere it is the image's affair."""
+    """A path in args below a ConfigMap's mount must be one of its files; other paths are in the image."""
     maps = {d["metadata"]["name"]: d.get("data") or {} for d in documents if d.get("kind") == "ConfigMap"}
     for each in _templates(documents):
         volumes = each.spec.get("volumes", [])

@@ -1,7 +1,7 @@
-"""Is every field known, and of the right type? Closed schemas, the operator's client, Kubernetes' own.
+"""Check that every field is known and has the right type: closed schemas, the operator's client, Kubernetes.
 
-The schemas in k8s/schemas are those of the released CRDs with `additionalProperties: false` everywhere: the
-API server itself drops unknown fields without a word. Each check returns one line per problem.
+The schemas in k8s/schemas are those of the released CRDs with `additionalProperties: false` everywhere,
+because the API server silently drops unknown fields. Each check returns one line per problem.
 """
 
 import functools
@@ -24,14 +24,14 @@ SCHEMAS = {
     "PrometheusRule": "monitoring.coreos.com_prometheusrules.v0.93.0",
 }
 MAIN = "trainer.kubeflow.org_{}.main-8c0f505"
-"""Trainer's CRDs on its main branch on 2026-08-21, after 2.3.0: what 2.4 is made from."""
+"""Trainer's CRDs on its main branch on 2026-08-21, after 2.3.0 and before 2.4."""
 RUNTIMES = ("TrainingRuntime", "ClusterTrainingRuntime")
 CORE_KINDS = ("PersistentVolumeClaim", "Service", "ConfigMap", "Job", "NetworkPolicy", "Pod")
-KUBERNETES_VERSIONS = ("1.31", "1.37")  # the oldest that the manifests are for, and the newest that is known
+KUBERNETES_VERSIONS = ("1.31", "1.37")  # the oldest that the manifests support, and the newest known
 
 
 def closed_schema(document: Document) -> list[str]:
-    """Unknown fields, wrong types and values of custom resources; unknown kinds are a problem as well."""
+    """Return unknown fields, wrong types and wrong values of custom resources, and unknown kinds."""
     kind = document.get("kind")
     if kind in CORE_KINDS:
         return []
@@ -42,7 +42,7 @@ def closed_schema(document: Document) -> list[str]:
 
 
 def _schemas(kind: str) -> list[dict[str, Any]]:
-    """Those of every release that a kind is checked against."""
+    """Return the schemas of every release that a kind is checked against."""
     if kind == "TrainJob":
         return [_schema(SCHEMAS[kind]), _schema(MAIN.format("trainjobs"))]
     if kind in RUNTIMES:
@@ -53,7 +53,7 @@ def _schemas(kind: str) -> list[dict[str, Any]]:
 
 
 def _pattern(_: object, pattern: str, instance: object, __: object) -> Iterator[jsonschema.ValidationError]:
-    """As the API server reads a pattern: in Go's syntax."""
+    """Match a pattern as the API server does, in Go's syntax."""
     if isinstance(instance, str) and not matches(pattern, instance):
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
 
@@ -63,7 +63,7 @@ _Validator = _extend(jsonschema.Draft202012Validator, {"pattern": _pattern})
 
 
 def core_schema(document: Document) -> list[str]:
-    """Kubernetes' own kinds, and every pod template as the Pod that it becomes, strictly."""
+    """Check built-in kinds, and every pod template as the Pod that it becomes, strictly."""
     pods = [
         ({"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": each.spec}, each.where)
         for each in pod_templates(document)
@@ -81,7 +81,7 @@ def core_schema(document: Document) -> list[str]:
 
 @functools.cache  # half a second each, and replicas of one template are the same pod
 def _refused(document: str, version: str) -> str:
-    """Why this release of Kubernetes takes the document (JSON) not as it is; empty when it does."""
+    """Return why this release of Kubernetes rejects the document (JSON), or '' if it accepts it."""
     try:
         kubernetes_validate.validate(json.loads(document), version, strict=True)
     except jsonschema.ValidationError as error:
@@ -92,7 +92,7 @@ def _refused(document: str, version: str) -> str:
 
 
 def round_trip(document: Document) -> list[str]:
-    """A PyTorchJob read by the operator's Python client and written again has to be the same."""
+    """Check that the operator's Python client reads and writes a PyTorchJob without changes."""
     if document.get("kind") != "PyTorchJob":
         return []
     from kubeflow.training import ApiClient  # 0.4 s, and only this check needs it
@@ -108,7 +108,7 @@ def round_trip(document: Document) -> list[str]:
 
 
 def differences(given: Any, returned: Any, path: str = "") -> list[str]:
-    """Where two JSON values differ, one line each, in order."""
+    """Return the differences between two JSON values, one line each, in order."""
     if isinstance(given, dict) and isinstance(returned, dict):
         lines = []
         for key in [*given, *(key for key in returned if key not in given)]:
@@ -138,7 +138,7 @@ def _schema(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _training_runtime(kind: str) -> dict[str, Any]:
-    """A runtime is a machine-learning policy around a JobSet; only the parts used here, closed as well."""
+    """Return the closed schema of a runtime, a training policy around a JobSet, for the parts used here."""
     jobset = _schema(SCHEMAS["JobSet"])
     metadata = jobset["properties"]["metadata"]
     torch = {"numProcPerNode": {"type": ["integer", "string"]}, "elasticPolicy": {"type": "object"}}

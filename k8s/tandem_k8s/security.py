@@ -19,9 +19,9 @@ SAFE_SYSCTLS = {
 
 
 def restricted(document: Document) -> list[str]:
-    """One line for each point in which a pod of this document is not 'restricted'.
+    """Return one line for each violation of 'restricted' by a pod of this document.
 
-    Beyond the standard, tandem's own: a read-only root file system and no token of a service account.
+    tandem also requires a read-only root file system, and no service account token.
     """
     return [
         f"{each.where}: {line}"
@@ -72,7 +72,7 @@ def _container(container: Document, each: PodTemplate) -> Iterator[str]:
     if own.get("procMount", "Default") != "Default":
         yield f"{name} has procMount {own['procMount']}"
     if own.get("readOnlyRootFilesystem") is not True:
-        yield f"{name} needs readOnlyRootFilesystem: true; what has to be written has a volume"
+        yield f"{name} needs readOnlyRootFilesystem: true; mount volumes for files that must be written"
     for port in container.get("ports", []):
         if port.get("hostPort"):
             yield f"{name} takes hostPort {port['hostPort']}"

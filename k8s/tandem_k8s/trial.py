@@ -1,4 +1,4 @@
-"""`make k8s-try`: a cluster on this machine, and the job in it."""
+"""`make k8s-try`: start a cluster on this machine, and the job in it."""
 
 import shutil
 import subprocess
@@ -18,12 +18,12 @@ GET = {
 
 
 def try_it(image: str) -> int:
-    """On this machine: a cluster, the image in it, the operator, the cpu overlay; then its logs."""
+    """Create a cluster on this machine with the image, operator and cpu overlay; then follow the logs."""
     tool = next((name for name in ("kind", "minikube") if shutil.which(name)), "")
     needed = {"kind": tool, "docker": shutil.which("docker"), "kubectl": shutil.which("kubectl")}
     missing = [GET[name] for name, found in needed.items() if not found]
     if missing:
-        raise UsageError(f"make k8s-try makes a cluster here, and lacks {'; '.join(missing)}")
+        raise UsageError(f"make k8s-try creates a cluster here; please install {'; '.join(missing)}")
     image = image or f"{DEFAULT_IMAGE}:cpu"
     steps = [["make", "image", "TORCH=cpu", f"IMAGE={image}"], *_cluster_steps(tool, image)]
     steps.append(["kubectl", "apply", "--server-side", "--kustomize", OPERATOR])

@@ -14,7 +14,7 @@ DOCUMENT_CHECKS = (closed_schema, core_schema, round_trip, restricted)
 
 
 def problems_of(text: str) -> list[str]:
-    """Every problem of a YAML text; one line if it cannot be read."""
+    """Return every problem of a YAML text; one line if it cannot be parsed."""
     try:
         documents = load(text)
     except yaml.YAMLError as error:
@@ -29,15 +29,15 @@ def problems_of(text: str) -> list[str]:
 
 
 def problems(documents: list[Document]) -> list[str]:
-    """Every problem of every check, each line once."""
+    """Return the problems of all checks, without duplicates."""
     found = [line for check in DOCUMENT_CHECKS for document in documents for line in _judged(check, document)]
     found += [line for rule in (*NINE, *OWN) for line in _judged(rule, documents)]
     return list(dict.fromkeys(found))
 
 
 def _judged(check: Callable[[Any], Iterable[str]], subject: object) -> list[str]:
-    """A manifest that lacks what a check looks at is a problem of its own, not the end of all checks."""
+    """Run one check. If the manifest lacks a field that the check reads, report that and continue."""
     try:
         return list(check(subject))
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        return [f"{check.__name__} cannot judge it: {type(error).__name__} {error}"]
+        return [f"{check.__name__} cannot check it: {type(error).__name__} {error}"]

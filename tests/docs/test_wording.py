@@ -1,7 +1,8 @@
-"""README, guides, help, messages, docstrings and comments: no phrase that reads as translated."""
+"""README, guides, help, messages, docstrings, comments, alerts and panels: no translated phrases."""
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from patience import patient
 from tandem import cli
@@ -20,6 +22,10 @@ EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
 PAGES = [*(ROOT / name for name in FACE), *EXAMPLES, *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGE = ROOT / "src" / "tandem"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+SHIPPED = ("k8s", "compose", "slurm", "docker", "monitoring", ".ci", ".github")
+TOP = tuple("compose.yaml Makefile .env.example .dockerignore MANIFEST.in mkdocs.yml pyproject.toml".split())
+COMMENTED = (".yaml", ".yml", ".mk", ".sbatch", "Dockerfile", "run")
+DASHBOARD = ROOT / "k8s" / "components" / "monitoring" / "dashboard.json"
 PLAIN = (  # directories whose docstrings and comments are held to DIALECT, the others to FOREIGN
     "checkpoint",
     "cluster",
@@ -79,6 +85,7 @@ DIALECT = {  # more, for PLAIN
 OF_A_FUNCTION = re.compile(r"(?:Whether|What|Who|Where|Which|To be|Is|Are|Those|These|It|They|Its)\b")
 """How the docstring of a function does not begin; `Return ...`, `Raise ...` or another verb does."""
 DIRECTIVE = re.compile(r"#\s*(?:noqa|type:|fmt:|pragma|mypy:|ruff:)")
+NO_PROSE = re.compile(r"#(?:!|SBATCH|\s*(?:hadolint|shellcheck|#))")
 TELLS = {"debug", "info", "warning", "error", "exception", "critical", "print"}
 
 
@@ -157,6 +164,41 @@ def comments(source: Path) -> Iterator[str]:
         yield " ".join(block)
 
 
+def shipped() -> list[Path]:
+    """Manifests, Compose files, batch scripts, Dockerfiles, makefiles, workflows: those with # comments."""
+    below = [path for name in SHIPPED for path in sorted((ROOT / name).rglob("*")) if not path.is_symlink()]
+    return [*(ROOT / name for name in TOP), *(path for path in below if path.name.endswith(COMMENTED))]
+
+
+def hash_comments(source: Path) -> Iterator[str]:
+    """Each # comment of a file that is not Python's; lines of comments that follow each other as one."""
+    block = list[str]()
+    for line in source.read_text().splitlines():
+        found = re.match(r"\s*@?(#.*)", line)
+        if found and not NO_PROSE.match(found[1]):
+            block.append(found[1].lstrip("# "))
+            continue
+        if block:
+            yield " ".join(block)
+            block = []
+        if trailing := re.search(r" # (.*)$", line):
+            yield trailing[1]
+    if block:
+        yield " ".join(block)
+
+
+def texts_of(value: object, keys: tuple[str, ...]) -> Iterator[str]:
+    """The texts under these keys, at any depth of a JSON value."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if key in keys and isinstance(below, str):
+                yield below
+            yield from texts_of(below, keys)
+    elif isinstance(value, list):
+        for below in value:
+            yield from texts_of(below, keys)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_in_plain_english(page: Path) -> None:
     text, most = prose(page.read_text()), 25 if page.name == "README.md" else MOST_WORDS
@@ -196,3 +238,27 @@ def test_docstrings_and_comments_are_in_plain_english(source: Path) -> None:
         paragraphs = [" ".join(part.split("\n")) for _, text in texts for part in text.split("\n\n")]
         found += [each for part in paragraphs for each in sentences(part) if len(each.split()) > MOST_WORDS]
     assert found == []
+
+
+@pytest.mark.parametrize("source", shipped(), ids=lambda source: str(source.relative_to(ROOT)))
+def test_comments_of_shipped_files_are_in_plain_english(source: Path) -> None:
+    assert [each for text in hash_comments(source) for each in banned(text, BANNED | FOREIGN | DIALECT)] == []
+
+
+HELPERS = [path for name in SHIPPED for path in sorted((ROOT / name).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("source", HELPERS, ids=lambda source: str(source.relative_to(ROOT)))
+def test_programs_of_shipped_files_are_in_plain_english(source: Path) -> None:
+    texts = [*messages(source), *(text for _, text in docstrings(source)), *comments(source)]
+    assert [each for text in texts for each in banned(text, BANNED | FOREIGN)] == []
+
+
+def test_dashboard_and_alerts_are_in_plain_english() -> None:
+    panels = json.loads(DASHBOARD.read_text())
+    rules = yaml.safe_load((ROOT / "monitoring" / "rules.yaml").read_text())
+    trials = yaml.safe_load((ROOT / "monitoring" / "rules.test.yaml").read_text())
+    texts = [*texts_of(panels, ("title", "description", "legendFormat"))]
+    texts += [*texts_of(rules, ("summary", "description")), *texts_of(trials["tests"], ("name",))]
+    assert len(texts) > 100
+    assert [each for text in texts for each in banned(text, BANNED | FOREIGN | DIALECT)] == []

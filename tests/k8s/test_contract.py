@@ -112,7 +112,7 @@ def test_a_script_goes_on_when_a_pod_is_killed(cluster: Callable[[], Cluster], k
     assert ("tandem-worker-1", 137) in run.controller.codes
     log = (run.folder / "log/rank-0.log").read_text()
     if kind == "plain":
-        assert "going on after epoch" in log and log.count("epoch 10: loss") == 1
+        assert "resuming after epoch" in log and log.count("epoch 10: loss") == 1
     else:
         summary = run.summary()
         assert (summary["state"], summary["global_step"]) == ("finished", 30)

@@ -1,4 +1,4 @@
-"""Plain DDP, as torchrun starts it: replace it by yours. It goes on from a file of its own."""
+"""Plain DDP for torchrun: replace it with your script. It resumes from a file that it saves itself."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ if os.path.exists(path):
     saved = torch.load(path, map_location=device)
     model.load_state_dict(saved["model"])
     first = saved["epoch"]
-    print(f"going on after epoch {first}", flush=True)
+    print(f"resuming after epoch {first}", flush=True)
 model = DistributedDataParallel(model)
 for epoch in range(first, options.epochs):
     sampler.set_epoch(epoch)
