@@ -65,7 +65,8 @@ def test_without_a_cluster(make: Make, target: str) -> None:
 def test_without_the_operators_crd(make: Make, api: Callable[..., ApiServer]) -> None:
     server = api({})
     result = make("k8s-apply", kubeconfig=server.kubeconfig)
-    one_line(result, "knows no PyTorchJob", "kubectl apply --server-side", "OVERLAY=indexed-job")
+    said = ("does not know the kind PyTorchJob", "kubectl apply --server-side", "OVERLAY=indexed-job")
+    one_line(result, *said)
     assert not any(method == "POST" for method, _ in server.requests)
 
 
@@ -136,7 +137,7 @@ def test_apply_over_a_job_that_runs_or_has_ended_says_so(make: Make, api: Callab
     server = api()
     add_job(server, "Created", "Running")
     result = make("k8s-apply", kubeconfig=server.kubeconfig)
-    one_line(result, "PyTorchJob tandem is there and has not ended", "make k8s-logs", "make k8s-delete")
+    one_line(result, "PyTorchJob tandem exists and is still running", "make k8s-logs", "make k8s-delete")
     add_job(server, "Created", "Succeeded")
     one_line(make("k8s-apply", kubeconfig=server.kubeconfig), "has ended, Succeeded (0)", "make k8s-delete")
     assert not any(method in ("POST", "PATCH") for method, _ in server.requests)
@@ -159,7 +160,7 @@ def test_a_claim_that_cannot_become_the_manifests_is_seen_before_anything_change
     claim["spec"] = {"accessModes": ["ReadWriteMany"], "storageClassName": "nfs", **spec}
     result = make("k8s-apply", kubeconfig=server.kubeconfig)
     if said:
-        one_line(result, "the claim tandem-checkpoints is there with", said, "PURGE=1")
+        one_line(result, "the claim tandem-checkpoints exists with", said, "PURGE=1")
     assert ("PyTorchJob" in server.kinds()) is not bool(said)
 
 

@@ -72,7 +72,7 @@ def test_what_an_action_does_not_take_is_one_line(words: list[str], key: str) ->
     (["scale", "--nodes", "0"], "--nodes"),
     (["shell", "--node", "x"], "--node"),
     (["get", "--run", "../x"], "--run"),
-    (["get", "--run", "digits", "--to", "."], "is there already"),
+    (["get", "--run", "digits", "--to", "."], "already exists"),
     (["chaos"], "kill-rank"),
     (["chaos", "nope"], "nope"),
     (["chaos", "hang", "--node", "x"], "--node"),

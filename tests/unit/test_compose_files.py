@@ -225,7 +225,7 @@ def test_a_node_of_a_script(given_to_a_node: Any, script: str) -> None:
     (["--script", "closed/x.py"], "SCRIPT=closed/x.py: user 10001 of the containers may not read "
                                   "{here}/closed; allow it: chmod o+rx {here}/closed"),
     (["--script", "train it.py", "--task", "mnist"],
-     "SCRIPT=train it.py and TASK=mnist: a script is no task; give one of them"),
+     "SCRIPT=train it.py and TASK=mnist: choose one: a script has no task"),
     (["--script-args=--lr 1"],
      "SCRIPT_ARGS are a script's, and there is none; give SCRIPT=train.py, or ARGS"),
     (["--script", "train it.py", "--script-args=a 'b"], "SCRIPT_ARGS=a 'b: no closing quotation; words are "
@@ -422,7 +422,7 @@ def test_chaos_reads_events_on_when_their_file_is_put_aside(monkeypatch: pytest.
     there = engine.Cluster("n", {"RUN": "train"})
     before = there.events()[-1]
     scene = faults.Scene(there, engine.Node(1, "n-node-2", "id", "running", 0, 1, 1, "", ""), 40, before, 1)
-    assert scene.went_on()
+    assert scene.continued()
     files["events.jsonl"].append({"kind": "world", "number": 2})
     files["events.jsonl.1"], files["events.jsonl"] = files["events.jsonl"], [{"kind": "counted"}]
     files["events.jsonl"].append({"kind": "resumed", "step": 41})
@@ -442,9 +442,9 @@ def test_a_rank_that_hangs_has_to_be_named_before_the_next_generation_counts() -
     assert fault.check(scene) is None, "a hang before the fault is none of it"
     resumed = {"kind": "resumed", "step": 41}
     there.told.append(resumed)
-    assert fault.check(scene) is None, "nobody was named"
+    assert fault.check(scene) is None, "no rank was reported"
     there.told.insert(1, {"kind": "hang", "rank": 3, "node": 1, "seconds": 10.24})
-    assert fault.check(scene) == "it was named after 10.2 s, the next generation went on from step 41"
+    assert fault.check(scene) == "it was reported after 10.2 s, the next generation resumed from step 41"
     there.told[1] = {"kind": "hang", "rank": 2, "node": 0, "seconds": 10.24}
-    with pytest.raises(engine.ClusterError, match="rank 2 on node 0 was named, and rank 3 on node 1 was"):
+    with pytest.raises(engine.ClusterError, match="rank 2 on node 0 was reported, but rank 3 on node 1 was"):
         fault.check(scene)

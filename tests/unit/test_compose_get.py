@@ -75,7 +75,7 @@ def test_a_run_comes_out_whole_with_its_modes_and_one_line(get: Get) -> None:
     ([], "RUN is missing; there are: digits; type: make compose-get RUN=digits PROJECT=own"),
     (["--run=.."], "RUN: invalid value '..'; expected letters, digits, dots and dashes"),
     (["--run=digits", "--to=there"],
-     "there is there already; name a new folder: "
+     "there already exists; choose a new directory: "
      "make compose-get RUN=digits TO=runs/digits-copy PROJECT=own"),
     (["--run=digits", "--to=there/file/x"],
      "cannot write there/file/x: File exists; name another: "

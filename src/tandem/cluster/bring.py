@@ -36,7 +36,7 @@ def check_get(options: argparse.Namespace) -> None:
     with _saying_what_to_type(folder, options):
         if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise ClusterError(
-                f"{folder} is there already; name a new folder: "
+                f"{folder} already exists; choose a new directory: "
                 f"make compose-get RUN={run} TO=runs/{run}-copy{project_word(options.project)}"
             )
 

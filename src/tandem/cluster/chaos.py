@@ -124,33 +124,33 @@ def finish(cluster: Cluster) -> str:
     code, _ = job.ending()
     summary = cluster.summary()
     if code or summary is None:
-        raise OutcomeError(f"the run {cluster.variables['RUN']} ended with {code}, and 0 is right")
+        raise OutcomeError(f"the run {cluster.variables['RUN']} ended with {code}; expected 0")
     return str(summary["weights_sha256"])
 
 
 def table(project: str, image: str, index: int) -> int:
     """Test every fault in a new cluster; return 0 if all end with an uninterrupted run's weights, else 1."""
     stamp = time.strftime("%H%M%S")
-    calm = own_cluster(project, image, f"calm-{stamp}")
+    baseline = own_cluster(project, image, f"baseline-{stamp}")
     rows, failed = [], 0
     try:
-        start(calm)
-        expected = finish(calm)
-        print(f"calm: undisturbed, weights {expected[:12]}", flush=True)
+        start(baseline)
+        expected = finish(baseline)
+        print(f"baseline: uninterrupted, weights {expected[:12]}", flush=True)
         for name in FAULTS:
             cluster = own_cluster(project, image, f"{name}-{stamp}")
             start(cluster)
             try:
                 row = break_it(cluster, name, index)
                 same = finish(cluster) == expected
-                print(f"{row}; weights {'as undisturbed' if same else 'DIFFER'}", flush=True)
+                print(f"{row}; weights {'as uninterrupted' if same else 'DIFFER'}", flush=True)
                 rows.append((row, "yes" if same else "NO"))
                 failed += not same
             except ClusterError as error:
                 say(f"{name}: FAILED: {error}")
                 failed += 1
     finally:
-        calm.compose("down", "--volumes", "--remove-orphans")
+        baseline.compose("down", "--volumes", "--remove-orphans")
     print("\n| fault | what was done | what happened | training again | steps lost | same weights |")
     print("|---|---|---|---|---|---|")
     for row, same_weights in rows:

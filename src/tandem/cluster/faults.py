@@ -109,7 +109,7 @@ class Scene:
         found = self.since("resumed")
         return int(str(found[-1]["step"])) if found else None
 
-    def went_on(self) -> bool:
+    def continued(self) -> bool:
         """Return True if no generation has started since the fault, so the ranks are the same processes."""
         return not self.since("world")
 
@@ -224,37 +224,37 @@ def _stop(scene: Scene) -> str:
     scene.step = scene.note
     scene.cluster.compose("start", "node")
     if set(codes) != {143}:
-        raise ClusterError(f"the nodes ended with {codes} after a stop, and 143 is right: make compose-logs")
+        raise ClusterError(f"the nodes ended with {codes} after a stop; expected 143: make compose-logs")
     return f"stopped all nodes ({', '.join(map(str, codes))}) and started them"
 
 
 def _next_world(scene: Scene) -> str | None:
     step = scene.resumed()
-    return None if step is None else f"the next generation went on from step {step}"
+    return None if step is None else f"the next generation resumed from step {step}"
 
 
-def _was_named(scene: Scene) -> str | None:
+def _was_reported(scene: Scene) -> str | None:
     named, outcome = scene.since("hang"), _next_world(scene)
     for event in named:
         if (event["rank"], event["node"]) != (scene.note, scene.node.index):
             raise ClusterError(
-                f"rank {event['rank']} on node {event['node']} was named, and rank {scene.note} on node "
+                f"rank {event['rank']} on node {event['node']} was reported, but rank {scene.note} on node "
                 f"{scene.node.index} was stopped: make compose-logs"
             )
     if outcome is None or not named:
         return None
-    return f"it was named after {float(str(named[0]['seconds'])):.1f} s, {outcome}"
+    return f"it was reported after {float(str(named[0]['seconds'])):.1f} s, {outcome}"
 
 
 def _node_came_back(scene: Scene) -> str | None:
     node, outcome = scene.cluster.node(scene.node.index), _next_world(scene)
     if outcome is None or node.starts <= scene.starts_before:
         return None
-    return f"Docker started it again, {outcome}"
+    return f"Docker restarted it, {outcome}"
 
 
 def _same_world(scene: Scene) -> str | None:
-    return "the same ranks went on" if scene.went_on() else _next_world(scene)
+    return "the same ranks continued" if scene.continued() else _next_world(scene)
 
 
 def _saves_again(scene: Scene) -> str | None:
@@ -263,7 +263,7 @@ def _saves_again(scene: Scene) -> str | None:
     later = [int(str(event["step"])) for event in saved if int(str(event["step"])) > last]
     if not later:
         return None
-    return f"{len(failed)} saves failed, training went on, step {later[0]} was saved"
+    return f"{len(failed)} saves failed, training continued, step {later[0]} was saved"
 
 
 def _fell_back(scene: Scene) -> str | None:
@@ -276,7 +276,7 @@ def _fell_back(scene: Scene) -> str | None:
 FAULTS: Mapping[str, Fault] = {
     "kill-rank": Fault(_kill_rank, _next_world),
     "kill-rank0": Fault(_kill_rank, _next_world, on_first=True),
-    "hang": Fault(_hang, _was_named),
+    "hang": Fault(_hang, _was_reported),
     "kill-node": Fault(_kill_node, _node_came_back),
     "pause": Fault(_pause, _same_world, reopens=False),
     "partition": Fault(_partition, _same_world, reopens=False),

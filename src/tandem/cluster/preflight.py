@@ -114,7 +114,7 @@ def check_room_for_a_build(free_bytes: int | None) -> None:
     """Check the free space for images; None means unknown. Raises ClusterError."""
     if free_bytes is not None and free_bytes < BUILD_NEEDS_BYTES:
         raise ClusterError(
-            f"only {free_bytes / 1e9:.1f} GB are free where the engine keeps images, a build needs "
+            f"only {free_bytes / 1e9:.1f} GB are free where the engine stores images, a build needs "
             f"{BUILD_NEEDS_BYTES / 1e9:.0f}; make room: docker system prune"
         )
 

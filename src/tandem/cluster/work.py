@@ -56,7 +56,7 @@ def _script(options: argparse.Namespace) -> dict[str, str]:
     """Return a script's variables. Its working directory is the run's, so relative output paths are kept."""
     path, named = Path(options.script), f"SCRIPT={options.script}"
     if options.task:
-        raise ClusterError(f"{named} and TASK={options.task}: a script is no task; give one of them")
+        raise ClusterError(f"{named} and TASK={options.task}: choose one: a script has no task")
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "is not there"
         raise ClusterError(f"{named} {what}; give the path of a Python script: SCRIPT=train.py")

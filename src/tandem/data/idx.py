@@ -75,7 +75,7 @@ def read_pair(folder: Path, images_name: str, labels_name: str, classes: int) ->
         raise ConfigError(f"{folder} has no {images_name if images_path is None else labels_name} (or .gz)")
     images, labels = read_idx(images_path, IMAGES), read_idx(labels_path, LABELS).long()
     if len(images) != len(labels):
-        raise _broken(labels_path, f"{len(images)} labels, one for each picture", f"{len(labels)}")
+        raise _broken(labels_path, f"{len(images)} labels, one for each image", f"{len(labels)}")
     if int(labels.max()) >= classes:
         raise _broken(labels_path, f"labels from 0 to {classes - 1}", f"a label {int(labels.max())}")
     return images, labels

@@ -118,8 +118,8 @@ def preflight(target: Target) -> None:
         found = ask(["kubectl", "get", "namespace", target.namespace, "--output=name"])
         if "NotFound" in found.stderr:
             raise UsageError(
-                f"the namespace {target.namespace!r} does not exist; make it with "
-                f"kubectl create namespace {target.namespace}, or give another: "
+                f"the namespace {target.namespace!r} does not exist; create it with "
+                f"kubectl create namespace {target.namespace}, or choose another: "
                 f"{option('--namespace')}=..."
             )
     for kind in kinds(target.text):
@@ -129,7 +129,7 @@ def preflight(target: Target) -> None:
         served = ask(["kubectl", "api-resources", f"--api-group={resource.group}", "--output=name"])
         if resource.name not in served.stdout.split():
             install = resource.install.replace("{with}", option("--with"))
-            raise UsageError(f"the cluster knows no {kind}: {install}")
+            raise UsageError(f"the cluster does not know the kind {kind}: {install}")
 
 
 def kubectl_json(target: Target, what: str, *more: str, selected: bool = True) -> list[Any]:
@@ -158,11 +158,11 @@ def apply(target: Target) -> int:
         name, end = f"{job['kind']} {job['metadata']['name']}", seen.outcome(job, pods)
         if end is None:
             raise UsageError(
-                f"{name} is there and has not ended: to apply would not change its pods; "
+                f"{name} exists and is still running, so apply would not change its pods; "
                 f"{target.command('logs')} follows it, {target.command('delete')} ends it after a checkpoint"
             )
         raise UsageError(
-            f"{name} has ended, {end}: to apply would start nothing; remove it first, its checkpoints stay: "
+            f"{name} has ended, {end}, so apply would start nothing; remove it first, its checkpoints stay: "
             f"{target.command('delete')}"
         )
     if any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -203,7 +203,7 @@ def _check_claims(target: Target) -> None:
             difference = seen.claim_difference(asked, there[name])
             if difference:
                 raise UsageError(
-                    f"the claim {name} is there with {difference}; give the manifest what is there, or "
+                    f"the claim {name} exists with {difference}; change the manifest to match it, or "
                     f"remove it with its checkpoints: {target.command('delete', purge='')}"
                 )
 

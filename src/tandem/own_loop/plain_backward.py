@@ -74,7 +74,7 @@ class PlainBackward:
             self._has_warned = True
             log.warning(
                 "step %d had no run.backward: its loss is not reported, and values that are not finite "
-                "are not detected; use run.backward(loss) in place of loss.backward()",
+                "are not detected; use run.backward(loss) instead of loss.backward()",
                 step + 1,
             )
         self._is_used = False

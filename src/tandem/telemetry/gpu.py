@@ -54,7 +54,7 @@ class Gpus:
         try:
             return [_text(self._nvml.nvmlDeviceGetName(handle)) for handle in self._handles]
         except Exception as error:
-            logger.debug("a GPU does not say its name: %s", error)
+            logger.debug("a GPU does not report its name: %s", error)
             return []
 
     def sample(self) -> list[Sample]:

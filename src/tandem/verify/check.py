@@ -141,20 +141,20 @@ def findings(
         folder, steps = Path(name), min(settings.run.steps or STEPS, STEPS)
         runner = Runner([*arguments, f"--nproc={RANKS}", "--device=cpu"], environ, folder, steps, stop)
         yield parts.next(f"a run of {steps} steps on {RANKS} ranks")
-        calm = runner.undisturbed()
-        yield Finding("ok", f"trains, evaluates and saves: {calm.step} steps")
+        baseline = runner.uninterrupted()
+        yield Finding("ok", f"trains, evaluates and saves: {baseline.step} steps")
         yield parts.next("samples, first weights and gradients, twice on each rank")
         ranks = facts_of_ranks(settings, environ, folder)
         yield from compared(ranks)
         task, wrong = ranks[0].task, any(f.level == "wrong" for f in compared(ranks))
         yield parts.next("the same run again")
-        if again := difference(calm, runner.undisturbed()):
+        if again := difference(baseline, runner.uninterrupted()):
             if not wrong:
                 yield Finding("wrong", f"two uninterrupted runs differ: {again}; {SEE['task']}", task)
             return  # killed runs would differ as well
         yield Finding("ok", "two uninterrupted runs are bit-identical")
         yield parts.next("a run that is killed and resumed")
-        trial = next(runner.trials(calm, 1, random.Random()))
+        trial = next(runner.trials(baseline, 1, random.Random()))
         if trial.difference is None:
             yield Finding("ok", str(trial))
         else:

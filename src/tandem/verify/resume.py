@@ -77,36 +77,38 @@ def verify(
         if on_gpus := settings.compute.device != "cpu" and bool(gpus_of(environ)):
             arguments = [*arguments, "--deterministic=true"]
         runner = Runner(arguments, environ, Path(folder), steps, stop, script)
-        calm = runner.undisturbed()
+        baseline = runner.uninterrupted()
         name = script or settings.run.task
-        ranks, killed = _count(calm.world_size, "rank"), f"of {_count(trials, 'killed run')}"
-        say(f"verify-resume: {name}, {calm.step} steps on {ranks}, {_count(trials, 'trial')}")
-        shown = ", ".join(f"{part} {value[:12]}" for part, value in calm.digests().items())
+        ranks, killed = _count(baseline.world_size, "rank"), f"of {_count(trials, 'killed run')}"
+        say(f"verify-resume: {name}, {baseline.step} steps on {ranks}, {_count(trials, 'trial')}")
+        shown = ", ".join(f"{part} {value[:12]}" for part, value in baseline.digests().items())
         say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
-        for trial in runner.trials(calm, trials, random.Random()):
+        for trial in runner.trials(baseline, trials, random.Random()):
             done.append(trial)
             say(f"trial {len(done)} of {trials}: {trial}")
         bad = [trial for trial in done if trial.difference is not None]
-        diagnosis = runner.diagnosis(calm) if bad else None
+        diagnosis = runner.diagnosis(baseline) if bad else None
         if bad:
             say(f"verdict: not exact; {len(bad)} {killed} {_verb(len(bad), 'differ')}")
             say(f"reason: {diagnosis}")
         else:
             are = "is" if trials == 1 else "are"
             say(f"verdict: exact; {trials} {killed} {are} bit-identical to the uninterrupted run")
-        return FAILED if bad else FINISHED, as_json(str(name), calm, done, diagnosis)
+        return FAILED if bad else FINISHED, as_json(str(name), baseline, done, diagnosis)
 
 
-def as_json(name: str, calm: Outcome, trials: Sequence[Trial], diagnosis: str | None) -> dict[str, object]:
+def as_json(
+    name: str, baseline: Outcome, trials: Sequence[Trial], diagnosis: str | None
+) -> dict[str, object]:
     """Return what `tandem verify-resume --json` prints."""
     return {
         "target": name,
-        "steps": calm.step,
-        "ranks": calm.world_size,
+        "steps": baseline.step,
+        "ranks": baseline.world_size,
         "exact": all(trial.difference is None for trial in trials),
         "diagnosis": diagnosis,
-        "digests": calm.digests(),
+        "digests": baseline.digests(),
         "trials": [trial.as_json() for trial in trials],
     }
 
@@ -135,7 +137,7 @@ class Runner:
         self._steps, self._stop, self._script, self._count = steps, stop, script, 0
         self._differs: list[str] = []
 
-    def undisturbed(self) -> Outcome:
+    def uninterrupted(self) -> Outcome:
         """Do an uninterrupted run.
 
         Raises RunFailedError with its last lines of output, and ConfigError for a script without a tandem
@@ -152,32 +154,32 @@ class Runner:
             )
         return run.outcome()
 
-    def trials(self, calm: Outcome, count: int, chance: random.Random) -> Iterator[Trial]:
+    def trials(self, baseline: Outcome, count: int, chance: random.Random) -> Iterator[Trial]:
         """Yield killed and compared runs: every second one is killed twice; targets and steps are random.
 
         Raises RunFailedError if the run always ends before the kill.
         """
         for number in range(count):
-            yield self._trial(calm, 1 + number % 2, chance)
+            yield self._trial(baseline, 1 + number % 2, chance)
 
-    def _trial(self, calm: Outcome, kills: int, chance: random.Random) -> Trial:
+    def _trial(self, baseline: Outcome, kills: int, chance: random.Random) -> Trial:
         for attempt in range(TRIES):
             save_every = chance.randint(1, max(1, self._steps // 8))
-            latest = (calm.step - 4) // (attempt + 1)  # a short run may end before the signal arrives
+            latest = (baseline.step - 4) // (attempt + 1)  # a short run may end before the signal arrives
             step = chance.randint(min(save_every, latest), max(1, latest))
-            targets = [chance.choice([None, chance.randrange(calm.world_size)]) for _ in range(kills)]
+            targets = [chance.choice([None, chance.randrange(baseline.world_size)]) for _ in range(kills)]
             try:
-                return self.trial(calm, [Kill(step, target) for target in targets], save_every)
+                return self.trial(baseline, [Kill(step, target) for target in targets], save_every)
             except EndedFirstError:
                 continue
         raise RunFailedError(
-            f"the run of {calm.step} steps ended {TRIES} times before it could be killed; use a larger "
+            f"the run of {baseline.step} steps ended {TRIES} times before it could be killed; use a larger "
             "batch or a larger model",
             FAILED,
         )
 
-    def trial(self, calm: Outcome, kills: Sequence[Kill], save_every: int) -> Trial:
-        """Do one run with the given kills, resume after each, and compare it with `calm`.
+    def trial(self, baseline: Outcome, kills: Sequence[Kill], save_every: int) -> Trial:
+        """Do one run with the given kills, resume after each, and compare it with `baseline`.
 
         If the run is already beyond a kill's step, the kill comes right after the first step of the next
         generation. Raises EndedFirstError if the run ended before the last kill.
@@ -191,17 +193,17 @@ class Runner:
                 run.finish(self._stop)
             except RunFailedError as error:
                 trial.difference = f"it could not resume: {error}"
-        if run.was_through(calm.step):
+        if run.was_through(baseline.step):
             raise EndedFirstError
         trial.resumed_from = run.resumed_from()
         if trial.difference is None:
-            trial.difference = difference(calm, run.outcome())
+            trial.difference = difference(baseline, run.outcome())
         return trial
 
-    def diagnosis(self, calm: Outcome) -> str:
+    def diagnosis(self, baseline: Outcome) -> str:
         """Say whether resuming causes the difference, using a second uninterrupted run."""
         what = "task" if self._script is None else "script"
-        again = difference(calm, self.undisturbed())
+        again = difference(baseline, self.uninterrupted())
         if again is not None:
             return (
                 f"two uninterrupted runs already differ ({again}). This {what} is not deterministic: it uses "
