@@ -5,12 +5,12 @@ tandem's exit codes (docs/troubleshooting.md). Each rule takes all documents of 
 line per problem.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tandem.config.sources import OTHER_VARIABLES, VARIABLES
+from tandem.words import did_you_mean, nearest
 from tandem_k8s.documents import Document, PodTemplate, job_specs, pod_templates, title
 
 Problems = Iterator[str]
@@ -195,8 +195,7 @@ def known_variables(documents: list[Document]) -> Problems:
         for entry in each.container().get("env", []):
             name = entry.get("name", "")
             if name.startswith("TANDEM_") and name not in known and not name.startswith("TANDEM_TASK__"):
-                near = difflib.get_close_matches(name, known, n=1)
-                yield f"{each.where}: unknown variable {name}{f'; did you mean {near[0]}?' if near else ''}"
+                yield f"{each.where}: unknown variable {name}{did_you_mean(nearest(name, known))}"
 
 
 def run_dir_is_shared(documents: list[Document]) -> Problems:

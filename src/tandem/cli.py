@@ -13,6 +13,7 @@ from tandem import __version__
 from tandem.errors import FINISHED, ConfigError, TandemError
 from tandem.verbs import k8s, place, runs, tasks
 from tandem.verbs.verb import Environment, Verb
+from tandem.words import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -80,11 +81,9 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         print(f"tandem {__version__}")
         return FINISHED
     if verb not in VERBS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(verb, VERBS, n=1)
-        hint = f"did you mean `tandem {near[0]}`?" if near else "see `tandem --help`"
-        raise ConfigError(f"unknown verb {verb!r}; expected one of {', '.join(VERBS)}; {hint}")
+        near = nearest(verb, VERBS)
+        hint = did_you_mean(near and f"`tandem {near}`", "; see `tandem --help`")
+        raise ConfigError(f"unknown verb {verb!r}; expected one of {', '.join(VERBS)}{hint}")
     program = None
     if verb == "launch":  # the words after the program belong to it
         from tandem.launch.program import split

@@ -1,5 +1,6 @@
-"""Format numbers and paths for people, in log lines and summaries. JSON output has plain values."""
+"""Format numbers, paths and suggestions for people. JSON output has plain values."""
 
+from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 
@@ -23,3 +24,15 @@ def shown(path: PurePath) -> PurePath:
         return path.relative_to(Path.cwd())
     except (ValueError, OSError):  # it is elsewhere, or the current directory is gone
         return path
+
+
+def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
+    """Return the known name most similar to `name`; None if none has at least that similarity, 0 to 1."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=least)), None)
+
+
+def did_you_mean(meant: str | None, otherwise: str = "") -> str:
+    """Return the part of a message about an unknown name that suggests the one that was meant, if any."""
+    return f"; did you mean {meant}?" if meant else otherwise

@@ -91,7 +91,7 @@ TASK = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
 BINARY = ("--task", TASK, "--batch-size", "20", "--device", "cpu", "--metrics", "0")
 
 FLAG_CASES = {
-    "unknown-task": (["--task", "digit"], ["'digit'", "did you mean 'digits'"]),
+    "unknown-task": (["--task", "digit"], ["'digit'", "did you mean digits?"]),
     "task-file-syntax": (["--task", "broken.py:Mine"], ["broken.py", "SyntaxError", "line 1"]),
     "task-class-missing-on-two-nodes": (["--nodes", "2", "--task", "wide.py:Wyde"], ["'Wyde'", "Wide"]),
     "unknown-flag": (["--epoch", "3"], ["--epoch;", "did you mean --epochs?"]),

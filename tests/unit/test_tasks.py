@@ -106,7 +106,7 @@ def test_any_text_for_a_number_is_taken_or_refused_in_one_line(text: str) -> Non
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("digit", "did you mean 'digits'"),
+        ("digit", "did you mean digits?"),
         ("", "unknown task"),
         ("nothing.py:A", "nothing.py does not exist"),
         ("no_such_module:A", "no module named 'no_such_module'"),
@@ -366,7 +366,7 @@ def test_the_tasks_at_hand_have_no_near_misses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "said"), [("digit", "did you mean 'digits'"), ("absent.py:Task", "absent.py does not exist")]
+    ("task", "said"), [("digit", "did you mean digits?"), ("absent.py:Task", "absent.py does not exist")]
 )
 def test_a_slip_in_a_tasks_name_is_told_before_torch_is_imported(
     tmp_path: Path, task: str, said: str

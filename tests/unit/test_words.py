@@ -1,11 +1,14 @@
 """Numbers as people write them."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
+import tandem
+from tandem import words
 from tandem.telemetry.progress import Progress
-from tandem.words import lasting
+from tandem.words import did_you_mean, lasting, nearest
 
 
 @pytest.mark.parametrize(("seconds", "said"), [
@@ -22,3 +25,17 @@ def test_steps_and_samples_have_their_commas(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO, "tandem"):
         Progress(30_000, mode="off").report(1200, epoch=2, loss=0.5, samples_per_second=1170.4)
     assert caplog.messages == ["step 1,200 of 30,000 (epoch 2): loss 0.5000, 1,170 samples/s"]
+
+
+def test_the_nearest_name_and_its_hint() -> None:
+    assert nearest("digit", ["mnist", "digits"]) == "digits"
+    assert nearest("xyz", ["mnist", "digits"]) is None
+    assert nearest("mnixx", ["mnist"], least=0) == "mnist"
+    assert did_you_mean("digits", ".") == "; did you mean digits?"
+    assert (did_you_mean(None, "."), did_you_mean(None)) == (".", "")
+
+
+def test_one_helper_words_all_suggestions() -> None:
+    sources = set(Path(tandem.__file__).parent.rglob("*.py")) - {Path(words.__file__)}
+    texts = {path: path.read_text() for path in sources}
+    assert [path for path, text in texts.items() if "difflib" in text or "did you mean {" in text] == []

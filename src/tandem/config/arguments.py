@@ -7,7 +7,6 @@ reads the environment.
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from tandem.config.brought_along import meant_by
@@ -17,6 +16,7 @@ from tandem.config.removed import instead_of
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
+from tandem.words import did_you_mean, nearest
 
 _TRAINING = (
     "task", "task_fields", "steps", "seed", "data", "optimization", "compute", "exchange",
@@ -205,8 +205,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("ignored explicit argument "):
             return ConfigError(self._switch(flag, message.removeprefix("ignored explicit argument ")[1:-1]))
         if choice := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            near = get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), n=1)
-            message += f"; did you mean {near[0]}?" if near else "."
+            message += did_you_mean(nearest(choice[1], re.findall(r"[\w-]+", choice[2])), ".")
             return ConfigError(f"{flag}: {message} {self._help}")
         return ConfigError(f"{flag}: {message}. {self._see if flag in self._valid else self._help}")
 

@@ -6,13 +6,19 @@ GLOBAL_BATCH = "--batch-size, samples per step over all ranks"
 PASSES = "--micro-batch-size, samples per rank and pass: --batch-size / ranks / accumulated passes"
 RUN_DIR = "--run-dir, for all that a run writes"
 
+TORCHRUN: Mapping[str, str] = {
+    "--nnodes": "--nodes",
+    "--nproc-per-node": "--nproc",
+    "--master-addr": "--master HOST:PORT",
+    "--master-port": "--master HOST:PORT",
+    "--rdzv-endpoint": "--master HOST:PORT",
+    "--rdzv-backend": "--master HOST:PORT",
+}
+"""torchrun's flags with a value that `tandem launch` translates (`launch/torchrun_flags.py`)."""
+
 BROUGHT_ALONG: Mapping[str, str] = {
-    # torchrun, and the arguments that its tutorials pass to scripts
-    "nproc-per-node": "--nproc",
-    "nnodes": "--nodes",
-    "master-addr": "--master HOST:PORT",
-    "master-port": "--master HOST:PORT",
-    "rdzv-endpoint": "--master HOST:PORT",
+    **{flag.lstrip("-"): ours for flag, ours in TORCHRUN.items()},
+    # arguments that torchrun's tutorials pass to scripts
     "world-size": "--nodes and --nproc",
     "local-rank": "LOCAL_RANK=0 in the environment",
     "rank": "RANK=0 in the environment",

@@ -11,6 +11,7 @@ from tandem.config.fields import Setting, convert, settings_of, words_of
 from tandem.config.removed import instead_of, translated
 from tandem.config.secrets import HIDDEN, hide, is_secret
 from tandem.errors import ConfigError
+from tandem.words import did_you_mean, nearest
 
 LONGEST = 1000
 SEE = "See `tandem config --explain`"
@@ -126,10 +127,7 @@ def unknown(
     Names are compared without their common prefixes, which would make all of them similar. `meant`: the known
     equivalent, if there is one.
     """
-    from difflib import get_close_matches
-
     plain = {other.lower().removeprefix("tandem_").lstrip("-"): other for other in known}
-    nearest = get_close_matches(name.lower().removeprefix("tandem_").lstrip("-"), plain, n=1)
-    meant = meant or (plain[nearest[0]] if nearest else None)
-    hint = f"; did you mean {meant}?" if meant else "."
-    return ConfigError(f"unknown {kind} {label or name}{hint} {see}")
+    near = nearest(name.lower().removeprefix("tandem_").lstrip("-"), plain)
+    meant = meant or (plain[near] if near else None)
+    return ConfigError(f"unknown {kind} {label or name}{did_you_mean(meant, '.')} {see}")

@@ -1,12 +1,11 @@
 """`tandem help TOPIC` for a setting, a group of settings, or exit codes. Verbs have their own help."""
 
-from difflib import get_close_matches
-
 from tandem.config.fields import Setting, plain
 from tandem.config.removed import instead_of
 from tandem.config.settings import SETTINGS, SLICES
 from tandem.config.sources import PREFIX
 from tandem.errors import ConfigError
+from tandem.words import did_you_mean, nearest
 
 EXIT_CODES = """\
 Exit codes of a run; what to do about each one: docs/troubleshooting.md
@@ -49,10 +48,10 @@ def told(topic: str, verbs: list[str]) -> str:
     if gone := instead_of("flag", "--" + name.replace("_", "-")):
         raise ConfigError(gone)
     known = [*verbs, *topics(), *(setting.flag[2:] for setting in SETTINGS.values())]
-    near = get_close_matches(topic.removeprefix("--"), known, n=1)
-    hint = f"did you mean `tandem help {near[0]}`?" if near else "see `tandem --help`"
+    near = nearest(topic.removeprefix("--"), known)
+    hint = did_you_mean(near and f"`tandem help {near}`", "; see `tandem --help`")
     raise ConfigError(
-        f"no help on {topic!r}; expected a verb, a setting such as epochs, or {', '.join(topics())}; {hint}"
+        f"no help on {topic!r}; expected a verb, a setting such as epochs, or {', '.join(topics())}{hint}"
     )
 
 

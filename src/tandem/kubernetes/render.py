@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from tandem import shipped
 from tandem.errors import ConfigError
 from tandem.kubernetes.parameters import JOB, substituted
 from tandem.kubernetes.spoken import mistake, typed
+from tandem.words import did_you_mean, nearest
 
 FOLDERS = {
     "pytorchjob": "base",
@@ -94,8 +94,7 @@ def parts_of(selection: str) -> tuple[str, list[str]]:
     kind = kinds[0] if kinds else KIND
     choices = f"{kind} allows {', '.join(allowed(kind))}"
     if unknown := sorted(parts - set(ORDER)):
-        near = get_close_matches(unknown[0], (*allowed(kind), *FOLDERS, *ALIASES), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ";"
+        hint = did_you_mean(nearest(unknown[0], (*allowed(kind), *FOLDERS, *ALIASES)), ";")
         raise UsageError(
             f"{said} {', '.join(unknown)} is unknown{hint} {choices}; the kinds are {', '.join(FOLDERS)}"
         )

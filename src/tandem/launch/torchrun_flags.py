@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from tandem.config.brought_along import TORCHRUN
 from tandem.errors import ConfigError
 from tandem.launch.addresses import addresses_of, is_local
 from tandem.launch.program import SEE, takes_next
@@ -16,7 +17,6 @@ RENDEZVOUS_PORT, MASTER_PORT = "29400", "29500"
 """torchrun's default ports for `--rdzv-endpoint` and `--master-port`."""
 SHORT = {"-r": "--redirects", "-t": "--tee"}
 SAME = ("--node-rank", "--max-restarts", "--numa-binding", "--shutdown-timeout")
-READ = ("--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-backend")
 SWITCHES = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 SILENT = ("--rdzv-id", "--role", "--monitor-interval")
 """Dropped silently: a script cannot tell the difference."""
@@ -54,7 +54,7 @@ def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]
         index += 1
         if flag in SWITCHES:
             theirs[flag] = ""
-        elif flag in READ or flag in SILENT or flag in NO_EFFECT:
+        elif flag in TORCHRUN or flag in SILENT or flag in NO_EFFECT:
             if not is_joined and index == len(words):
                 raise ConfigError(f"{flag} needs a value. {SEE}")
             theirs[flag] = value if is_joined else words[index]

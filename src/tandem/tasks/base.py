@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -31,6 +30,7 @@ from tandem.tasks.fields import convert_fields
 from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of, where
 from tandem.tasks.mistakes import Sums as Sums
 from tandem.tasks.names import VALID, parsed
+from tandem.words import did_you_mean, nearest
 
 NEAR = 0.9
 """How similar a method's name must be to an optional one to count as a typo, such as "build_schedule"."""
@@ -273,10 +273,10 @@ def _without_near_misses(found: type[Any]) -> type[Any]:
     for name, _ in inspect.getmembers(found, inspect.isroutine):
         if name[0] == "_" or hasattr(WholeTask, name) or name in REQUIRED_METHODS:
             continue
-        near = MEANT.get(name) or next(iter(get_close_matches(name, optional, n=1, cutoff=NEAR)), None)
+        near = MEANT.get(name) or nearest(name, optional, NEAR)
         if near in optional:
             raise ConfigError(
-                f"{found.__name__}.{name} would never be called; did you mean {near}? "
+                f"{found.__name__}.{name} would never be called{did_you_mean(near)} "
                 f"If it is a helper, rename it to _{name}"
             )
     return found

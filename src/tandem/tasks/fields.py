@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tandem.data.datasets import one_line
 from tandem.errors import ConfigError
+from tandem.words import did_you_mean, nearest
 
 _TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _FROM_TEXT: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
@@ -40,7 +40,7 @@ def convert_fields(
             raise ConfigError(f"--task.{key} cannot be set; use --{field.replace('_', '-')} instead")
         if field not in known:
             free = [other for other in known if other not in given]
-            raise ConfigError(f"task {name} has no field {key!r}{_nearest(field, free)}")
+            raise ConfigError(f"task {name} has no field {key!r}{_hint(field, free)}")
         try:
             values[field] = _convert(hints[field], text)
         except ValueError as error:
@@ -87,9 +87,8 @@ def _convert(kind: Any, text: str) -> Any:
     raise ValueError(f"expected {', or '.join(valid)}")
 
 
-def _nearest(field: str, known: list[str]) -> str:
+def _hint(field: str, known: list[str]) -> str:
     if not known:
         return "; it has no fields"
-    near = get_close_matches(field, known, n=1)
-    meant = f"; did you mean --task.{near[0]}?" if near else ";"
-    return f"{meant} its fields are {', '.join(known)}"
+    near = nearest(field, known)
+    return f"{did_you_mean(near and f'--task.{near}', ';')} its fields are {', '.join(known)}"

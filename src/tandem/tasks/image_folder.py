@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from tandem.data.datasets import Datasets, one_line, torchvision_for
 from tandem.errors import ConfigError
 from tandem.tasks.classification import LossAndSums, cross_entropy
 from tandem.tasks.normalised import normalised
+from tandem.words import did_you_mean, nearest
 
 LEFT_BY_TOOLS = frozenset(
     ("__MACOSX", "@eaDir", "lost+found", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information")
@@ -72,10 +72,8 @@ class ImageFolder:
         models = torchvision_for("task image-folder").models
         known = models.list_models(module=models)
         if self.model not in known:
-            near = ", ".join(get_close_matches(self.model, known, n=3)) or "resnet18"
-            raise ConfigError(
-                f"--task.model: {self.model!r} is not a torchvision model; similar names: {near}"
-            )
+            hint = did_you_mean(nearest(self.model, known), "; expected, for example, resnet18")
+            raise ConfigError(f"--task.model: {self.model!r} is not a torchvision model{hint}")
         model: nn.Module = models.get_model(self.model, weights=None, num_classes=len(self._classes("train")))
         return normalised(model, _MEAN, _STD)
 

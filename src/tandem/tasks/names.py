@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from tandem.config.sources import Loaded
 from tandem.errors import ConfigError
 from tandem.log import printable
+from tandem.words import did_you_mean, nearest
 
 BUILT_IN: Mapping[str, str] = {
     "digits": "tandem.tasks.digits:Digits",
@@ -48,9 +48,7 @@ def parsed(name: str) -> TaskName:
             f"task file {location} does not exist (looked from {Path.cwd()}); expected PATH/FILE.py:CLASS"
         )
     if not (found.is_file or class_name or "." in location):
-        near = get_close_matches(text, BUILT_IN, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown task {text!r}{meant or ';'} {VALID}")
+        raise ConfigError(f"unknown task {text!r}{did_you_mean(nearest(text, BUILT_IN), ';')} {VALID}")
     return found
 
 

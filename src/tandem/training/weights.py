@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from tandem.data.datasets import one_line, torchvision_for
 from tandem.distributed.strategy import Strategy
 from tandem.errors import CheckpointError, ConfigError
 from tandem.paths import exists, is_file
+from tandem.words import did_you_mean, nearest
 
 log = logging.getLogger("tandem.run")
 
@@ -120,9 +120,8 @@ def _torchvision_file(name: str, download: bool) -> Path:
         kinds = [each for each in dir(models) if each.endswith("_Weights")]
         kind = member.partition(".")[0]
         members = [str(each) for each in getattr(models, kind)] if kind in kinds else []
-        near = get_close_matches(member, members, n=1, cutoff=0.0) or get_close_matches(kind, kinds, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--init-from {name}: torchvision has no such weights{meant}") from error
+        hint = did_you_mean(nearest(member, members, least=0) or nearest(kind, kinds))
+        raise ConfigError(f"--init-from {name}: torchvision has no such weights{hint}") from error
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path: Path = folder / url.rpartition("/")[2]
     if is_file(path):

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tandem.errors import FAILED, FINISHED, ConfigError, RunFailedError
 from tandem.signals import StopFlag
 from tandem.telemetry.journal import write_json_atomic
 from tandem.verify.watched_run import WatchedRun, rank_processes
+from tandem.words import did_you_mean, nearest
 
 ROUNDS = 3
 STEPS = 120
@@ -89,9 +89,8 @@ class Wanted:
         names = list(dict.fromkeys(compare.split(","))) if compare is not None else known
         for name in names:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                meant = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"--compare: invalid value {name!r}; expected {', '.join(known)}{meant}")
+                hint = did_you_mean(nearest(name, known))
+                raise ConfigError(f"--compare: invalid value {name!r}; expected {', '.join(known)}{hint}")
         if output is not None and not output.absolute().parent.is_dir():
             raise ConfigError(f"--output {output}: directory {output.absolute().parent} does not exist")
         return cls(names, rounds or ROUNDS, output)
