@@ -54,6 +54,13 @@ def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: p
     Path("broken.py").write_text("x = 1\nif:\n")
     Path("binary.py").write_bytes(b"\x7fELF\0\0")
     Path("folder").mkdir()
+    for name in ("main", "package"):
+        Path(name).mkdir()
+        Path(name, "train.py").touch()
+    Path("package", "__init__.py").touch()
+    Path("run.sh").write_text("#!/bin/sh\necho done\n")
+    Path("run.sh").chmod(0o755)
+    Path("data.sh").touch(mode=0o644)
     cases = {
         "no script train.py found": Program("script", "train.py"),
         "for the built-in task use --task digits": Program("script", "digits"),
@@ -62,6 +69,16 @@ def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: p
         "binary.py is not Python": Program("script", "binary.py"),
         "no module 'nowhere'": Program("module", "nowhere.train"),
         "no-such-command: command not found": Program("command", "no-such-command"),
+        "no script trian.py found": Program("script", "trian.py"),
+        "did you mean main/train.py?": Program("script", "main/trian.py"),
+        "tandem launch -- sh": Program("script", "sh", ("run.sh",)),
+        "run.sh, line 2 is not Python: invalid syntax; to run another kind of program use -- ./run.sh": (
+            Program("script", "run.sh")
+        ),
+        "-- run.sh: not on PATH; for the file here use -- ./run.sh": Program("command", "run.sh"),
+        "-- ./data.sh: not executable; type: chmod +x data.sh": Program("command", "./data.sh"),
+        "for a script omit -m": Program("module", "main/train.py"),
+        "no module 'packge' found here; did you mean package?": Program("module", "packge.train"),
     }
     for text, program in cases.items():
         with pytest.raises(ConfigError) as caught:
@@ -69,6 +86,9 @@ def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: p
         assert text in str(caught.value) and "\n" not in str(caught.value)
     check(Program("command", sys.executable), {})
     check(Program("module", "json.tool"), {})
+    check(Program("command", "./run.sh"), {})
+    Path("run").write_text("#!/usr/bin/env python3\nprint('done')\n")
+    check(Program("script", "run"), {})  # Python, whatever its name
     with pytest.raises(ConfigError, match="--task names a task"):
         check(Program("module", "json"), {"task": Given("digits", "flag --task", "--task")})
 
@@ -230,6 +250,8 @@ def test_verify_resume_runs_a_script_with_its_own_words(tmp_path: Path) -> None:
     [
         (None, Program("command", "100"), "runs a script or a task, not a command"),
         (None, Program("script", "100"), "no script 100 found"),
+        (None, Program("script", "sh"), "no script sh found"),
+        (None, Program("command", "sh"), "runs a script or a task, not a command"),
         (__file__, Program("script", "100"), "unexpected argument '100' after --script"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import ast
 import importlib.machinery
+import os
+import pkgutil
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -12,9 +14,11 @@ from tandem.config.fields import words_in
 from tandem.errors import ConfigError
 from tandem.script.job import Job, Program, problem_of_script
 from tandem.tasks.names import BUILT_IN
+from tandem.words import did_you_mean, nearest
 
 TASK = re.compile(r"[^-].*\.py:[A-Za-z_]\w*")
-SEE = "See `tandem launch --help`"
+LAUNCH = "tandem launch"
+SEE = f"See `{LAUNCH} --help`"
 _SWITCHES = {
     setting.flag: ("true", "false", "none", *words_in(setting.annotation))
     for setting in SETTINGS.values()
@@ -74,12 +78,8 @@ def to_verify(script: str | None, program: Program | None, flags: Mapping[str, G
             f"-- {program.target}: {verb} runs a script or a task, not a command; "
             f"use {verb} [settings] train.py ARGUMENTS"
         )
-    if program is None:
-        return None
-    try:
-        check(program, flags)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("tandem launch", verb)) from None
+    if program is not None:
+        check(program, flags, verb)
     return program
 
 
@@ -94,29 +94,49 @@ def is_own_loop(path: Path) -> bool:
     return "tandem.start" in calls and not is_task
 
 
-def check(program: Program, flags: Mapping[str, Given]) -> None:
-    """Reject a program that cannot start, before anything does. Raises ConfigError with one line."""
+def check(program: Program, flags: Mapping[str, Given], verb: str = LAUNCH) -> None:
+    """Reject a program that cannot start, before anything does. Raises ConfigError with one line.
+
+    `verb` is the command to name in messages.
+    """
+    see = f"See `{verb} --help`"
     tasks = [given.name for key, given in flags.items() if key == "task" or key.startswith("task.")]
     if tasks:
         raise ConfigError(f"{tasks[0]} names a task, but {program} is a program; give only one of them")
     if program.kind == "script":
-        _check_script(Path(program.target))
+        _check_script(Path(program.target), verb, see)
     elif program.kind == "module":
+        if Path(program.target).is_file():
+            raise ConfigError(
+                f"-m {program.target}: expected the name of a module; for a script omit -m. {see}"
+            )
         top = program.target.partition(".")[0]
         # Looking up a submodule would import its parent package, so only the top level is checked.
         if not top or importlib.machinery.PathFinder.find_spec(top) is None:
             if not Path(top).with_suffix(".py").is_file() and not Path(top or "/").is_dir():
-                raise ConfigError(f"-m {program.target}: no module {top!r} found here. {SEE}")
+                near = nearest(top, (each.name for each in pkgutil.iter_modules([str(Path.cwd())])))
+                raise ConfigError(
+                    f"-m {program.target}: no module {top!r} found here{did_you_mean(near, '.')} {see}"
+                )
     elif shutil.which(program.target) is None:
-        raise ConfigError(f"-- {program.target}: command not found. {SEE}")
+        file, problem = Path(program.target), "command not found"
+        if file.is_file():
+            is_ready = os.access(file, os.X_OK)
+            hint = f"for the file here use -- ./{file}" if is_ready else f"type: chmod +x {file}"
+            problem = f"{'not on PATH' if is_ready else 'not executable'}; {hint}"
+        raise ConfigError(f"-- {program.target}: {problem}. {see}")
 
 
-def _check_script(path: Path) -> None:
+def _check_script(path: Path, verb: str, see: str) -> None:
     if not path.exists():
-        hint = "give the path of a script; settings are flags such as --epochs 4"
+        hint = "; give the path of a script; settings are flags such as --epochs 4."
         if str(path) in BUILT_IN:
-            hint = f"for the built-in task use --task {path}"
-        raise ConfigError(f"no script {path} found in {Path.cwd()}; {hint}. {SEE}")
+            hint = f"; for the built-in task use --task {path}."
+        elif near := nearest(path.name, (each.name for each in path.parent.glob("*.py"))):
+            hint = did_you_mean(str(path.with_name(near)))
+        elif verb == LAUNCH and shutil.which(str(path)):
+            hint = f"; to run a command put -- before it: {verb} -- {path}."
+        raise ConfigError(f"no script {path} found in {Path.cwd()}{hint} {see}")
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a script file; for a package use -m {path.name}")
     problem = problem_of_script(path)
@@ -124,7 +144,7 @@ def _check_script(path: Path) -> None:
         more = f"; to run another kind of program use -- ./{path}" if "not Python" in problem else ""
         raise ConfigError(problem + more)
     if name := _only_task(path):
-        raise ConfigError(f"{path} only defines the task {name}; run `tandem launch {path}:{name}`")
+        raise ConfigError(f"{path} only defines the task {name}; run `{verb} {path}:{name}`")
 
 
 def _only_task(path: Path) -> str | None:
