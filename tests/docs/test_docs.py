@@ -85,6 +85,19 @@ def test_readme_names_known_flags_only(page: str) -> None:
         assert not [flag for flag in flags if flag not in known and not flag.startswith("--task.")], words
 
 
+def test_the_table_of_packages_has_all_layers_in_their_order() -> None:
+    """The rows go up, as in import-linter's contract; a new module or package needs a place in both."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (each["layers"] for each in contracts if each["id"] == "layers")
+    height = {name: -i for i, layer in enumerate(layers) for name in re.findall(r"\w+", layer)}
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("| package |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)(?:\.py|/)`", line.split("|")[1]) for line in table.splitlines()[2:]]
+    assert {name for row in rows for name in row} == height.keys() - {"__main__"}
+    heights = [[height[name] for name in row] for row in rows]
+    falls = [row for row, low, up in zip(rows[1:], heights, heights[1:], strict=False) if max(low) > min(up)]
+    assert falls == [], "these rows belong further down or up"
+
+
 def test_readme_verbs_exist() -> None:
     for words in commands((ROOT / "README.md").read_text(encoding="utf-8")):
         assert words[0] in VERBS or words[0].startswith("--")

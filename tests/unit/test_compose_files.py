@@ -77,6 +77,24 @@ def test_what_somebody_gave_reaches_the_containers_and_nothing_else(given_to_a_n
     assert "stop_grace_period: 40s" in (ROOT / "compose" / "compose.yaml").read_text(encoding="utf-8")
 
 
+def test_the_command_for_gpus_merges_with_the_included_files(require: Callable[..., None]) -> None:
+    """compose.yaml includes its services; a second -f adds devices to one of them."""
+    require("docker")
+    compose = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    require("docker", compose.returncode == 0, "no compose plugin; type: sudo make docker-host")
+    command = "GPUS=1 docker compose -f compose.yaml -f compose/gpu.yaml up"
+    for file in ("compose.yaml", "docs/cluster-on-a-laptop.md"):
+        assert command in (ROOT / file).read_text(encoding="utf-8"), file
+    asked = ["bash", "-c", command.removesuffix("up") + "config --format json"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
+    assert done.returncode == 0, done.stderr
+    services = json.loads(done.stdout)["services"]
+    assert set(services) == {"node", "job", "metrics"}
+    (device,) = services["node"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert services["node"]["environment"]["TANDEM_COMPOSE_GPUS"] == "1"
+
+
 def test_the_task_of_dotenv_is_trained_unless_another_is_asked_for(given_to_a_node: Any) -> None:
     asked = given_to_a_node("TANDEM_TASK='mnist'\n", {}, epochs="2")
     assert (asked["TANDEM_TASK"], asked["TANDEM_EPOCHS"]) == ("mnist", "2")
