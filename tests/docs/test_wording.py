@@ -25,6 +25,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 SHIPPED = ("k8s", "compose", "slurm", "docker", "monitoring", ".ci", ".github")
 TOP = tuple("compose.yaml Makefile .env.example .dockerignore MANIFEST.in mkdocs.yml pyproject.toml".split())
 COMMENTED = (".yaml", ".yml", ".mk", ".sbatch", "Dockerfile", "run")
+PAGE = PACKAGE / "report" / "page"
+TEMPLATES = PACKAGE / "tasks" / "project"
 DASHBOARD = ROOT / "k8s" / "components" / "monitoring" / "dashboard.json"
 PLAIN = (  # directories whose docstrings and comments are held to DIALECT, the others to FOREIGN
     "checkpoint",
@@ -178,23 +180,25 @@ def comments(source: Path) -> Iterator[str]:
 
 
 def shipped() -> list[Path]:
-    """Manifests, Compose files, batch scripts, Dockerfiles, makefiles, workflows: those with # comments."""
+    """Manifests, Compose files, batch scripts, makefiles, workflows, templates, the page's programs."""
     below = [path for name in SHIPPED for path in sorted((ROOT / name).rglob("*")) if not path.is_symlink()]
-    return [*(ROOT / name for name in TOP), *(path for path in below if path.name.endswith(COMMENTED))]
+    found = [*(ROOT / name for name in TOP), *(path for path in below if path.name.endswith(COMMENTED))]
+    programs = set(PAGE.glob("*.js")) - set(PAGE.glob("uplot*"))
+    return [*found, *sorted(TEMPLATES.glob("*.txt")), *sorted(programs)]
 
 
 def hash_comments(source: Path) -> Iterator[str]:
-    """Each # comment of a file that is not Python's; lines of comments that follow each other as one."""
+    """Each # or // comment of a file that is not a module; lines that follow each other as one."""
     block = list[str]()
     for line in source.read_text().splitlines():
-        found = re.match(r"\s*@?(#.*)", line)
+        found = re.match(r"\s*@?(#.*|// .*)", line)
         if found and not NO_PROSE.match(found[1]):
-            block.append(found[1].lstrip("# "))
+            block.append(found[1].lstrip("#/ "))
             continue
         if block:
             yield " ".join(block)
             block = []
-        if trailing := re.search(r" # (.*)$", line):
+        if trailing := re.search(r" (?:#|//) (.*)$", line):
             yield trailing[1]
     if block:
         yield " ".join(block)

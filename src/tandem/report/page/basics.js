@@ -1,5 +1,5 @@
 "use strict";
-// What the live page and the report write with. Text only ever goes in by textContent.
+// Helpers for writing the live page and the report. Text is only ever inserted with textContent.
 const $ = id => document.getElementById(id);
 
 function add(parent, tag, text = "", className = "") {
@@ -50,7 +50,7 @@ function clock(time) {
   return then.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23", ...more});
 }
 
-// Build anew only what has changed: who reads, selects or has opened something keeps it.
+// Rebuild only what has changed, so that readers keep their selection and opened parts.
 const built = new WeakMap();
 function whenNew(parent, value, build) {
   const told = JSON.stringify(value) ?? "";
@@ -71,7 +71,7 @@ function cards(parent, named) {
 
 function table(parent, heads, rows, says = "") {
   parent = add(parent, "div", "", "scroll");
-  parent.tabIndex = 0;  // what scrolls sideways on a phone does so by keys, too
+  parent.tabIndex = 0;  // makes sideways scrolling, as on a phone, possible with keys
   parent.setAttribute("role", "region");
   const body = add(parent, "table");
   if (heads.some(head => head[0])) {

@@ -1,4 +1,4 @@
-// Curves: uPlot draws them; here is what they show, their controls, and how they are read without a mouse.
+// Curves, drawn by uPlot: their data, their controls, and reading them without a mouse.
 const COLOURS = 5, HEIGHT = 190, FEW_POINTS = 40, MOST_SCORES = 12;
 const DURATIONS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
 const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -11,7 +11,7 @@ function axisNumber(value, step = 0) {
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(5)}k`;
   if (size < 1e-3 || step > 0 && step < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
   if (size >= 1e3) return number(value);
-  const decimals = String(+step.toPrecision(3)).split(".")[1]?.length ?? 0;  // as many as tell two ticks apart
+  const decimals = String(+step.toPrecision(3)).split(".")[1]?.length ?? 0;  // enough to distinguish two ticks
   return step > 0 ? value.toFixed(decimals) : String(+value.toPrecision(3));
 }
 
@@ -30,11 +30,11 @@ function smoothed(values, amount) {
 const series = (name, points, value) => ({name, points: points.map(point => [point.step, point.time, value(point)])
   .filter(([step, , known]) => isNumber(step) && isNumber(known))});
 
-// The charts of one run, or of several beside each other: the same ones, a line for each run.
+// The charts of one run, or of several side by side: the same charts, with a line for each run.
 function chartsOf(runs) {
   const all = runs.flatMap(run => run.points), isOne = runs.length === 1;
   const names = [...new Set(all.flatMap(point => [...Object.keys(point.eval ?? {}), ...Object.keys(point.scores ?? {})]))];
-  const losses = names.filter(name => name.endsWith("/loss"));  // of several evaluation sets
+  const losses = names.filter(name => name.endsWith("/loss"));  // one for each evaluation set
   const lines = (what, value) => runs.map(run => series(isOne ? what : run.name, run.points, value));
   const both = (train, evaluated) => [...lines("train", train), ...lines("eval", evaluated)];
   const chart = (title, group, more = {}) => {
@@ -105,7 +105,7 @@ class Chart {
     this.place = add(this.section, "div", "", "plot");
     this.legend = add(this.section, "div", "", "legend");
     this.plot = null;
-    this.at = null;  // the point that keys have come to
+    this.at = null;  // the point selected with keys
     this.place.addEventListener("keydown", event => this.key(event));
     this.place.addEventListener("blur", () => this.leave());
     new ResizeObserver(() => requestAnimationFrame(() => this.fit())).observe(this.place);
@@ -128,14 +128,14 @@ class Chart {
       return;
     }
     const low = Math.min(...known), high = Math.max(...known);
-    const isWide = !spec.fromZero && low > 0 && high / low > 20 && (high > 1 || spec.powers);  // an accuracy is not
+    const isWide = !spec.fromZero && low > 0 && high / low > 20 && (high > 1 || spec.powers);  // not for an accuracy
     const isLog = high > 0 && (view.scale === "log" || view.scale === "auto" && isWide);
     const drawn = JSON.stringify([view.x, view.smooth > 0, isLog, spec.series.map(one => [one.name, one.points.length < FEW_POINTS])]);
     const data = this.data(spec, view, isLog);
     this.isTime = view.x === "time";
     if (this.plot && drawn === this.drawn) {
       const {min, max} = this.plot.scales.x, before = this.plot.data[0];
-      this.plot.setData(data, min <= before[0] && max >= before.at(-1));  // who has zoomed in stays there
+      this.plot.setData(data, min <= before[0] && max >= before.at(-1));  // keep the user's zoom
     } else {
       this.plot?.destroy();
       this.drawn = drawn;
@@ -144,7 +144,7 @@ class Chart {
     this.tell();
   }
 
-  // uPlot's columns: x, then for each series its values, and with smoothing the smoothed ones behind them.
+  // uPlot's columns: x, then for each series its values, followed by the smoothed ones if smoothing is on.
   data(spec, view, isLog) {
     const columns = spec.series.map(({points}) => {
       const began = points[0][1];
@@ -184,7 +184,7 @@ class Chart {
     }, data, this.place);
     const over = this.plot.over;
     over.addEventListener("pointermove", event => {
-      if (event.pointerType === "mouse") return;  // uPlot follows it by itself
+      if (event.pointerType === "mouse") return;  // uPlot handles the mouse
       const box = over.getBoundingClientRect();
       this.plot.setCursor({left: event.clientX - box.left, top: event.clientY - box.top}, true, true);
     });
@@ -208,7 +208,7 @@ class Chart {
     this.plot?.setCursor({left: -10, top: -10}, true, true);
   }
 
-  // The legend: the values under the cursor, else the newest, which are the smoothed ones where there are any.
+  // The legend: the values under the cursor, else the newest; smoothed values if there are any.
   tell(chosen) {
     const plot = this.plot;
     if (!plot) return;
@@ -230,7 +230,7 @@ class Chart {
   }
 }
 
-// The place of the value nearest to `at` in a column with gaps.
+// The index of the value nearest to `at` in a column with gaps.
 function nearest(column, at) {
   if (!column || at == null || column[at] != null) return at;
   for (let off = 1; off < column.length; off++) {

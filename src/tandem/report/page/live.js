@@ -1,7 +1,7 @@
-// The live page: asks every two seconds, and keeps what it last heard when nobody answers.
+// The live page: fetches every two seconds, and keeps the last values if there is no answer.
 const EVERY = 2000;
 const board = new Board($("curves"));
-let isOver = false, version = null, starts = null;  // what the curves and the facts that are shown are of
+let isOver = false, version = null, starts = null;  // the version and start that the page shows
 
 async function ask(path, patience = 5000) {
   const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(patience)});
@@ -60,12 +60,12 @@ function ended(run) {
   return `${at} at step ${number(run.step)}${why} These are its last values; \`tandem report\` keeps them as a file.`;
 }
 
-// What changes with a start of the run alone; a failure to get it is no failure of the page.
+// Data that changes only when the run starts; the page works without it.
 async function askAbout() {
   const about = await ask("api/about");
   whenNew($("about"), {...about, settings: null}, aboutSection);
   whenNew($("settings"), about.settings ?? [], settingsSection);
-  return isNumber(about.started);  // else its start has not been written down yet
+  return isNumber(about.started);  // otherwise the start has not been recorded yet
 }
 
 async function showLog() {
@@ -78,7 +78,7 @@ function showCurves({points, version: now}, name) {
   version = now;
 }
 
-// The last values; nothing more will come.
+// Show the last values; there will be no more.
 function showEnd(run) {
   isOver = true;
   show(run);
@@ -106,7 +106,7 @@ async function refresh() {
   if (!isOver) setTimeout(refresh, EVERY);
 }
 
-// One connection is held until the run is over: the server goes then, and may not be there to be asked again.
+// Keep one connection open until the run is over: the server then exits, and may not answer another request.
 async function awaitEnd() {
   while (!isOver) {
     const asked = performance.now();
@@ -117,7 +117,7 @@ async function awaitEnd() {
         whenNew($("lines"), log, logSection);
         showEnd(run);
       }
-    } catch (error) { /* the other questions say that nobody answers */ }
+    } catch (error) { /* the regular requests show that there is no answer */ }
     if (performance.now() - asked < EVERY) await new Promise(resolve => setTimeout(resolve, EVERY));
   }
 }

@@ -1,10 +1,10 @@
-// The parts of both pages beside the curves: phases, checkpoints, events, and what is known of the run.
+// The parts of both pages other than curves: phases, checkpoints, events, and facts about the run.
 const PHASES = ["data", "transfer", "forward", "backward", "optimizer", "other"];
 const stamp = time => isNumber(time) ? new Date(1000 * time).toISOString() : "";
 const ROUTINE = ["world", "training", "checkpoint", "checkpoint_verified"];
 const TROUBLE = ["rank_killed", "rank_failed", "hang", "nonfinite", "checkpoint_failed", "fallback", "replica_mismatch", "failed"];
 
-// A bar of parts {name: amount}, as long as its sum is of `whole`.
+// A bar of parts {name: amount}; its length is the share of their sum in `whole`.
 function stack(parent, parts, whole, unit) {
   const bar = add(parent, "div", "", "stack");
   const told = [];
@@ -51,7 +51,7 @@ function checkpointTable(parent, checkpoints, now) {
   add(parent, "small", "written: hashed and on disk; verified: read back and the hash matches");
 }
 
-// What a line of events.jsonl says to a person; a kind that is not known here is told by its fields.
+// A sentence for a line of events.jsonl; an unknown kind is shown with its fields.
 function sentence(event) {
   const {time, kind, ...rest} = event, {step, rank, node, reason} = rest;
   const at = isGiven(step) ? ` at step ${number(step)}` : "", who = `Rank ${rank} on node ${node}`;
@@ -88,12 +88,12 @@ function eventLine(parent, event) {
   add(line, "span", sentence(event));
 }
 
-// Newest first. Two and more routine ones in a row are one line that unfolds.
+// Newest first. Two or more routine events in a row are one line that can be expanded.
 const unfolded = new Set();
 function eventList(parent, events) {
   add(parent, "h2", "Events");
   if (!events?.length) { add(parent, "p", "none yet", "quiet"); return; }
-  const why = events.find(event => event.kind === "failed")?.reason ?? "";  // it says what a rank said
+  const why = events.find(event => event.kind === "failed")?.reason ?? "";  // it contains the rank's message
   events = events.filter(event => event.kind !== "rank_failed" || !why.includes(event.reason));
   const list = add(parent, "ol", "", "events");
   list.tabIndex = 0;
@@ -113,7 +113,7 @@ function eventList(parent, events) {
   }
 }
 
-// `about` is what report/about.py gathers: settings, the command, versions, hardware.
+// `about` is collected by report/about.py: settings, the command, versions, hardware.
 function aboutSection(parent, about) {
   parent.replaceChildren();
   add(parent, "h2", "This run");

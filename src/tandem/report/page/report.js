@@ -1,4 +1,4 @@
-// The report of finished runs: one in full, or several beside each other.
+// The report of finished runs: one in full, or several side by side.
 const {runs, made, links, up, problems} = JSON.parse($("runs").textContent);
 const timed = (name, value) => name.endsWith("time") ? seconds(value) : number(value);
 
@@ -56,7 +56,7 @@ function full(parent, run) {
   logSection(add(log, "div"), run.log);
 }
 
-// Two runs of one name are told apart by a number.
+// Two runs with the same name are distinguished by a number.
 const names = runs.map(run => run.name);
 runs.forEach((run, i) => {
   const same = names.slice(0, i).filter(name => name === run.name).length;
