@@ -23,7 +23,7 @@ def try_it(image: str) -> int:
     needed = {"kind": tool, "docker": shutil.which("docker"), "kubectl": shutil.which("kubectl")}
     missing = [GET[name] for name, found in needed.items() if not found]
     if missing:
-        raise UsageError(f"make k8s-try creates a cluster here; please install {'; '.join(missing)}")
+        raise UsageError(f"make k8s-try creates a cluster here; first install {'; '.join(missing)}")
     image = image or f"{DEFAULT_IMAGE}:cpu"
     steps = [["make", "image", "TORCH=cpu", f"IMAGE={image}"], *_cluster_steps(tool, image)]
     steps.append(["kubectl", "apply", "--server-side", "--kustomize", OPERATOR])

@@ -286,7 +286,7 @@ def test_try_without_kind_and_minikube(make: Make, tmp_path: Path) -> None:
         part for part in os.environ["PATH"].split(":")
         if not any((Path(part) / name).exists() for name in ("kind", "minikube"))
     )  # fmt: skip
-    one_line(make("k8s-try", PATH=path), "lacks kind or minikube", "kind.sigs.k8s.io")
+    one_line(make("k8s-try", PATH=path), "install kind or minikube", "kind.sigs.k8s.io")
 
 
 def test_try_on_a_bare_machine_names_all_that_is_missing(make: Make, tmp_path: Path) -> None:
