@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
-OLDER = ".1"
-"""What the name of a file ends with that was full and put aside (`rotation.older`)."""
+from tandem import layout
+
 RECORD_BYTES = 4 * 2**20
 """Of a file that is read whole, as JSON or as text; a hundred times what one has."""
 TAIL_BYTES = 4 * 2**20
@@ -181,13 +180,13 @@ MARK = Shape(
     others=_wrong,
 )  # fmt: skip
 SHAPES = {
-    "config.json": CONFIG,
-    "summary.json": SUMMARY,
-    "about.json": ABOUT,
-    "tracker.json": Shape(),
-    METRICS: POINT,
-    EVENTS: EVENT,
-    EVENTS + OLDER: EVENT,
+    layout.CONFIG: CONFIG,
+    layout.SUMMARY: SUMMARY,
+    layout.ABOUT: ABOUT,
+    layout.TRACKER: Shape(),
+    layout.METRICS: POINT,
+    layout.EVENTS: EVENT,
+    layout.EVENTS + layout.OLDER: EVENT,
 }
 
 
@@ -327,9 +326,10 @@ class RunFiles:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The lines of events.jsonl, after those of the older file where there is one."""
-        if not self._is_one(EVENTS, EVENTS + OLDER):  # as a kill leaves them
-            yield from self.lines(EVENTS + OLDER)
-        yield from self.lines(EVENTS)
+        older = layout.EVENTS + layout.OLDER
+        if not self._is_one(layout.EVENTS, older):  # as a kill leaves them
+            yield from self.lines(older)
+        yield from self.lines(layout.EVENTS)
 
     def text(self, name: str) -> str:
         """The whole of a small text file; empty where there is none."""

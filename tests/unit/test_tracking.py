@@ -153,7 +153,7 @@ def test_a_run_has_one_name_before_its_tracker_has_answered(kept: Kept, tmp_path
 
 @pytest.mark.parametrize("found", ["[1]", '{"ours": "a", "of a later version": 1}', '"text"', "null"])
 def test_a_mark_that_is_none_is_begun_anew(kept: Kept, tmp_path: Path, found: str) -> None:
-    (tmp_path / tracking.FILE_NAME).write_text(f'{{"mlflow": {found}}}')
+    (tmp_path / "tracker.json").write_text(f'{{"mlflow": {found}}}')
     Journal(tmp_path).metrics(10, loss=1.0)
     assert sending(tmp_path).send() == 1 and sending(tmp_path).send() == 0
 

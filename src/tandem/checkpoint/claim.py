@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
 
-from tandem.checkpoint.owner import FOLDER, Note, Token, check, fence
+from tandem import layout
+from tandem.checkpoint.owner import Note, Token, check, fence
 from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import ConfigError, RunTakenError, StoppedError
 from tandem.timeouts import OWNER_EXPIRY_SECONDS, OWNER_LOOK_SECONDS, OWNER_RENEW_SECONDS
@@ -43,7 +44,7 @@ class Claim:
             self._thread.start()
 
     def _keep(self) -> None:
-        notes = notes_at(self._run_dir / FOLDER)
+        notes = notes_at(self._run_dir / layout.OWNER)
         while not self.lost and not self._closing.wait(OWNER_RENEW_SECONDS):
             try:
                 self._renew(notes)
@@ -83,7 +84,7 @@ class Claim:
         if self._note is None or self.token is None:
             return
         self._thread.join(OWNER_RENEW_SECONDS)  # its volume may hang
-        notes = notes_at(self._run_dir / FOLDER)
+        notes = notes_at(self._run_dir / layout.OWNER)
         try:
             check(notes, self._run_dir, self.token, self._note)
             if self.token.number == 1:
@@ -100,7 +101,7 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
     `job` names what its platform starts again, elsewhere too, but only once it has ended: a note of the same
     job is taken over at once. Raises ConfigError while the run belongs to another launch, StoppedError.
     """
-    notes = notes_at(run_dir / FOLDER)
+    notes = notes_at(run_dir / layout.OWNER)
     try:
         while True:
             numbers, here = notes.numbers(), Note.mine(job)
@@ -128,7 +129,7 @@ def refuse_if_owned(run_dir: PurePath) -> None:
 
 def owner_here(run_dir: PurePath) -> Note | None:
     """The launch on this machine, none that this process comes from, to which the run certainly belongs."""
-    notes, here = notes_at(run_dir / FOLDER), Note.mine("")
+    notes, here = notes_at(run_dir / layout.OWNER), Note.mine("")
     with suppress(OSError):
         if (last := max(notes.numbers(), default=0)) and (found := Note.parse(notes.read(last))):
             if not found.is_over and not found.is_above(here) and _lives(found, here):

@@ -2,6 +2,7 @@
 
 from pathlib import Path, PurePath
 
+from tandem import layout
 from tandem.checkpoint.storage.protocol import STEP_NAME
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
@@ -13,7 +14,7 @@ LINKED = "checkpoints is a symbolic link, which tandem does not follow"
 
 def is_linked(run_dir: PurePath) -> bool:
     """Whether a link in the run leads to its checkpoints: for who only looks they are another's."""
-    return isinstance(run_dir, Path) and (run_dir / "checkpoints").is_symlink()
+    return isinstance(run_dir, Path) and (run_dir / layout.CHECKPOINTS).is_symlink()
 
 
 def checkpoints_of(run: str | PurePath) -> PurePath:
@@ -24,7 +25,7 @@ def checkpoints_of(run: str | PurePath) -> PurePath:
     path = address(run)
     if is_linked(path):
         raise ConfigError(f"{path}: {LINKED}; give the directory it points to")
-    inner = path / "checkpoints"
+    inner = path / layout.CHECKPOINTS
     has_inner = is_directory(inner) if isinstance(inner, Path) else CheckpointStore(inner).steps()
     return inner if has_inner else path
 

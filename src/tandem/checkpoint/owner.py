@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from tandem import layout
 from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import RunTakenError
 from tandem.log import printable
 from tandem.process import stat_of
 from tandem.reading import moment, parsed
 
-FOLDER = "owner"
 NOTE_BYTES = 1024
 """A note is rewritten in place, by one write of this length: no reader sees half of one."""
 
@@ -141,7 +141,7 @@ def fence(run_dir: PurePath, token: Token | None) -> Callable[[], None]:
     """What raises RunTakenError once the run is no longer this launch's; OSError where nobody can tell."""
     if token is None:
         return lambda: None
-    return lambda: check(notes_at(run_dir / FOLDER), run_dir, token)
+    return lambda: check(notes_at(run_dir / layout.OWNER), run_dir, token)
 
 
 def check(notes: Notes, run_dir: PurePath, token: Token, note: Note | None = None) -> None:

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+from tandem import layout
 from tandem.checkpoint.manifest import (
     LARGEST_BYTES,
     check,
@@ -182,7 +183,7 @@ class CheckpointStore:
         everything = after_step < 0 and bool(self._entries())
         if not newer and not everything:
             return None
-        name = time.strftime("checkpoints-before-%Y%m%dT%H%M%SZ", time.gmtime())
+        name = time.strftime(f"{layout.CHECKPOINTS_BEFORE}%Y%m%dT%H%M%SZ", time.gmtime())
         with translated(f"cannot move the checkpoints in {self.directory} aside"):
             aside, number = self.directory.with_name(name), 1
             while self._storage.list(aside):

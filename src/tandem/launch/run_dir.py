@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path, PurePath
 
+from tandem import layout
 from tandem.checkpoint.claim import Claim, claim
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.listing import is_finished
@@ -19,7 +20,6 @@ from tandem.paths import exists
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.report.trackers import check
-from tandem.report.tracking import FILE_NAME
 from tandem.telemetry.journal import write_json_atomic
 
 log = logging.getLogger("tandem.launch")
@@ -75,7 +75,7 @@ def run_folder(settings: Settings, is_first: bool = True) -> Iterator[None]:
 
 def open_log_folder(run_dir: Path) -> bool:
     """Make it for nodes that write there, all on this host; whether it is new. Raises ConfigError."""
-    folder = run_dir / "log"
+    folder = run_dir / layout.LOG
     is_new = not exists(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,8 +86,8 @@ def open_log_folder(run_dir: Path) -> bool:
 
 def forget_mistake(run_dir: Path) -> None:
     """Nodes have found a mistake, each in its log, and said it on the terminal: no run, no logs of one."""
-    if not exists(run_dir / "config.json"):
-        shutil.rmtree(run_dir / "log", ignore_errors=True)
+    if not exists(run_dir / layout.CONFIG):
+        shutil.rmtree(run_dir / layout.LOG, ignore_errors=True)
 
 
 def of_this_job(settings: Settings, placement: Placement) -> Settings:
@@ -108,13 +108,13 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
     try:
         if placement.array is not None:
             array, task = placement.array
-            if (other := _noted(folder / f"array-{array}", task)) != task:
+            if (other := _noted(folder / layout.array_note(array), task)) != task:
                 raise ConfigError(
                     f"{folder} belongs to task {other} of array {array}, but this is task {task}; give each "
                     "task its own run directory (Slurm: --run-dir runs/$SLURM_ARRAY_TASK_ID)"
                 )
         if never_yet:
-            before = _noted(folder / f"begun-{placement.job}", str(placement.restarts))
+            before = _noted(folder / layout.begun_note(placement.job), str(placement.restarts))
             if int(before or 0) < placement.restarts:
                 log.info(
                     "restart %d of this job: resuming; --resume never applies only to its first start",
@@ -172,19 +172,19 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | 
     """
     is_new = settings.checkpoint.resume == "never" or (decision is not None and decision.moved_to is not None)
     where, copies = settings.run.place, Copies(settings.run.place)
-    over = decision.kind == "complete" if decision is not None else is_finished(where / "checkpoints")
+    over = decision.kind == "complete" if decision is not None else is_finished(where / layout.CHECKPOINTS)
     folder = local_folder(where)
     check(settings.telemetry.remote_tracker)
     try:
         if mine.problem is not None:
             raise mine.problem
         make_folder(folder)
-        write_json_atomic(folder / "config.json", settings.to_dict())
-        copies.begin((folder / "config.json").read_bytes(), keeps_summary=over)
+        write_json_atomic(folder / layout.CONFIG, settings.to_dict())
+        copies.begin((folder / layout.CONFIG).read_bytes(), keeps_summary=over)
         if not over:
-            (folder / "summary.json").unlink(missing_ok=True)
+            (folder / layout.SUMMARY).unlink(missing_ok=True)
         if is_new:
-            (folder / FILE_NAME).unlink(missing_ok=True)
+            (folder / layout.TRACKER).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(where, error) from error
     if folder != where:
@@ -195,7 +195,7 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | 
 def decide(settings: Settings) -> ResumeDecision:
     """Where the run begins, decided once on node 0 before any rank starts, and said in a line each."""
     run_dir = settings.run.place
-    decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
+    decision = decide_resume(settings, CheckpointStore(run_dir / layout.CHECKPOINTS))
     if decision.kind == "complete":
         log.info(
             "the run in %s already finished at step %s; raise --epochs or --steps to continue",

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from tandem import layout
 from tandem.config import Parser, resolve
 from tandem.data.loader import end_loaders
 from tandem.distributed import position as positions
@@ -133,7 +134,7 @@ class Ending:
         if not isinstance(error, Exception):
             self._show(kind, error, trace)
             return
-        where = f"log/rank-{self._lone.position.rank}.log"
+        where = f"{layout.LOG}/{layout.rank_log(self._lone.position.rank)}"
         log.info("the full traceback is in %s", where, extra={"detail": full_trace(error)})
         print(script_trace(error), file=sys.stderr)
 

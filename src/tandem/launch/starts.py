@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 
+from tandem import layout
 from tandem.checkpoint.listing import newest_step
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.storage.copies import local_folder
@@ -27,7 +28,6 @@ from tandem.timeouts import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, MONI
 
 log = logging.getLogger("tandem.launch")
 
-NAME = "starts.json"
 AT_ONCE = 2
 """So many starts without anything new are nothing unusual: a node is drained twice in a row."""
 
@@ -95,8 +95,8 @@ class Starts:
     def _read(self) -> bytes | None:
         with suppress(OSError):
             if isinstance(self._run_dir, RemotePath):
-                return remote_at(self._run_dir).read(self._run_dir / NAME)
-            return content(local_folder(self._run_dir), NAME)
+                return remote_at(self._run_dir).read(self._run_dir / layout.STARTS)
+            return content(local_folder(self._run_dir), layout.STARTS)
         return None
 
     def _write(self, record: Record) -> None:
@@ -113,13 +113,13 @@ class Starts:
             if isinstance(self._run_dir, RemotePath):
                 store = remote_at(self._run_dir)
                 if record is None:
-                    store.delete(self._run_dir, [NAME])
+                    store.delete(self._run_dir, [layout.STARTS])
                 else:
-                    store.write(self._run_dir / NAME, record)
+                    store.write(self._run_dir / layout.STARTS, record)
             elif record is None:
-                (local_folder(self._run_dir) / NAME).unlink(missing_ok=True)
+                (local_folder(self._run_dir) / layout.STARTS).unlink(missing_ok=True)
             else:
-                write_bytes_atomic(local_folder(self._run_dir) / NAME, record)
+                write_bytes_atomic(local_folder(self._run_dir) / layout.STARTS, record)
         except OSError as error:
             log.warning("cannot record this start in %s: %s", self._run_dir, error)
 

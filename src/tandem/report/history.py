@@ -13,7 +13,8 @@ from typing import Any
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
-from tandem.reading import METRICS, RunFiles
+from tandem.layout import METRICS
+from tandem.reading import RunFiles
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
 from tandem.telemetry.restarts import COUNTED
 from tandem.timeouts import LIST_SECONDS

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
+from tandem import layout
 from tandem.checkpoint.locate import LINKED, is_linked
 from tandem.checkpoint.storage.copies import at_hand, local_folder, make_folder
 from tandem.config.address import address
@@ -87,13 +88,13 @@ def read_run(run_dir: Path, secrets: Sequence[str] = ()) -> dict[str, Any]:
 
 def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[str, Any]:
     files = RunFiles(folder)
-    settings = files.read("config.json")
+    settings = files.read(layout.CONFIG)
     history, linked = History(folder, run_dir / "checkpoints", files), is_linked(run_dir)
     points: list[dict[str, Any]] = list(history.curves()["points"])  # type: ignore[call-overload]
     if not settings and not points:
         why = "; ".join(files.problems) or "it has neither config.json nor metrics.jsonl"
         raise ConfigError(f"{run_dir} is not a run: {why}")
-    summary, now = files.read("summary.json"), history.now()
+    summary, now = files.read(layout.SUMMARY), history.now()
     noted = About(folder, secrets)
     about = noted.read(files)
     name = printable(noted.hide(Path(run_dir).resolve().name), LONGEST_NAME)
@@ -128,7 +129,7 @@ def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[s
         "log": About(local_folder(run_dir), secrets).log(reason) if state == "failed" else None,
         "points": points,
         "phases": _phases(points),
-        "activities": _activities(files.text("metrics.prom")),
+        "activities": _activities(files.text(layout.METRICS_PAGE)),
         "checkpoints": [] if linked else now["checkpoints"],
         "events": noted.hidden(events),
         "began": events[-1].get("time") if events else None,

@@ -1,7 +1,6 @@
 """`tandem runs`: the runs in a folder, how each ended, and what it takes up. Reads files alone, no torch."""
 
 import os
-import re
 import shutil
 import stat
 import time
@@ -9,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem import layout
 from tandem.checkpoint.claim import owner_here
 from tandem.checkpoint.listing import age_in_words, newest_step, scores_in_words
 from tandem.checkpoint.locate import LINKED, is_linked
-from tandem.checkpoint.storage.copies import RUN_FILES
 from tandem.errors import ConfigError
 from tandem.log import printable
 from tandem.reading import RunFiles
@@ -20,15 +19,6 @@ from tandem.timeouts import SETTLED_SECONDS
 
 OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
 """States of a run without a summary; the rest are those that a summary has."""
-NOTES = frozenset((*RUN_FILES, "report.html"))
-"""The files that tandem writes about a run, by their names in the run's folder."""
-FOLDERS_OF_NOTES = {
-    "log": re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),
-    "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
-    "profile": re.compile(r"rank-\d+\.json"),
-    "wandb": re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),
-}
-"""The folders beside them, and what tandem and wandb call what they write there: the rest is a person's."""
 HEADS = ("run", "state", "step", "saved", "scores", "last update", "MB")
 MOST_FILES, DEEPEST_FOLDER = 100_000, 32
 """What is measured of one run."""
@@ -119,12 +109,12 @@ def as_json(rows: Sequence[RunRow], folder: Path) -> dict[str, object]:
 
 def _is_run(folder: Path) -> bool:
     """What every run writes before its first rank starts; a link is another folder's run."""
-    return os.path.lexists(folder / "config.json") and not folder.is_symlink()
+    return os.path.lexists(folder / layout.CONFIG) and not folder.is_symlink()
 
 
 def _row(folder: Path, now: float) -> RunRow:
     files, measured = RunFiles(folder), list(_files(folder))
-    summary, config = files.read("summary.json"), files.read("config.json")
+    summary, config = files.read(layout.SUMMARY), files.read(layout.CONFIG)
     saved = None if is_linked(folder) else newest_step(folder / "checkpoints")
     step = summary.get("global_step")
     if is_linked(folder):
@@ -149,7 +139,7 @@ def _state_of_unended(folder: Path, saved: int | None) -> str:
     """RUNNING: its launch is seen on this machine. NOT_BEGUN: it has saved nothing and logged no step."""
     if owner_here(folder) is not None:
         return RUNNING
-    begun = saved is not None or os.path.lexists(folder / "metrics.jsonl")
+    begun = saved is not None or os.path.lexists(folder / layout.METRICS)
     return OPEN if begun else NOT_BEGUN
 
 
@@ -164,13 +154,13 @@ def _is_all_notes(folder: Path) -> bool:
 
 def _is_note(entry: os.DirEntry[str]) -> bool:
     if not entry.is_dir(follow_symlinks=False):
-        return entry.name in NOTES and entry.is_file(follow_symlinks=False)
-    names = FOLDERS_OF_NOTES.get(entry.name)
+        return entry.name in layout.NOTES and entry.is_file(follow_symlinks=False)
+    names = layout.FOLDERS_OF_NOTES.get(entry.name)
     with os.scandir(entry.path) as inner:
         return all(
             names is not None
             and names.fullmatch(each.name) is not None
-            and (each.is_file(follow_symlinks=False) or entry.name == "wandb")
+            and (each.is_file(follow_symlinks=False) or entry.name == layout.WANDB)
             for each in inner
         )
 

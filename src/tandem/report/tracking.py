@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any
 from uuid import uuid4
 
+from tandem import layout
 from tandem.errors import ConfigError, TandemError
 from tandem.log import setup
 from tandem.reading import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, RunFiles, opened, parsed, typed
@@ -29,7 +30,6 @@ from tandem.timeouts import TRACKER_LONGEST_PAUSE_SECONDS, TRACKER_SECONDS
 
 log = logging.getLogger("tandem.tracker")
 
-FILE_NAME = "tracker.json"
 KILLED = "killed"
 """The state of a launch that could not say one."""
 ROWS_AT_ONCE = 100
@@ -92,8 +92,8 @@ class Sending:
     def __init__(self, folder: Path, name: str, secrets: list[str]) -> None:
         self._folder, self._name, self._about = folder, name, About(folder, secrets)
         self.files = RunFiles(folder)
-        self._mark = _kept(self.files.read(FILE_NAME).get(name))
-        self._journal = Journal(folder / "metrics.jsonl")
+        self._mark = _kept(self.files.read(layout.TRACKER).get(name))
+        self._journal = Journal(folder / layout.METRICS)
         self._tracker: Tracker | None = None
         self._waiting: list[tuple[Mark, Row]] = []
 
@@ -109,7 +109,7 @@ class Sending:
     def end(self, state: str) -> None:
         """Say there how the run has ended, after `send`."""
         is_of_this = state != KILLED  # else it is of a launch before
-        summary = self._about.hidden(self.files.read("summary.json")) if is_of_this else {}
+        summary = self._about.hidden(self.files.read(layout.SUMMARY)) if is_of_this else {}
         scores = {f"eval.{name}": value for name, value in (summary.pop("eval", None) or {}).items()}
         self._opened().end(state, {**summary, **scores, "state": state})
 
@@ -117,7 +117,7 @@ class Sending:
         """All of it for a run that has ended, told in a line. Raises TandemError."""
         try:
             rows = self.send()
-            self.end(self.files.read("summary.json").get("state") or KILLED)
+            self.end(self.files.read(layout.SUMMARY).get("state") or KILLED)
         except Exception as error:  # of a package, of which nobody can tell what it raises
             raise TandemError(
                 f"{self._name} does not accept rows: {self.words(error)}; try again later"
@@ -154,8 +154,8 @@ class Sending:
 
     def _keep(self, mark: Mark) -> None:
         self._mark = mark
-        others = RunFiles(self._folder).read(FILE_NAME)
-        write_json_atomic(self._folder / FILE_NAME, {**others, self._name: asdict(mark)})
+        others = RunFiles(self._folder).read(layout.TRACKER)
+        write_json_atomic(self._folder / layout.TRACKER, {**others, self._name: asdict(mark)})
 
 
 def follow(sending: Sending, name: str, until: Callable[[float], str | None]) -> bool:
@@ -188,7 +188,7 @@ def follow_launch(sending: Sending, name: str, config: Mapping[str, object], fol
 
     What the packages print goes to log/tracker.log.
     """
-    setup(folder / "log" / "node-0.log", None, 0, True, config.get("log_format") == "json")
+    setup(folder / layout.LOG / layout.node_log(0), None, 0, True, config.get("log_format") == "json")
     said: Queue[str] = Queue()
     Thread(target=lambda: said.put(sys.stdin.read().strip() or KILLED), daemon=True).start()
 
@@ -197,8 +197,9 @@ def follow_launch(sending: Sending, name: str, config: Mapping[str, object], fol
             return said.get(timeout=seconds) if seconds else said.get_nowait()
         return None
 
-    put_aside(folder / "log" / "tracker.log", LOG_BYTES)
-    with (folder / "log" / "tracker.log").open("a") as own, redirect_stdout(own), redirect_stderr(own):
+    path = folder / layout.LOG / layout.TRACKER_LOG
+    put_aside(path, LOG_BYTES)
+    with path.open("a") as own, redirect_stdout(own), redirect_stderr(own):
         return follow(sending, name, until)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem import layout
 from tandem.errors import FINISHED, StoppedError
 from tandem.launch.endings import run_failed
 from tandem.launch.simulated import stop_with_parent
@@ -130,7 +131,7 @@ class WatchedRun:
     def _logged_step(self) -> int:
         """The step of the last whole line of metrics.jsonl; 0 where there is none."""
         try:
-            whole = (self._run_dir / "metrics.jsonl").read_bytes().rpartition(b"\n")[0]
+            whole = (self._run_dir / layout.METRICS).read_bytes().rpartition(b"\n")[0]
         except OSError:
             return 0
         return int(json.loads(whole.rpartition(b"\n")[2])["step"]) if whole else 0

@@ -1,6 +1,6 @@
 """A run whose directory is at an address: what needs a local folder, and the copies of what it writes.
 
-Logs, TensorBoard, profiles and reports stay in the folder. RUN_FILES are written there as in any run;
+Logs, TensorBoard, profiles and reports stay in the folder. `layout.COPIED` are written there as in any run;
 copies of them go to the store before every checkpoint and at the end, so the journal there always reaches
 as far as the newest checkpoint, and they come back when the run goes on with an empty disk.
 """
@@ -12,23 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 
+from tandem import layout
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.storage.protocol import Remote
 from tandem.config.address import RemotePath, address
 from tandem.paths import exists
 
 log = logging.getLogger("tandem.run")
-
-RUN_FILES = (
-    "about.json",
-    "config.json",
-    "events.jsonl",  # before the older one: it begins with what was counted there
-    "events.jsonl.1",
-    "metrics.jsonl",
-    "metrics.prom",
-    "summary.json",
-    "tracker.json",
-)
 
 
 def local_folder(run_dir: str | PurePath) -> Path:
@@ -64,11 +54,11 @@ class Copies:
         if (store := self._store()) is None:
             return
         has_more_events = self._has_more_events(folder, store)
-        for name in RUN_FILES:
-            if name.startswith("events.jsonl") and has_more_events:
+        for name in layout.COPIED:
+            if name.startswith(layout.EVENTS) and has_more_events:
                 continue
             content, path = store.read(self._where / name), folder / name
-            if name == "tracker.json" and exists(path):
+            if name == layout.TRACKER and exists(path):
                 continue  # it is written oftener than copied
             if content is None:
                 path.unlink(missing_ok=True)
@@ -77,22 +67,22 @@ class Copies:
 
     def _has_more_events(self, folder: Path, store: Remote) -> bool:
         """Whether events.jsonl here has been put aside since it was copied: the older one has the copy."""
-        content, path = store.read(self._where / "events.jsonl"), folder / "events.jsonl.1"
+        content, path = store.read(self._where / layout.EVENTS), folder / (layout.EVENTS + layout.OLDER)
         return bool(content) and exists(path) and path.read_bytes().startswith(content or b"")
 
     def begin(self, config: bytes, keeps_summary: bool = False) -> None:
         """A run begins here: its journal comes back, its summary is no longer true. Raises OSError."""
         if (store := self._store()) is not None:
-            store.write(self._where / "config.json", config)
+            store.write(self._where / layout.CONFIG, config)
             if not keeps_summary:
-                store.delete(self._where, ["summary.json"])
+                store.delete(self._where, [layout.SUMMARY])
             self.fetch(self._folder)
 
     def push(self) -> None:
         """Put what has changed since; a store that fails is a warning, the next push tries again."""
         if (store := self._store()) is None:
             return
-        for name in RUN_FILES:
+        for name in layout.COPIED:
             try:
                 state = (self._folder / name).stat()
                 mark = (state.st_size, state.st_mtime_ns)
@@ -108,7 +98,7 @@ class Copies:
 
 @contextmanager
 def at_hand(run_dir: str | PurePath) -> Iterator[Path]:
-    """A folder with the RUN_FILES of a run, wherever it lies. Raises OSError."""
+    """A folder with the files of a run that are copied, wherever it lies. Raises OSError."""
     if isinstance(where := address(run_dir), Path):
         yield where
         return
