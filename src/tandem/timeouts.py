@@ -95,7 +95,7 @@ MEET_TO_SAVE_SECONDS = 5.0
 AT_ONCE_SECONDS = 3.0
 """A rank that is ended at once closes what it has opened, and leaves after this if a volume holds it up."""
 
-# Starts that save nothing new (launch/starts.py)
+# Starts that save nothing new (run/crash_loop.py)
 
 FIRST_BACKOFF_SECONDS = 5.0
 """The third such start in a row waits; each one after it twice as long."""
@@ -147,7 +147,7 @@ LEFT_POLL_SECONDS = 0.02
 MEETING_FILE_SECONDS = 600.0
 """Ranks of one start write the file in which they meet within so many seconds (distributed/meeting.py)."""
 
-# Who a run directory belongs to (checkpoint/claim.py)
+# Who a run directory belongs to (run/lease.py)
 
 OWNER_RENEW_SECONDS = 5.0
 """The owner renews its note; a launch elsewhere that finds one is refused within this."""

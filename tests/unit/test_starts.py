@@ -7,9 +7,10 @@ import pytest
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CrashLoopError
-from tandem.launch import starts as module
-from tandem.launch.starts import Record, Starts, backoff_seconds
 from tandem.layout import STARTS
+from tandem.run import crash_loop as module
+from tandem.run.crash_loop import CrashLoop, Record, backoff_seconds
+from tandem.run.directory import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +18,8 @@ def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.0)
 
 
-def begin(run: Path, allowed: int = 3) -> Starts:
-    starts = Starts(run)
+def begin(run: Path, allowed: int = 3) -> CrashLoop:
+    starts = RunDir(run).crash_loop()
     starts.begin(allowed, lambda: False)
     return starts
 
@@ -92,14 +93,14 @@ def test_a_stop_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 1e6)
     monkeypatch.setattr(module, "LONGEST_BACKOFF_SECONDS", 1e6)
     (tmp_path / STARTS).write_text(json.dumps({"starts": 3, "step": 0, "reason": ""}))
-    starts = Starts(tmp_path)
+    starts = RunDir(tmp_path).crash_loop()
     starts.begin(10, lambda: True)
     starts.end(137, "stopped", generations=0)
     assert counted(tmp_path).starts == 3
 
 
 def test_the_count_of_a_run_that_was_taken_over_is_its_new_owners(tmp_path: Path) -> None:
-    starts = Starts(tmp_path, is_ours=lambda: False)
+    starts = RunDir(tmp_path).crash_loop(lambda: False)
     starts.begin(3, lambda: False)
     starts.end(200, "", generations=1)
     assert not (tmp_path / STARTS).exists()

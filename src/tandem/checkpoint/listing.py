@@ -1,4 +1,4 @@
-"""What `tandem checkpoints` shows of a directory: rows, why each stays, and a table for people. No torch."""
+"""What `tandem checkpoints` shows of a store: rows, why each stays, and a table for people. No torch."""
 
 import time
 from dataclasses import dataclass, field
@@ -27,13 +27,12 @@ class CheckpointRow:
 
 
 def list_checkpoints(
-    directory: PurePath, verify: bool = False, now: float | None = None, rule: Retention | None = None
+    store: CheckpointStore, verify: bool = False, now: float | None = None, rule: Retention | None = None
 ) -> list[CheckpointRow]:
     """Rows, newest first; `now` in Unix seconds; `rule` as `rule_of` by default. Changes nothing.
 
     Raises CheckpointError for a volume that cannot be read; what is pruned meanwhile is left out.
     """
-    store = CheckpointStore(directory)
     now = time.time() if now is None else now
     why, sizes = store.why_kept(rule or rule_of(store)), store.sizes()
 
@@ -84,7 +83,7 @@ def rule_of(
     )
 
 
-def table(rows: list[CheckpointRow], directory: PurePath) -> str:
+def table(rows: list[CheckpointRow], store: CheckpointStore) -> str:
     """Aligned lines, and one on what lies beside the checkpoints."""
     cells: list[tuple[str, ...]] = [("step", "bytes", "age", "", "kept as", "scores")]
     for row in rows:
@@ -97,16 +96,16 @@ def table(rows: list[CheckpointRow], directory: PurePath) -> str:
     lines = (
         [_line(line, widths) for line in cells]
         if rows
-        else [f"no checkpoints in {printable(str(directory))}"]
+        else [f"no checkpoints in {printable(str(store.directory))}"]
     )
     lines += [printable(f"step {row.step}: {row.problem}", LONGEST_LINE) for row in rows if row.problem]
-    if aside := CheckpointStore(directory).set_aside():
+    if aside := store.set_aside():
         said = f"damaged checkpoints were set aside; inspect or delete them: {', '.join(aside)}"
         lines.append(printable(said, LONGEST_LINE))
     return "\n".join(lines)
 
 
-def as_json(rows: list[CheckpointRow], directory: PurePath) -> dict[str, object]:
+def as_json(rows: list[CheckpointRow], store: CheckpointStore) -> dict[str, object]:
     """Return what `tandem checkpoints ls --json` prints, except for what was removed."""
     checkpoints = [
         {
@@ -121,8 +120,11 @@ def as_json(rows: list[CheckpointRow], directory: PurePath) -> dict[str, object]
         }
         for row in rows
     ]
-    set_aside = list(CheckpointStore(directory).set_aside())
-    return {"directory": str(directory), "checkpoints": checkpoints, "set_aside": set_aside}
+    return {
+        "directory": str(store.directory),
+        "checkpoints": checkpoints,
+        "set_aside": store.set_aside(),
+    }
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
@@ -146,9 +148,8 @@ def age_in_words(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def is_finished(directory: PurePath) -> bool:
+def is_finished(store: CheckpointStore) -> bool:
     """Whether the newest checkpoint is of the last step of its run; False where nobody can tell."""
-    store = CheckpointStore(directory)
     try:
         step = max(store.steps(), default=None)
         info = {} if step is None else store.info(step)
@@ -158,9 +159,9 @@ def is_finished(directory: PurePath) -> bool:
     return step is not None and isinstance(planned, int) and step >= planned
 
 
-def newest_step(directory: PurePath) -> int | None:
+def newest_step(store: CheckpointStore) -> int | None:
     """The newest committed step by the names on the volume; None where there is none, or nothing answers."""
     try:
-        return max(CheckpointStore(directory).steps(), default=None)
+        return max(store.steps(), default=None)
     except CheckpointError:
         return None

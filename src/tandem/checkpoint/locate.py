@@ -17,17 +17,17 @@ def is_linked(run_dir: PurePath) -> bool:
     return isinstance(run_dir, Path) and (run_dir / layout.CHECKPOINTS).is_symlink()
 
 
-def checkpoints_of(run: str | PurePath) -> PurePath:
-    """Where the checkpoints of a run lie, or `run` itself where that is a directory of checkpoints.
+def checkpoints_of(run: str | PurePath) -> CheckpointStore:
+    """The checkpoints of a run, or those in `run` itself where that is a directory of checkpoints.
 
     Raises ConfigError where a link in the run leads to them.
     """
     path = address(run)
     if is_linked(path):
         raise ConfigError(f"{path}: {LINKED}; give the directory it points to")
-    inner = path / layout.CHECKPOINTS
-    has_inner = is_directory(inner) if isinstance(inner, Path) else CheckpointStore(inner).steps()
-    return inner if has_inner else path
+    inner = CheckpointStore(path / layout.CHECKPOINTS)
+    has_inner = is_directory(inner.directory) if isinstance(path, Path) else inner.steps()
+    return inner if has_inner else CheckpointStore(path)
 
 
 def locate(text: str) -> tuple[CheckpointStore, int | None]:
@@ -46,7 +46,7 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
         path = path.resolve()
     if step is None and (match := STEP_NAME.fullmatch(path.name)):
         path, step = path.parent, int(match[1])
-    store = CheckpointStore(checkpoints_of(path))
+    store = checkpoints_of(path)
     steps = store.steps()
     if not steps:
         raise ConfigError(f"{store.directory} contains no checkpoint; give a run that has saved one")

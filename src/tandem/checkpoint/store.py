@@ -49,7 +49,7 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
 class CheckpointStore:
     """The checkpoints of one run, in `directory` (made by the first save): a Path or a RemotePath.
 
-    `fence` raises RunTakenError once the run belongs to another launch (see `owner.fence`).
+    `fence` raises RunTakenError once the run belongs to another launch (see `run/owner.py`).
     """
 
     def __init__(self, directory: PurePath, fence: Callable[[], None] = lambda: None) -> None:

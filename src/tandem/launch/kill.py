@@ -14,18 +14,20 @@ from pathlib import Path
 from tandem import layout
 from tandem.errors import ConfigError
 from tandem.process import stat_of
+from tandem.run.directory import RunDir
 
 WRITES = os.O_WRONLY | os.O_RDWR
 
 
-def kill(run_dir: Path, kind: str, number: int, name: str) -> str:
+def kill(run: RunDir, kind: str, number: int, name: str) -> str:
     """Send SIG`name` to rank or node (`kind`) `number` of a run; a line about it. Raises ConfigError."""
-    if (run_dir / layout.LOG).is_symlink():
+    run_dir = run.folder
+    if run.logs.is_symlink():
         raise ConfigError(f"{run_dir}/log is a link to another run's logs; give that run's directory")
-    if not (run_dir / layout.LOG).is_dir():
+    if not run.logs.is_dir():
         what = "has not started" if (run_dir / layout.OWNER).is_dir() else "is not a run"
         raise ConfigError(f"{run_dir} {what}: it has no log directory; give the directory of a running run")
-    found = processes_of(run_dir)
+    found = processes_of(run)
     pid = found.get((kind, number))
     if pid is None:
         here = ", ".join(str(other) for other_kind, other in sorted(found) if other_kind == kind)
@@ -41,9 +43,9 @@ def kill(run_dir: Path, kind: str, number: int, name: str) -> str:
     return f"{kind} {number} of {run_dir} (process {pid}): SIG{name}"
 
 
-def processes_of(run_dir: Path) -> dict[tuple[str, int], int]:
+def processes_of(run: RunDir) -> dict[tuple[str, int], int]:
     """{("rank", 1): pid, ("node", 0): pid, ...}: who writes the logs of a run on this machine."""
-    folder = os.path.realpath(run_dir / layout.LOG)
+    folder = os.path.realpath(run.logs)
     writers: dict[tuple[str, int], set[int]] = {}
     others: set[int] = set()
     for pid in [int(each) for each in os.listdir("/proc") if each.isdigit()]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem import layout
-from tandem.checkpoint.claim import owner_here
 from tandem.checkpoint.listing import age_in_words, newest_step, scores_in_words
 from tandem.checkpoint.locate import LINKED, is_linked
 from tandem.errors import ConfigError
 from tandem.log import printable
-from tandem.reading import RunFiles
+from tandem.run.directory import RunDir
+from tandem.run.lease import owner_here
 from tandem.timeouts import SETTLED_SECONDS
 
 OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
@@ -113,9 +113,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def _row(folder: Path, now: float) -> RunRow:
-    files, measured = RunFiles(folder), list(_files(folder))
+    run, measured = RunDir(folder), list(_files(folder))
+    files = run.files()
     summary, config = files.read(layout.SUMMARY), files.read(layout.CONFIG)
-    saved = None if is_linked(folder) else newest_step(folder / "checkpoints")
+    saved = None if is_linked(folder) else newest_step(run.checkpoints)
     step = summary.get("global_step")
     if is_linked(folder):
         files.problems.append(LINKED)

@@ -21,10 +21,11 @@ from uuid import uuid4
 from tandem import layout
 from tandem.errors import ConfigError, TandemError
 from tandem.log import setup
-from tandem.reading import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, RunFiles, opened, parsed, typed
+from tandem.reading import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, opened, parsed, typed
 from tandem.report.about import About
 from tandem.report.trackers import Beginning, Row, Tracker, begin, numbers_of
 from tandem.rotation import LOG_BYTES, put_aside
+from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import TRACKER_LONGEST_PAUSE_SECONDS, TRACKER_SECONDS
 
@@ -87,13 +88,13 @@ class Journal:
 
 
 class Sending:
-    """What is still to be sent of the run in `folder` to the tracker `name`."""
+    """What is still to be sent of a run to the tracker `name`."""
 
-    def __init__(self, folder: Path, name: str, secrets: list[str]) -> None:
-        self._folder, self._name, self._about = folder, name, About(folder, secrets)
-        self.files = RunFiles(folder)
+    def __init__(self, run: RunDir, name: str, secrets: list[str]) -> None:
+        self._run, self._name, self._about = run, name, About(run.folder, secrets)
+        self.files = run.files()
         self._mark = _kept(self.files.read(layout.TRACKER).get(name))
-        self._journal = Journal(folder / layout.METRICS)
+        self._journal = Journal(run.folder / layout.METRICS)
         self._tracker: Tracker | None = None
         self._waiting: list[tuple[Mark, Row]] = []
 
@@ -133,7 +134,8 @@ class Sending:
             about = self._about.read(self.files)
             settings = {str(row["name"]): row["value"] for row in about["settings"]}
             self._keep(self._mark)
-            known = Beginning(self._mark.ours, self._mark.run, self._folder.name, settings, self._folder)
+            folder = self._run.folder
+            known = Beginning(self._mark.ours, self._mark.run, folder.name, settings, folder)
             self._tracker = begin(self._name, known)
             self._keep(replace(self._mark, run=self._tracker.id))
         return self._tracker
@@ -154,8 +156,8 @@ class Sending:
 
     def _keep(self, mark: Mark) -> None:
         self._mark = mark
-        others = RunFiles(self._folder).read(layout.TRACKER)
-        write_json_atomic(self._folder / layout.TRACKER, {**others, self._name: asdict(mark)})
+        others = self._run.files().read(layout.TRACKER)
+        write_json_atomic(self._run.folder / layout.TRACKER, {**others, self._name: asdict(mark)})
 
 
 def follow(sending: Sending, name: str, until: Callable[[float], str | None]) -> bool:
@@ -183,12 +185,12 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
             failing, pause = True, min(max(2 * pause, TRACKER_SECONDS), TRACKER_LONGEST_PAUSE_SECONDS)
 
 
-def follow_launch(sending: Sending, name: str, config: Mapping[str, object], folder: Path) -> bool:
+def follow_launch(sending: Sending, name: str, config: Mapping[str, object], run: RunDir) -> bool:
     """`follow` until the launch closes our standard input, where it says how it has ended.
 
     What the packages print goes to log/tracker.log.
     """
-    setup(folder / layout.LOG / layout.node_log(0), None, 0, True, config.get("log_format") == "json")
+    setup(run.node_log(0), None, 0, True, config.get("log_format") == "json")
     said: Queue[str] = Queue()
     Thread(target=lambda: said.put(sys.stdin.read().strip() or KILLED), daemon=True).start()
 
@@ -197,7 +199,7 @@ def follow_launch(sending: Sending, name: str, config: Mapping[str, object], fol
             return said.get(timeout=seconds) if seconds else said.get_nowait()
         return None
 
-    path = folder / layout.LOG / layout.TRACKER_LOG
+    path = run.logs / layout.TRACKER_LOG
     put_aside(path, LOG_BYTES)
     with path.open("a") as own, redirect_stdout(own), redirect_stderr(own):
         return follow(sending, name, until)

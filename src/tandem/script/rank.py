@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from tandem import layout
 from tandem.distributed import position as positions
 from tandem.distributed.helpers import killed_helper
 from tandem.distributed.position import Position
@@ -96,7 +97,7 @@ def run_program(job: Job, position: Position) -> NoReturn:
     """Run the program under watch, and leave with its code; 200 where it has lost its peers."""
     record = _write_to_log(job, position)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
-    keep_stacks(Path(job.run_dir, "log"), position.rank)
+    keep_stacks(Path(job.logs), position.rank)
     watch = Watch(job, position, sender(position.sample_socket))
     launched = positions.launched = positions.Launched(position, watch.hand_over)
     code = _run(job, position, record)
@@ -238,7 +239,7 @@ def _write_to_log(job: Job, position: Position) -> Any:
 
     Returns the log, for text. Native code of rank 0, and a command as rank 0, write to the terminal alone.
     """
-    path = Path(job.run_dir, "log", f"rank-{position.rank}.log")
+    path = Path(job.logs, layout.rank_log(position.rank))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if position.rank != 0:

@@ -10,6 +10,7 @@ from tandem.distributed.devices import allow_tf32, choose_devices, compute_deter
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.numa import bind_to_node
 from tandem.log import log_warnings, redirect_output, setup
+from tandem.run.directory import RunDir
 from tandem.silence import still
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
@@ -18,9 +19,9 @@ from tandem.telemetry.messages import Send
 log = logging.getLogger("tandem.run")
 
 
-def set_up_log(log_format: str, position: Position, run_dir: Path) -> None:
+def set_up_log(log_format: str, position: Position, run: RunDir) -> None:
     """Rank 0 keeps the terminal and copies to its log; the others write to theirs alone."""
-    path = run_dir / "log" / f"rank-{position.rank}.log"
+    path = run.rank_log(position.rank)
     copy_to = path if position.rank == 0 else None
     if position.rank != 0:
         try:

@@ -16,8 +16,8 @@ from tandem.errors import FINISHED, StoppedError
 from tandem.launch.endings import run_failed
 from tandem.launch.simulated import stop_with_parent
 from tandem.process import below, is_alive, safe_path, send
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.telemetry.journal import read_events
 from tandem.timeouts import END_LOOK_SECONDS, END_POLL_SECONDS, KILLED_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
 
@@ -101,7 +101,7 @@ class WatchedRun:
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         """Whole lines of events.jsonl of one kind: "training" comes after the first step of each world."""
-        return [event for event in read_events(self._run_dir) if event.get("kind") == kind]
+        return [event for event in RunDir(self._run_dir).events() if event.get("kind") == kind]
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -120,7 +120,7 @@ class Storage(Protocol):
 
 
 class Remote(Storage, Protocol):
-    """A storage that an address names. The run's own small files are copied to it, too (`copies.py`)."""
+    """A storage that an address names. The run's own small files are copied to it, too (`run/mirror.py`)."""
 
     def read(self, path: PurePath) -> bytes | None:
         """The whole of a small file; None where there is none."""

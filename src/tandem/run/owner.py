@@ -3,7 +3,7 @@
     RUN_DIR/owner/000000007    the owner's note: host, process, since when, and how often it has renewed it
 
 The owner is whoever wrote the note with the largest number, which nobody else can have written. A launch
-that takes a run over (`claim.py`) writes the next number, so an owner that was frozen or cut off, and comes
+that takes a run over (`lease.py`) writes the next number, so an owner that was frozen or cut off, and comes
 back, finds that its number is no longer the largest before it publishes anything. Imports no torch.
 """
 

@@ -5,6 +5,7 @@ somebody watches: no clock of one machine is compared with another's.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,17 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from tandem import layout
-from tandem.checkpoint.owner import Note, Token, check, fence
 from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import ConfigError, RunTakenError, StoppedError
+from tandem.platforms.environment import LOOPBACK
+from tandem.platforms.placement import Placement
+from tandem.run.owner import Note, Token, check, fence
 from tandem.timeouts import OWNER_EXPIRY_SECONDS, OWNER_LOOK_SECONDS, OWNER_RENEW_SECONDS
 
 log = logging.getLogger("tandem.run")
+
+STARTED_ONCE = ("kubeflow-v1", "kubeflow-v2", "jobset", "indexed-job", "compose")
+"""Platforms that start a node again only after its last start has ended."""
 
 
 class Claim:
@@ -118,6 +124,18 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
                 return Claim(run_dir, Token(last + 1, here.word), here)
     except OSError as error:
         return Claim(run_dir, problem=error)
+
+
+def restarted_as(placement: Placement) -> str:
+    """What names this job wherever its platform starts it again, after its last start has ended; "": nothing.
+
+    A pod's own name is that of one job, and its successor is made when it is gone.
+    """
+    if placement.job or placement.platform not in STARTED_ONCE:
+        return placement.job
+    is_name = placement.master_host not in ("localhost", LOOPBACK)
+    name = placement.master_host if is_name else os.uname().nodename
+    return f"{placement.platform} {name}:{placement.master_port}"
 
 
 def refuse_if_owned(run_dir: PurePath) -> None:
