@@ -1,6 +1,6 @@
 """The names of all files in a run directory. `run/directory.py` opens the directory.
 
-The names of a checkpoint's own files are in `checkpoint/storage/protocol.py`. Standard library only.
+The names of the files in a checkpoint are in `checkpoint/storage/protocol.py`. Standard library only.
 """
 
 import re
@@ -8,6 +8,9 @@ import re
 ABOUT = "about.json"
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
+HEALTH = "health.json"
+HEALTH_TEMPORARY = ".health.json.tmp"
+"""The name of HEALTH while it is being written; a kill may leave it there."""
 METRICS = "metrics.jsonl"
 METRICS_PAGE = "metrics.prom"
 REPORT = "report.html"
@@ -15,11 +18,11 @@ STARTS = "starts.json"
 SUMMARY = "summary.json"
 TRACKER = "tracker.json"
 OLDER = ".1"
-"""What the name of a file ends with that was full and put aside (`rotation.older`)."""
+"""The suffix of a full file that was put aside (`rotation.older`)."""
 
 CHECKPOINTS = "checkpoints"
 CHECKPOINTS_BEFORE = "checkpoints-before-"
-"""Followed by a time: the checkpoints of a run that began again."""
+"""Prefix of a time: the earlier checkpoints of a run that started again from step 0."""
 LOG = "log"
 OWNER = "owner"
 PROFILE = "profile"
@@ -31,7 +34,7 @@ TRACKER_LOG = "tracker.log"
 COPIED = (
     ABOUT,
     CONFIG,
-    EVENTS,  # before the older one: it begins with what was counted there
+    EVENTS,  # copied before the older file: it begins with the counts of that file
     EVENTS + OLDER,
     METRICS,
     METRICS_PAGE,
@@ -39,20 +42,23 @@ COPIED = (
     TRACKER,
 )
 """The files that are copied to the address of a run."""
-NOTES = frozenset((*COPIED, REPORT))
-"""The files that tandem writes about a run, by their names in the run's folder."""
+NOTES = frozenset((*COPIED, REPORT, HEALTH, HEALTH_TEMPORARY))
+"""Names of the files that tandem writes about a run in its directory."""
 FOLDERS_OF_NOTES = {
     LOG: re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),
     TENSORBOARD: re.compile(r"events\.out\.tfevents\..+"),
     PROFILE: re.compile(r"rank-\d+\.json"),
     WANDB: re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),
 }
-"""The folders beside them, and what tandem and wandb call what they write there: the rest is a person's."""
+"""Directories next to them, with the names of files that tandem and wandb write there.
+
+Others are the user's.
+"""
 PROCESS_LOG = re.compile(r"(rank|node)-(\d+)\.log")
 
 
 def rank_log(rank: int | str) -> str:
-    """In LOG, as all that follow."""
+    """The name of a rank's log in LOG, where the next four files are as well."""
     return f"rank-{rank}.log"
 
 
@@ -65,7 +71,7 @@ def stacks(rank: int) -> str:
 
 
 def flight(rank: int) -> str:
-    """What torch's flight recorder holds."""
+    """The dump of torch's flight recorder."""
     return f"flight-rank-{rank}.json"
 
 
@@ -74,15 +80,15 @@ def ended(container: str) -> str:
 
 
 def profile(rank: int) -> str:
-    """In PROFILE."""
+    """The name of a rank's profile in PROFILE."""
     return f"rank-{rank}.json"
 
 
 def array_note(array: str) -> str:
-    """Which task of a job array the run belongs to."""
+    """The file that records which task of a job array owns the run."""
     return f"array-{array}"
 
 
 def begun_note(job: str) -> str:
-    """Which start of a job has begun the run."""
+    """The file that records which start of a job created the run."""
     return f"begun-{job}"

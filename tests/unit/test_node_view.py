@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem import layout
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.launch import view
@@ -41,7 +42,7 @@ def test_health_is_written_again_once_it_can_be(
         written(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(health, "write_health", counted)
-    (state_dir / health.FILE_NAME / "in the way").mkdir(parents=True)
+    (state_dir / layout.HEALTH / "in the way").mkdir(parents=True)
     placement = detect({}, "here", SECOND_OF_TWO)
     with caplog.at_level(logging.WARNING, "tandem"):
         node = view.NodeView(
@@ -49,8 +50,8 @@ def test_health_is_written_again_once_it_can_be(
         )
         try:
             until(lambda: len(tries) > 3)
-            (state_dir / health.FILE_NAME / "in the way").rmdir()
-            (state_dir / health.FILE_NAME).rmdir()
+            (state_dir / layout.HEALTH / "in the way").rmdir()
+            (state_dir / layout.HEALTH).rmdir()
             until(lambda: health.check(state_dir)[0])
         finally:
             node.close()

@@ -1,6 +1,7 @@
-"""Prepare the run directory: of which job it is, config.json, and the decision where to resume."""
+"""Prepare the run directory: the job that it belongs to, config.json, and the decision where to resume."""
 
 import logging
+import time
 from pathlib import Path
 
 from tandem import layout
@@ -12,18 +13,21 @@ from tandem.platforms.placement import Placement
 from tandem.report.trackers import check
 from tandem.run.directory import RunDir, unwritable
 from tandem.run.lease import Claim
+from tandem.telemetry.health import Limits, record, write_run_health
 from tandem.telemetry.journal import write_json_atomic
 
 log = logging.getLogger("tandem.launch")
 
 
 def of_this_job(run: RunDir, settings: Settings, placement: Placement) -> Settings:
-    """The settings, where the scheduler starts a job several times, or many alike, in one run directory.
+    """Adjust the settings if a scheduler starts a job repeatedly, or many alike, in one run directory.
 
-    Every task of a job array has a run directory of its own: the first that comes writes its name down, and
-    for the others this raises ConfigError; they would save over each other, or find the run complete. All
-    nodes look, where they see the folder: one that waited for a refused node 0 would end with 200, and come
-    back. A job that comes back after `--resume never` goes on, or it would never end.
+    Every task of a job array needs its own run directory: they would overwrite each other's checkpoints, or
+    find the run complete. The first task writes its number down; the others get a ConfigError. Every node
+    checks this if it can see the directory, because a node that waited for a refused node 0 would exit with
+    200 and be restarted.
+
+    A job that the scheduler restarts resumes despite `--resume never`, or it would never end.
     """
     folder, never = run.folder, settings.checkpoint.resume == "never"
     if not run.is_here:
@@ -55,10 +59,10 @@ def of_this_job(run: RunDir, settings: Settings, placement: Placement) -> Settin
 
 
 def _noted(note: Path, text: str) -> str:
-    """`text`, if it is the first to be written down there, else what was before."""
+    """Return `text` if this call is the first to write it to `note`, else what is there already."""
     note.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with note.open("x", encoding="ascii") as file:  # exclusive, on NFS as well
+        with note.open("x", encoding="ascii") as file:  # exclusive creation works on NFS, too
             file.write(text)
         return text
     except FileExistsError:
@@ -66,10 +70,10 @@ def _noted(note: Path, text: str) -> str:
 
 
 def prepare_run_dir(run: RunDir, settings: Settings, mine: Claim, decision: ResumeDecision | None) -> None:
-    """Make the run directory, write config.json. Raises ConfigError.
+    """Create the run directory and write config.json.
 
-    The last launch's summary goes, unless the run is complete. A run that does not go on from where it was is
-    another one for a tracker. Without a `decision` the run is a program's, which decides by itself.
+    Removes the last launch's summary, unless the run is complete. A run that does not resume is a new one for
+    a tracker. Without a `decision`, a script decides by itself where it resumes. Raises ConfigError.
     """
     is_new = settings.checkpoint.resume == "never" or (decision is not None and decision.moved_to is not None)
     over = decision.kind == "complete" if decision is not None else is_finished(run.checkpoints)
@@ -82,6 +86,8 @@ def prepare_run_dir(run: RunDir, settings: Settings, mine: Claim, decision: Resu
         run.mirror.begin((run.folder / layout.CONFIG).read_bytes(), keeps_summary=over)
         if not over:
             run.forget_summary()
+            limit = Limits.asked(settings.launch, settings.reliability).of("starting")
+            write_run_health(run.folder, record("starting", 0, time.time(), limit))
         if is_new:
             (run.folder / layout.TRACKER).unlink(missing_ok=True)
     except OSError as error:
@@ -91,7 +97,10 @@ def prepare_run_dir(run: RunDir, settings: Settings, mine: Claim, decision: Resu
 
 
 def decide(run: RunDir, settings: Settings) -> ResumeDecision:
-    """Where the run begins, decided once on node 0 before any rank starts, and said in a line each."""
+    """Decide where the run resumes, and log it.
+
+    Called once, on node 0, before any rank starts.
+    """
     decision = decide_resume(settings, run.checkpoints)
     if decision.kind == "complete":
         log.info(

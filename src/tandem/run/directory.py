@@ -1,6 +1,6 @@
-"""The run directory, opened once: where it is, its part on this machine, and everything that is kept there.
+"""The run directory, opened once: its location, its local directory, and access to everything in it.
 
-`layout.py` names its files. Imports no torch: commands that only read open it, too.
+`layout.py` has the names of its files. Does not import torch, because commands that only read use it, too.
 """
 
 import os
@@ -29,15 +29,16 @@ from tandem.telemetry.journal import Journal, read_events, write_json_atomic
 
 
 class RunDir:
-    """A run directory at `where`: a Path, or a RemotePath for s3://BUCKET/PREFIX. Opening it touches no file.
+    """The run directory at `where`: a Path, or a RemotePath for s3://BUCKET/PREFIX.
 
-    `folder` is its part on this machine. For a run at an address, that is this user's folder for it in the
-    temporary directory, whose files are copied there. `token`: that of the launch that this process belongs
-    to, which each checkpoint is checked against; without one, nothing is checked.
+    The constructor touches no file. `folder` is the local directory: the run directory itself, or for an
+    address this user's directory in the temporary directory, whose files are copied to the address. `token`
+    is the fencing token of this process's launch, which is checked before each checkpoint is published;
+    without one, there is no check.
     """
 
     def __init__(self, where: str | PurePath, token: Token | None = None, folder: Path | None = None) -> None:
-        """Raises ConfigError for an address that is not valid."""
+        """Raises ConfigError for an invalid address."""
         self.where = address(where)
         self.folder = folder or (self.where if isinstance(self.where, Path) else _temporary(self.where))
         self.logs = self.folder / layout.LOG
@@ -45,7 +46,11 @@ class RunDir:
 
     @classmethod
     def open(cls, settings: Settings, placement: Placement, now: float) -> "RunDir":
-        """That of a launch. The default, with the time in it, is for laptops only. Raises ConfigError."""
+        """Return the run directory of a launch.
+
+        The default name, with the time in it, is only for a laptop: other nodes would pick another time.
+        Raises ConfigError elsewhere if no run directory is set.
+        """
         run_dir = settings.run.run_dir
         if run_dir is None:
             if placement.platform != "none":
@@ -60,41 +65,41 @@ class RunDir:
 
     @classmethod
     def of(cls, settings: Settings, token: Token | None = None) -> "RunDir":
-        """The one that `recorded` has written down: for ranks, which get the settings alone."""
+        """Return the run directory in settings from `recorded`, for ranks, which get only the settings."""
         assert settings.run.run_dir is not None
         return cls(settings.run.run_dir, token)
 
     def recorded(self, settings: Settings) -> Settings:
-        """The settings of a launch here, with absolute paths: for its ranks, config.json and manifests."""
+        """Return the settings with absolute paths, for the ranks and for config.json."""
         return settings.replace(run_dir=self.where, data_dir=settings.data.data_dir.absolute())
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a folder, and not at an address."""
+        """Whether it is a local directory and not an address."""
         return isinstance(self.where, Path)
 
     @cached_property
     def checkpoints(self) -> CheckpointStore:
-        """Raises ConfigError where the library for an address is missing."""
+        """Raises ConfigError if the library for the address is not installed."""
         return CheckpointStore(self.where / layout.CHECKPOINTS, fence(self.where, self._token))
 
     @cached_property
     def journal(self) -> Journal:
-        """Appends to events.jsonl and metrics.jsonl."""
+        """The writer of events.jsonl and metrics.jsonl."""
         return Journal(self.folder)
 
     @cached_property
     def mirror(self) -> Mirror:
-        """Copies files to the address."""
+        """The copies of its files at the address."""
         return Mirror(self.where, self.folder)
 
     def push(self) -> None:
-        """Copy what has changed to the address."""
+        """Copy the files that have changed to the address."""
         self.mirror.push()
 
     @contextmanager
     def at_hand(self) -> Iterator["RunDir"]:
-        """The same with the files from its address in a folder of their own, to read. Raises OSError."""
+        """Yield the run with its files in a local directory, copied from its address. Raises OSError."""
         if self.is_here:
             yield self
             return
@@ -104,23 +109,23 @@ class RunDir:
             yield copied
 
     def files(self) -> RunFiles:
-        """A new reader, which collects what is wrong with the files that it reads."""
+        """Return a new reader, which collects the problems of the files that it reads."""
         return RunFiles(self.folder)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The lines of events.jsonl, after those of the older file where there is one."""
+        """Yield the lines of events.jsonl, after those of the older file if there is one."""
         return read_events(self.folder)
 
     def summary(self) -> dict[str, Any]:
-        """How the run ended; empty where nobody has said it."""
+        """Return the content of summary.json; empty if there is none."""
         return self.files().read(layout.SUMMARY)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Raises OSError."""
+        """Replace summary.json. Raises OSError."""
         write_json_atomic(self.folder / layout.SUMMARY, summary)
 
     def forget_summary(self) -> None:
-        """That of an earlier end counts no more. Raises OSError."""
+        """Remove the summary of an earlier end. Raises OSError."""
         (self.folder / layout.SUMMARY).unlink(missing_ok=True)
 
     def rank_log(self, rank: int) -> Path:
@@ -130,9 +135,9 @@ class RunDir:
         return self.logs / layout.node_log(node)
 
     def make_private(self) -> None:
-        """Make it with mode 700 where it is missing; what cannot be is said by who writes there.
+        """Create the directory with mode 700 if it is missing. Errors are left to the code that writes there.
 
-        Its files need no modes of their own, because no other user gets there.
+        Its files need no modes of their own, because no other user can enter the directory.
         """
         if self.is_here:
             with suppress(OSError):
@@ -141,19 +146,23 @@ class RunDir:
 
     @contextmanager
     def made(self, is_first: bool = True) -> Iterator[None]:
-        """`make_private`; the first node takes folders away that it has made and nothing has come into."""
+        """Call `make_private`; at the end, the first node removes empty directories that it created."""
         made = [each for each in (self.folder, *self.folder.parents) if is_first and not exists(each)]
         self.make_private()
         try:
             yield
         finally:
-            with suppress(OSError):  # not empty, or gone with the claim on it
+            with suppress(OSError):  # not empty, or removed together with the lease on it
                 for each in made:
                     if exists(each):
                         each.rmdir()
 
     def make_folder(self) -> None:
-        """Make `folder`; one in the temporary directory is this user's alone. Raises OSError."""
+        """Create `folder`. Raises OSError.
+
+        A directory below the temporary directory must belong to this user, so that no other user can plant
+        files there.
+        """
         top = _temporary()
         if self.folder.is_relative_to(top):
             top.mkdir(mode=0o700, exist_ok=True)
@@ -162,7 +171,7 @@ class RunDir:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def make_logs(self) -> bool:
-        """Make `logs` for nodes that write there, all on this host; whether it is new. Raises ConfigError."""
+        """Create the log directory for simulated nodes; return whether it is new. Raises ConfigError."""
         is_new = not exists(self.logs)
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -171,18 +180,21 @@ class RunDir:
         return is_new
 
     def forget_mistake(self) -> None:
-        """Nodes found a mistake, each in its log, and said it on the terminal: no run, no logs of one."""
+        """Remove the logs of a launch that found only a configuration error, which the terminal has shown.
+
+        Without config.json there was no run.
+        """
         if not exists(self.folder / layout.CONFIG):
             shutil.rmtree(self.logs, ignore_errors=True)
 
     @contextmanager
     def lease(self, placement: Placement, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Claim]:
-        """It is this launch's alone meanwhile. Raises ConfigError where it is another's."""
+        """Hold the lease in this block. Raises ConfigError if another launch holds it."""
         with closing(claim(self.where, restarted_as(placement), should_stop)) as mine:
             yield mine
 
     def crash_loop(self, is_ours: Callable[[], bool] = lambda: True) -> CrashLoop:
-        """Counts this start; `is_ours` is asked before a write."""
+        """Return the counter of starts; `is_ours` is checked before each write."""
         return CrashLoop(self.where, self.folder, self.checkpoints, is_ours)
 
 
@@ -192,5 +204,5 @@ def unwritable(where: PurePath, error: OSError) -> ConfigError:
 
 
 def _temporary(where: PurePath | None = None) -> Path:
-    """This user's folder for runs at addresses, or the one for the run at `where` in it."""
+    """Return this user's directory for runs at addresses, or that of the run at `where` in it."""
     return Path(tempfile.gettempdir(), f"tandem-runs-{os.getuid()}", *(where.parts[1:] if where else ()))

@@ -1,8 +1,9 @@
-"""The files of a run whose directory is at an address: written to a local folder, and copied there.
+"""Remote copies of the files of a run whose run directory is an address.
 
-Logs, TensorBoard, profiles and reports stay in the folder. `layout.COPIED` are written there as in any run;
-copies of them go to the store before every checkpoint and at the end, so the journal there always reaches
-as far as the newest checkpoint, and they come back when the run goes on with an empty disk.
+Logs, TensorBoard files, profiles and reports stay in the local directory. The files in `layout.COPIED` are
+written there as in any run. They are copied to the store before every checkpoint and at the end, so the
+journal there always covers the newest checkpoint. When the run resumes with an empty disk, they are copied
+back.
 """
 
 import logging
@@ -18,7 +19,7 @@ log = logging.getLogger("tandem.run")
 
 
 class Mirror:
-    """The copies at `where` of the files in `folder`; nothing to do for a run in a folder."""
+    """Copies at `where` of the files in `folder`; does nothing for a run in a local directory."""
 
     def __init__(self, where: PurePath, folder: Path) -> None:
         self._where, self._folder = where, folder
@@ -28,7 +29,10 @@ class Mirror:
         return remote_at(self._where) if isinstance(self._where, RemotePath) else None
 
     def fetch(self) -> None:
-        """Bring what is on the store to the folder, unless that has the same and more. Raises OSError."""
+        """Copy the files from the store to the folder, unless it already has the same content or more.
+
+        Raises OSError.
+        """
         if (store := self._store()) is None:
             return
         folder, has_more_events = self._folder, self._has_more_events(store)
@@ -37,19 +41,23 @@ class Mirror:
                 continue
             content, path = store.read(self._where / name), folder / name
             if name == layout.TRACKER and exists(path):
-                continue  # it is written oftener than copied
+                continue  # it is written more often than it is copied, so the local one is newer
             if content is None:
                 path.unlink(missing_ok=True)
+            # A local file that begins with the copy has the same history and more lines.
             elif not exists(path) or not path.read_bytes().startswith(content):
                 path.write_bytes(content)
 
     def _has_more_events(self, store: Remote) -> bool:
-        """Whether events.jsonl here has been put aside since it was copied: the older one has the copy."""
+        """Return True if the local events.jsonl was rotated since its copy, which the older file contains."""
         content, path = store.read(self._where / layout.EVENTS), self._folder / (layout.EVENTS + layout.OLDER)
         return bool(content) and exists(path) and path.read_bytes().startswith(content or b"")
 
     def begin(self, config: bytes, keeps_summary: bool = False) -> None:
-        """A run begins here: its journal comes back, its summary is no longer true. Raises OSError."""
+        """Prepare the store at the start of a run: get the journal back, delete the outdated summary.
+
+        Raises OSError.
+        """
         if (store := self._store()) is not None:
             store.write(self._where / layout.CONFIG, config)
             if not keeps_summary:
@@ -57,7 +65,7 @@ class Mirror:
             self.fetch()
 
     def push(self) -> None:
-        """Put what has changed since; a store that fails is a warning, the next push tries again."""
+        """Copy files that have changed. If the store fails, log a warning; the next push tries again."""
         if (store := self._store()) is None:
             return
         for name in layout.COPIED:
