@@ -51,7 +51,7 @@ def expected(pattern: str, path: Sequence[str | int]) -> str:
 
 
 def of_types(alternatives: Sequence[Any]) -> str:
-    """Describe a schema's alternatives where each is only a type; '' for others."""
+    """Describe a schema's alternatives if each is only a type; otherwise return ''."""
     if not all(isinstance(each, dict) and set(each) <= {"type", "format"} for each in alternatives):
         return ""
     names = [each.get("type", []) for each in alternatives]
@@ -60,13 +60,13 @@ def of_types(alternatives: Sequence[Any]) -> str:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Go allows (?i) anywhere, and Python only at the start."""
+    """Return True if the text matches; Go allows (?i) anywhere, Python only at the start."""
     flags = re.IGNORECASE if "(?i)" in pattern else 0
     return re.search(pattern.replace("(?i)", ""), text, flags) is not None
 
 
 def core_values(document: Document) -> Iterator[str]:
-    """Names and quantities of one of Kubernetes' own kinds that the API server would refuse."""
+    """Yield a message for each name and quantity of a built-in kind that the API server would refuse."""
     name = (document.get("metadata") or {}).get("name")
     is_label = document.get("kind") == "Service"
     pattern, most = (LABEL, LABEL_CHARACTERS) if is_label else (SUBDOMAIN, SUBDOMAIN_CHARACTERS)
@@ -79,7 +79,7 @@ def core_values(document: Document) -> Iterator[str]:
 
 
 def wrong(value: object) -> str:
-    """How a message about a value begins."""
+    """Return the beginning of a message about an invalid value."""
     text = repr(value)
     return f"invalid value {text if len(text) < 100 else text[:97] + '...'}"
 

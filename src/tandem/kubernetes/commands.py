@@ -31,7 +31,7 @@ MOST_NODES = 10_000
 
 @dataclass(frozen=True)
 class Asked:
-    """What was typed: the kind of job and its components, and where."""
+    """The command that was typed: verb, kind of job, components, and where."""
 
     verb: str
     kind: str = ""

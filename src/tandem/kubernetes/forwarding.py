@@ -1,4 +1,4 @@
-"""`tandem k8s forward`: the live page and the metrics of node 0 on this machine, until Ctrl-C."""
+"""`tandem k8s forward`: node 0's live page and metrics on this machine, until Ctrl-C."""
 
 import subprocess
 import sys

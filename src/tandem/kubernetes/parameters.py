@@ -27,13 +27,13 @@ _LINE = re.compile(
     r"""(?P<value>"[^"]*"|'[^']*'|\{[^}]*\}|[^\s#]\S*)?(?:\s+\#.*|\s*)""",
     re.DOTALL,
 )
-"""A line with at most one scalar (or flow mapping) and a comment; all that has to be read of YAML here."""
+"""A line with at most one scalar (or flow mapping) and a comment; no more of YAML is read here."""
 
 
 def marked(path: Sequence[str], value: str) -> str:
-    """The scalar `value` at `path` with marks for the job's name and node counts.
+    """Return the scalar `value` at `path` with marks for the job's name and node counts.
 
-    A path consists of keys; an entry of a list is its `name`, or "*" where it has none.
+    A path consists of keys; an entry of a list is its `name`, or "*" if it has none.
     """
     key = path[-1]
     if key in COUNTS or (key == "value" and path[-2] in COUNT_VARIABLES):
@@ -51,7 +51,7 @@ def marked(path: Sequence[str], value: str) -> str:
 
 
 def substituted(text: str, name: str, nodes: int | None = None, *, has_master: bool = True) -> str:
-    """The manifest with another name and, unless None, another number of nodes.
+    """Return the manifest with another name and, unless None, another number of nodes.
 
     `text` is what kustomize prints, or one of this project's own files, whose comments stay.
     """

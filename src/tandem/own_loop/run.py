@@ -1,8 +1,8 @@
-"""`tandem.start()` and the run that it gives: what a training loop of one's own is written with."""
+"""The public API of custom loops: `tandem.start()` and the run that it returns."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -221,7 +221,7 @@ class Run:
         parts = self._engine.parts
         self._engine.backward.run(loss, parts.weight, parts.is_last)
 
-    def log(self, **numbers: Tensor | float) -> None:
+    def log(self, **numbers: SupportsFloat) -> None:
         """Report numbers to the log, metrics.jsonl and the page, as means over steps and ranks.
 
         This does not wait for the device or other ranks until the next log line is due. The `loss` passed to
@@ -245,7 +245,10 @@ class Run:
 
 
 def _tells(engine: Engine) -> Callable[..., None]:
-    """A hook that tells the clock; a function, so that a copy of the model does not copy the engine."""
+    """Return a hook that notifies the clock.
+
+    It is a function, so that a copy of the model does not copy the engine.
+    """
 
     def forward_begins(*_: Any) -> None:
         if engine.is_in_step and torch.is_grad_enabled():

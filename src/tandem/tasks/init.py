@@ -1,4 +1,4 @@
-"""`tandem init DIR`: the files of a project around a task of one's own. Standard library only."""
+"""`tandem init DIR`: create a project for a new task. Uses only the standard library."""
 
 import os
 import re
@@ -20,15 +20,15 @@ FILES = {
     "k8s/kustomization.yaml": "kustomization.yaml",
     "k8s/job.yaml": "",
 }
-"""{what is written: its template in `project/`}; the job is the manifest of its kind under another name."""
+"""{file to write: its template in `project/`}; JOB has none, as it is the manifest of its kind, renamed."""
 JOB = "k8s/job.yaml"
 SLURM = "train.sbatch"
-"""The batch script that `--slurm` adds: tandem's own, whatever the task."""
+"""The batch script that `--slurm` adds: tandem's own, which works for any task."""
 COMPOSE = ("Dockerfile", "compose.override.yaml")
 KUBERNETES = ("Dockerfile", "k8s/kustomization.yaml", JOB)
 BASIC = tuple(name for name in FILES if name not in (*COMPOSE, *KUBERNETES))
 NO_CHECKOUT = "PATH-OF-TANDEM"
-"""Stands for the folder of a checkout, whose Compose file the project builds on, where there is none."""
+"""Placeholder for the path of a checkout, which has the Compose file of a project, if there is none."""
 CHILD = "/spec/replicatedJobs/0/template/spec/template/spec"
 PODS = {
     "pytorchjob": (
@@ -39,11 +39,11 @@ PODS = {
     "jobset": ("JobSet", [CHILD]),
     "job": ("Job", ["/spec/template/spec"]),
 }
-"""{choice of --kubernetes: (the kind that has the pods, where)}."""
+"""{choice of --kubernetes: (the kind with the pod templates, their paths)}."""
 JOBS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "jobset": "JobSet", "job": "Job"}
-"""{choice of --kubernetes: the kind that is started}."""
+"""{choice of --kubernetes: the kind of the job's manifest}."""
 JOB_HEADER = """\
-# The {document} of {name} and its other objects, as tandem {version} has them; docs/kubernetes.md of tandem
+# The {document} of {name} and its other objects, from tandem {version}. tandem's docs/kubernetes.md
 # describes each field. kustomization.yaml adds the image and the task.
 # To write this file again with another number of nodes or with components (gpu, kueue, monitoring...):
 #
@@ -62,8 +62,9 @@ def chosen(compose: bool = False, slurm: bool = False) -> tuple[str, ...]:
 
 
 def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob") -> str:
-    """Write the project, and say what comes next. Raises ConfigError for files that are there already."""
-    there = [name for name in names if os.path.lexists(folder / name)]  # also a link that leads nowhere
+    """Write the project; return the next steps. Raises ConfigError for files that already exist."""
+    # Lexists also finds a broken symbolic link.
+    there = [name for name in names if os.path.lexists(folder / name)]
     if there:
         raise ConfigError(
             f"{folder} has {', '.join(there)} already; choose another directory: tandem init DIR"
@@ -111,14 +112,17 @@ def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorch
 
 
 def _folders(names: Sequence[str]) -> list[str]:
-    """Those below the project's own that files go into."""
+    """Return the subdirectories of the project that contain files."""
     return [parent for name in names if (parent := os.path.dirname(name))]
 
 
 def texts(
     folder: Path, source: Path | None, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob"
 ) -> dict[str, str]:
-    """{file: its text} of a project in `folder`; its Compose file builds on the checkout `source`."""
+    """Return {file: its text} for a project in `folder` with a job of `kind`.
+
+    Its Compose file builds on the checkout `source`, or on a placeholder without one.
+    """
     document, pods = PODS[kind]
     values = {
         "@NAME@": name_of(folder),
@@ -141,7 +145,7 @@ def texts(
 
 
 def _job(kind: str, name: str) -> str:
-    """The manifest of a kind under another name, with a header for the project."""
+    """Return the manifest of a kind under another name, with a header for the project."""
     file = ALIASES.get(kind, kind)
     text = (manifests() / FOLDERS[file] / f"{file}.yaml").read_text()
     body = re.sub(r"\A(#.*\n)+", "", text)
@@ -150,12 +154,12 @@ def _job(kind: str, name: str) -> str:
 
 
 def job_name(folder: Path) -> str:
-    """The folder's name as that of a job, which begins with a letter and has at most 50 characters."""
+    """Return the directory's name in a form valid for jobs: a letter first, at most 50 characters."""
     name = name_of(folder)
     return (name if name[0].isalpha() else f"run-{name}")[:50].rstrip("-")
 
 
 def name_of(folder: Path) -> str:
-    """The folder's name as an image and a run may be called: lower case, digits and dashes."""
+    """Return the directory's name in a form valid for images and runs: lower case, digits and dashes."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     return name or "project"

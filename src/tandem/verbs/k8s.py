@@ -1,6 +1,6 @@
-"""The verb for Kubernetes: render the manifests, and apply, follow, inspect and delete a job.
+"""The verb `k8s`: render the manifests, and apply, follow, inspect and delete a job.
 
-As in `cli`, which puts the verbs together, this imports what it needs when it is called.
+Like `cli`, which collects the verbs, this module imports what it needs when a verb is called.
 """
 
 from collections.abc import Mapping
