@@ -96,7 +96,7 @@ $(STAMP): requirements.lock pyproject.toml $(if $(filter-out file undefined defa
 	@$(call installed,requirements.lock)
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@# uv compiles nothing: what a run imports is compiled here, once, also for those who keep Python from it
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import tandem.launch.agent, tandem.launch.warm, tandem.training.run'
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import tandem.launch.agent, tandem.launch.warm, tandem.rank.task'
 	@touch $@
 
 $(TOOLS): requirements-dev.lock $(STAMP)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from tandem.training.loop import Timetable
 from tandem.training.precision import precision_of
 from tandem.training.resume import NONE, Beginning, Redistribute, begin, check_data
 from tandem.training.saving import Learning, Saver, snapshot_every
-from tandem.training.summary import Facts, forget_summary, open_displays, write_summary
+from tandem.training.summary import Facts, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
 
@@ -42,7 +43,8 @@ class RankSession:
     """The parts of a rank that tasks and custom loops share, from its log to its exit code.
 
     The methods are in the order in which a rank calls them, and each sets the fields that the later ones use.
-    `given`: the settings as they were given; in `settings`, `--precision auto` is resolved.
+    `with session:` calls `join` and, unless an error leaves the block, `close`. `given`: the settings as they
+    were given; in `settings`, `--precision auto` is resolved.
     """
 
     world: ProcessGroup
@@ -52,11 +54,11 @@ class RankSession:
     timetable: Timetable
     saver: Saver
 
-    def __init__(self, settings: Settings, position: Position, send: Send | None = None) -> None:
-        """Without `send`, messages for the metrics go to `position.sample_socket`."""
+    def __init__(self, settings: Settings, position: Position) -> None:
         self.given = self.settings = settings
         self.position = position
-        self.send = send or sender(position.sample_socket)
+        self.send: Send = sender(None)
+        """Sends messages to the agent, or to the page's host in this process, from `join` on."""
         self.clock = Clock()
         self.beginning = Beginning(0, None)
         self.code = FINISHED
@@ -89,6 +91,7 @@ class RankSession:
         Raises ConfigError if ranks differ in a common setting, and for a device that is missing.
         """
         given, position, clock = self.given, self.position, self.clock
+        self.send = sender(position.sample_socket)
         if position.store is not None:  # without an agent, the page's host in this process counts them
             count_log_messages(self.send)
         for handler in logging.getLogger("tandem").handlers:
@@ -205,8 +208,6 @@ class RankSession:
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""
-        if self.world.is_first:
-            forget_summary(self.run)
         save_steps = self.timetable.steps_between("save")
         open_displays(self.facts, self.settings.telemetry, save_steps, self.recorder, model)
 
@@ -233,3 +234,13 @@ class RankSession:
     def close(self) -> None:
         """Leave the process group after success; after a failure, that could wait for ranks that are gone."""
         self.world.close()
+
+    def __enter__(self) -> "RankSession":
+        self.join()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
