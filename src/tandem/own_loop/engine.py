@@ -18,7 +18,7 @@ from tandem.data.shares import equal_shares
 from tandem.data.source import Reader, TrainingData
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
-from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
+from tandem.errors import FINISHED, STOPPED, TandemError
 from tandem.launch.run_dir import decide
 from tandem.launch.script import ScriptRank
 from tandem.own_loop.backward import Backward
@@ -75,15 +75,7 @@ class Engine:
     def begin(self, state: KeptState, redistribute: Redistribute | None = None) -> None:
         """Load the newest state, as --resume says. An error on rank 0 is raised on all ranks."""
         with self.clock.phase("resume"):
-            decision, problem = None, ""
-            if self.world.is_first:
-                try:
-                    decision = self._decision()
-                except ConfigError as error:
-                    problem = str(error)
-            problem = str(self.world.broadcast_json(problem))
-            if problem:
-                raise ConfigError(problem)
+            decision = self.world.on_first(self._decision)
             beginning = self.session.resume(decision, own=state.per_rank, redistribute=redistribute)
             if beginning.state is not None:
                 state.load(beginning.state, beginning.own)

@@ -2,25 +2,24 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tandem import __version__
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
-from tandem.data.fingerprint import data_facts
 from tandem.data.sampler import GlobalOrder
 from tandem.distributed.devices import allow_tf32, choose_devices, compute_deterministically, set_threads
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.numa import bind_to_node
 from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
-from tandem.log import log_warnings, redirect_output, reporting, setup
+from tandem.log import log_warnings, redirect_output, setup
 from tandem.run.directory import RunDir
 from tandem.silence import still
 from tandem.telemetry.channel import sender
@@ -40,9 +39,10 @@ log = logging.getLogger("tandem.run")
 
 
 class RankSession:
-    """The parts of a rank that tasks and custom loops share, from its log to its exit code.
+    """The parts of a rank that tasks, custom loops and evaluation share, from its log to its exit code.
 
     The methods are in the order in which a rank calls them, and each sets the fields that the later ones use.
+    An evaluation calls only `open_group` and `close`, because it has no run directory.
     `with session:` calls `join` and, unless an error leaves the block, `close`. `given`: the settings as they
     were given; in `settings`, `--precision auto` is resolved.
     """
@@ -98,19 +98,28 @@ class RankSession:
             handler.addFilter(clock.stamp)
         Heartbeats(position.rank, clock, self.send, given.reliability, self.run.logs)
         with clock.phase("rendezvous"), still("waiting for the other ranks"):
-            self._open_group()
+            self.open_group(trains=True)
             self.world.check_same_settings({**given.common_fields(), "the version of tandem": __version__})
             if self.world.device.type == "cuda":
                 position.note_gpu()
         clock.measure(self.world.device)
         self._use(given)
 
-    def _open_group(self) -> None:
+    def open_group(self, trains: bool = False) -> None:
+        """Open the process group on this rank's devices, which is all that an evaluation needs."""
         compute, position = self.given.compute, self.position
         self.threads = set_threads(compute.threads, position)
+        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
+        if trains:
+            self._get_ready(devices)
+        limit = self.given.reliability.phase_timeout
+        self.world = ProcessGroup.open(position, devices[0], limit, devices, position.patience)
+
+    def _get_ready(self, devices: Sequence[torch.device]) -> None:
+        """Set what a process computes with in training, and say whom it waits for."""
+        compute, position = self.given.compute, self.position
         if compute.deterministic:
             compute_deterministically()
-        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
         if compute.numa_binding == "node":
             bind_to_node(devices)
         if compute.tf32 and devices[0].type == "cuda":
@@ -120,8 +129,6 @@ class RankSession:
             where = ":".join(map(str, position.master))
             others = position.world_size - 1
             log.info("waiting for the other %d of %d ranks at %s", others, position.world_size, where)
-        limit = self.given.reliability.phase_timeout
-        self.world = ProcessGroup.open(position, devices[0], limit, devices, position.patience)
 
     def change(self, settings: Settings) -> None:
         """Continue with settings that a script has changed. Raises ConfigError if ranks differ in them."""
@@ -147,7 +154,7 @@ class RankSession:
             self.world,
             self.run.checkpoints,
             self.settings.checkpoint,
-            replace(self.position, resume=decision or self.position.resume),
+            decision or self.position.resume,
             self.recorder,
             self.settings.data.download,
             homes,
@@ -158,8 +165,8 @@ class RankSession:
 
     def check_data(self, dataset: Any) -> None:
         """Compare the training set with the checkpoint's. Raises ConfigError as `resume.check_data`."""
-        self._data = data_facts(dataset) if self.world.is_first else {}
-        check_data(self.world, self.beginning, self._data, self.settings.checkpoint.on_data_change)
+        on_change = self.settings.checkpoint.on_data_change
+        self._data = check_data(self.world, self.beginning, dataset, on_change)
 
     def plan(
         self,
@@ -225,11 +232,7 @@ class RankSession:
         if self.world.is_first:
             ended_early = finished and saver.is_end
             write_summary(self.facts, self.recorder, last, saver.last_step, self.code, ended_early, used)
-        self.close_displays()
-
-    def close_displays(self) -> None:
-        with reporting("close the displays"):
-            self.recorder.close()
+        self.recorder.close()
 
     def close(self) -> None:
         """Leave the process group after success; after a failure, that could wait for ranks that are gone."""
@@ -239,8 +242,6 @@ class RankSession:
         self.join()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()

@@ -112,13 +112,23 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
         learner = Learner(*slices, world, clock, session.recorder, chosen)
     with clock.phase("resume"), still("deciding where to resume"):
         if session.resume(homes=learner.model.state_dict()).step == COMPLETE:
-            session.close_displays()
+            session.recorder.close()
             return
         session.check_data(learner.datasets.train)
         learner.begin(session.beginning)
         learner.check_state()
     _plan(session, learner)
-    evaluation = _evaluation(session, learner)
+    evaluation = Evaluation(
+        world,
+        learner.strategy,
+        learner.task,
+        learner.model,
+        learner.datasets.evaluation,
+        evaluation_batch_size(settings.evaluation, settings.data, world),
+        settings.compute.precision,
+        learner.workers,
+        learner.exchanges,
+    )
     timetable, saver = session.timetable, session.saver
     # A restart of the same launch has tested it before.
     if session.position.restart == 0 and timetable.cadences["eval"].unit != "never":
@@ -150,21 +160,6 @@ def _plan(session: RankSession, learner: Learner) -> None:
     session.plan(learner, learner.strategy, learner.order, learner.planned, eval_every, learner.shares)
     if is_first and not session.timetable.saves_every_evaluation():
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
-
-
-def _evaluation(session: RankSession, learner: Learner) -> Evaluation:
-    settings, world = session.settings, session.world
-    return Evaluation(
-        world,
-        learner.strategy,
-        learner.task,
-        learner.model,
-        learner.datasets.evaluation,
-        evaluation_batch_size(settings.evaluation, settings.data, world),
-        settings.compute.precision,
-        learner.workers,
-        learner.exchanges,
-    )
 
 
 def _training(session: RankSession, learner: Learner, evaluation: Evaluation, stop: StopFlag) -> Training:

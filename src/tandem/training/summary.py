@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,8 +118,8 @@ def write_summary(
     weights: Mapping[str, Any],
     saved_step: int | None,
     code: int,
-    ended_early: bool = False,
-    used: Mapping[str, object] = MappingProxyType({}),
+    ended_early: bool,
+    used: Mapping[str, object],
 ) -> None:
     """Write RUN_DIR/summary.json, and log the same as a line with a table.
 
