@@ -4,7 +4,7 @@ Copies, pinned memory, events, streams and whatever waits for the device are cou
 src/tandem that asked for it. What it cannot play: that work on a stream is late, that memory runs out, and
 the numbers of a kernel of CUDA's own.
 
-`play()` begins it in this process. `run_rank` is training/run.py's rank function on a played GPU: a test
+`play()` begins it in this process. `run_rank` is rank/task.py's rank function on a played GPU: a test
 starts `python -m played_gpu launch ...` (see `command`), which is tandem with that rank function. Each rank
 writes what was counted to PLAYED_GPU_NOTES/rank-N.json.
 """
@@ -251,13 +251,13 @@ def _of_this_process() -> tuple[Played, Notes]:
     return mode, notes
 
 
-def run_rank(job: Any, position: Any, send: Any = None, **more: Any) -> int:
-    """training/run.py's, on a played GPU."""
-    import tandem.training.run as real
+def run_rank(job: Any, position: Any, **more: Any) -> int:
+    """rank/task.py's, on a played GPU."""
+    import tandem.rank.task as real
 
     mode, notes = _of_this_process()
     with mode:
-        code = real.run_rank(job, position, send, **more)
+        code = real.run_rank(job, position, **more)
     folder = os.environ.get("PLAYED_GPU_NOTES")
     if folder:
         path = Path(folder) / f"rank-{position.rank}.json"
@@ -267,7 +267,7 @@ def run_rank(job: Any, position: Any, send: Any = None, **more: Any) -> int:
 
 
 def warm_up(job: Any, position: Any = None) -> None:
-    import tandem.training.run as real
+    import tandem.rank.task as real
 
     with _of_this_process()[0]:
         real.warm_up(job, position)

@@ -12,12 +12,12 @@ import torch
 
 from patience import patient
 from played_gpu import play
-from tandem.config.slices import ComputeConfig, ReliabilityConfig
+from tandem.config import Settings
 from tandem.distributed.connecting import announce, complaint
 from tandem.distributed.meeting import check_same_kind, open_store
 from tandem.distributed.position import Position
 from tandem.log import setup
-from tandem.training.opening import open_world
+from tandem.rank.session import RankSession
 
 pytestmark = pytest.mark.multi
 LIMIT_SECONDS = 120
@@ -50,11 +50,11 @@ def opens(rank: int, port: int, kind: str, seconds: float, log: Path, is_stuck: 
         play()[0].__enter__()
     if is_stuck:
         torch.distributed.init_process_group = reaches_nobody
-    compute, limits = ComputeConfig(device=kind), ReliabilityConfig()
-    position = replace(position_of(rank, port), patience=seconds)
-    _, group, _ = open_world(compute, limits, {}, position, lambda message: None, log.parent)
+    settings = Settings().replace(device=kind, run_dir=log.parent)
+    session = RankSession(settings, replace(position_of(rank, port), patience=seconds))
+    session.join()
     time.sleep(seconds + 1)  # the limit is that of the start alone
-    group.sum([1.0])
+    session.world.sum([1.0])
     os._exit(0)
 
 

@@ -21,7 +21,7 @@ import torch._dynamo  # as optimizers do: what a run imports is imported once fo
 from tandem import cli
 from tandem.config import resolve
 from tandem.launch import lone_rank
-from tandem.training import run
+from tandem.rank import task
 
 tasks, folder, words = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 resolve({}, {})

@@ -24,5 +24,5 @@ def test_no_part_is_given_more_than_it_needs(
     assert code == 0, output
     *found, counts = output.rstrip().splitlines()
     stays, returns = (int(word.split()[0]) for word in counts.split(", "))
-    assert any("training/run.py: _run" in line or "training/loop.py: train" in line for line in found), output
+    assert any("rank/task.py: _run" in line or "training/loop.py: train" in line for line in found), output
     assert stays <= most_stays and returns <= most_returns, output

@@ -27,8 +27,8 @@ import tandem
 import tandem.cli
 import tandem.launch.lone_rank
 import tandem.own_loop.run
+import tandem.rank.task
 import tandem.report.server
-import tandem.training.run
 from tandem.checkpoint.state import deserialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError,
 from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
 
+T = TypeVar("T")
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 MOST_CHARACTERS = 2000
@@ -200,6 +201,18 @@ class ProcessGroup:
     def broadcast_json(self, value: object) -> Any:
         """Broadcast rank 0's JSON value to every rank."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_first else None))
+
+    def on_first(self, action: Callable[[], T]) -> T | None:
+        """Return the result of `action` on rank 0, None elsewhere. Its ConfigError is raised on all ranks."""
+        result, problem = None, ""
+        if self.is_first:
+            try:
+                result = action()
+            except ConfigError as error:
+                problem = str(error)
+        if problem := str(self.broadcast_json(problem)):
+            raise ConfigError(problem)
+        return result
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (running statistics), including those made by a forward pass."""

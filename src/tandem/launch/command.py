@@ -37,7 +37,7 @@ Flags = Mapping[str, Given]
 Environment = Mapping[str, str]
 
 # A name, not an import: importing it imports torch, which reads variables that the agent sets first.
-RANK_FUNCTION = "tandem.training.run:run_rank"
+RANK_FUNCTION = "tandem.rank.task:run_rank"
 
 
 def launch(flags: Flags, environ: Environment, program: Program | None = None) -> int:

@@ -72,7 +72,7 @@ def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str],
 
 def _as_rank(settings: Settings, position: Position, store: CheckpointStore, step: int, as_json: bool) -> int:
     from tandem.distributed.peers import is_peer_loss
-    from tandem.training.scores import score
+    from tandem.rank.scores import score
 
     try:
         scores = score(settings, position, f"{store.directory}@{step}")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tandem.log import reporting
 from tandem.telemetry import metrics
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.families import Sample
@@ -282,12 +283,13 @@ class Recorder:
 
     def close(self) -> None:
         """Send what is left and close the displays."""
-        self._judge_ranks(self._stragglers.arrived(wait=True))
-        self.samples(*self._news_of_steps())
-        if self._progress is not None:
-            self._progress.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        with reporting("close the displays"):
+            self._judge_ranks(self._stragglers.arrived(wait=True))
+            self.samples(*self._news_of_steps())
+            if self._progress is not None:
+                self._progress.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
 
     def _news_of_steps(self) -> list[Sample]:
         """Return rank 0's position, and its steps and tokens since the last call; empty on other ranks."""

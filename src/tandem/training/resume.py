@@ -20,7 +20,7 @@ from tandem.checkpoint.snapshot import OF, PER_RANK, newest_snapshot, read_slot,
 from tandem.checkpoint.state import deserialize, deserialize_file, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
-from tandem.data.fingerprint import changed
+from tandem.data.fingerprint import changed, data_facts
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.whole_state import broadcast_state
@@ -72,7 +72,7 @@ def begin(
     world: ProcessGroup,
     store: CheckpointStore,
     config: CheckpointConfig,
-    position: Position,
+    decision: ResumeDecision,
     recorder: Recorder,
     download: bool,
     homes: Mapping[str, Tensor] = NONE,
@@ -85,7 +85,7 @@ def begin(
     names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
     Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
     """
-    found, decision = _Found(0), position.resume
+    found, position = _Found(0), world.position
     slots = _own_slots(position) if own else {}
     # A snapshot counts only if every rank still has its own values of that step.
     common = set.intersection(*map(set, world.gather_json(list(slots)))) if own else None
@@ -176,16 +176,8 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _weights(world: ProcessGroup, place: PurePath, strict: bool, download: bool) -> Initial:
-    """Read the weights on rank 0 and broadcast them. An error on rank 0 is raised on all ranks."""
-    raw, problem = None, ""
-    if world.is_first:
-        try:
-            raw = read_weights(place, download)
-        except ConfigError as error:
-            problem = str(error)
-    problem = str(world.broadcast_json(problem))
-    if problem:
-        raise ConfigError(problem)
+    """Read the weights on rank 0 and broadcast them."""
+    raw = world.on_first(lambda: read_weights(place, download))
     return Initial(deserialize(world.broadcast_bytes(raw)), place, strict)
 
 
@@ -285,14 +277,15 @@ def _count_fallback(recorder: Recorder, step: int, problem: str) -> None:
     recorder.samples(metrics.CHECKPOINT_FALLBACKS.inc(), metrics.CHECKPOINT_LOAD_FAILURES.inc())
 
 
-def check_data(world: ProcessGroup, beginning: Beginning, now: Mapping[str, Any], on_change: str) -> None:
-    """Compare rank 0's training set with the checkpoint's. All ranks call this.
+def check_data(world: ProcessGroup, beginning: Beginning, dataset: Any, on_change: str) -> Mapping[str, Any]:
+    """Compare rank 0's training set with the checkpoint's; return its `data_facts`. All ranks call this.
 
     Raises ConfigError on all ranks if it differs, unless `on_change` is "continue".
     """
+    now = data_facts(dataset) if world.is_first else {}
     problem = str(world.broadcast_json(changed(beginning.data, now) if beginning.step > 0 else ""))
     if not problem:
-        return
+        return now
     meaning = "so the checkpoint's position refers to different samples"
     if on_change != "continue":
         raise ConfigError(
@@ -301,6 +294,7 @@ def check_data(world: ProcessGroup, beginning: Beginning, now: Mapping[str, Any]
         )
     if world.is_first:
         log.warning("resuming at step %s although %s, %s", f"{beginning.step:,}", problem, meaning)
+    return now
 
 
 def load_state(

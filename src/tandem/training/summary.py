@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -113,20 +112,14 @@ def manifest_info(
     }
 
 
-def forget_summary(run: RunDir) -> None:
-    """Remove the summary of an earlier end before training starts."""
-    with reporting("remove the old summary.json"):
-        run.forget_summary()
-
-
 def write_summary(
     facts: Facts,
     recorder: Recorder,
     weights: Mapping[str, Any],
     saved_step: int | None,
     code: int,
-    ended_early: bool = False,
-    used: Mapping[str, object] = MappingProxyType({}),
+    ended_early: bool,
+    used: Mapping[str, object],
 ) -> None:
     """Write RUN_DIR/summary.json, and log the same as a line with a table.
 
@@ -201,11 +194,16 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
 def open_displays(
     facts: Facts, display: TelemetryConfig, save_steps: int | None, recorder: Recorder, model: nn.Module
 ) -> None:
-    """Open the journal, TensorBoard and the progress display on rank 0, and log the derived numbers once."""
+    """Open the journal, TensorBoard and the progress display on rank 0, and log the derived numbers once.
+
+    Removes the summary of an earlier end.
+    """
     step, epoch_steps, planned = facts.first_step, facts.order.steps_per_epoch, facts.planned
     if not facts.world.is_first:
         recorder.begin_run(step, epoch_steps, planned, None, None, None)
         return
+    with reporting("remove the old summary.json"):
+        facts.directory.forget_summary()
     journal = facts.directory.journal
     journal.rewind(step)  # even to 0: the run may have been killed before its first checkpoint
     if step:

@@ -1,0 +1,247 @@
+"""What every rank does between opening its log and returning its exit code, whatever it trains."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem import __version__
+from tandem.checkpoint.decision import ResumeDecision
+from tandem.config import Settings
+from tandem.data.sampler import GlobalOrder
+from tandem.distributed.devices import allow_tf32, choose_devices, compute_deterministically, set_threads
+from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.numa import bind_to_node
+from tandem.distributed.strategy import Strategy
+from tandem.errors import FINISHED
+from tandem.log import log_warnings, redirect_output, setup
+from tandem.run.directory import RunDir
+from tandem.silence import still
+from tandem.telemetry.channel import sender
+from tandem.telemetry.clock import Clock
+from tandem.telemetry.heartbeat import Heartbeats
+from tandem.telemetry.life import count_log_messages
+from tandem.telemetry.messages import Send
+from tandem.telemetry.recorder import Recorder
+from tandem.telemetry.stacks import keep_stacks
+from tandem.training.loop import Timetable
+from tandem.training.precision import precision_of
+from tandem.training.resume import NONE, Beginning, Redistribute, begin, check_data
+from tandem.training.saving import Learning, Saver, snapshot_every
+from tandem.training.summary import Facts, open_displays, write_summary
+
+log = logging.getLogger("tandem.run")
+
+
+class RankSession:
+    """The parts of a rank that tasks, custom loops and evaluation share, from its log to its exit code.
+
+    The methods are in the order in which a rank calls them, and each sets the fields that the later ones use.
+    An evaluation calls only `open_group` and `close`, because it has no run directory.
+    `with session:` calls `join` and, unless an error leaves the block, `close`. `given`: the settings as they
+    were given; in `settings`, `--precision auto` is resolved.
+    """
+
+    world: ProcessGroup
+    threads: int
+    recorder: Recorder
+    facts: Facts
+    timetable: Timetable
+    saver: Saver
+
+    def __init__(self, settings: Settings, position: Position) -> None:
+        self.given = self.settings = settings
+        self.position = position
+        self.send: Send = sender(None)
+        """Sends messages to the agent, or to the page's host in this process, from `join` on."""
+        self.clock = Clock()
+        self.beginning = Beginning(0, None)
+        self.code = FINISHED
+        """The rank's exit code. A run that was asked to stop sets it before its last save."""
+        self._began = time.monotonic()
+        self._data: Mapping[str, Any] = {}
+
+    @cached_property
+    def run(self) -> RunDir:
+        """The run directory, which only a rank that trains has."""
+        return RunDir.of(self.given, self.position.owner)
+
+    def open_log(self) -> None:
+        """Log to the terminal and a file on rank 0, and only to a file on the others."""
+        rank, path = self.position.rank, self.run.rank_log(self.position.rank)
+        if rank != 0:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                redirect_output(path)
+            except OSError:
+                pass  # a worker needs no volume; without one its output goes to the terminal
+        as_json = self.given.telemetry.log_format == "json"
+        setup(path if rank == 0 else None, rank, self.position.node_rank, True, as_json)
+        log_warnings()
+        keep_stacks(self.run.logs, rank)
+
+    def join(self) -> None:
+        """Open the process group. Heartbeats are sent from here on.
+
+        Raises ConfigError if ranks differ in a common setting, and for a device that is missing.
+        """
+        given, position, clock = self.given, self.position, self.clock
+        self.send = sender(position.sample_socket)
+        if position.store is not None:  # without an agent, the page's host in this process counts them
+            count_log_messages(self.send)
+        for handler in logging.getLogger("tandem").handlers:
+            handler.addFilter(clock.stamp)
+        Heartbeats(position.rank, clock, self.send, given.reliability, self.run.logs)
+        with clock.phase("rendezvous"), still("waiting for the other ranks"):
+            self.open_group(trains=True)
+            self.world.check_same_settings({**given.common_fields(), "the version of tandem": __version__})
+            if self.world.device.type == "cuda":
+                position.note_gpu()
+        clock.measure(self.world.device)
+        self._use(given)
+
+    def open_group(self, trains: bool = False) -> None:
+        """Open the process group on this rank's devices, which is all that an evaluation needs."""
+        compute, position = self.given.compute, self.position
+        self.threads = set_threads(compute.threads, position)
+        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
+        if trains:
+            self._get_ready(devices)
+        limit = self.given.reliability.phase_timeout
+        self.world = ProcessGroup.open(position, devices[0], limit, devices, position.patience)
+
+    def _get_ready(self, devices: Sequence[torch.device]) -> None:
+        """Set what a process computes with in training, and say whom it waits for."""
+        compute, position = self.given.compute, self.position
+        if compute.deterministic:
+            compute_deterministically()
+        if compute.numa_binding == "node":
+            bind_to_node(devices)
+        if compute.tf32 and devices[0].type == "cuda":
+            allow_tf32()
+        if position.store is None and position.init == "master" and position.master is not None:
+            # No agent reports this, and a rank that was started alone waits for a long time.
+            where = ":".join(map(str, position.master))
+            others = position.world_size - 1
+            log.info("waiting for the other %d of %d ranks at %s", others, position.world_size, where)
+
+    def change(self, settings: Settings) -> None:
+        """Continue with settings that a script has changed. Raises ConfigError if ranks differ in them."""
+        self.world.check_same_settings(settings.common_fields())
+        self._use(settings)
+
+    def _use(self, given: Settings) -> None:
+        world, position = self.world, self.position
+        self.given = given
+        self.settings = given.replace(precision=precision_of(given.compute.precision, world))
+        batch_size = given.data.batch_size
+        self.recorder = Recorder(position.rank, batch_size, self.send, self.clock, position.node_rank)
+
+    def resume(
+        self,
+        decision: ResumeDecision | None = None,
+        homes: Mapping[str, Tensor] = NONE,
+        own: Collection[str] = (),
+        redistribute: Redistribute | None = None,
+    ) -> Beginning:
+        """Return the state to begin with; see `resume.begin`. Without a `decision`, the position's counts."""
+        self.beginning = begin(
+            self.world,
+            self.run.checkpoints,
+            self.settings.checkpoint,
+            decision or self.position.resume,
+            self.recorder,
+            self.settings.data.download,
+            homes,
+            own,
+            redistribute,
+        )
+        return self.beginning
+
+    def check_data(self, dataset: Any) -> None:
+        """Compare the training set with the checkpoint's. Raises ConfigError as `resume.check_data`."""
+        on_change = self.settings.checkpoint.on_data_change
+        self._data = check_data(self.world, self.beginning, dataset, on_change)
+
+    def plan(
+        self,
+        state: Learning,
+        strategy: Strategy,
+        order: GlobalOrder,
+        planned: int,
+        eval_every: str = "never",
+        shares: tuple[int, ...] = (),
+        recorded: Settings | None = None,
+    ) -> None:
+        """Prepare `facts`, `timetable` and `saver` for a run of `planned` steps, once its state is loaded.
+
+        Manifests have the settings in `recorded`, by default those that were given.
+        """
+        settings, recorded, beginning = self.settings, recorded or self.given, self.beginning
+        self.beginning = replace(beginning, state=None)  # the model and the optimizer have it now
+        self.facts = Facts(
+            run=settings.run,
+            batch_size=settings.data.batch_size,
+            precision=settings.compute.precision,
+            settings=recorded.to_dict(),
+            fingerprint=recorded.fingerprint_fields(),
+            config_hash=self.given.digest(),
+            world=self.world,
+            directory=self.run,
+            order=order,
+            planned=planned,
+            threads=self.threads,
+            first_step=beginning.step,
+            started=self._began,
+            shares=shares,
+            data=self._data,
+        )
+        self.timetable = Timetable.of(
+            order.steps_per_epoch,
+            planned,
+            log=settings.telemetry.log_every,
+            eval=eval_every,
+            save=settings.checkpoint.checkpoint_every,
+            check=settings.reliability.replica_check_every,
+            snapshot=snapshot_every(settings.checkpoint.snapshot_every, self.world, strategy),
+        )
+        config, slots = settings.checkpoint, (beginning.slot, beginning.own_slot)
+        self.saver = Saver(config, self.facts, state, self.recorder, *slots)
+
+    def begin_run(self, model: nn.Module) -> None:
+        """Open the displays, and remove the summary of an earlier end."""
+        save_steps = self.timetable.steps_between("save")
+        open_displays(self.facts, self.settings.telemetry, save_steps, self.recorder, model)
+
+    def finish(
+        self, step: int, weights: Callable[[], Mapping[str, Any]], used: Mapping[str, object] = {}
+    ) -> None:
+        """Write the summary of a run that ends with `code`, and close the displays. Raises as `Saver.end`.
+
+        All ranks call this, after the last save. `used`: see `write_summary`.
+        """
+        saver, finished = self.saver, self.code == FINISHED
+        if self.world.is_first:
+            saver.end(step, finished)
+        last = weights()
+        if self.world.is_first:
+            ended_early = finished and saver.is_end
+            write_summary(self.facts, self.recorder, last, saver.last_step, self.code, ended_early, used)
+        self.recorder.close()
+
+    def close(self) -> None:
+        """Leave the process group after success; after a failure, that could wait for ranks that are gone."""
+        self.world.close()
+
+    def __enter__(self) -> "RankSession":
+        self.join()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()

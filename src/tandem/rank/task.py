@@ -1,0 +1,197 @@
+"""The function that every rank of a task runs: build what is trained, train it, and return the exit code."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from tandem import layout
+from tandem.config import Settings, TaskJob
+from tandem.data.loader import end_loaders
+from tandem.distributed import strategy as strategies
+from tandem.distributed.devices import not_deterministic, open_gpus
+from tandem.distributed.gpu_failures import is_gpu_failure
+from tandem.distributed.group import Position, in_one_line
+from tandem.distributed.helpers import killed_helper
+from tandem.distributed.peers import is_peer_loss
+from tandem.errors import (
+    FAILED,
+    FINISHED,
+    GPU_FAILED,
+    PEER_LOST,
+    STOPPED,
+    PeerLostError,
+    TandemError,
+)
+from tandem.rank.session import RankSession
+from tandem.signals import StopFlag
+from tandem.silence import still
+from tandem.tasks.base import task_class
+from tandem.tasks.traces import full_trace, short_trace, what_and_where
+from tandem.telemetry.messages import Event
+from tandem.telemetry.recorder import Recorder
+from tandem.training.evaluate import Evaluation, evaluation_batch_size
+from tandem.training.learner import Learner
+from tandem.training.loop import Training, make_up, train
+from tandem.training.profiling import profiled
+from tandem.training.replicas import check_replicas
+from tandem.training.resume import COMPLETE
+from tandem.training.saving import warn_of_unsaved_scores
+
+log = logging.getLogger("tandem.run")
+
+
+def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] = lambda stop: None) -> int:
+    """Train as the rank at `position`, and return the exit code (see `errors`).
+
+    Signal handlers are installed first. `hear`, without an agent, receives the stop flag.
+    """
+    stop = StopFlag().install()
+    hear(stop)
+    session = RankSession(Settings.from_dict(job.settings), position)
+    try:
+        session.open_log()
+        with session:
+            _run(session, job.chosen, stop)
+        return session.code
+    except TandemError as error:
+        end_loaders()
+        log.error("%s", error)
+        _tell(session, error)
+        return error.exit_code
+    except Exception as error:
+        killed = killed_helper(error)
+        end_loaders()  # while the traceback still holds them: dropping it would wait for them
+        if is_gpu_failure(error):
+            log.error("this rank's GPU failed (a new process may recover it): %s", in_one_line(error))
+            return GPU_FAILED
+        if is_peer_loss(error, position.world_size):
+            level = logging.ERROR if position.store is None else logging.WARNING  # an agent restarts it
+            log.log(level, "lost the other ranks", extra={"detail": in_one_line(error)})
+            return PEER_LOST
+        if killed is not None:
+            log.error("%s: the rank exits as if it had been killed, and will be restarted", killed[0])
+            return killed[1]
+        if (refused := not_deterministic(error)) is not None:
+            log.error("%s", refused)
+            _tell(session, refused)
+            return refused.exit_code
+        _tell(session, error)
+        log.info(
+            "the full traceback is in log/rank-%d.log", position.rank, extra={"detail": full_trace(error)}
+        )
+        log.error("%s\nthe task failed: %s", short_trace(error), what_and_where(error))
+        return FAILED
+
+
+def _tell(session: RankSession, error: Exception) -> None:
+    """Send the reason of this rank's failure to its agent, which reports it last and to the other nodes."""
+    if not isinstance(error, PeerLostError):
+        rank, node = session.position.rank, session.position.node_rank
+        what = str(error) if isinstance(error, TandemError) else what_and_where(error)
+        reason = f"rank {rank} on node {node}: {what}"
+        session.send(Event("rank_failed", time.time(), {"rank": rank, "reason": reason[:1000]}))
+
+
+def warm_up(job: TaskJob, expected: Position | None = None) -> None:
+    """Prepare a process that may become a rank: import the task, and open its GPU if --warm-gpu is set."""
+    settings = Settings.from_dict(job.settings)
+    task_class(settings.run.task)
+    strategies.preload(settings.compute.strategy)
+    if settings.launch.warm_gpu and expected is not None:
+        open_gpus(settings.compute, expected.gpu)
+
+
+def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
+    """Build what is trained, load its state, train it, and set the session's exit code."""
+    world, clock, settings = session.world, session.clock, session.settings
+    slices = settings.run, settings.data, settings.compute, settings.optimization, settings.exchange
+    with still("building data and model"):
+        learner = Learner(*slices, world, clock, session.recorder, chosen)
+    with clock.phase("resume"), still("deciding where to resume"):
+        if session.resume(homes=learner.model.state_dict()).step == COMPLETE:
+            session.recorder.close()
+            return
+        session.check_data(learner.datasets.train)
+        learner.begin(session.beginning)
+        learner.check_state()
+    _plan(session, learner)
+    evaluation = Evaluation(
+        world,
+        learner.strategy,
+        learner.task,
+        learner.model,
+        learner.datasets.evaluation,
+        evaluation_batch_size(settings.evaluation, settings.data, world),
+        settings.compute.precision,
+        learner.workers,
+        learner.exchanges,
+    )
+    timetable, saver = session.timetable, session.saver
+    # A restart of the same launch has tested it before.
+    if session.position.restart == 0 and timetable.cadences["eval"].unit != "never":
+        with still("testing the evaluation"):
+            evaluation.rehearse()
+    training = _training(session, learner, evaluation, stop)
+    session.begin_run(learner.model)
+    beginning, planned = session.beginning, learner.planned
+    first = f"running the first steps (--log-every {settings.telemetry.log_every})"
+    with saver, still(first) if world.is_first else nullcontext():
+        saver.is_end = beginning.ended_of == planned
+        if beginning.owes_evaluation:
+            make_up(training)
+        finished = saver.is_end or train(training)
+        if beginning.slot is not None and beginning.step == planned:
+            saver.save(training.step)  # there was no step left to take, and the state exists only in memory
+        clock.begin("drain")
+    session.code = FINISHED if finished else STOPPED
+    session.finish(training.step, learner.weights, learner.schedule.used())
+
+
+def _plan(session: RankSession, learner: Learner) -> None:
+    """Plan the run, and log events that are never due."""
+    settings, is_first = session.settings, session.world.is_first
+    evaluates = learner.datasets.evaluation is not None
+    if is_first and not evaluates:
+        log.info("no evaluation: the task has only a training dataset")
+    eval_every = settings.evaluation.eval_every if evaluates else "never"
+    session.plan(learner, learner.strategy, learner.order, learner.planned, eval_every, learner.shares)
+    if is_first and not session.timetable.saves_every_evaluation():
+        warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
+
+
+def _training(session: RankSession, learner: Learner, evaluation: Evaluation, stop: StopFlag) -> Training:
+    """Assemble the loop. Rank 0's steps of --profile are recorded by torch.profiler."""
+    world, recorder, first = session.world, session.recorder, session.beginning.step
+    window = session.settings.telemetry.profile if world.is_first else None
+    steps = _told(learner.data.steps(first, learner.planned), recorder)
+    profile = session.run.folder / layout.PROFILE / layout.profile(0)
+    return Training(
+        world=world,
+        task=learner.task,
+        model=learner.model,
+        stepper=learner.stepper,
+        schedule=learner.schedule,
+        timetable=session.timetable,
+        recorder=recorder,
+        clock=session.clock,
+        nonfinite=learner.nonfinite,
+        stop=stop,
+        batches=profiled(steps, window, first, profile),
+        evaluate=evaluation.scores,
+        ends=learner.memory.hear,
+        check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),
+        saver=session.saver,
+        step=first,
+    )
+
+
+def _told(steps: Iterator[list[Any]], recorder: Recorder) -> Iterator[list[Any]]:
+    """Yield `steps`; count an error of the data, which ends the run."""
+    try:
+        yield from steps
+    except Exception as error:
+        recorder.data_error(type(error).__name__)
+        raise
