@@ -157,7 +157,7 @@ def _begin(
     return run, settings, placement, loaded.chosen
 
 
-def where(run: RunDir, saves: bool = True) -> str:
+def where(run: RunDir, saves: bool) -> str:
     """Return the lines that tell a person where the run's files are.
 
     A script stores its checkpoints where it likes (not `saves`), so none are listed for it.

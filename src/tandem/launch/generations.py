@@ -186,8 +186,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _may_save(self) -> bool:
         waits_since = self._waiting_since if self._joining else None
-        may_save = self._work.saves  # otherwise one more start would save nothing
-        return may_save and is_time_to_save(self._node, self._watchdog.has_ever_trained, waits_since)
+        return self._work.saves and is_time_to_save(self._node, self._watchdog.has_ever_trained, waits_since)
 
     def _said(self, codes: Mapping[int, int]) -> str:
         """Describe on one line how a generation ended on this node."""
@@ -375,11 +374,8 @@ class NodeAgent(SimpleElasticAgent):
                 return True
             # A retried code is this node's own: its platform restarts it, and the others rejoin. It ends the
             # job only if a restart cannot help.
-            if (
-                not self._work.is_retried(code)
-                or self._budget.is_spent
-                or self._same_hang_again() is not None
-            ):
+            is_over = not self._work.is_retried(code) or self._budget.is_spent
+            if is_over or self._same_hang_again() is not None:
                 leave_verdict(self._root, code, reason)
         stop_keep_alive(self._handler)
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):

@@ -54,23 +54,8 @@ def run_this_node(
     name_process(f"tandem-node-{placement.node_rank}")
     key = take_key(os.environ)  # the variable goes; ranks must not see the secret
     set_for_ranks(placement.is_one_host, work.has_own_store)
-    # Sets the umask, which ranks inherit.
-    with run.made(not placement.node_rank), scratch() as folder:
-        return _run_in(folder, run, settings, placement, work, state_dir, stop, key)
-
-
-def _run_in(
-    folder: Path,
-    run: RunDir,
-    settings: Settings,
-    placement: Placement,
-    work: Workload,
-    state_dir: Path | None,
-    stop: StopFlag,
-    key: bytes | None,
-) -> int:
-    """Do the same in `folder`, a temporary directory for sockets."""
-    with contextlib.ExitStack() as opened:
+    # `scratch` is a temporary directory for sockets.
+    with run.made(not placement.node_rank), scratch() as folder, contextlib.ExitStack() as opened:
         with _saying_that_it_starts(settings, state_dir), still("importing torch"):
             import torch  # noqa: F401
         start_fork_server(work.preload, folder)  # must happen while this process has one thread

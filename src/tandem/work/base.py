@@ -57,7 +57,10 @@ class Workload(Protocol):
     standby_key: Callable[[Any], object]
 
     saves: bool
-    """Whether tandem saves the ranks' state, and so knows what is saved. If not, only the ranks know."""
+    """Whether tandem saves the ranks' state, in the node's memory and as checkpoints.
+
+    If not, only the ranks know what is saved, and to start them once more saves nothing.
+    """
     has_own_store: bool
     """Whether the ranks of each generation connect through a new store of their own (`env://`)."""
     logs_errors: bool

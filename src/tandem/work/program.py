@@ -79,10 +79,7 @@ class ProgramWork:
         return TRAINED
 
     def is_done(self) -> bool:
-        """Accept a job result of 0, which only the script can check.
-
-        If a rank here has failed, the agent rejects it (`run_generations`).
-        """
+        """Accept any job result of 0. The agent rejects it if a rank here has failed (`run_generations`)."""
         return True
 
     def is_retried(self, code: int) -> bool:
