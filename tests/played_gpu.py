@@ -293,10 +293,10 @@ def noted(folder: Path, rank: int = 0) -> Notes:
 
 
 def main() -> None:
-    import tandem.launch.command as launch
+    import tandem.work.task as task
     from tandem.cli import main as tandem
 
-    launch.RANK_FUNCTION = "played_gpu:run_rank"
+    task.RANK_FUNCTION = "played_gpu:run_rank"
     tandem()
 
 

@@ -19,6 +19,7 @@ The message of each is one line: what is wrong, what was expected, what to do.
 """
 
 import signal
+from collections.abc import Sequence
 from typing import ClassVar
 
 FINISHED = 0
@@ -52,6 +53,37 @@ def is_own(code: int) -> bool:
     That is any code except success, a stop, a kill by a signal, and lost peers.
     """
     return code not in (FINISHED, STOPPED, PEER_LOST) and not was_killed(code)
+
+
+def job_code(codes: Sequence[int]) -> int:
+    """Return the exit code of a whole from those of its parts.
+
+    It is the first code present in this order: 2, the script's own (1..127, 255), 137/139/134, other 128+n,
+    200, 143, 0.
+    """
+
+    def order(code: int) -> int:
+        if code == MISCONFIGURED:
+            return 0
+        if is_own(code):
+            return 1
+        if code in (137, 139, 134):
+            return 2
+        return {PEER_LOST: 4, STOPPED: 5, FINISHED: 6}.get(code, 3)
+
+    return min(codes, key=order, default=FINISHED)
+
+
+def is_retried(code: int) -> bool:
+    """Return whether ranks are restarted after this code: 128+n of a signal, and 200, but not 143."""
+    return code == PEER_LOST or was_killed(code)
+
+
+def shell_code(exitcode: int | None) -> int:
+    """Convert multiprocessing's exit code (-9) to a shell's (137)."""
+    if exitcode is None:
+        return KILLED
+    return 128 - exitcode if exitcode < 0 else exitcode
 
 
 def text_of(error: BaseException) -> str:

@@ -21,8 +21,7 @@ from tandem.distributed.devices import UNLIMITED, compute_deterministically, quo
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Position
-from tandem.errors import ConfigError, GpuLostError, PeerLostError
-from tandem.launch.restarts import is_retried
+from tandem.errors import ConfigError, GpuLostError, PeerLostError, is_retried
 from tandem.signals import StopFlag
 from tandem.tasks.recompute import recomputed
 from tandem.training.layout import lay_out

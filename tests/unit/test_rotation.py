@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tandem import rotation
-from tandem.launch.endings import last_words
 from tandem.launch.kill import processes_of
 from tandem.log import setup
 from tandem.report.about import About
@@ -23,6 +22,7 @@ from tandem.run.directory import RunDir
 from tandem.telemetry import journal as journal_module
 from tandem.telemetry.journal import Journal, read_events
 from tandem.telemetry.restarts import Restarts
+from tandem.work.endings import last_words
 
 SMALL = 2000
 

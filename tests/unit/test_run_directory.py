@@ -9,11 +9,11 @@ import pytest
 
 from tandem.config import Settings
 from tandem.errors import ConfigError, RunTakenError
-from tandem.launch.program import job_of
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
 from tandem.run.owner import Token
 from tandem.script.job import Program
+from tandem.work.program import job_of
 
 LAPTOP = Placement("none", 1, 0, 1, "localhost", 0)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tandem.config import Given, Settings
+from tandem.config.task_names import is_script
 from tandem.errors import ConfigError
 from tandem.launch.scoring import settings_of
 from tandem.launch.script import said_by_rank_0
 from tandem.platforms.environment import Placement
-from tandem.tasks.names import is_script
 from tandem.telemetry.progress import Progress
 from tandem.verify.outcome import Outcome, difference
 

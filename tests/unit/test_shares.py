@@ -22,9 +22,10 @@ from tandem.data.shares import (
 )
 from tandem.data.source import Reader
 from tandem.errors import ConfigError
-from tandem.launch.shares import refuse_uneven
+from tandem.launch.gpus import gpus_of
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
+from tandem.work.task import TaskWork
 
 weights = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
@@ -130,7 +131,7 @@ NO_GPU, GPU = {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0"}
 
 def launched(placement: Placement, environ: Mapping[str, str], folder: Path, **values: object) -> None:
     settings = Settings().replace(**{"batch_size": 10, "run_dir": folder / "run", **values})
-    refuse_uneven(RunDir.of(settings), settings, placement, environ)
+    TaskWork(RunDir.of(settings), settings, ()).check(placement, lambda: gpus_of(environ))
 
 
 @pytest.mark.parametrize(

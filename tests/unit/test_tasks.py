@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from test_datasets import write_set
 
+from tandem.config.task_names import BUILT_IN
 from tandem.data import datasets, digits
 from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task, task_class
-from tandem.tasks.names import BUILT_IN
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BINARY = str(Path(__file__).parents[1] / "fixtures" / "binary.py")

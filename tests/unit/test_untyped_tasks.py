@@ -12,8 +12,8 @@ from patience import patient
 from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import run
 from tandem.config import Settings, resolve
+from tandem.config.task_names import code_of, untyped
 from tandem.errors import ConfigError, TandemError
-from tandem.tasks.names import code_of, untyped
 
 TASK = """
 import pathlib, sys

@@ -15,13 +15,13 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin"})
 
 
-@pytest.mark.parametrize("is_script", [False, True])
-def test_the_older_nccl_is_used_unless_somebody_has_chosen(is_script: bool, bare: None) -> None:
-    set_for_ranks(False, is_script)
+@pytest.mark.parametrize("has_own_store", [False, True])
+def test_the_older_nccl_is_used_unless_somebody_has_chosen(has_own_store: bool, bare: None) -> None:
+    set_for_ranks(False, has_own_store)
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert os.environ[NCCL2] == "0" and "NCCL_SOCKET_IFNAME" not in os.environ
     os.environ[NCCL2] = "1"
-    set_for_ranks(False, is_script)
+    set_for_ranks(False, has_own_store)
     assert os.environ[NCCL2] == "1"
 
 

@@ -195,7 +195,7 @@ GENERATIONS = """
 import sys, time
 from pathlib import Path
 from agent import Place, Workers, start_fork_server
-from tandem.launch.workers import gpu_of
+from tandem.work.base import gpu_of
 
 def warm():
     return {int(path.name[5:]): int(path.read_text()) for path in Path().glob("warm-*")}
@@ -223,7 +223,7 @@ import sys, time
 from pathlib import Path
 from agent import Place, Workers, start_fork_server
 from generations import warm
-from tandem.launch.workers import place_of
+from tandem.work.base import place_of
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))

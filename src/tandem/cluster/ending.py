@@ -9,8 +9,7 @@ from datetime import datetime
 from tandem.cluster.engine import STOP_SECONDS, Cluster, Node, code_of_removed, project_word
 from tandem.cluster.network import keep_shape
 from tandem.cluster.volume import read, volume_of
-from tandem.errors import KILLED
-from tandem.launch.restarts import job_code
+from tandem.errors import KILLED, job_code
 
 POLL_SECONDS = 0.5
 

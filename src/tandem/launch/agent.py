@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError
+from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError, is_retried
 from tandem.launch.generations import NodeAgent
-from tandem.launch.part import Node
+from tandem.launch.part import Node, RestartBudget
 from tandem.launch.reach import Connect, what_is_wrong
 from tandem.launch.rendezvous import (
     StopRequestedError,
@@ -22,7 +22,6 @@ from tandem.launch.rendezvous import (
     outstay_node_0,
 )
 from tandem.launch.rendezvous_state import paces
-from tandem.launch.restarts import RestartBudget, is_retried
 from tandem.launch.secret import SECRET
 from tandem.launch.slow_ranks import SlowRanks
 from tandem.launch.watchdog import Watchdog
@@ -47,11 +46,8 @@ class AgentReport:
     has_left: bool = False
 
 
-def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
-    """Run this node's ranks until the job is over, with one agent per connection to the store.
-
-    `kind` is the class of the agents: NodeAgent for a task, ScriptAgent for a script.
-    """
+def run_agent(node: Node) -> AgentReport:
+    """Run this node's ranks until the job is over, with one agent per connection to the store."""
     # Without this, torch starts one more TCPStore on rank 0 and passes its address to the ranks
     # (dynamic_rendezvous.py, `next_rendezvous`). tandem's ranks use the agents' store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -72,7 +68,7 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
     watchdog.start()
     try:
-        report = replace(_run_connections(node, kind, watchdog, server), store=server)
+        report = replace(_run_connections(node, watchdog, server), store=server)
     finally:
         watchdog.close(server)
         node.workers.dismiss()
@@ -83,9 +79,7 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     return report
 
 
-def _run_connections(
-    node: Node, kind: type[NodeAgent], watchdog: Watchdog, server: TCPStore | None
-) -> AgentReport:
+def _run_connections(node: Node, watchdog: Watchdog, server: TCPStore | None) -> AgentReport:
     """Run one agent per connection to the store; rejoin the rendezvous when the connection is lost."""
     budget, patience = RestartBudget(node.config.max_restarts), node.config.master_timeout
     while True:
@@ -95,7 +89,7 @@ def _run_connections(
             if not is_let_in(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
                 # Node 0 exited while this node waited to be let in; connect to its successor.
                 continue
-            agent = kind(node, store, watchdog, budget)
+            agent = NodeAgent(node, store, watchdog, budget)
             code, reason = agent.run_generations()
         except StopRequestedError:
             # 137, not 143: a stop during the rendezvous saves nothing, and 143 promises a checkpoint.

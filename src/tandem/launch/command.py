@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.config import Given, Settings, as_flags, resolve
+from tandem.config.task_names import parsed, untyped
 from tandem.errors import ConfigError, TandemError
 from tandem.json_output import wrap_stderr
 from tandem.launch.gpus import gpus_of, share_of_replica
-from tandem.launch.node import run_this_node, script_work, task_work, with_port
+from tandem.launch.node import run_this_node, with_port
 from tandem.launch.program import check
 from tandem.launch.run_dir import of_this_job
-from tandem.launch.shares import refuse_uneven
 from tandem.launch.simulated import simulate
 from tandem.launch.termination import leave_word
 from tandem.launch.variables import wait_passively
@@ -28,16 +28,13 @@ from tandem.run.lease import refuse_if_owned
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.silence import still
-from tandem.tasks.names import parsed, untyped
 from tandem.words import shown
+from tandem.work.base import Workload
 
 log = logging.getLogger("tandem.launch")
 
 Flags = Mapping[str, Given]
 Environment = Mapping[str, str]
-
-# A name, not an import: importing it imports torch, which reads variables that the agent sets first.
-RANK_FUNCTION = "tandem.rank.task:run_rank"
 
 
 def launch(flags: Flags, environ: Environment, program: Program | None = None) -> int:
@@ -78,31 +75,32 @@ def _launch_replica(flags: Flags, environ: Environment, program: Program | None)
 def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     stop = StopFlag().install()
     run, settings, placement, chosen = _begin(flags, environ, program)
-    # Under torchrun or srun, each rank would launch the program again.
-    if placement.rank is not None and program is not None:
-        raise ConfigError(
-            f"{placement.platform} already starts each rank; `tandem launch {program}` would start them "
-            "again; start one task per node, or run the program without tandem"
-        )
-    if placement.rank is not None:
+    if placement.rank is not None and program is None:
         return _train(run, settings, placement, chosen)
-    if program is None:
-        refuse_uneven(run, settings, placement, environ)
+    work = _work_of(program, run, settings, chosen)
+    work.check(placement, lambda: gpus_of(environ))
     if placement.starts_all:
         refuse_if_owned(run.where)  # fail early; node 0 takes the lease only once it has started
         if settings.telemetry.log_format != "json" and not is_quiet():
-            print(where(run, program is not None), file=sys.stderr)
+            print(where(run, work.saves), file=sys.stderr)
     placement = with_port(placement)
-    if program:
-        work = script_work(program, run, settings, chosen)
-    else:
-        work = task_work(RANK_FUNCTION, settings, chosen)
     if placement.starts_all and placement.nodes > 1:
-        return simulate(run, settings, placement, as_flags(flags), environ, stop, work.preload, program)
+        return simulate(run, settings, placement, as_flags(flags), environ, stop, work)
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
         os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
     state = environ.get("TANDEM_STATE_DIR")
     return run_this_node(run, settings, placement, work, Path(state) if state else None, stop)
+
+
+def _work_of(program: Program | None, run: RunDir, settings: Settings, chosen: frozenset[str]) -> Workload:
+    """Import only what this kind needs: a program runs without tasks, data and training."""
+    if program is not None:
+        from tandem.work.program import ProgramWork
+
+        return ProgramWork(program, run, settings, chosen)
+    from tandem.work.task import TaskWork
+
+    return TaskWork(run, settings, chosen)
 
 
 def train(flags: Flags, environ: Environment) -> int:
@@ -125,6 +123,7 @@ def _train(run: RunDir, settings: Settings, placement: Placement, chosen: frozen
     wait_passively()
     with still("importing torch"):
         from tandem.launch.lone_rank import run_lone_rank
+        from tandem.work.task import RANK_FUNCTION
 
         rank_function = import_rank_function(RANK_FUNCTION)
     return run_lone_rank(run, settings, placement, rank_function, chosen)
@@ -158,12 +157,12 @@ def _begin(
     return run, settings, placement, loaded.chosen
 
 
-def where(run: RunDir, is_script: bool = False) -> str:
+def where(run: RunDir, saves: bool) -> str:
     """Return the lines that tell a person where the run's files are.
 
-    A script stores its checkpoints where it likes, so none are listed for it.
+    A script stores its checkpoints where it likes (not `saves`), so none are listed for it.
     """
     place = shown(run.where)
     logs = place if run.is_here else run.folder
-    checkpoints = "" if is_script else f"checkpoints  {place}/checkpoints\n"
+    checkpoints = f"checkpoints  {place}/checkpoints\n" if saves else ""
     return f"run          {place}\n{checkpoints}logs         {logs}/log"

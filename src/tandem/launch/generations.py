@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -24,18 +25,18 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from tandem import running
-from tandem.checkpoint.listing import is_finished
 from tandem.distributed.group import Position, first_line
-from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED, StuckError
+from tandem.errors import FAILED, FINISHED, INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED, StuckError, is_own
+from tandem.launch.completion import await_other_nodes, cause_in, leave_cause
 from tandem.launch.elastic import Departures
-from tandem.launch.endings import failures
 from tandem.launch.membership import Membership
-from tandem.launch.part import Node
+from tandem.launch.part import Node, RestartBudget
 from tandem.launch.recovery import Recovery
 from tandem.launch.rendezvous import (
     LEFT_KEY,
     StopRequestedError,
     StoreLostError,
+    VerdictError,
     heed_verdict,
     is_confirmed,
     leave_verdict,
@@ -44,10 +45,9 @@ from tandem.launch.rendezvous import (
 )
 from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
 from tandem.launch.repeats import Repeats
-from tandem.launch.restarts import RestartBudget, is_retried, job_code
-from tandem.launch.round import RoundStore, agree_on_generation, check_all_are_in
+from tandem.launch.round import RoundStore, agree_on_generation, agreed, check_all_are_in
 from tandem.launch.stacks import gather_stacks
-from tandem.launch.stops import Stopping, is_time_to_save, what_there_is
+from tandem.launch.stops import Stopping, is_time_to_save
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
 from tandem.telemetry.hangs import Alarm
@@ -61,6 +61,8 @@ from tandem.timeouts import (
     WAITING_WORD_SECONDS,
 )
 from tandem.torch_private import stop_keep_alive
+from tandem.work.base import GenerationEnd
+from tandem.work.endings import Cause, failures
 
 log = logging.getLogger("tandem.agent")
 
@@ -70,9 +72,11 @@ class NodeAgent(SimpleElasticAgent):
 
     def __init__(self, node: Node, store: TCPStore, watchdog: Watchdog, budget: RestartBudget) -> None:
         self._node, self._root, self._watchdog, self._budget = node, store, watchdog, budget
-        self._workers, self._stop = node.workers, node.stop
+        self._work, self._workers, self._stop = node.work, node.workers, node.stop
         self._joining, self._restart, self._positions = False, 0, dict[int, Position]()
         self._hang: Alarm | None = None
+        self._cause: Cause | None = None  # why the last generation ended, if the workload knows
+        self._meeting: TCPStore | None = None  # the store of the ranks, if they have their own
         self._has_saved, self._waiting_since, self._next_word = False, running.now(), 0.0
         self._recovery, self._departures = Recovery(node, store), Departures(node.placement, store)
         self._repeats = Repeats(node, store)
@@ -89,6 +93,22 @@ class NodeAgent(SimpleElasticAgent):
 
     def run_generations(self) -> tuple[int, str]:
         """Run generations until one ends in a way that is not retried; return (exit code, reason)."""
+        try:
+            code, reason = self._run_generations()
+            if code == FINISHED and not self._work.saves and self._node.placement.nodes > 1:
+                await_other_nodes(self._node, self._root, self._handler, self._positions[0])
+        except VerdictError as verdict:
+            # Another node's ranks succeeded before they knew of the failure here. 0 would tell the platform
+            # that the job is done.
+            if verdict.code == FINISHED and self._cause is not None:
+                return FAILED, f"the ranks on other nodes finished without it: {self._cause.told()}"
+            told = cause_in(self._root, self._node.placement.node_rank)
+            raise VerdictError(verdict.code, told or str(verdict)) from None
+        if is_own(code) and self._cause is not None:
+            reason = leave_cause(self._root, self._cause)
+        return code, reason
+
+    def _run_generations(self) -> tuple[int, str]:
         while True:
             self._await_end_of_last()
             self._joining, self._waiting_since, self._next_word = True, running.now(), 1.0
@@ -131,7 +151,7 @@ class NodeAgent(SimpleElasticAgent):
                 if self._ended_elsewhere_since is None:
                     self._recovery.interrupted(self._restart + 2)
                 continue
-            if not self._is_retried(code):
+            if not self._work.is_retried(code):
                 # Rank 0 may be saving, and its error is the reason to report.
                 self._workers.wait(ENDING_SECONDS)
             codes = self._workers.kill() or {0: code}
@@ -139,12 +159,12 @@ class NodeAgent(SimpleElasticAgent):
             # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet. Node
             # 0's memory may have a newer snapshot than the disk: start all ranks once more so that they save
             # it.
-            if self._stop and self._is_retried(code) and code != INTERRUPTED_TWICE:
+            if self._stop and self._work.is_retried(code) and code != INTERRUPTED_TWICE:
                 # A rank that was started only to save, and said why it could not, would fail again.
                 if not self._may_save() or (only_saves and self._node.view.last_words):
                     return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
                 said = f"{said}; one more start, to save before stopping"
-            elif self._stop or not self._is_retried(code):
+            elif self._stop or not self._work.is_retried(code):
                 return code, said
             # A third attempt would hang in the same place.
             if (again := self._same_hang_again()) is not None:
@@ -157,8 +177,6 @@ class NodeAgent(SimpleElasticAgent):
             log.warning("%s; restarting all ranks (generation %d)", said, self._restart + 2)
             self._repeats.ended(code, self._positions, codes)
 
-    _is_retried = staticmethod(is_retried)
-
     def _same_hang_again(self) -> Alarm | None:
         """Return the hang that ended this generation if the previous one ended in the same way, else None.
 
@@ -168,25 +186,31 @@ class NodeAgent(SimpleElasticAgent):
 
     def _may_save(self) -> bool:
         waits_since = self._waiting_since if self._joining else None
-        return is_time_to_save(self._node, self._watchdog.has_ever_trained, waits_since)
+        return self._work.saves and is_time_to_save(self._node, self._watchdog.has_ever_trained, waits_since)
 
     def _said(self, codes: Mapping[int, int]) -> str:
         """Describe on one line how a generation ended on this node."""
+        if self._cause is not None:
+            return str(self._cause)
         shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
         ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))
         said = f"ranks exited with {', '.join(ends)}"
         return f"{said}: {words}" if (words := self._node.view.last_words) else said
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
-        """Return the node's exit code after a rank failed or all ended. `codes`: {local rank: code, or None}.
-
-        A subclass may wait longer, to find out why.
-        """
-        code = job_code([code for code in codes.values() if code is not None])
-        # 200 alone explains nothing. If all peers are on this node, or a rank has reported an error, the
-        # cause is here and its process is about to end.
-        if code == PEER_LOST and (self._positions[0].nodes == 1 or self._node.view.last_words):
-            return job_code(list(self._await_blame().values()))
+        """Return the node's exit code after a rank failed or all ended."""
+        end = GenerationEnd(
+            codes=codes,
+            now=self._workers.codes,
+            blamed=self._await_blame,
+            positions=self._positions,
+            nodes=self._node.placement.nodes,
+            stop=self._stop,
+            is_forwarded=self._stopping is not None,
+            last_words=self._node.view.last_words,
+            store=self._root,
+        )
+        code, self._cause = self._work.explain(end)
         return code
 
     def _await_blame(self) -> dict[int, int]:
@@ -210,6 +234,8 @@ class NodeAgent(SimpleElasticAgent):
         keeps a generation from starting would recur every time. On a single node all peers are local, so the
         failure is always its own, even if the lost peers are noticed before the killed rank.
         """
+        if self._work.charges_all:  # as torchrun does: a failure that recurs cannot be told from bad luck
+            return True
         # The watchdog has identified the node; exit codes say nothing about a hang.
         if self._hang is not None:
             return self._hang.node == self._node.placement.node_rank
@@ -322,13 +348,10 @@ class NodeAgent(SimpleElasticAgent):
             log.info("waiting: %s (%.0f of %.0f s)", here, waited, self._node.config.master_timeout)
 
     def _is_done(self) -> bool:
-        """Return whether a job result of 0 is plausible, that is, whether the last step is saved.
-
-        Only node 0 is sure to see the checkpoints.
-        """
-        if self._node.placement.node_rank != 0:
+        """Return whether a job result of 0 is plausible. Only node 0 is sure to see the checkpoints."""
+        if self._work.saves and self._node.placement.node_rank != 0:
             return is_confirmed(self._root)
-        return is_finished(self._node.run.checkpoints)
+        return self._work.is_done()
 
     def _has_no_time(self) -> bool:
         """Return whether to exit without waiting: no rank has trained, or Ctrl-C was pressed twice."""
@@ -351,7 +374,8 @@ class NodeAgent(SimpleElasticAgent):
                 return True
             # A retried code is this node's own: its platform restarts it, and the others rejoin. It ends the
             # job only if a restart cannot help.
-            if not self._is_retried(code) or self._budget.is_spent or self._same_hang_again() is not None:
+            is_over = not self._work.is_retried(code) or self._budget.is_spent
+            if is_over or self._same_hang_again() is not None:
                 leave_verdict(self._root, code, reason)
         stop_keep_alive(self._handler)
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
@@ -391,10 +415,17 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Compute the position of every local rank, and start them there."""
         group, placement = cast(Any, worker_group), self._node.placement
+        self._cause = None
+        # The first node of the round hosts the generation's store. The store of the last generation is
+        # dropped with its reference.
+        if self._work.has_own_store and group.group_rank == 0:
+            self._meeting, address = self._node.place.host_for_ranks()
+            group.store.set("tandem/master", address)
         check_all_are_in(placement, group.group_world_size)
         # The first node of the round reads its own state and decides for all, so that every node handles a
         # stop in the same way.
-        mine = (self._budget.generations, self._what_there_is()) if group.group_rank == 0 else None
+        there = self._work.progress(self._node.view.plan is not None, self._node.resume)
+        mine = (self._budget.generations, there) if group.group_rank == 0 else None
         prefix, self._restart, self._there = agree_on_generation(group.store, mine)
         self._budget.generations += 1
         self._positions = positions = {
@@ -411,11 +442,13 @@ class NodeAgent(SimpleElasticAgent):
             log.info("%s is process %d", positions[local_rank], pid)
         return dict(pids)
 
-    def _what_there_is(self) -> str:
-        return what_there_is(self._node)
-
     def _position(self, worker: Any, group: Any, prefix: str) -> Position:
-        return self._node.position(worker, group, prefix, self._restart)
+        found = self._node.position(worker, group, prefix, self._restart)
+        if not self._work.has_own_store:
+            return found
+        host, _, port = agreed(group.store, "tandem/master", r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")
+        master = self._node.place.of_ranks(host, int(port))
+        return replace(found, master=master, local_world_size=self._node.nproc)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._workers.kill()

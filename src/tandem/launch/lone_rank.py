@@ -13,7 +13,7 @@ from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position
 from tandem.launch.lone_stop import LoneStop
 from tandem.launch.rendezvous import wait_for_master
-from tandem.launch.run_dir import decide, prepare_run_dir
+from tandem.launch.run_dir import prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import use_loopback
@@ -41,7 +41,7 @@ def run_lone_rank(
     Rank 0 also hosts the page and the metrics. `chosen` has the names of the settings that were set
     explicitly.
     """
-    with contextlib.closing(LoneRank(run, settings, placement, lambda: decide(run, settings))) as rank:
+    with contextlib.closing(LoneRank(run, settings, placement, lambda: run.decide(settings))) as rank:
         code = rank_function(TaskJob(settings.to_dict(), chosen), rank.position, hear=rank.hear)
         rank.ended(code, f"the rank ended with code {code}")
         return code

@@ -4,26 +4,24 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
-from tandem.config import Settings, TaskJob
+from tandem.config import Settings
 from tandem.config.slices import ONE_PROCESS
-from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, TandemError
+from tandem.errors import FINISHED, STOPPED, CrashLoopError, TandemError
 from tandem.launch.fork_server import start_fork_server
-from tandem.launch.program import job_of
-from tandem.launch.run_dir import decide, prepare_run_dir
+from tandem.launch.run_dir import prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.secret import take_key
 from tandem.launch.termination import leave_word
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import set_for_ranks
-from tandem.launch.workers import Workers, gpu_of, nothing_of, place_of
+from tandem.launch.workers import Workers
 from tandem.log import reporting, setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process
@@ -31,81 +29,33 @@ from tandem.report.access import Access, load_access
 from tandem.run.crash_loop import CrashLoop
 from tandem.run.directory import RunDir
 from tandem.run.lease import Claim
-from tandem.script.job import Program
 from tandem.signals import StopFlag, stop_together
 from tandem.silence import still
 from tandem.telemetry.health import Limits, Starting
+from tandem.work.base import Workload
 
 if TYPE_CHECKING:
     from tandem.launch.agent import AgentReport
-    from tandem.launch.generations import NodeAgent
     from tandem.launch.meeting_place import MeetingPlace
     from tandem.launch.part import Node
 
 log = logging.getLogger("tandem.launch")
 
 
-class Work(NamedTuple):
-    """What a node's ranks run.
-
-    `rank_function` and `warm_up` are "module:name"; both receive `job`. The fork server imports `preload`
-    before it forks the first rank.
-    """
-
-    rank_function: str
-    warm_up: str
-    job: Any
-    preload: Sequence[str]
-    is_script: bool = False
-
-
-def task_work(rank_function: str, settings: Settings, chosen: Collection[str]) -> Work:
-    """Return the work of training a task. `chosen`: the names of the settings that were set explicitly."""
-    module = rank_function.partition(":")[0]
-    job = TaskJob(settings.to_dict(), frozenset(chosen))
-    return Work(rank_function, f"{module}:warm_up", job, ["tandem.launch.warm", module])
-
-
-def script_work(program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> Work:
-    """Return the work of running a user script; `chosen` as for `task_work`.
-
-    For a new interpreter the fork server imports only what starts it, because exec drops the modules.
-    """
-    job, module = job_of(program, run, settings, chosen), "tandem.script.rank"
-    cold = job.cold or program.kind == "command"
-    preload = [module] if cold else ["tandem.launch.warm", module]
-    return Work(f"{module}:run_rank", f"{module}:warm_up", job, preload, is_script=True)
-
-
 def run_this_node(
     run: RunDir,
     settings: Settings,
     placement: Placement,
-    work: Work,
+    work: Workload,
     state_dir: Path | None,
     stop: StopFlag,
 ) -> int:
     """Do everything that one node does in a run, and return its exit code (see `errors`)."""
     name_process(f"tandem-node-{placement.node_rank}")
     key = take_key(os.environ)  # the variable goes; ranks must not see the secret
-    set_for_ranks(placement.is_one_host, work.is_script)
-    # Sets the umask, which ranks inherit.
-    with run.made(not placement.node_rank), scratch() as folder:
-        return _run_in(folder, run, settings, placement, work, state_dir, stop, key)
-
-
-def _run_in(
-    folder: Path,
-    run: RunDir,
-    settings: Settings,
-    placement: Placement,
-    work: Work,
-    state_dir: Path | None,
-    stop: StopFlag,
-    key: bytes | None,
-) -> int:
-    """Do the same in `folder`, a temporary directory for sockets."""
-    with contextlib.ExitStack() as opened:
+    set_for_ranks(placement.is_one_host, work.has_own_store)
+    # `scratch` is a temporary directory for sockets.
+    with run.made(not placement.node_rank), scratch() as folder, contextlib.ExitStack() as opened:
         with _saying_that_it_starts(settings, state_dir), still("importing torch"):
             import torch  # noqa: F401
         start_fork_server(work.preload, folder)  # must happen while this process has one thread
@@ -120,8 +70,7 @@ def _run_in(
                 mine = Claim(run.where)
                 if placement.node_rank == 0:
                     mine = opened.enter_context(run.lease(placement, lambda: bool(stop)))
-                prepare = _prepare_script if work.is_script else _prepare
-                prepared = prepare(run, settings, placement, mine)
+                prepared = _prepare(run, settings, placement, work, mine)
             except TandemError as error:
                 log.error("%s", error)
                 leave_word(str(error))
@@ -147,51 +96,21 @@ class _Prepared(NamedTuple):
     access: Access | None = None
 
 
-def _prepare(run: RunDir, settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
-    """Check what can be wrong before any rank starts; on node 0, also decide where the run resumes.
+def _prepare(run: RunDir, settings: Settings, placement: Placement, work: Workload, mine: Claim) -> _Prepared:
+    """Check what can be wrong before any rank starts; on node 0, also open the run directory.
 
     Raises TandemError.
     """
-    from tandem.tasks.base import load_task
-
-    asked, data = settings.run, settings.data
-    prepared = _Prepared(mine)
-    if placement.elastic is not None and data.batch_shares is not None:
-        raise ConfigError(
-            f"--batch-shares {data.batch_shares} needs a fixed number of ranks, but --elastic changes it; "
-            "use only one of them"
-        )
-    if placement.node_rank == 0:
-        access = load_access(settings.metrics)
-        with still("reading the checkpoints"):
-            decision = decide(run, settings)
-        if decision.kind == "complete":
-            return _Prepared(mine, decision)
-        prepared = _Prepared(mine, decision, access)
-    with still(f"importing the task {asked.task}"):
-        load_task(asked.task, asked.task_fields, data.data_dir, data.download)
-    if placement.node_rank == 0:  # last, so that an error until here leaves no directory behind
-        prepare_run_dir(run, settings, mine, prepared.decision)
-    _log_of_first_node(run, settings, placement)
-    return prepared
-
-
-def _prepare_script(run: RunDir, settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
-    """Do the same for a script, which decides by itself where it resumes. Raises TandemError."""
     if placement.node_rank != 0:
+        work.prepare(placement)
         return _Prepared(mine)
-    if settings.launch.warm_gpu:
-        log.warning("--warm-gpu has no effect on a script: scripts open their GPU themselves")
     access = load_access(settings.metrics)
-    prepared = _Prepared(mine, access=access)
-    prepare_run_dir(run, settings, mine, None)
-    _log_of_first_node(run, settings, placement)
-    return prepared
-
-
-def _log_of_first_node(run: RunDir, settings: Settings, placement: Placement) -> None:
-    if placement.node_rank == 0:
+    decision = work.prepare(placement)
+    if decision is None or decision.kind != "complete":
+        # Last, so that an error until here leaves no directory behind.
+        prepare_run_dir(run, settings, mine, decision)
         setup(run.node_log(0), None, 0, True, settings.telemetry.log_format == "json")
+    return _Prepared(mine, decision or ResumeDecision("fresh"), access)
 
 
 def _run_agent(
@@ -199,7 +118,7 @@ def _run_agent(
     run: RunDir,
     settings: Settings,
     place: "MeetingPlace",
-    work: Work,
+    work: Workload,
     state_dir: Path | None,
     stop: StopFlag,
     prepared: _Prepared,
@@ -207,16 +126,13 @@ def _run_agent(
     """Run the agent, together with what shows the run to the outside."""
     with still("importing the agent"):
         from tandem.launch.agent import run_agent
-        from tandem.launch.generations import NodeAgent
         from tandem.launch.part import Node
-        from tandem.launch.script_agent import ScriptAgent
         from tandem.launch.view import NodeView
 
     placement = place.placement
     nproc = placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Position.memories`
-    bound_to = place_of if work.is_script else gpu_of if settings.launch.warm_gpu else nothing_of
-    workers = Workers(work.rank_function, work.job, memories, work.warm_up, bound_to)
+    workers = Workers(work.rank_entry, work.job, memories, work.warm_up, work.standby_key)
     stop_together(workers.signal_all)
     view = NodeView(run, settings, placement, state_dir, folder, prepared.access, stop)
     with contextlib.closing(view), contextlib.ExitStack() as opened:
@@ -225,12 +141,11 @@ def _run_agent(
         )
         log.info("%s", place.asked)
         config, decision, mine = settings.launch, prepared.decision, prepared.claim
-        node = Node(run, placement, nproc, config, workers, view, stop, decision, mine, place)
-        agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
+        node = Node(run, placement, nproc, config, workers, view, stop, decision, mine, place, work)
         if placement.node_rank == 0:
-            report = _run_counted(node, agent, run.crash_loop(mine.look))
+            report = _run_counted(node, run.crash_loop(mine.look))
         else:
-            report = run_agent(node, agent)
+            report = run_agent(node)
         # After a takeover, the run directory belongs to another launch: write nothing more there.
         if mine.look():
             with reporting("show how the run ended"):
@@ -246,7 +161,7 @@ def _run_agent(
                 report.code in (1, 2)
                 and report.generations > 0
                 and placement.node_rank == 0
-                and not work.is_script
+                and work.logs_errors
             )
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
@@ -255,14 +170,14 @@ def _run_agent(
         return report.code
 
 
-def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: CrashLoop) -> "AgentReport":
+def _run_counted(node: "Node", starts: CrashLoop) -> "AgentReport":
     """Run the agent of node 0, unless earlier starts have saved nothing new for too long."""
     from tandem.launch.agent import AgentReport, run_agent
     from tandem.launch.meeting_place import announce
 
     try:
         starts.begin(node.config.max_crash_loops, lambda: bool(node.stop))
-        report = run_agent(node, agent)
+        report = run_agent(node)
     except CrashLoopError as error:
         announce(node.place, error.exit_code, str(error), node.stop)
         report = AgentReport(error.exit_code, str(error), 0)

@@ -1,4 +1,4 @@
-"""Define what an agent works with: this node's part of a job."""
+"""Define what an agent works with: this node's part of a job, and its restart budget."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,26 @@ from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
 from tandem.run.lease import Claim
 from tandem.signals import StopFlag
+from tandem.work.base import Workload
+
+
+@dataclass
+class RestartBudget:
+    """The restart budget that this node has used in this launch.
+
+    A failure counts once, however many ranks it ends.
+    """
+
+    incidents_allowed: int
+    incidents: int = 0
+    generations: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.incidents > self.incidents_allowed
+
+    def __str__(self) -> str:
+        return f"the restart budget (--max-restarts {self.incidents_allowed})"
 
 
 @dataclass(frozen=True)
@@ -32,6 +52,7 @@ class Node:
     resume: ResumeDecision
     claim: Claim
     place: MeetingPlace
+    work: Workload
 
     def position(self, worker: Any, group: Any, prefix: str, restart: int) -> Position:
         """Return the position of one local rank: a `worker` of torch's `group`.

@@ -6,15 +6,14 @@ import os
 import pkgutil
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tandem.config import SETTINGS, Given, Settings
+from tandem.config import SETTINGS, Given
 from tandem.config.fields import words_in
+from tandem.config.task_names import BUILT_IN
 from tandem.errors import ConfigError
-from tandem.run.directory import RunDir
-from tandem.script.job import Job, Program, problem_of_script
-from tandem.tasks.names import BUILT_IN
+from tandem.script.job import Program, problem_of_script
 from tandem.words import did_you_mean, nearest
 
 TASK = re.compile(r"[^-].*\.py:[A-Za-z_]\w*")
@@ -165,35 +164,3 @@ def _only_task(path: Path) -> str | None:
 
 def _is_task(found: ast.ClassDef) -> bool:
     return {"build_model", "loss"} <= {each.name for each in found.body if isinstance(each, ast.FunctionDef)}
-
-
-def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> Job:
-    """Return what the ranks of this node need to run the program; `chosen` as for `variables_of`."""
-    hang = settings.reliability.hang_timeout
-    return Job(
-        program=program,
-        logs=str(run.logs),
-        variables=variables_of(settings, chosen),
-        max_restarts=settings.launch.max_restarts,
-        hang_timeout=None if hang == "auto" else float(hang),
-        patience=settings.reliability.phase_timeout,
-        json_lines=settings.telemetry.log_format == "json",
-        cold=settings.launch.fresh_interpreter,
-    )
-
-
-def variables_of(settings: Settings, chosen: Collection[str]) -> dict[str, str]:
-    """Return settings as variables for a program that uses tandem: the chosen ones and the run directory.
-
-    Leaves out the task, because there is none, and what belongs to the agent: nodes, ranks and the metrics
-    page.
-    """
-    texts = settings.to_dict()
-    ours = {name for name, setting in SETTINGS.items() if setting.slice in ("launch", "metrics")}
-    names = {*chosen, "run_dir", "resume"} & (SETTINGS.keys() - ours - {"task", "task_fields"})
-    return {SETTINGS[name].variable: text_of_setting(texts[name]) for name in sorted(names)}
-
-
-def text_of_setting(value: object) -> str:
-    """Return a setting's value as text, as a variable or a flag has it."""
-    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)

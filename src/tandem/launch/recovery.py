@@ -14,13 +14,12 @@ from collections.abc import Collection, Mapping
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.position import Position
-from tandem.errors import GPU_FAILED, PEER_LOST, was_killed
-from tandem.launch.endings import signal_name
+from tandem.errors import GPU_FAILED, PEER_LOST, shell_code, was_killed
 from tandem.launch.part import Node
-from tandem.launch.restarts import shell_code
 from tandem.log import counted
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
 from tandem.words import lasting
+from tandem.work.endings import signal_name
 
 log = logging.getLogger("tandem.agent")
 

@@ -15,10 +15,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, PEER_LOST, STOPPED
-from tandem.launch.endings import Cause, last_words
 from tandem.launch.part import Node
 from tandem.script.environment import error_file
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
+from tandem.work.endings import Cause, last_words
 
 log = logging.getLogger("tandem.agent")
 

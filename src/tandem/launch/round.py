@@ -12,9 +12,9 @@ from typing import Any
 
 from tandem import running
 from tandem.launch.rendezvous import StoreLostError
-from tandem.launch.stops import THERE
 from tandem.platforms.placement import Placement
 from tandem.timeouts import SHORTEST_LOOK_SECONDS, STORE_READ_SECONDS
+from tandem.work.base import THERE
 
 
 class RoundStore:

@@ -1,11 +1,11 @@
-"""Prepare the run directory: the job that it belongs to, config.json, and the decision where to resume."""
+"""Prepare the run directory: the job that it belongs to, and config.json."""
 
 import logging
 import time
 from pathlib import Path
 
 from tandem import layout
-from tandem.checkpoint.decision import ResumeDecision, decide_resume
+from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.listing import is_finished
 from tandem.config import Settings
 from tandem.errors import ConfigError
@@ -96,21 +96,5 @@ def prepare_run_dir(run: RunDir, settings: Settings, mine: Claim, decision: Resu
         log.info("logs and other local files are in %s", run.folder)
 
 
-def decide(run: RunDir, settings: Settings) -> ResumeDecision:
-    """Decide where the run resumes, and log it.
-
-    Called once, on node 0, before any rank starts.
-    """
-    decision = decide_resume(settings, run.checkpoints)
-    if decision.kind == "complete":
-        log.info(
-            "the run in %s already finished at step %s; raise --epochs or --steps to continue",
-            run.where,
-            f"{decision.step:,}",
-        )
-        return decision
-    for change in decision.changes:
-        log.info("changed since the checkpoint: %s", change)
-    if decision.moved_to is not None:
-        log.info("earlier checkpoints were moved to %s", decision.moved_to)
-    return decision
+decide = RunDir.decide
+"""For custom loops, which have no workload."""

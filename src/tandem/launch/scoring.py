@@ -18,17 +18,16 @@ from tandem.checkpoint.manifest import check_fits
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
 from tandem.config.slices import LaunchConfig
+from tandem.config.task_names import is_script, named_by
 from tandem.data.datasets import one_line
 from tandem.distributed.position import Position
-from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError
+from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError, job_code, shell_code
 from tandem.launch.lone_rank import position_of
-from tandem.launch.restarts import job_code, shell_code
 from tandem.launch.scratch import scratch
 from tandem.launch.simulated import stop_with_parent
 from tandem.launch.variables import use_loopback
 from tandem.log import printable, setup
 from tandem.platforms.placement import detect, outside_steps
-from tandem.tasks.names import is_script, named_by
 from tandem.tasks.traces import short_trace, what_and_where
 from tandem.telemetry.journal import to_json
 from tandem.timeouts import SUPERVISE_SECONDS

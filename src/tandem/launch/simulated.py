@@ -17,7 +17,16 @@ from pathlib import Path
 
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
-from tandem.errors import INTERRUPTED_TWICE, KILLED, MISCONFIGURED, PEER_LOST, StoppedError, was_killed
+from tandem.errors import (
+    INTERRUPTED_TWICE,
+    KILLED,
+    MISCONFIGURED,
+    PEER_LOST,
+    StoppedError,
+    job_code,
+    shell_code,
+    was_killed,
+)
 from tandem.json_output import WRITER
 from tandem.launch.fork_server import (
     UNKNOWN,
@@ -28,7 +37,6 @@ from tandem.launch.fork_server import (
     start_fork_server,
 )
 from tandem.launch.gpus import gpus_of, shared_out
-from tandem.launch.restarts import job_code, shell_code
 from tandem.launch.scratch import scratch
 from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import resolve
@@ -37,10 +45,10 @@ from tandem.platforms.by_hand import unplaced
 from tandem.platforms.placement import Placement
 from tandem.process import Process, below, end_with_parent, stat_of
 from tandem.run.directory import RunDir
-from tandem.script.job import Program
 from tandem.signals import StopFlag, default_handlers, handed_on
 from tandem.silence import still
 from tandem.timeouts import DEAF_NODE_SECONDS, LEAVE_SECONDS, SUPERVISE_SECONDS, TRACKER_END_SECONDS
+from tandem.work.base import Workload
 
 log = logging.getLogger("tandem.launch")
 
@@ -56,14 +64,12 @@ def simulate(
     argv: Sequence[str],
     environ: Mapping[str, str],
     stop: StopFlag,
-    preload: Sequence[str],
-    program: Program | None = None,
+    work: Workload,
 ) -> int:
     """Run `placement.nodes` nodes on this machine, and return the job's exit code.
 
-    `preload` has the modules that ranks import. Node 0 keeps the terminal; the others write to
-    RUN_DIR/log/node-N.log. A node killed by a signal is restarted, as a cluster's platform would do, up to
-    --max-restarts times.
+    Node 0 keeps the terminal; the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
+    restarted, as a cluster's platform would do, up to --max-restarts times.
     """
     shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
     nodes = [
@@ -73,16 +79,16 @@ def simulate(
             + ["--run-dir", str(run.where)],
             None if index == 0 else run.node_log(index),
             shares[index],
-            program.words() if program is not None else (),
+            work.words,
         )
         for index in range(placement.nodes)
     ]
     with run.made(), scratch() as folder:
         has_new_logs = run.make_logs()
-        set_for_ranks(placement.is_one_host, program is not None)
+        set_for_ranks(placement.is_one_host, work.has_own_store)
         try:
             with stop.ending():
-                imported = start_fork_server([AGENT, *preload], folder, keeps=False)
+                imported = start_fork_server([AGENT, *work.preload], folder, keeps=False)
                 with still("importing modules for nodes and ranks"):
                     imported()
         except StoppedError:

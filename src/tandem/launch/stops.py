@@ -10,21 +10,9 @@ from tandem.errors import KILLED, STOPPED
 from tandem.launch.part import Node
 from tandem.launch.rendezvous import StopRequestedError
 from tandem.timeouts import MEET_TO_SAVE_SECONDS, START_STOP_SECONDS
+from tandem.work.base import NOTHING, TRAINED
 
 log = logging.getLogger("tandem.agent")
-
-THERE = NOTHING, SAVED, TRAINED = "nothing", "saved", "trained"
-"""What there is of a run when a generation starts.
-
-Nothing, the checkpoint that it resumes from, or newer state in node 0's memory, which a stop must not lose.
-"""
-
-
-def what_there_is(node: Node) -> str:
-    """Return the state of the run; node 0 determines it for all nodes."""
-    if node.view.plan is not None:
-        return TRAINED
-    return SAVED if node.resume.kind == "resume" else NOTHING
 
 
 def is_time_to_save(node: Node, has_trained: bool, waits_since: float | None) -> bool:

@@ -6,7 +6,7 @@ The fork server passes its environment on to the ranks. Values that the user has
 import os
 
 
-def set_for_ranks(is_one_host: bool, is_script: bool) -> None:
+def set_for_ranks(is_one_host: bool, has_own_store: bool) -> None:
     """Set everything that ranks under an agent need, before anything imports torch."""
     if is_one_host:
         use_loopback()
@@ -14,7 +14,7 @@ def set_for_ranks(is_one_host: bool, is_script: bool) -> None:
     wait_passively()
     use_older_nccl()
     number_gpus_by_slot()
-    if not is_script:  # a script has its own store, and its dumps are its own concern
+    if not has_own_store:  # a script's, whose dumps are its own concern
         keep_nccl_errors_here()
 
 

@@ -21,9 +21,8 @@ from typing import Any
 
 from tandem.checkpoint.memory import NodeMemory
 from tandem.distributed.helpers import killed_helper
-from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED
+from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED, shell_code
 from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_gone, start
-from tandem.launch.restarts import shell_code
 from tandem.launch.sessions import ask
 from tandem.process import (
     Process,
@@ -44,6 +43,7 @@ from tandem.timeouts import (
     KILLED_SECONDS,
     LEFT_BEHIND_SECONDS,
 )
+from tandem.work.base import gpu_of, nothing_of, place_of
 
 log = logging.getLogger("tandem.agent")
 
@@ -107,20 +107,6 @@ def _worker_main(
     sys.stdout.flush()
     sys.stderr.flush()
     raise SystemExit(code)
-
-
-def place_of(position: Any) -> tuple[int, ...] | None:
-    """Return what a script may read about its rank when it is imported: a standby key for scripts."""
-    return position and (position.rank, position.local_rank, position.world_size, position.nodes)
-
-
-def gpu_of(position: Any) -> int | None:
-    """Return the number of a rank's GPU: a standby key for processes with an open CUDA context."""
-    return position and int(position.local_rank)
-
-
-def nothing_of(_position: Any) -> None:
-    """Return the same key for every rank: a standby process may then become any rank."""
 
 
 def _code_of(exitcode: int | None) -> int | None:

@@ -3,6 +3,7 @@
 `layout.py` has the names of its files. Does not import torch, because commands that only read use it, too.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tandem import layout
+from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.config.address import address
@@ -26,6 +28,8 @@ from tandem.run.lease import Claim, claim, restarted_as
 from tandem.run.mirror import Mirror
 from tandem.run.owner import Token, fence
 from tandem.telemetry.journal import Journal, read_events, write_json_atomic
+
+log = logging.getLogger("tandem.launch")
 
 
 class RunDir:
@@ -192,6 +196,25 @@ class RunDir:
         """Hold the lease in this block. Raises ConfigError if another launch holds it."""
         with closing(claim(self.where, restarted_as(placement), should_stop)) as mine:
             yield mine
+
+    def decide(self, settings: Settings) -> ResumeDecision:
+        """Decide where the run resumes, and log it.
+
+        Called once, on node 0, before any rank starts.
+        """
+        decision = decide_resume(settings, self.checkpoints)
+        if decision.kind == "complete":
+            log.info(
+                "the run in %s already finished at step %s; raise --epochs or --steps to continue",
+                self.where,
+                f"{decision.step:,}",
+            )
+            return decision
+        for change in decision.changes:
+            log.info("changed since the checkpoint: %s", change)
+        if decision.moved_to is not None:
+            log.info("earlier checkpoints were moved to %s", decision.moved_to)
+        return decision
 
     def crash_loop(self, is_ours: Callable[[], bool] = lambda: True) -> CrashLoop:
         """Return the counter of starts; `is_ours` is checked before each write."""

@@ -39,7 +39,6 @@ from tandem.script.job import Job
 from tandem.script.lifeline import descriptor_for_exec
 from tandem.script.watch import Watch, imports_file
 from tandem.signals import default_signals
-from tandem.tasks.traces import script_trace
 from tandem.telemetry.channel import sender
 from tandem.telemetry.stacks import keep_stacks
 
@@ -152,6 +151,8 @@ def _show(error: BaseException, position: Position, record: Any) -> None:
     if not is_ours or position.rank != 0 or record is sys.stderr:
         sys.excepthook(type(error), error, error.__traceback__)
         return
+    from tandem.tasks.traces import script_trace  # a script that does not call tandem needs no tasks
+
     record.write("".join(traceback.format_exception(error)))
     record.flush()
     with suppress(OSError):  # the terminal was closed

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from tandem.config.task_names import VALID, parsed
 from tandem.data.asked import Moment, asking
 from tandem.data.datasets import Datasets, install_vision
 from tandem.data.fetch import Collate
@@ -29,7 +30,6 @@ from tandem.errors import ConfigError, TandemError
 from tandem.tasks.fields import convert_fields
 from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of, where
 from tandem.tasks.mistakes import Sums as Sums
-from tandem.tasks.names import VALID, parsed
 from tandem.words import did_you_mean, nearest
 
 NEAR = 0.9

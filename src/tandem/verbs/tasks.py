@@ -69,7 +69,7 @@ def _announced(loaded: "Loaded") -> "Settings":
 
     Raises ConfigError.
     """
-    from tandem.tasks.names import untyped
+    from tandem.config.task_names import untyped
 
     if said := untyped(loaded):
         print(f"tandem: {said}", file=sys.stderr, flush=True)

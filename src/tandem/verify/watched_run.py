@@ -13,13 +13,13 @@ from typing import Any
 
 from tandem import layout
 from tandem.errors import FINISHED, StoppedError
-from tandem.launch.endings import run_failed
 from tandem.launch.simulated import stop_with_parent
 from tandem.process import below, is_alive, safe_path, send
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.timeouts import END_LOOK_SECONDS, END_POLL_SECONDS, KILLED_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
+from tandem.work.endings import run_failed
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tandem.errors import FINISHED, PEER_LOST, STOPPED, RunFailedError, is_own, was_killed
-from tandem.launch.restarts import shell_code
+from tandem.errors import FINISHED, PEER_LOST, STOPPED, RunFailedError, is_own, shell_code, was_killed
 from tandem.log import printable
 from tandem.rotation import tail
 from tandem.telemetry.messages import checked

@@ -1,0 +1,188 @@
+"""Run a user's program: the workload of `tandem launch train.py`, `-m module` and `-- command`.
+
+tandem does not control its ranks, so this module attributes failures and finds one cause. See
+docs/architecture.md#user-scripts.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from tandem import running
+from tandem.checkpoint.decision import ResumeDecision
+from tandem.config import SETTINGS, Settings
+from tandem.distributed.position import Position
+from tandem.errors import (
+    FAILED,
+    FINISHED,
+    KILLED,
+    PEER_LOST,
+    STOPPED,
+    ConfigError,
+    is_own,
+    is_retried,
+    job_code,
+    was_killed,
+)
+from tandem.platforms.placement import Placement
+from tandem.run.directory import RunDir
+from tandem.script.environment import error_file
+from tandem.script.job import Job, Program
+from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
+from tandem.work.base import TRAINED, GenerationEnd, place_of
+from tandem.work.endings import Cause, choose, failures, last_words
+
+log = logging.getLogger("tandem.launch")
+
+
+class ProgramWork:
+    """A program's ranks save, stop and report errors in their own way; their exit codes have to be explained.
+
+    `chosen` as for `variables_of`.
+    """
+
+    saves = False
+    has_own_store = True
+    logs_errors = False
+    charges_all = True
+    rank_entry = "tandem.script.rank:run_rank"
+    warm_up = "tandem.script.rank:warm_up"
+    standby_key: Callable[..., object] = staticmethod(place_of)
+
+    def __init__(self, program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> None:
+        self._program = program
+        self._run = run
+        self._launch = settings.launch
+        self.job = job_of(program, run, settings, chosen)
+        self.words: Sequence[str] = program.words()
+        # For a new interpreter the fork server imports only what starts it, because exec drops the modules.
+        cold = self.job.cold or program.kind == "command"
+        self.preload: Sequence[str] = [*([] if cold else ["tandem.launch.warm"]), "tandem.script.rank"]
+
+    def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
+        """Under torchrun or srun, each rank would launch the program again."""
+        if placement.rank is not None:
+            raise ConfigError(
+                f"{placement.platform} already starts each rank; `tandem launch {self._program}` would start "
+                "them again; start one task per node, or run the program without tandem"
+            )
+
+    def prepare(self, placement: Placement) -> ResumeDecision | None:
+        if placement.node_rank == 0 and self._launch.warm_gpu:
+            log.warning("--warm-gpu has no effect on a script: scripts open their GPU themselves")
+        return None
+
+    def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
+        """A script handles a stop wherever it is, and knows itself what has to be saved."""
+        return TRAINED
+
+    def is_done(self) -> bool:
+        """Accept any job result of 0. The agent rejects it if a rank here has failed (`run_generations`)."""
+        return True
+
+    def is_retried(self, code: int) -> bool:
+        return is_retried(code) or (self._launch.restart_on_error and is_own(code))
+
+    def explain(self, end: GenerationEnd) -> tuple[int, Cause | None]:
+        first = failures(end.codes)
+        # No rank failed here: the code is 0 or 143.
+        if not first:
+            return _asked_to_stop(
+                end, job_code([code for code in end.codes.values() if code is not None])
+            ), None
+        local_rank, code = choose(first, end.blamed())
+        if end.stop and code == PEER_LOST and STOPPED in end.now().values():
+            return STOPPED, None  # it lost the rank that handled the signal first
+        position = end.positions[local_rank]
+        words = (
+            () if was_killed(code) else last_words(error_file(position), self._run.rank_log(position.rank))
+        )
+        cause = Cause(position.rank, position.node_rank, position.node_name, code, words)
+        if end.nodes > 1 and not end.stop:
+            with contextlib.suppress(RuntimeError):
+                end.store.set(_ended_key(position), cause.to_json())
+                # A rank that was killed here is the cause. A failed one may only be the consequence of a kill
+                # elsewhere.
+                cause = cause if was_killed(code) else _explained_elsewhere(end, cause)
+                code = cause.code
+        if code == PEER_LOST and FINISHED in end.now().values():
+            return FAILED, replace(cause, code=FAILED)  # no rank was lost: some ranks returned too early
+        return code, cause
+
+
+def _asked_to_stop(end: GenerationEnd, code: int) -> int:
+    """Return 143 for a requested stop, and 137 if the ranks stopped without a request to this agent.
+
+    Some frameworks, such as Lightning, exit with 0 when they are asked to stop. 0 would tell the platform
+    that the job is done.
+    """
+    if code == FINISHED and end.is_forwarded:
+        return STOPPED
+    # The signal may reach the ranks before their agent.
+    deadline = running.now() + OTHERS_SECONDS
+    while code == STOPPED and not end.stop:
+        if running.now() > deadline:
+            return KILLED
+        time.sleep(MONITOR_SECONDS)
+    return code
+
+
+def _explained_elsewhere(end: GenerationEnd, ours: Cause) -> Cause:
+    """Return the cause that other nodes have published, if it explains ours.
+
+    A killed rank explains most, then a failed one.
+    """
+    position, found = end.positions[0], ours
+    others = [replace(position, node_rank=node) for node in range(position.nodes)]
+    keys = [_ended_key(each) for each in others if each.node_rank != position.node_rank]
+    deadline = running.now() + OTHERS_SECONDS
+    while running.now() < deadline:
+        for key in [key for key in keys if end.store.check([key])]:
+            try:
+                theirs = Cause.from_json(end.store.get(key))
+            except ValueError:
+                continue
+            if was_killed(theirs.code):
+                return theirs
+            if theirs.code != PEER_LOST and found.code == PEER_LOST:
+                found = theirs
+        time.sleep(MONITOR_SECONDS)
+    return found
+
+
+def _ended_key(position: Position) -> str:
+    return f"{position.store[2] if position.store else ''}/ended/{position.node_rank}"
+
+
+def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> Job:
+    """Return what the ranks of this node need to run the program; `chosen` as for `variables_of`."""
+    hang = settings.reliability.hang_timeout
+    return Job(
+        program=program,
+        logs=str(run.logs),
+        variables=variables_of(settings, chosen),
+        max_restarts=settings.launch.max_restarts,
+        hang_timeout=None if hang == "auto" else float(hang),
+        patience=settings.reliability.phase_timeout,
+        json_lines=settings.telemetry.log_format == "json",
+        cold=settings.launch.fresh_interpreter,
+    )
+
+
+def variables_of(settings: Settings, chosen: Collection[str]) -> dict[str, str]:
+    """Return settings as variables for a program that uses tandem: the chosen ones and the run directory.
+
+    Leaves out the task, because there is none, and what belongs to the agent: nodes, ranks and the metrics
+    page.
+    """
+    texts = settings.to_dict()
+    ours = {name for name, setting in SETTINGS.items() if setting.slice in ("launch", "metrics")}
+    names = {*chosen, "run_dir", "resume"} & (SETTINGS.keys() - ours - {"task", "task_fields"})
+    return {SETTINGS[name].variable: text_of_setting(texts[name]) for name in sorted(names)}
+
+
+def text_of_setting(value: object) -> str:
+    """Return a setting's value as text, as a variable or a flag has it."""
+    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)

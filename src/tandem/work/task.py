@@ -1,0 +1,116 @@
+"""Train a task: the workload of `tandem launch --task`."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.listing import is_finished
+from tandem.config import Settings, TaskJob
+from tandem.config.slices import ONE_PROCESS
+from tandem.data.shares import check_even
+from tandem.errors import PEER_LOST, CheckpointError, ConfigError, is_retried, job_code
+from tandem.platforms.placement import Placement
+from tandem.run.directory import RunDir
+from tandem.silence import still
+from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, gpu_of, nothing_of
+from tandem.work.endings import Cause
+
+# A name, not an import: importing it imports torch, which reads variables that the agent sets first.
+RANK_FUNCTION = "tandem.rank.task:run_rank"
+
+
+class TaskWork:
+    """A task's ranks are tandem's own: they report to the agent, and tandem saves their state.
+
+    `chosen` has the names of the settings that were set explicitly.
+    """
+
+    saves = True
+    has_own_store = False
+    logs_errors = True
+    charges_all = False
+    words: Sequence[str] = ()
+
+    def __init__(self, run: RunDir, settings: Settings, chosen: Collection[str]) -> None:
+        self._run = run
+        self._settings = settings
+        module = RANK_FUNCTION.partition(":")[0]
+        self.rank_entry = RANK_FUNCTION
+        self.warm_up = f"{module}:warm_up"
+        self.job = TaskJob(settings.to_dict(), frozenset(chosen))
+        self.preload: Sequence[str] = ["tandem.launch.warm", module]
+        self.standby_key: Callable[..., object] = gpu_of if settings.launch.warm_gpu else nothing_of
+        self.is_retried = is_retried
+
+    def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
+        """Raise ConfigError if the ranks cannot share the batch evenly; leave what is uncertain to them.
+
+        Only node 0 checks. A run that resumes from a checkpoint may share its batch unevenly, and the other
+        nodes may not see the checkpoints.
+        """
+        data, ranks = self._settings.data, self._ranks(placement, gpus)
+        if ranks is None or placement.node_rank != 0 or data.batch_shares is not None:
+            return
+        if self._begins_afresh():
+            check_even(data.batch_size, ranks)
+
+    def _ranks(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> int | None:
+        """Return the number of ranks of the job, or None if only its nodes will know.
+
+        A strategy with a single process has its own check.
+        """
+        compute = self._settings.compute
+        if placement.elastic is not None or compute.strategy_name in ONE_PROCESS:
+            return None
+        nproc = placement.nproc
+        if nproc is None:  # depends on the GPUs of each node
+            nproc = 1 if compute.device == "cpu" or (placement.is_one_host and not gpus()) else None
+        return None if nproc is None else placement.nodes * nproc
+
+    def _begins_afresh(self) -> bool:
+        """Return whether the run certainly starts fresh.
+
+        No checkpoint is read, and no object store is queried.
+        """
+        resume = self._settings.checkpoint.resume
+        if resume == "never":
+            return True
+        try:
+            return resume == "auto" and self._run.is_here and not self._run.checkpoints.steps()
+        except CheckpointError:
+            return False
+
+    def prepare(self, placement: Placement) -> ResumeDecision | None:
+        from tandem.tasks.base import load_task
+
+        asked, data = self._settings.run, self._settings.data
+        if placement.elastic is not None and data.batch_shares is not None:
+            raise ConfigError(
+                f"--batch-shares {data.batch_shares} needs a fixed number of ranks, but --elastic changes "
+                "it; use only one of them"
+            )
+        decision = None
+        if placement.node_rank == 0:
+            with still("reading the checkpoints"):
+                decision = self._run.decide(self._settings)
+            if decision.kind == "complete":
+                return decision
+        with still(f"importing the task {asked.task}"):
+            load_task(asked.task, asked.task_fields, data.data_dir, data.download)
+        return decision
+
+    def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
+        if has_trained:
+            return TRAINED
+        return SAVED if resume.kind == "resume" else NOTHING
+
+    def is_done(self) -> bool:
+        """Return whether the last step is saved."""
+        return is_finished(self._run.checkpoints)
+
+    def explain(self, end: GenerationEnd) -> tuple[int, Cause | None]:
+        code = job_code([code for code in end.codes.values() if code is not None])
+        # 200 alone explains nothing. If all peers are on this node, or a rank has reported an error, the
+        # cause is here and its process is about to end.
+        if code == PEER_LOST and (end.positions[0].nodes == 1 or end.last_words):
+            code = job_code(list(end.blamed().values()))
+        return code, None
