@@ -134,7 +134,7 @@ docs: setup-dev ## generate the reference pages and build the site into build/si
 site: setup-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: setup-dev ## run every test once, in minutes; lists the skipped ones
+test: setup-dev ## run all tests except the long trials, in minutes; lists the skipped ones
 	$(call PYTEST,$(TEST_LIMIT)) -m 'not slow and not soak' tests
 
 test-all: test ## run the tests and the long trials

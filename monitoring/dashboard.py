@@ -108,7 +108,7 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             stat("Ranks", "short", last("tandem_world_size")),
             stat("Nodes", "short", last("tandem_nodes")),
             stat("Run time", "s", f"time() - {last('tandem_run_start_timestamp_seconds')}"),
-            stat("Time since the last step", "s", f"time() - {last('tandem_last_step_timestamp_seconds')}"),
+            stat("Time since last step", "s", f"time() - {last('tandem_last_step_timestamp_seconds')}"),
         ],
     ],
     "Time": [
@@ -160,8 +160,8 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
     ],
     "Checkpoints": [
         [
-            stat("Age of the last checkpoint", "s", AGE),
-            stat("Step of the last checkpoint", "short", last("tandem_checkpoint_last_success_step")),
+            stat("Checkpoint age", "s", AGE),
+            stat("Last saved step", "short", last("tandem_checkpoint_last_success_step")),
             stat("Size", "bytes", last("tandem_checkpoint_size_bytes")),
             stat("Saves", "short", last("tandem_checkpoint_saves_total")),
             stat("Failed saves", "short", last("tandem_checkpoint_save_failures_total")),
