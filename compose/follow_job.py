@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from tandem.errors import KILLED, MISCONFIGURED, is_own
-from tandem.launch.restarts import job_code
+from tandem.errors import job_code
 from tandem.platforms.replica import NOTES
 
 POLL_SECONDS = 0.5
