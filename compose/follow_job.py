@@ -12,8 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from tandem.errors import KILLED, MISCONFIGURED, is_own
-from tandem.launch.restarts import job_code
+from tandem.errors import KILLED, MISCONFIGURED, is_own, job_code
 from tandem.platforms.replica import NOTES
 
 POLL_SECONDS = 0.5
