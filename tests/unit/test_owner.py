@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
 from tandem.checkpoint import claim as module
 from tandem.checkpoint.claim import claim, refuse_if_owned
 from tandem.checkpoint.owner import Note, Token, fence
@@ -25,17 +26,7 @@ from tandem.errors import CheckpointError, ConfigError, RunTakenError, StoppedEr
 from tandem.launch import run_dir as run_dirs
 from tandem.platforms.placement import Placement
 
-HOLD = """
-import sys
-from pathlib import Path
-from tandem.checkpoint.claim import claim
-
-mine = claim(Path(sys.argv[1]), "a job")
-assert mine.problem is None, mine.problem
-print(mine.token.number, flush=True)
-input()
-mine.close()
-"""
+HOLD = program_text("owner_hold")
 
 Hold = Callable[[Path], "subprocess.Popen[str]"]
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -221,7 +221,7 @@ class Run:
         parts = self._engine.parts
         self._engine.backward.run(loss, parts.weight, parts.is_last)
 
-    def log(self, **numbers: Tensor | float) -> None:
+    def log(self, **numbers: SupportsFloat) -> None:
         """Report numbers to the log, metrics.jsonl and the page, as means over steps and ranks.
 
         This does not wait for the device or other ranks until the next log line is due. The `loss` passed to
