@@ -2,21 +2,26 @@
 #   OVERLAY=   a kind (pytorchjob, the default; trainjob, jobset, indexed-job), components of k8s/components
 #              (gpu,kueue), or both: trainjob,gpu
 #   NAMESPACE= the context's own by default       IMAGE= NAME[:TAG][@sha256:DIGEST] in place of the manifest's
+#   NAME=      of the job, tandem by default      NODES= pods of the job, 3 by default
 OVERLAY ?= pytorchjob
 NAMESPACE ?=
+NAME ?= tandem
 PURGE ?=
 
-GIVEN += OVERLAY NAMESPACE PURGE
+GIVEN += OVERLAY NAMESPACE NAME PURGE
 
 K8S_IMAGE = $(if $(filter undefined file,$(origin IMAGE)),,--image "$$GIVEN_IMAGE")
+# The Makefile's own NODES is for `make train`.
+K8S_NODES = $(if $(call is_given,NODES),--nodes "$$GIVEN_NODES")
 K8S_TOOL = PYTHONPATH=src $(PYTHON) -m tandem.kubernetes
-K8S_TARGET = --overlay "$$GIVEN_OVERLAY" --namespace "$$GIVEN_NAMESPACE" $(K8S_IMAGE)
+K8S_TARGET = --overlay "$$GIVEN_OVERLAY" --namespace "$$GIVEN_NAMESPACE" --name "$$GIVEN_NAME" \
+	$(K8S_NODES) $(K8S_IMAGE)
 
 .PHONY: k8s-render k8s-validate k8s-generate k8s-apply k8s-logs k8s-status k8s-forward k8s-delete \
 	k8s-try k8s-release
 
 ##@ Kubernetes
-k8s-render: ## print the manifest of OVERLAY (no cluster needed)
+k8s-render: ## print the manifest of OVERLAY (no cluster needed; NAME=tandem NODES=3)
 	@$(K8S_TOOL) render $(K8S_TARGET)
 
 k8s-validate: setup-dev ## check all manifests: schemas, rules, pod security

@@ -10,12 +10,14 @@ WATCHERS := PROMETHEUS_PORT="$$GIVEN_PROMETHEUS_PORT" GRAFANA_PORT="$$GIVEN_GRAF
 
 ##@ Monitoring
 monitoring-up: ## start Prometheus and Grafana next to the containers (RULES=short.yaml: other rules)
-	[[ -z "$$GIVEN_RULES" ]] || export RULES="$$(realpath --no-symlinks "$$GIVEN_RULES")"; $(WATCHERS) up --detach prometheus grafana \
+	@$(ENGINE) compose
+	@[[ -z "$$GIVEN_RULES" ]] || export RULES="$$(realpath --no-symlinks "$$GIVEN_RULES")"; $(WATCHERS) up --detach prometheus grafana \
 		|| { echo "make: where their images cannot be had, name others: PROMETHEUS_IMAGE=NAME GRAFANA_IMAGE=NAME" >&2; exit 2; }
 	@$(MAKE) --silent dashboard
 
 monitoring-down: ## stop them; their data stays in the volumes
-	$(WATCHERS) rm --stop --force prometheus grafana
+	@$(ENGINE) compose
+	@$(WATCHERS) rm --stop --force prometheus grafana
 
 dashboard: ## print the addresses of page, Prometheus and Grafana
 	@echo "live page   http://127.0.0.1:$${GIVEN_METRICS_PORT:-19469}/"
@@ -26,6 +28,8 @@ dashboard-json: ## generate k8s/components/monitoring/dashboard.json from dashbo
 	$(PYTHON) monitoring/dashboard.py
 
 rules-check: ## test the alert rules with promtool
+	@command -v promtool >/dev/null \
+		|| { echo "make: promtool is not installed; on Debian: sudo apt-get install prometheus" >&2; exit 2; }
 	promtool check rules --lint=all --lint-fatal monitoring/rules.yaml
 	cd monitoring && promtool test rules rules.test.yaml
 

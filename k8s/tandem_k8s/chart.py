@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from tandem import __version__
+from tandem.kubernetes.parameters import NODES, marked
 from tandem.kubernetes.render import NEEDS, render_parts
 from tandem_k8s.documents import ROOT, Document, load
 
@@ -20,9 +21,6 @@ KINDS = ("pytorchjob", "trainjob", "jobset", "indexed-job")
 COMPONENTS = ("gpu", "rdma", "kueue", "network")
 """Kustomize keeps the rest: scripts and dashboards are files, elastic has other pods, cpu is for a try."""
 NOTICE = "{{- /* Made from the kinds and components of k8s/ by `make k8s-generate`; edit them there. */}}\n"
-NAMED = ("job-name", "jobset-name", "app.kubernetes.io/instance", "subdomain")
-"""Labels and fields with the name of the job in them, by their end."""
-NODES = ("completions", "parallelism", "numNodes")
 VALUES = {
     "name": "{{ .Release.Name }}",
     "managed": "{{ .Release.Service }}",
@@ -134,28 +132,23 @@ def _marked(value: Any, path: tuple[str, ...]) -> Any:
         found = {key: _marked(each, (*path, str(key))) for key, each in value.items()}
         return _more(found, path)
     if isinstance(value, list):
-        return [_marked(each, (*path, "*")) for each in value]
+        names = (each.get("name", "*") if isinstance(each, dict) else "*" for each in value)
+        return [_marked(each, (*path, name)) for name, each in zip(names, value, strict=True)]
     return _scalar(value, path)
 
 
 def _more(found: Document, path: tuple[str, ...]) -> Document:
     """With what a chart's user adds: arguments, variables, the class of the volume."""
-    if path[-2:] == ("containers", "*") and "command" in found:
+    if path[-2:-1] == ("containers",) and "command" in found:
         found["args"] = "@args@"
         found["env"] = [*found.get("env", []), "@env@"]
     if found.get("accessModes") and path == ("spec",):
         found["@class@"] = ""
-    if path[-1:] == ("*",) and found.get("name") in ("NODES", "NNODES"):
-        found["value"] = "@nodes-text@"
-    if path[-1:] == ("Worker",):
-        found["replicas"] = "@workers@"
     return found
 
 
 def _scalar(value: object, path: tuple[str, ...]) -> object:
     key = path[-1]
-    if key in NODES:
-        return "@nodes@"
     if key in ("cpu", "memory") and path[-2] in ("limits", "requests"):
         return f"@{key}@"
     if key in ("nprocPerNode", "numProcPerNode"):
@@ -170,10 +163,7 @@ def _scalar(value: object, path: tuple[str, ...]) -> object:
         return "@queue@"
     if key == "app.kubernetes.io/managed-by":
         return "@managed@"
-    if not isinstance(value, str):
+    made = marked(path, str(value))
+    if made == str(value):
         return value
-    if value == "tandem":
-        named = path[-2:] in (("metadata", "name"), ("runtimeRef", "name")) or key.endswith(NAMED)
-        return "@name@" if named else value
-    value = re.sub(r"^tandem-(checkpoints|job|metrics|egress|0\.tandem)$", r"@name@-\1", value)
-    return re.sub(r"(?<=@-0\.)tandem$|(?<=^/checkpoints/)tandem$", "@name@", value)
+    return "@nodes-text@" if made == NODES and isinstance(value, str) else made

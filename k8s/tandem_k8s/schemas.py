@@ -6,6 +6,7 @@ API server itself drops unknown fields without a word. Each check returns one li
 
 import functools
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import jsonschema
 import kubernetes_validate
 
 from tandem_k8s.documents import ROOT, Document, pod_templates, title
+from tandem_k8s.values import core_values, expected, matches, of_types, wrong
 
 SCHEMAS = {
     "PyTorchJob": "kubeflow.org_pytorchjobs.v1.9.4",
@@ -35,7 +37,7 @@ def closed_schema(document: Document) -> list[str]:
         return []
     if kind not in (*RUNTIMES, *SCHEMAS):
         return [f"{title(document)}: no schema for {document.get('apiVersion')} {kind}"]
-    errors = (error for schema in _schemas(kind) for error in _validator(schema).iter_errors(document))
+    errors = (error for schema in _schemas(kind) for error in _Validator(schema).iter_errors(document))
     return list(dict.fromkeys(f"{title(document)}: {_line(error)}" for error in errors))
 
 
@@ -50,8 +52,14 @@ def _schemas(kind: str) -> list[dict[str, Any]]:
     return [_schema(SCHEMAS[kind])]
 
 
-def _validator(schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(schema)
+def _pattern(_: object, pattern: str, instance: object, __: object) -> Iterator[jsonschema.ValidationError]:
+    """As the API server reads a pattern: in Go's syntax."""
+    if isinstance(instance, str) and not matches(pattern, instance):
+        yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+_extend: Any = jsonschema.validators.extend  # has no types
+_Validator = _extend(jsonschema.Draft202012Validator, {"pattern": _pattern})
 
 
 def core_schema(document: Document) -> list[str]:
@@ -60,13 +68,15 @@ def core_schema(document: Document) -> list[str]:
         ({"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": each.spec}, each.where)
         for each in pod_templates(document)
     ]
-    own = [(document, title(document))] if document.get("kind") in CORE_KINDS else []
+    is_own = document.get("kind") in CORE_KINDS
+    own = [(document, title(document))] if is_own else []
     found = (
         (where, _refused(json.dumps(each), version))
         for each, where in own + pods
         for version in KUBERNETES_VERSIONS
     )
-    return [f"{where}: {why}" for where, why in found if why]
+    lines = [f"{where}: {why}" for where, why in found if why]
+    return [*lines, *(core_values(document) if is_own else ())]
 
 
 @functools.cache  # half a second each, and replicas of one template are the same pod
@@ -147,5 +157,11 @@ def _closed(properties: dict[str, Any], *required: str) -> dict[str, Any]:
 
 def _line(error: jsonschema.ValidationError) -> str:
     where = ".".join(str(part) for part in error.absolute_path) or "the document"
+    if error.validator == "pattern":
+        words = expected(str(error.validator_value), list(error.absolute_path))
+        return f"{where}: {wrong(error.instance)}; expected {words}"
+    asked: Any = [{"type": error.validator_value}] if error.validator == "type" else error.validator_value
+    if error.validator in ("anyOf", "oneOf", "type") and (words := of_types(asked)):
+        return f"{where}: {wrong(error.instance)}; expected {words}"
     message = error.message if len(error.message) < 160 else error.message[:157] + "..."
     return f"{where}: {message}"

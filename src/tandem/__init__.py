@@ -1,6 +1,7 @@
-"""tandem: multi-node PyTorch training that survives, and tells you what it is doing."""
+"""tandem: multi-node PyTorch training that survives failures."""
 
-TYPE_CHECKING = False  # not typing's: `python -m tandem` still looks in the current folder here
+# Not typing's: under `python -m tandem`, an import here would still search the current directory.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from typing import Any
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from tandem.own_loop.run import start as start
     from tandem.tasks.base import Task as Task
 
-__version__ = "0.1.0"  # the only place; the build reads it from here
+__version__ = "0.1.0"  # the only place; the build reads it
 
 _PUBLIC = {
     "Datasets": "tandem.data.datasets",
@@ -25,11 +26,11 @@ __all__ = ["Datasets", "Run", "TandemError", "Task", "launch", "start"]
 
 
 def __getattr__(name: str) -> "Any":
-    """Import a public name when it is asked for: most verbs need no torch."""
+    """Import a public name on first access, because most verbs need no torch."""
     from importlib import import_module
 
     if name == "launch":
-        return import_module("tandem.launch")  # the package can be called
+        return import_module("tandem.launch")  # the package is callable
     if name not in _PUBLIC:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -1,9 +1,9 @@
-"""`python -m tandem`, also under torchrun. Nothing that lies in the current folder is imported."""
+"""`python -m tandem`, also under torchrun. Imports nothing from the current directory."""
 
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the current folder, which -m has put there
+    del sys.path[0]  # the current directory, which -m puts there
 
 from tandem.cli import main  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The verbs. Reads the environment once and passes it on; imports what a verb needs when it is called.
+"""Dispatch to the verbs: read the environment once, pass it on, import what a verb needs on the call.
 
 `tandem --help` and `tandem health` therefore need no torch and take milliseconds.
 """
@@ -32,9 +32,9 @@ Start here: tandem demo
 
 
 def main() -> None:
-    """Entry of the console script; leaves with the exit code of the verb."""
+    """Run the console script; exit with the verb's exit code."""
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    environ = dict(os.environ)  # with the job's secret, which a launch takes out
+    environ = dict(os.environ)  # a copy with the job's secret, which a launch removes from os.environ
     try:
         code = run(verb, sys.argv[2:], os.environ)
     except TandemError as error:
@@ -42,6 +42,7 @@ def main() -> None:
 
         print("\n".join(map(printable, f"tandem: {error}".split("\n"))), file=sys.stderr)
         code = error.exit_code
+        # A node that fails before it joins would make the others wait until --master-timeout.
         if verb == "launch" and isinstance(error, ConfigError):
             from tandem.signals import left_at_stop_signals
 
@@ -52,23 +53,23 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        if "torch" in sys.modules:  # it may be another pipe than that of who reads us
+        if "torch" in sys.modules:  # with torch loaded, it may be another pipe than stdout
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has read enough
-        code = 141  # as of a program that SIGPIPE ends
-    with suppress(OSError):  # of a terminal that was closed
+        code = 141  # like a program that SIGPIPE ends
+    with suppress(OSError):  # the terminal was closed
         sys.stdout.flush()
         sys.stderr.flush()
     if "torch" in sys.modules:
         from tandem.json_output import drain
 
-        drain()  # where the interpreter exits by itself, atexit calls it
+        drain()  # at a normal exit of the interpreter, atexit calls it
         os._exit(code)  # threads of gloo and of the store abort some interpreters at a normal exit
     sys.exit(code)
 
 
 def run(verb: str, words: Sequence[str], environ: Environment) -> int:
-    """Call the verb; raises TandemError with one line for the user."""
+    """Run the verb, and return its exit code. Raises TandemError with one line for the user."""
     if verb == "help" and words:
         print(_help_on(words[0]), end="")
         return FINISHED
@@ -85,7 +86,7 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         hint = f"did you mean `tandem {near[0]}`?" if near else "see `tandem --help`"
         raise ConfigError(f"unknown verb {verb!r}; expected one of {', '.join(VERBS)}; {hint}")
     program = None
-    if verb == "launch":  # whose program's words are its own
+    if verb == "launch":  # the words after the program belong to it
         from tandem.launch.program import split
         from tandem.launch.torchrun_flags import translated
 
@@ -97,7 +98,7 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
     if "-h" in words or "--help" in words:
         print(parser_of(verb, is_short="--help" not in words).format_help(), end="")
         return FINISHED
-    if verb == "health" and not words:  # asked every few seconds, by probes: it builds no parser
+    if verb == "health" and not words:  # probes call it every few seconds, so it builds no parser
         return place.health(None, environ)
     options = parser_of(verb).read(words)
     options.program = program
@@ -109,7 +110,7 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
 
 
 def parser_of(verb: str, is_short: bool = False) -> "Parser":
-    """The parser of one verb, which also formats its help. `is_short`: for `-h`."""
+    """Return the parser of a verb, which also formats its help; `is_short` is for `-h`."""
     from tandem.config import Parser
 
     _, usage, summary, add_options, takes_settings = VERBS[verb]
@@ -138,7 +139,7 @@ def _line(verb: str) -> str:
 
 
 def completion(options: "Namespace", environ: Environment) -> int:
-    """A script that completes verbs, flags and words at a Tab."""
+    """Print a script for shell completion of verbs, flags and values."""
     from tandem.config.completion import script
 
     parsers = {verb: parser_of(verb) for verb in VERBS}
@@ -169,4 +170,4 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Prove": ("verify-resume", "bench", "kill"),
     "Settings": ("config", "completion"),
 }
-"""The verbs as `tandem --help` lists them."""
+"""The verbs by group, as `tandem --help` lists them."""

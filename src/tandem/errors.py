@@ -1,17 +1,18 @@
-"""Every error tandem raises on purpose, each with the exit code its process ends with.
+"""All errors that tandem raises on purpose, with the exit codes of the processes that they end.
 
     TandemError
-    ├── ConfigError             2    what the user asked for cannot be (never retried)
-    ├── RunTakenError           2    another launch has taken the run directory over (never retried)
+    ├── ConfigError             2    the settings or the input cannot be used (never retried)
+    ├── RunTakenError           2    another launch has taken over the run directory (never retried)
     ├── CheckpointError         1    saving or reading a checkpoint failed
-    │   ├── CorruptCheckpointError   its bytes are not the bytes that were written
-    │   └── UnloadableError     2    its bytes are, and no state can be made of them
-    ├── CrashLoopError          1    the run ends again and again before it has saved anything (never retried)
+    │   ├── CorruptCheckpointError   a file differs from what was written
+    │   └── UnloadableError     2    the files are intact, but the state cannot be loaded
+    ├── CrashLoopError          1    start after start has saved nothing new (never retried)
     ├── NonFiniteError          1    loss or gradients are not finite (never retried)
-    ├── ReplicaMismatchError    1    the ranks do not train the same weights (never retried)
+    ├── ReplicaMismatchError    1    the ranks' weights differ (never retried)
+    ├── GpuLostError          134    a rank's GPU worked in an earlier generation, and does not now (retried)
     ├── RunFailedError          n    a run that this process started has ended with that code
     ├── StoppedError          137    stopped by a signal before a checkpoint could be written
-    ├── StuckError            137    a process of the last generation cannot be ended
+    ├── StuckError            137    a process of the last generation cannot be killed
     └── PeerLostError         200    another rank or the master is gone (retried)
 
 The message of each is one line: what is wrong, what was expected, what to do.
@@ -25,8 +26,10 @@ FAILED = 1
 MISCONFIGURED = 2
 INTERRUPTED_TWICE = 130
 GPU_FAILED = 134
-"""A rank whose own GPU has failed exits with it. SIGABRT gives the same number in a shell; for the agent they
-differ (launch/workers.py)."""
+"""The exit code of a rank whose own GPU failed.
+
+A shell reports the same number for SIGABRT; the agent can tell them apart (launch/workers.py).
+"""
 KILLED = 137
 STOPPED = 143
 PEER_LOST = 200
@@ -36,17 +39,23 @@ SIGNALS = frozenset(signal.valid_signals())
 
 
 def was_killed(code: int) -> bool:
-    """By a signal, as a shell reports it: 128+n. No signal gives 255 and others: a program chose those."""
+    """Return whether a process was killed by a signal, as a shell reports it: 128+n, except 143.
+
+    Codes such as 255, for which no signal exists, were chosen by the program.
+    """
     return code - 128 in SIGNALS and code != STOPPED
 
 
 def is_own(code: int) -> bool:
-    """The program's own end, which it would have again: neither well, nor stopped, killed or out of peers."""
+    """Return whether `code` is the program's own failure, which would recur.
+
+    That is any code except success, a stop, a kill by a signal, and lost peers.
+    """
     return code not in (FINISHED, STOPPED, PEER_LOST) and not was_killed(code)
 
 
 def text_of(error: BaseException) -> str:
-    """The error's text, also where its own `__str__` raises: then what a traceback shows instead."""
+    """Return the error's text, or what a traceback shows if its `__str__` raises."""
     try:
         return str(error)
     except (Exception, SystemExit):
@@ -54,7 +63,7 @@ def text_of(error: BaseException) -> str:
 
 
 class TandemError(Exception):
-    """Base of all errors of tandem; `exit_code` is the exit code of a process that it ends."""
+    """The base of all errors of tandem; `exit_code` is the exit code of a process that it ends."""
 
     exit_code: ClassVar[int] = FAILED
 
@@ -66,7 +75,7 @@ class ConfigError(TandemError):
 
 
 class RunTakenError(TandemError):
-    """The run directory belongs to another launch by now; nothing more may be written there."""
+    """Another launch has taken over the run directory; nothing more may be written there."""
 
     exit_code: ClassVar[int] = MISCONFIGURED
 
@@ -80,31 +89,31 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class UnloadableError(CheckpointError):
-    """A file's hash is right, and its state cannot be loaded: of unknown types, or larger than the file."""
+    """A file's hash is right, but its state cannot be loaded: unknown types, or larger than the file."""
 
     exit_code: ClassVar[int] = MISCONFIGURED
 
 
 class CrashLoopError(TandemError):
-    """Start after start has saved nothing new."""
+    """Several starts in a row have saved nothing new."""
 
 
 class NonFiniteError(TandemError):
-    """Loss or gradients stopped being finite."""
+    """The loss or gradients are not finite."""
 
 
 class ReplicaMismatchError(TandemError):
-    """The weights of a rank are not those of the others."""
+    """A rank's weights differ from the other ranks'."""
 
 
 class GpuLostError(TandemError):
-    """A rank's GPU worked in an earlier generation, and does not now."""
+    """A rank's GPU worked in an earlier generation and does not work now."""
 
     exit_code: ClassVar[int] = GPU_FAILED
 
 
 class RunFailedError(TandemError):
-    """A run that this process started has failed: why, in one line, and with which exit code."""
+    """A run that this process started has failed: the reason on one line, and the run's exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -118,7 +127,7 @@ class StoppedError(TandemError):
 
 
 class StuckError(TandemError):
-    """A process that must not live any more cannot be ended on this machine."""
+    """A process that has to end cannot be killed on this machine."""
 
     exit_code: ClassVar[int] = KILLED
 

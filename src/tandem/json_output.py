@@ -1,8 +1,8 @@
-"""With `--log-format json`, all of stderr is JSON lines, also what C++ code or a script prints there.
+"""Turn stderr into JSON lines with `--log-format json`, including output of C++ code and scripts.
 
-A lost peer makes torch and gloo print hundreds of lines of C++ frames. A separate process reads stderr and
-writes JSON: tandem's own lines unchanged, everything else as records that may hold several lines. It survives
-a crash, so the last words of a process reach the log. It ends when no process is left that can write to it.
+After a lost peer, torch and gloo print hundreds of lines of C++ frames. A separate process reads stderr and
+writes JSON: tandem's own lines unchanged, everything else as records that may have several lines. It survives
+a crash, so the last lines of a process reach the log. It ends when no process is left that can write to it.
 """
 
 import atexit
@@ -41,7 +41,7 @@ def wrap_stderr(node: int) -> None:
     sys.stderr.flush()
     try:
         done = _start_writer(node, marker)
-    except OSError as error:  # no process or file descriptor is left
+    except OSError as error:  # out of processes or file descriptors
         log.warning("stderr of libraries stays plain text: cannot start its JSON writer (%s)", error.strerror)
         return
     _drains[:] = [(os.getpid(), marker, done)]
@@ -49,7 +49,10 @@ def wrap_stderr(node: int) -> None:
 
 
 def _start_writer(node: int, marker: bytes) -> int:
-    """Start the process that writes JSON; the descriptor at which it answers a `marker`. Raises OSError."""
+    """Start the process that writes JSON; return the descriptor on which it answers a `marker`.
+
+    Raises OSError.
+    """
     (theirs, ours), (done, tell) = os.pipe(), os.pipe()
     try:
         starter = os.fork()
@@ -61,7 +64,7 @@ def _start_writer(node: int, marker: bytes) -> int:
         with suppress(BaseException):
             os.close(ours)
             os.close(done)
-            if os.fork() == 0:  # orphaned: ending this process's children does not end it
+            if os.fork() == 0:  # orphaned, so that code that kills this process's children does not kill it
                 _become_the_writer(theirs)
                 write_on(theirs, 2, node, marker, lambda: os.write(tell, b"."))
         os._exit(0)
@@ -102,7 +105,7 @@ def write_on(source: int, to: int, node: int, marker: bytes, drained: Callable[[
     begun, plain = b"", list[bytes]()
 
     def write(text: bytes) -> None:
-        with suppress(OSError):  # the reader has gone; those who print must not notice
+        with suppress(OSError):  # the reader is gone; programs that print must not notice
             while text:
                 text = text[os.write(to, text) :]
 
@@ -126,7 +129,7 @@ def write_on(source: int, to: int, node: int, marker: bytes, drained: Callable[[
             elif is_record(line):
                 flush()
                 write(line + b"\n")
-            elif text := line.rstrip().rpartition(b"\r")[2]:  # a progress bar's latest state
+            elif text := line.rstrip().rpartition(b"\r")[2]:  # the latest state of a progress bar
                 plain.append(text)
         if sum(map(len, plain)) > LONGEST_BYTES:
             flush()
@@ -136,7 +139,7 @@ def write_on(source: int, to: int, node: int, marker: bytes, drained: Callable[[
 
 
 def is_record(line: bytes) -> bool:
-    """Whether a line is a JSON object already."""
+    """Return whether a line is already a JSON object."""
     if not line.startswith(b"{"):
         return False
     try:
@@ -146,7 +149,10 @@ def is_record(line: bytes) -> bool:
 
 
 def record(text: str, node: int) -> bytes:
-    """Printed text as one JSON line. `message` is its first line; `output` is all of it, if there is more."""
+    """Return printed text as one JSON line.
+
+    `message` is the first line; `output` has all lines, if there are several.
+    """
     first, *more = text.split("\n")
     is_native = first.startswith("[") and first[2:6].isdigit()
     level = LEVELS.get(first[1:2], "WARNING") if is_native else "WARNING"

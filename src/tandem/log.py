@@ -1,7 +1,7 @@
-"""The only logging set-up: everyone else asks for `logging.getLogger("tandem")` and writes.
+"""Set up logging, here only: other modules call `logging.getLogger("tandem")` and log.
 
-Text is for people (`14:02:07 rank 0 | resumed from step 500`), also for those who pipe it to a file. JSON
-lines are for collectors, and whoever has one says so (`--log-format json`; our Kubernetes manifests do).
+Text is for people (`14:02:07 rank 0 | resumed from step 500`), even in a file. JSON lines are for log
+collectors, and have to be requested (`--log-format json`; tandem's Kubernetes manifests do).
 """
 
 import json
@@ -30,7 +30,10 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def level() -> int:
-    """The level of the terminal's lines: TANDEM_LOG_LEVEL, which -v and -q set. Raises ConfigError."""
+    """Return the level of lines on the terminal: TANDEM_LOG_LEVEL, which -v and -q set.
+
+    Raises ConfigError for an invalid value.
+    """
     name = os.environ.get(LEVEL_VARIABLE) or "info"
     if name not in LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE}: invalid value {name!r}; expected one of {', '.join(LEVELS)}")
@@ -38,17 +41,17 @@ def level() -> int:
 
 
 def is_quiet() -> bool:
-    """True if only warnings and errors are wanted."""
+    """Return True if only warnings and errors are wanted."""
     return level() > logging.INFO
 
 
 def setup(
     path: Path | None, rank: int | None, node: int, to_terminal: bool, json_lines: bool
 ) -> logging.Logger:
-    """Send the "tandem" logger to a file (appended to, never truncated), to stderr, to both or to nothing.
+    """Send the "tandem" logger to a file (appending), to stderr, to both or to neither.
 
-    A `rank` of None is the node's agent. May be called again, for example when a rank number changes: what
-    the call before set up is closed first. Raises ConfigError when the file cannot be opened.
+    A `rank` of None is the node's agent. A second call, for example after a rank number has changed, closes
+    the handlers of the first. Raises ConfigError if the file cannot be opened.
     """
     logger = logging.getLogger(LOGGER_NAME)
     for old in list(logger.handlers):
@@ -66,32 +69,32 @@ def setup(
     for handler in handlers or [logging.NullHandler()]:
         handler.setFormatter(formatter)
         logger.addHandler(handler)
-    logger.setLevel(min(wanted, logging.INFO))  # a file has the lines that -q keeps from the terminal
+    logger.setLevel(min(wanted, logging.INFO))  # a file also has the lines that -q hides from the terminal
     logger.propagate = False
     return logger
 
 
 def redirect_output(path: Path) -> None:
-    """Append this process's stdout and stderr to `path`, native code's too. Raises OSError.
+    """Append this process's stdout and stderr to `path`, including native code's. Raises OSError.
 
-    From now on `renew_outputs` keeps the file bounded.
+    From now on, `renew_outputs` keeps the file bounded.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
-    outlive_the_terminal()  # nor does a full disk end a program that prints
+    outlive_the_terminal()  # nor may a full disk end a program that prints
     keep_bounded(path, *(stream.fileno() for stream in (sys.stdout, sys.stderr)))
 
 
 def writes_to_file() -> bool:
-    """Whether `redirect_output` sent the output of this process, or of its parent, to a file."""
+    """Return whether `redirect_output` sent this process's output, or its parent's, to a file."""
     return bool(_outputs)
 
 
 class Unbroken:
-    """A terminal or a pipe that may be closed: what is written to it then is lost, and no error of a run."""
+    """A terminal or pipe that may be closed. Output after that is lost, which is not an error of the run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -110,8 +113,10 @@ class Unbroken:
 
 
 def outlive_the_terminal() -> None:
-    """This process, and what it forks, prints from now on also when nobody reads any more: the terminal was
-    closed, `| head` has seen enough, a pager was left."""
+    """Let this process and its forks keep printing after their terminal or pipe was closed.
+
+    That happens with `| head`, a pager that was left, or a closed terminal.
+    """
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         if not isinstance(stream, Unbroken):
             setattr(sys, name, Unbroken(stream))
@@ -122,14 +127,16 @@ _one_at_a_time = threading.Lock()
 
 
 def keep_bounded(path: Path, *descriptors: int) -> None:
-    """These are open to append to `path`: a full file is put aside now, and in each `renew_outputs`."""
+    """Bound `path`, to which `descriptors` append: rotate it now and in `renew_outputs` if it is full."""
     _outputs[:] = [rotation.Output(path, *descriptors)]
     renew_outputs()
 
 
 def renew_outputs() -> None:
-    """Called now and then by the thread that speaks for a process: its output goes on in a new file where
-    the one that it has is full."""
+    """Move this process's output to a new file if the current one is full.
+
+    The thread that sends heartbeats calls this from time to time.
+    """
     with _one_at_a_time:
         for output in _outputs:
             output.renew()
@@ -151,9 +158,9 @@ def _file_handler(path: Path) -> logging.Handler:
 
 
 class FileHandler(logging.FileHandler):
-    """One that begins a new file when its own is full, or was put aside by another process.
+    """A handler that starts a new file when its own is full or was put aside by another process.
 
-    A link is not followed: it may lead to the log of another run. That it cannot write (a full disk) is said
+    It does not follow a link, which may lead to another run's log. An error such as a full disk is reported
     once, on the terminal.
     """
 
@@ -177,16 +184,16 @@ class FileHandler(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         path = Path(self.baseFilename)
         if self.stream is not None and rotation.has_gone(path, self.stream.fileno(), rotation.LOG_BYTES):
-            with suppress(OSError):  # it goes on in the older one, and is tried again
+            with suppress(OSError):  # it stays with the older one, and tries again
                 before, self.stream = self.stream, self._open()
                 before.close()
         super().emit(record)
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Lines on stderr; what is drawn there meanwhile, such as a progress bar, makes way for each.
+    """Write lines to stderr, and let a progress bar or similar make way for each.
 
-    A record's `detail` (text, as `extra`) is not for who reads along: it stays in the file, if there is one.
+    A record's `detail` (text in `extra`) goes to the log file only, if there is one.
     """
 
     def __init__(self, keeps_to_file: bool = False) -> None:
@@ -203,7 +210,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         self.spoke_at = time.monotonic()
 
     def format(self, record: logging.LogRecord) -> str:
-        """On a terminal each line first clears its own: the bar of another process may stand there."""
+        """Clear the terminal's line first: another process may have drawn a progress bar there."""
         text = super().format(record)
         if not self.stream.isatty() or is_dumb() or isinstance(self.formatter, JsonFormatter):
             return text
@@ -212,9 +219,9 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 def last_line_at() -> float | None:
-    """When this process last had a line on the terminal, or could have its first (monotonic seconds).
+    """Return when this process last wrote to the terminal, or could have (monotonic seconds).
 
-    None: it never has any. A progress bar is news at all times.
+    None means that it never writes there. A progress bar counts as permanent output.
     """
     handlers = [each for each in logging.getLogger(LOGGER_NAME).handlers if isinstance(each, TerminalHandler)]
     if any(each.way is not nullcontext for each in handlers):
@@ -223,21 +230,21 @@ def last_line_at() -> float | None:
 
 
 def is_dumb() -> bool:
-    """Whether the terminal knows no escape sequences."""
+    """Return whether the terminal supports no escape sequences."""
     return os.environ.get("TERM") == "dumb"
 
 
 def make_way(way: Callable[[], AbstractContextManager[None]]) -> None:
-    """From now on `way()` is entered around each line that goes to the terminal."""
+    """Enter `way()` around each line that goes to the terminal from now on."""
     for handler in logging.getLogger(LOGGER_NAME).handlers:
         if isinstance(handler, TerminalHandler):
             handler.way = way
 
 
 class TextFormatter(logging.Formatter):
-    """`14:02:07 rank 0 | message` in local time; anything but INFO names its level.
+    """`14:02:07 rank 0 | message` in local time; levels other than INFO are named.
 
-    A record with `table` ({name: text} as `extra`) has a line for each entry below it.
+    A record with `table` ({name: text} in `extra`) has one more line for each entry.
     """
 
     def __init__(self, rank: int | None, node: int) -> None:
@@ -254,7 +261,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, rank, node, step, message, then whatever came as `extra`."""
+    """One object per line: time (UTC), level, rank, node, step, message, then the fields of `extra`."""
 
     def __init__(self, rank: int | None, node: int) -> None:
         super().__init__()
@@ -281,7 +288,7 @@ class JsonFormatter(logging.Formatter):
 
 @contextmanager
 def reporting(what: str) -> Iterator[None]:
-    """A block that only reports on a run, whose end is decided: what fails in it is a warning."""
+    """Log an error in this block as a warning: the block only reports on a run whose outcome is decided."""
     try:
         yield
     except Exception as error:
@@ -292,7 +299,7 @@ def reporting(what: str) -> Iterator[None]:
 
 
 def log_warnings() -> None:
-    """From now on Python's warnings are lines of the log, on the terminal and in the file."""
+    """Log Python's warnings from now on, on the terminal and in the file."""
 
     def show(
         message: Warning | str,
@@ -310,11 +317,11 @@ def log_warnings() -> None:
 
 
 def printable(text: str, longest: int = sys.maxsize) -> str:
-    """Text that may come from anybody, as a line for any terminal: nothing that it cannot print."""
+    """Return untrusted text as one line that any terminal can print, shortened to `longest`."""
     shown = "".join(each if each.isprintable() else " " for each in text[:longest])
     return shown if len(text) <= longest else f"{shown[:-1]}…"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 rank, 2 ranks."""
+    """Return a number with its noun: 1 rank, 2 ranks."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

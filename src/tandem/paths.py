@@ -1,4 +1,4 @@
-"""Does a path exist? As pathlib answers, but an error of the volume (EIO, ESTALE, EACCES) is raised.
+"""Test whether a path exists, like pathlib, but raise an error of the volume (EIO, ESTALE, EACCES).
 
 Since Python 3.14, pathlib returns False for such errors. A volume that fails for a moment would then look
 like an empty directory of checkpoints, and a run would start again at step 0.
@@ -13,18 +13,18 @@ NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
 
 def exists(path: "str | os.PathLike[str]") -> bool:
-    """Whether `path` exists, links followed. Raises OSError where that cannot be said."""
+    """Return whether `path` exists, following links. Raises OSError if that is unknown."""
     return _mode(path) is not None
 
 
 def is_directory(path: "str | os.PathLike[str]") -> bool:
-    """Whether `path` is a directory, links followed. Raises OSError where that cannot be said."""
+    """Return whether `path` is a directory, following links. Raises OSError if that is unknown."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 
 
 def is_file(path: "str | os.PathLike[str]") -> bool:
-    """Whether `path` is a regular file, links followed. Raises OSError where that cannot be said."""
+    """Return whether `path` is a regular file, following links. Raises OSError if that is unknown."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
@@ -35,6 +35,6 @@ def _mode(path: "str | os.PathLike[str]") -> int | None:
     except OSError as error:
         if error.errno not in NOT_THERE:
             raise
-    except ValueError:  # a null character: no file has one in its name
+    except ValueError:  # a null character, which no file name has
         pass
     return None

@@ -1,4 +1,4 @@
-"""How a process of ours is started (prctl(2)), where it finds modules, what the kernel says of processes."""
+"""Use kernel services for processes: prctl(2), /proc, control groups; control Python's search path."""
 
 import ctypes
 import os
@@ -16,22 +16,28 @@ ENDED = ("Z", "X", "x")
 
 
 def name_process(name: str) -> None:
-    """What `ps` and `pkill` know this process by, in 15 characters; exec takes the name away."""
+    """Set the name that `ps` and `pkill` show for this process, up to 15 characters; exec resets it."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def end_with_parent(number: int) -> None:
-    """Get this signal when the parent dies, however it dies; exec keeps that."""
+    """Make the kernel send this process a signal when its parent dies, however it dies.
+
+    The setting survives exec (PR_SET_PDEATHSIG). The parent is the thread that started this process.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent, in place of init, of every process below this one whose own parent ends."""
+    """Become the parent of every descendant whose own parent ends, instead of init.
+
+    This is PR_SET_CHILD_SUBREAPER of prctl(2).
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Process(NamedTuple):
-    """A process that lives, as proc(5) has it. `state`: one letter; T is stopped."""
+    """A live process, as in proc(5). `state` is one letter; T means stopped."""
 
     pid: int
     name: str
@@ -44,7 +50,7 @@ class Process(NamedTuple):
 
 
 def living() -> dict[int, Process]:
-    """All processes of this machine, or container, that have not ended."""
+    """Return all processes of this machine or container that have not ended."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -54,7 +60,8 @@ def living() -> dict[int, Process]:
                 state, parent, _, session = rest[:64].split()[:4]
                 name = head.partition(b"(")[2].decode(errors="replace")
                 each = Process(int(entry), name, state.decode(), int(parent), int(session))
-                # One whose first thread has ended has the state of an ended process while others live.
+                # After its first thread has ended, a process shows the state of an ended one while other
+                # threads live.
                 if each.state not in ENDED or int(rest.split()[17]) > 1:
                     found[each.pid] = each
     return found
@@ -63,26 +70,29 @@ def living() -> dict[int, Process]:
 def below(
     pid: int, without: Collection[int] = (), among: Mapping[int, Process] | None = None
 ) -> list[Process]:
-    """What lives below a process, parents before their children; `without` these and what is below them."""
+    """Return the descendants of a process, parents before children.
+
+    Leaves out the processes in `without` and their descendants.
+    """
     children: dict[int, list[Process]] = {}
     for each in (living() if among is None else among).values():
         if each.pid not in without:
             children.setdefault(each.parent, []).append(each)
     found = list(children.get(pid, ()))
-    for each in found:  # which grows
+    for each in found:  # the list grows while it is iterated over
         found += children.get(each.pid, ())
     return found
 
 
 def send(number: int, to: Iterable[Process | int]) -> None:
-    """Send a signal to processes; one that is gone, or is another user's, gets none."""
+    """Send a signal to processes; skip those that are gone or belong to another user."""
     for each in to:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(each if isinstance(each, int) else each.pid, number)
 
 
 def end_below(pid: int, limit_seconds: float) -> list[Process]:
-    """Kill all that lives below a process, until nothing does; what still lives after `limit_seconds`."""
+    """Kill all descendants of a process until none is left; return those alive after `limit_seconds`."""
     deadline = time.monotonic() + limit_seconds
     while (left := below(pid)) and time.monotonic() < deadline:
         send(signal.SIGKILL, left)
@@ -91,7 +101,7 @@ def end_below(pid: int, limit_seconds: float) -> list[Process]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """What proc(5) says of a process after its name: its state, its parent, ...; nothing where it is gone."""
+    """Return the fields of /proc/PID/stat after the name (state, parent, ...); [] if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -103,9 +113,9 @@ def is_alive(pid: int) -> bool:
 
 
 def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """(folder, version) of this process's control groups for `controller`, and of all above them.
+    """Yield (directory, version) of this process's control groups for `controller`, and of their parents.
 
-    `root` is where proc and sys are.
+    `root` is the directory that contains proc and sys.
     """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -122,13 +132,15 @@ MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
 }
-"""By version of control groups: the limit, what is used, and what of that is the cache of files."""
+"""{control group version: files with the limit and the usage, and the page cache's part of it}."""
 
 
 def memory_left(root: Path) -> int | None:
-    """Bytes that the machine and this process's control groups still have; None where nobody says.
+    """Return the bytes of memory that the machine and this process's control groups have left.
 
-    Beyond a group's limit the kernel kills a process of it, without an error to anybody.
+    Returns None if that is unknown.
+
+    Beyond a group's limit, the kernel kills one of its processes without an error to any other.
     """
     left: list[int] = []
     with suppress(OSError, ValueError, KeyError):
@@ -137,7 +149,7 @@ def memory_left(root: Path) -> int | None:
         limit, used, cached = MEMORY_FILES[version]
         with suppress(
             OSError, ValueError, KeyError
-        ):  # "max": no limit; a machine's outermost group has no files
+        ):  # "max" is no limit; a machine's outermost group has no such files
             stat = _numbers_in(folder / "memory.stat")
             free = int((folder / limit).read_text()) - int((folder / used).read_text())
             left.append(max(0, free + sum(stat[name] for name in cached)))
@@ -145,7 +157,7 @@ def memory_left(root: Path) -> int | None:
 
 
 def _numbers_in(path: Path) -> dict[str, int]:
-    """Lines of "name number", perhaps with a unit."""
+    """Parse lines of "name number", with or without a unit."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
 
@@ -154,12 +166,12 @@ DEVICE_FILES = ("/dev/nvidia", "/dev/infiniband/")
 
 
 def close_device_files() -> None:
-    """In a process that was forked from one with a GPU and will not use it: close its device files.
+    """Close a GPU's device files in a process that was forked from one with a GPU and does not use it.
 
-    The driver frees what a killed process held when the last of them is closed, here as well.
+    The driver frees the memory of a killed process only when the last descriptor is closed, including these.
     """
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the folder's own is closed by now
+        with suppress(OSError):  # the listing's own descriptor is closed by now
             if os.readlink(f"/proc/self/fd/{name}").startswith(DEVICE_FILES):
                 os.close(int(name))
 
@@ -169,16 +181,16 @@ _is_ours = False
 
 
 def safe_path(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for an interpreter that looks for no module in the current folder.
+    """Return `environ` for an interpreter that does not import modules from the current directory.
 
-    A random.py, queue.py or torch.py that lies where somebody types the command would be run. The value says
-    whose wish it is: people's own programs are to behave as python does, see `take_back_safe_path`.
+    A random.py, queue.py or torch.py in the directory where a command is typed would otherwise run. The value
+    records that tandem set it: users' own programs must behave as under python, see `take_back_safe_path`.
     """
     return {**environ, SAFE_PATH: environ.get(SAFE_PATH) or OURS}
 
 
 def take_back_safe_path(environ: MutableMapping[str, str]) -> None:
-    """In a process started so, and before it runs or starts what is not ours: for that the wish is gone."""
+    """Remove tandem's request for a safe path, before this process runs or starts other programs."""
     global _is_ours
     if environ.get(SAFE_PATH) == OURS:
         del environ[SAFE_PATH]
@@ -186,5 +198,5 @@ def take_back_safe_path(environ: MutableMapping[str, str]) -> None:
 
 
 def is_safe_path_ours() -> bool:
-    """Whether python's safe path is on here because of us alone, and nobody else has asked for it."""
+    """Return whether Python's safe path is on only because tandem requested it."""
     return _is_ours

@@ -1,9 +1,9 @@
-"""Read the files of a run directory: one bounded, typed reader, which trusts no file.
+"""Read the files of a run directory: one bounded, typed reader that trusts no file.
 
 A run directory may come from an archive, a shared volume or a stranger. Only regular files are opened, and no
-link is followed below the directory; bytes, depth and items have limits; bytes that are not UTF-8 are
-replaced; and each file declares the types of its fields. What does not fit is left out and becomes a problem,
-a phrase that a command prints. Standard library only.
+link is followed below the directory. Bytes, depth and items have limits. Bytes that are not UTF-8 are
+replaced. Each file declares the types of its fields. What does not fit is left out and becomes a problem, a
+phrase that a command prints. Standard library only.
 """
 
 import errno
@@ -19,20 +19,20 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 OLDER = ".1"
-"""What the name of a file ends with that was full and put aside (`rotation.older`)."""
+"""The suffix of a full file that was put aside (`rotation.older`)."""
 RECORD_BYTES = 4 * 2**20
-"""Of a file that is read whole, as JSON or as text; a hundred times what one has."""
+"""The limit of a file that is read whole, as JSON or text; a hundred times a normal size."""
 TAIL_BYTES = 4 * 2**20
-"""Of a file of JSON lines its end is read. More than `rotation.EVENTS_BYTES`."""
+"""How much of the end of a JSON-lines file is read; more than `rotation.EVENTS_BYTES`."""
 LINE_BYTES = 2**20
 MOST_LINES, MOST_STRAY_LINES = 50_000, 10_000
 DEEPEST, MOST_ITEMS = 16, 200_000
 LARGEST = 2**63
 LONGEST_TEXT = 64 * 1024
 LATEST = 253_402_300_800.0
-"""Unix seconds of the year 10000, the first that no date can show."""
+"""Unix seconds of the year 10000, the first that a date cannot represent."""
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Numbers that JSON does not have, as `journal.plain` spells them."""
+"""Numbers that JSON does not have, as `journal.plain` writes them."""
 KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a directory",
@@ -48,11 +48,11 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 T = TypeVar("T")
 StrPath = str | os.PathLike[str]
 Type = Callable[[object], object]
-"""Returns the value as its type has it. Raises ValueError, TypeError or OverflowError for another one."""
+"""Return the value in this type. Raises ValueError, TypeError or OverflowError for any other value."""
 
 
 def anything(value: object) -> object:
-    """Plain JSON: text can be printed, and numbers are of a size that every reader can format."""
+    """Accept any JSON: text becomes printable, and numbers get a size that every reader can format."""
     if isinstance(value, str):
         return text(value)
     if isinstance(value, bool) or value is None:
@@ -65,21 +65,21 @@ def anything(value: object) -> object:
 
 
 def text(value: object) -> str:
-    """Text without the halves of characters that nothing can print."""
+    """Return text without unpaired surrogates, which cannot be printed."""
     if not isinstance(value, str):
         raise TypeError("not text")
     return value[:LONGEST_TEXT].encode("utf-8", "replace").decode()
 
 
 def count(value: object) -> int:
-    """A natural number of 63 bits."""
+    """Accept a natural number of 63 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST:
         raise TypeError("not a count")
     return value
 
 
 def number(value: object) -> int | float:
-    """Any number, also one that is not finite."""
+    """Accept any number, also one that is not finite."""
     if isinstance(value, str):
         return NOT_FINITE.get(value) or _wrong(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -88,19 +88,19 @@ def number(value: object) -> int | float:
 
 
 def finite(value: object) -> int | float:
-    """A number that is one."""
+    """Accept a finite number."""
     found = number(value)
     return found if math.isfinite(found) else _wrong(found)
 
 
 def moment(value: object) -> float:
-    """Unix seconds that a date can show."""
+    """Accept Unix seconds that a date can represent."""
     found = float(number(value))
     return found if 0 <= found < LATEST else _wrong(found)
 
 
 def table_of(kind: Callable[[object], T]) -> Callable[[object], dict[str, T]]:
-    """An object whose items of another type are left out."""
+    """Return a type for objects; items of another type are left out."""
 
     def table(value: object) -> dict[str, T]:
         if not isinstance(value, dict):
@@ -115,7 +115,7 @@ def table_of(kind: Callable[[object], T]) -> Callable[[object], dict[str, T]]:
 
 
 def list_of(kind: Type) -> Type:
-    """A list of this type alone."""
+    """Return a type for lists of this type only."""
 
     def listed(value: object) -> list[object]:
         if not isinstance(value, list):
@@ -131,9 +131,9 @@ def _wrong(value: object) -> NoReturn:
 
 @dataclass(frozen=True)
 class Shape:
-    """The types of an object's fields. Null is as good as missing for all but those that are `required`.
+    """The types of an object's fields. Null counts as missing, except for `required` fields.
 
-    `others`: the type of fields that are not named here; None leaves them out.
+    `others`: the type of fields that are not named; None leaves them out.
     """
 
     fields: Mapping[str, Type] = field(default_factory=dict)
@@ -192,15 +192,15 @@ SHAPES = {
 
 
 def opened(folder: StrPath, name: str) -> BinaryIO:
-    """The file of a `descriptor`."""
+    """Open the file of `descriptor`."""
     return os.fdopen(descriptor(folder, name), "rb")
 
 
 def descriptor(folder: StrPath, name: str) -> int:
-    """A regular file below `folder`, open for reading: `name` may have folders in it, none of them a link.
+    """Open a regular file below `folder` for reading; `name` may contain directories, but no links.
 
-    `folder` itself is as a person typed it, and may be a link. Raises OSError: FileNotFoundError where there
-    is none, EBADMSG for what is not a file.
+    `folder` itself is as the user typed it and may be a link. Raises OSError: FileNotFoundError if it is
+    missing, EBADMSG if it is not a file.
     """
     *inner, last = PurePath(name).parts
     at = os.open(folder, _DIRECTORY)
@@ -210,7 +210,7 @@ def descriptor(folder: StrPath, name: str) -> int:
             below = os.open(each, _DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
             os.close(at)
             at = below
-        _check_kind(at, last, stat.S_IFREG)  # opening some devices is an action
+        _check_kind(at, last, stat.S_IFREG)  # opening some devices has side effects
         found = os.open(last, _FILE, dir_fd=at)
     finally:
         os.close(at)
@@ -227,7 +227,7 @@ def _check_kind(at: int, name: str, wanted: int) -> None:
 
 
 def content(folder: StrPath, name: str, limit: int = RECORD_BYTES) -> bytes:
-    """The whole of a small file. Raises OSError, also where it is larger than `limit`."""
+    """Return the content of a small file. Raises OSError, also if it is larger than `limit`."""
     with opened(folder, name) as file:
         found = file.read(limit + 1)
     if len(found) > limit:
@@ -236,7 +236,7 @@ def content(folder: StrPath, name: str, limit: int = RECORD_BYTES) -> bytes:
 
 
 def parsed(raw: bytes) -> Any:
-    """The value of JSON, within the limits. Raises ValueError with what is wrong."""
+    """Parse JSON within the limits. Raises ValueError with what is wrong."""
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_ITEMS:
         raise ValueError(f"has more than {MOST_ITEMS:,} items")
     try:
@@ -251,7 +251,7 @@ def parsed(raw: bytes) -> Any:
 
 
 def is_deep(value: object) -> bool:
-    """Whether there is anything more than DEEPEST levels down."""
+    """Return whether a value is nested more than DEEPEST levels deep."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -264,7 +264,10 @@ def is_deep(value: object) -> bool:
 
 
 def typed(value: object, shape: Shape) -> tuple[dict[str, Any], list[str]]:
-    """The fields of the right type, and the names of the others. Raises ValueError for no such object."""
+    """Return the fields of the right type, and the names of the others.
+
+    Raises ValueError if it is no such object.
+    """
     if not isinstance(value, dict):
         raise ValueError("is not an object")
     found: dict[str, Any] = {}
@@ -283,14 +286,14 @@ def typed(value: object, shape: Shape) -> tuple[dict[str, Any], list[str]]:
 
 
 class RunFiles:
-    """The files of the run in `folder`. What cannot be read is missing, and one of the `problems`."""
+    """The files of the run in `folder`. An unreadable file counts as missing and is listed in `problems`."""
 
     def __init__(self, folder: StrPath) -> None:
         self._folder = folder
         self.problems: list[str] = []
 
     def read(self, name: str) -> dict[str, Any]:
-        """The object in a JSON file, with the types of SHAPES; empty where there is none."""
+        """Return the object in a JSON file, with the types of SHAPES; empty if there is none."""
         try:
             found, left_out = typed(parsed(content(self._folder, name)), SHAPES[name])
         except OSError as error:
@@ -306,7 +309,7 @@ class RunFiles:
         return found
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """The objects of the end of a JSON-lines file; what is torn or no such object is left out."""
+        """Yield the objects at the end of a JSON-lines file; torn lines and other values are left out."""
         try:
             with opened(self._folder, name) as file:
                 found = _last_lines(file)
@@ -326,13 +329,14 @@ class RunFiles:
             yield record
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The lines of events.jsonl, after those of the older file where there is one."""
-        if not self._is_one(EVENTS, EVENTS + OLDER):  # as a kill leaves them
+        """Yield the lines of events.jsonl, after those of the older file if there is one."""
+        # A kill during the rotation leaves both names for one file.
+        if not self._is_one(EVENTS, EVENTS + OLDER):
             yield from self.lines(EVENTS + OLDER)
         yield from self.lines(EVENTS)
 
     def text(self, name: str) -> str:
-        """The whole of a small text file; empty where there is none."""
+        """Return the content of a small text file; empty if there is none."""
         try:
             return content(self._folder, name).decode("utf-8", "replace")
         except OSError as error:

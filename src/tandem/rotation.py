@@ -1,8 +1,8 @@
-"""Files that are appended to for as long as a run lasts: a bounded one, and beside it the one before, NAME.1.
+"""Bound files that are appended to during a run: NAME, and the previous one, NAME.1.
 
-A full file is renamed, never cut: what another process has open goes on into the renamed one, and a reader
-finds each line in one of the two. Two that rename at once are kept apart by a lock (flock) that nobody waits
-for long: a process may be frozen while it holds it. On a volume without such locks files are not rotated.
+A full file is renamed, never truncated: a process that has it open keeps writing to the renamed file, and a
+reader finds each line in one of the two. A lock (flock) prevents two renames at once. Nothing waits long for
+it, because a process may be frozen while it holds it. On a volume without such locks, files are not rotated.
 """
 
 import fcntl
@@ -16,20 +16,23 @@ from typing import BinaryIO
 from tandem.reading import OLDER, opened
 
 LOG_BYTES = 32 * 2**20
-"""A file of log/ is full; with the one before it a rank's output takes twice that at most, or little more."""
+"""The size at which a file of log/ is full.
+
+With the previous file, a rank's output takes about twice that.
+"""
 EVENTS_BYTES = 2 * 2**20
-"""events.jsonl is full. Less than `reading.TAIL_BYTES`, so that readers see all of both files."""
+"""The size at which events.jsonl is full. Less than `reading.TAIL_BYTES`, so readers see both files whole."""
 TRIES, PAUSE_SECONDS = 200, 0.005
-"""Looks whether a rename is over: it takes milliseconds, or tenths of a second where events are counted."""
+"""How often to check whether a rename is over. It takes milliseconds, or tenths of a second for events."""
 
 
 def older(path: Path) -> Path:
-    """The file before this one."""
+    """Return the path of the previous file."""
     return path.with_name(path.name + OLDER)
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether `path` is still the file that is open."""
+    """Return whether `path` is still the file that is open as `descriptor`."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError:
@@ -37,27 +40,29 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def put_aside(path: Path, limit: int) -> None:
-    """Before it is opened: rename it where it is full and nobody else is at it."""
+    """Rename a file, before it is opened, if it is full and no other process renames it."""
     with suppress(OSError), exclusively(path, limit):
         path.replace(older(path))
 
 
 def replace_full(path: Path, fresh: Path) -> None:
-    """`path` becomes the older file, and `fresh` stands in its place at once: whoever comes between would
-    begin one that is overwritten. Raises OSError."""
+    """Make `path` the older file and put `fresh` in its place, without a moment at which `path` is missing.
+
+    Another process would otherwise create a file there, which `fresh` would overwrite. Raises OSError.
+    """
     spare = path.with_name(f".{path.name}.old")
     try:
         spare.unlink(missing_ok=True)
         os.link(path, spare)
         spare.replace(older(path))
-        spare.unlink(missing_ok=True)  # it stays where both were the same file, as a kill leaves them
+        spare.unlink(missing_ok=True)  # still there if both names were one file, as a kill leaves them
     except OSError:  # a volume without hard links
         path.replace(older(path))
     fresh.replace(path)
 
 
 def has_gone(path: Path, descriptor: int, limit: int) -> bool:
-    """Rename the file that is open where it is full; whether `path` is now another file, or none."""
+    """Rename the open file if it is full; return whether `path` is now another file, or missing."""
     if is_at(path, descriptor):
         with suppress(OSError):
             if os.fstat(descriptor).st_size >= limit:
@@ -67,8 +72,11 @@ def has_gone(path: Path, descriptor: int, limit: int) -> bool:
 
 @contextmanager
 def exclusively(path: Path, limit: int) -> Iterator[BinaryIO]:
-    """The full file that nobody else renames meanwhile. Raises OSError where it is not full, or not to be
-    had now. The lock is of an opening of its own, since a process shares those that it was started with."""
+    """Open the full file while no other process renames it.
+
+    Raises OSError if it is not full, or locked. Opens the file again for the lock, because a process shares
+    the locks of descriptors that it inherited.
+    """
     with path.open("r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
@@ -81,9 +89,9 @@ def exclusively(path: Path, limit: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def appending(path: Path) -> Iterator[BinaryIO]:
-    """Open `path` to append to it, while nobody renames it. Raises OSError.
+    """Open `path` for appending while no other process renames it. Raises OSError.
 
-    Where whoever renames it does not come to an end, what is written goes into the renamed file.
+    If a rename does not finish in time, the data goes into the renamed file.
     """
     for attempt in range(TRIES):
         with path.open("a+b", buffering=0) as file:
@@ -108,15 +116,15 @@ def _is_shared(file: BinaryIO) -> bool:
 
 
 def tail(path: Path, count: int) -> tuple[bytes, bool]:
-    """The last `count` bytes of what was written to `path`, and whether there are more before them.
+    """Return the last `count` bytes of what was written to `path`, and whether there are more before them.
 
-    They begin in the older file where `path` is shorter. Neither it nor its folder may be a link. Raises
-    OSError, also where neither is there.
+    The older file supplies what `path` lacks. Neither the file nor its directory may be a link. Raises
+    OSError, also if both are missing.
     """
     for _ in range(TRIES):
         with ExitStack() as stack:
             files = []
-            for each in (path, older(path)):  # the other way round, a rename between them would hide one
+            for each in (path, older(path)):  # in the other order, a rename in between would hide one of them
                 with suppress(FileNotFoundError):
                     place = Path(each.parent.name, each.name)
                     files.append(stack.enter_context(opened(each.parent.parent, str(place))))
@@ -135,10 +143,10 @@ def tail(path: Path, count: int) -> tuple[bytes, bool]:
 
 
 class Output:
-    """`descriptors` of this process that are open to append to `path`, and go on in a new file when it is
-    full; native code and threads that write meanwhile lose nothing.
+    """Descriptors of this process that append to `path` and move on to a new file when it is full.
 
-    Processes started before go on in the older file, and what they write is gone with that one.
+    Native code and threads that write meanwhile lose nothing. Processes started before keep writing to the
+    older file, and lose it with the next rotation.
     """
 
     def __init__(self, path: Path, *descriptors: int) -> None:
@@ -146,11 +154,14 @@ class Output:
         self._stat = os.fstat(descriptors[0])
 
     def renew(self) -> None:
-        """Look, and do so. Descriptors that the program has since turned to something else are left alone."""
+        """Move on to a new file if the current one is full.
+
+        Descriptors that the program has since redirected are left alone.
+        """
         ours = [each for each in self._descriptors if self._is_ours(each)]
         if os.getpid() != self._process or not ours or not has_gone(self._path, ours[0], LOG_BYTES):
             return
-        with suppress(OSError):  # no space, say: it goes on in the older one, and is tried again
+        with suppress(OSError):  # no space, for example: keep the older one, and try again later
             new = os.open(
                 self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
             )

@@ -1,8 +1,8 @@
-"""The time while this process ran, for every deadline by which somebody is judged.
+"""A clock that counts only the time in which this process was running; for every timeout of another process.
 
-A process that is stopped (Ctrl-Z, SIGSTOP, `docker pause`, `scontrol suspend`) hears nobody, and the
-monotonic clock goes on meanwhile: when it wakes up, all others seem to have been silent. Here a thread looks
-at that clock several times a second, and what lies between two looks counts as LONGEST_GAP_SECONDS at most.
+A stopped process (Ctrl-Z, SIGSTOP, `docker pause`, `scontrol suspend`) receives nothing while the monotonic
+clock continues. When it wakes up, all others seem to have been silent. Here a thread reads the monotonic
+clock several times a second, and the time between two readings counts as at most LONGEST_GAP_SECONDS.
 """
 
 import os
@@ -12,13 +12,15 @@ import time
 from tandem.timeouts import LONGEST_GAP_SECONDS, RUNNING_TICK_SECONDS
 
 _last = time.monotonic(), time.monotonic()
-"""The monotonic clock at the last look, and what this clock showed then. It is replaced as a whole, by any
-thread: a signal handler may look, too, so there is no lock."""
+"""(monotonic clock, this clock) at the last reading.
+
+Any thread replaces it as a whole. A signal handler may read the clock, so there is no lock.
+"""
 _ticks = False
 
 
 def now() -> float:
-    """Seconds as of `time.monotonic()`, without those in which this process was stopped."""
+    """Return seconds like `time.monotonic()`, without the time in which this process was stopped."""
     global _ticks
     if not _ticks:
         _ticks = True
@@ -42,7 +44,7 @@ def _tick() -> None:
 
 
 def _reset_in_child() -> None:
-    """In a forked child, which has no thread but the one that forked."""
+    """Restart the clock in a forked child, which has only the thread that forked."""
     global _ticks, _last
     _ticks, _last = False, (time.monotonic(), _last[1])
 

@@ -1,7 +1,7 @@
-"""When something is due, and how large a step is: pure functions of the global step.
+"""Decide when something is due and what the learning rate is, as pure functions of the global step.
 
-Nothing here remembers anything, so a resumed run saves, evaluates and decays at the same steps as an
-undisturbed one.
+Nothing here has state, so a resumed run saves, evaluates and decays at the same steps as an uninterrupted
+one.
 """
 
 import math
@@ -33,16 +33,16 @@ BASE_BATCH_SIZE = 240
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often something happens: every so many steps, epochs, seconds, or percent of the planned steps."""
+    """How often something happens: every N steps, epochs, seconds, or percent of the planned steps."""
 
     value: float
     unit: CadenceUnit
 
     @classmethod
     def parse(cls, text: str) -> "Cadence":
-        """Read `200`, `1epoch`, `0.5epochs`, `30s`, `10%`, `never`; a zero of any unit is never.
+        """Parse `200`, `1epoch`, `0.5epochs`, `30s`, `10%` or `never`; zero of any unit means never.
 
-        Raises ValueError, whose text says what is valid.
+        Raises ValueError whose text says what was expected.
         """
         if text == "never":
             return cls(0.0, "never")
@@ -57,9 +57,9 @@ class Cadence:
         return cls(value, unit)
 
     def is_due(self, step: int, steps_per_epoch: int, steps_planned: int) -> bool:
-        """True when `step`, the count of finished steps, has just reached or passed a multiple.
+        """Return True if `step`, the number of finished steps, has just reached or passed a multiple.
 
-        Multiples need not be whole: 10% of 1005 steps is due at 101, 201, 302, ... 1005. Always False for
+        Multiples need not be integers: 10% of 1005 steps is due at 101, 201, 302, ... 1005. Always False for
         seconds and never.
         """
         period = _period_steps(self.value, self.unit, steps_per_epoch, steps_planned)
@@ -69,11 +69,11 @@ class Cadence:
         return step * parts // length > (step - 1) * parts // length
 
     def is_due_by_time(self, seconds_since_last: float) -> bool:
-        """True when a cadence in seconds is due; always False for the other units."""
+        """Return True if an interval in seconds is due; always False for the other units."""
         return self.unit == "seconds" and seconds_since_last >= self.value
 
     def to_steps(self, steps_per_epoch: int, steps_planned: int) -> int | None:
-        """The first step at which it is due, at least 1; None for seconds and never."""
+        """Return the first step at which it is due, at least 1; None for seconds and never."""
         period = _period_steps(self.value, self.unit, steps_per_epoch, steps_planned)
         return None if period is None else -(-period[0] // period[1])
 
@@ -82,7 +82,10 @@ class Cadence:
 def _period_steps(
     value: float, unit: CadenceUnit, steps_per_epoch: int, steps_planned: int
 ) -> tuple[int, int] | None:
-    """Steps between two multiples, as a ratio of integers: 0.7 * 10 is 7, not 7.000000000000001."""
+    """Return the steps between two multiples as a ratio of integers.
+
+    0.7 * 10 is then 7, not 7.000000000000001.
+    """
     per_unit: dict[str, Fraction | int] = {"steps": 1, "epochs": steps_per_epoch}
     per_unit["percent"] = Fraction(steps_planned, 100)
     period = Fraction(repr(value)) * per_unit.get(unit, 0)
@@ -90,10 +93,10 @@ def _period_steps(
 
 
 def scaling_of(text: str) -> tuple[LrScaling, int]:
-    """(rule, batch size that the learning rate was found with) of `linear:256`, `sqrt` or `none`.
+    """Parse `linear:256`, `sqrt` or `none` into (rule, batch size for which the learning rate was tuned).
 
     Linear suits SGD: Goyal et al. 2017, arXiv:1706.02677, section 2.1. Adaptive optimizers divide a gradient
-    by its own size, so that a batch k times larger leaves a noise sqrt(k) times smaller: Malladi et al. 2022,
+    by its own size, so a batch k times larger leaves noise sqrt(k) times smaller: Malladi et al. 2022,
     arXiv:2205.10287.
     """
     rule, _, base = text.partition(":")
@@ -101,7 +104,7 @@ def scaling_of(text: str) -> tuple[LrScaling, int]:
 
 
 def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) -> float:
-    """The learning rate for a global batch of `batch_size`, when `lr` was found with `base_batch_size`.
+    """Scale a learning rate that was tuned with `base_batch_size` to a global batch of `batch_size`.
 
     linear: Goyal et al. 2017 (SGD). sqrt: Krizhevsky 2014, arXiv:1404.5997. See `scaling_of`.
     """
@@ -129,12 +132,12 @@ def learning_rate(
     milestones: Sequence[float] = STEP_MILESTONES,
     factor: float = STEP_FACTOR,
 ) -> float:
-    """The learning rate of the optimizer step about to be taken (`step` counts from 0).
+    """Return the learning rate of the next optimizer step (`step` counts from 0).
 
-    Warm-up: 1/n, 2/n, ... 1 of the peak, so no step is taken in vain and the last one has the peak (Goyal et
-    al. 2017, section 2.2). After it, linear and cosine fall towards `final`, which the step
-    after the last planned one would reach; "step" multiplies by `factor` at each of the `milestones`
-    (fractions of the planned steps). Beyond the plan the rate stays where it ended.
+    Warm-up: 1/n, 2/n, ... 1 of the peak, so that no step has rate 0 and the last one has the peak (Goyal et
+    al. 2017, section 2.2). After it, linear and cosine fall toward `final`, which the step after the last
+    planned one would reach; "step" multiplies by `factor` at each of the `milestones` (fractions of the
+    planned steps). Beyond the plan, the rate keeps its last value.
     """
     if step < warmup_steps:
         return peak * ((step + 1) / warmup_steps)

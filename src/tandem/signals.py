@@ -1,4 +1,7 @@
-"""Signals become a flag, and nothing else: whoever reads the flag decides what it means."""
+"""Turn signals into a flag, and nothing else: the code that reads the flag decides what it means.
+
+See docs/architecture.md#a-sigterm.
+"""
 
 import ctypes
 import os
@@ -14,37 +17,40 @@ from tandem.errors import StoppedError
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
 SCHEDULERS_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers send some time before they end a job, where they are told to."""
+"""Signals that a scheduler can send some time before it ends a job."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *SCHEDULERS_SIGNALS)
 IGNORED_BY_FORK_SERVER = (*STOP_SIGNALS, signal.SIGHUP)
 
 
 def handed_on(number: int) -> int:
-    """What a process that got `number` sends to those it has started: they ignore a hangup (deaf.py)."""
+    """Return the signal to forward for `number`: SIGTERM for SIGHUP, which children ignore (deaf.py)."""
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 class StopFlag:
-    """Set by the first stop signal; counts interrupts that come later than a repeat.
+    """A flag that the first stop signal sets; it also counts repeated interrupts.
 
-    A scheduler signals the whole process tree and the agent forwards the same signal, so a rank may see
-    one stop several times: all within `REPEAT_WINDOW_SECONDS` count as one.
+    A scheduler signals the whole process tree and the agent forwards the same signal, so a rank may receive
+    one stop several times. All signals within `REPEAT_WINDOW_SECONDS` count as one.
     """
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
         self.at: float | None = None
-        """When the first one came, by the monotonic clock."""
+        """When the first signal arrived, in seconds of `running.now`."""
         self.interrupts = 0
-        self.received: dict[str, int] = {}  # by name, repeats within the window left out
+        self.received: dict[str, int] = {}  # by name, without repeats within the window
         self._last = float("-inf")
         self.is_heeded = False
-        """Whether training has come to where each step reads this; until then nothing is to be saved."""
+        """True once training polls this flag at every step; before that there is nothing to save."""
         self.is_torchruns = False
-        """Whether torchrun hands signals on: its ranks hear the first Ctrl-C, and SIGTERM at the second."""
+        """Whether torchrun forwards signals.
+
+        Its ranks get SIGINT at the first Ctrl-C, and SIGTERM at the second.
+        """
         self._before: dict[int, Any] = {}
         self._is_ending = False
-        self._wake: int | None = None  # where the interpreter writes the numbers that a listener reads
+        self._wake: int | None = None  # where the interpreter writes signal numbers for the listener
 
     def __bool__(self) -> bool:
         return self.signal_number is not None
@@ -54,43 +60,43 @@ class StopFlag:
         return signal.Signals(self.signal_number).name if self.signal_number is not None else "none"
 
     def install(self) -> "StopFlag":
-        """Take over the stop signals of this process (main thread only).
+        """Handle the stop signals of this process from now on (main thread only).
 
-        A hangup (the terminal is closed) is one of them, unless it is ignored already, as under nohup. A
-        script's own handler for what schedulers send stays.
+        SIGHUP (a closed terminal) is one of them, unless it is already ignored, as under nohup. A script's
+        own handler for a scheduler's signals stays.
         """
         own = [number for number in SCHEDULERS_SIGNALS if callable(signal.getsignal(number))]
         for number in {*STOP_SIGNALS, *_hangup()}.difference(own):
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
-        running.now()  # begins outside of a handler
+        running.now()  # starts its thread outside of a handler
         hear_stop_signals()
         return self
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """A signal ends this block at once, in which there is nothing to save. Raises StoppedError."""
+        """Let a signal end this block at once, because there is nothing to save. Raises StoppedError."""
         self._is_ending = True
         try:
             yield
         finally:
             self._is_ending = False
-        self._end()  # it came before, or the block has caught the error
+        self._end()  # the signal came before the block, or the block caught the error
 
     def _end(self) -> None:
         if self:
             raise StoppedError(f"{self.name} came before training started; nothing to save")
 
     def listen(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Have a thread call `first` at the first signal, and `second` at the second Ctrl-C.
+        """Call `first` in a thread at the first signal, and `second` at the second Ctrl-C.
 
-        It hears them also while the main thread, which is to call this, waits in C, where no handler of
-        Python's runs.
+        Call this from the main thread. It works even while that thread waits in C, where Python runs no
+        handlers: the interpreter's C handler writes to a pipe (signal.set_wakeup_fd).
         """
         ours, wake = os.pipe()
         os.set_blocking(wake, False)
         self._wake = wake
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_be_woken_no_more)  # a signal to a child is none to this process
+        os.register_at_fork(after_in_child=_be_woken_no_more)  # a child's signals are not this process's
         work = threading.Thread(target=self._listen, args=(ours, first, second), daemon=True)
         work.name = "tandem-signals"
         work.start()
@@ -109,7 +115,7 @@ class StopFlag:
         os.close(ours)
 
     def uninstall(self) -> None:
-        """Give the stop signals back to who had them before."""
+        """Restore the previous handlers of the stop signals."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._wake is not None:
@@ -124,7 +130,7 @@ class StopFlag:
             self._end()
         elif self._wake is None:
             self._count(number)
-        else:  # the listener counts: this may come late, and seem another one
+        else:  # the listener counts, because this handler may run late and look like another signal
             self._is_first(number, running.now())
 
     def _count(self, number: int) -> None:
@@ -144,11 +150,11 @@ class StopFlag:
 
 
 def stop_together(with_this_process: Callable[[int], None]) -> None:
-    """Have Ctrl-Z stop what is in other process groups, too: `with_this_process` sends it a signal."""
+    """Make Ctrl-Z stop other process groups, too: `with_this_process(number)` sends them a signal."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         with_this_process(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)  # until somebody sends SIGCONT
+        os.kill(os.getpid(), signal.SIGSTOP)  # until it receives SIGCONT
         with_this_process(signal.SIGCONT)
 
     if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
@@ -166,7 +172,7 @@ def _hangup() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def left_at_stop_signals(code: int) -> Iterator[None]:
-    """A block in which a stop signal ends this process at once, with `code`: nothing is there to be saved."""
+    """Make a stop signal end this process at once with `code` in this block, which saves nothing."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:
         os._exit(code)
@@ -181,7 +187,7 @@ def left_at_stop_signals(code: int) -> Iterator[None]:
 
 @contextmanager
 def ended_by_stop_signals() -> Iterator[None]:
-    """A block in which stop signals end this process at once: a wait in C, which no handler interrupts."""
+    """Make stop signals end this process at once in this block, which waits in C where no handler runs."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     try:
         yield
@@ -191,12 +197,15 @@ def ended_by_stop_signals() -> Iterator[None]:
 
 
 def hear_stop_signals() -> None:
-    """Let through what was sent since this process was forked; to be called when its handlers stand."""
+    """Unblock the stop signals that were sent since this process was forked.
+
+    Call this after installing handlers.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def default_signals(spares: bool = False) -> None:
-    """Python's own handlers instead of a fork server's deafness; what was sent meanwhile is heard.
+    """Restore Python's own handlers in a fork of the fork server, and receive the signals sent meanwhile.
 
     `spares`: see `spare_who_does_not_know`.
     """
@@ -207,10 +216,11 @@ def default_signals(spares: bool = False) -> None:
 
 
 def spare_who_does_not_know() -> None:
-    """A program without a handler for SIGUSR1 and SIGUSR2 does not end by them.
+    """Make SIGUSR1 and SIGUSR2 harmless to a program without a handler for them.
 
-    A scheduler sends them to the whole process tree, and the agent asks such a program to stop by SIGTERM.
-    Python is not told that they are ignored: some programs install no handler where they find another one.
+    A scheduler sends them to the whole process tree; the agent asks such a program to stop with SIGTERM. They
+    are ignored in C only, behind Python's back, because some programs install no handler if they find another
+    one.
     """
     for number in SCHEDULERS_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -218,7 +228,7 @@ def spare_who_does_not_know() -> None:
 
 
 def default_handlers(hears_hangups: bool = True) -> None:
-    """The same, and what was sent meanwhile still waits for somebody to hear it (`hear_stop_signals`)."""
+    """Restore Python's own handlers; signals sent meanwhile stay pending until `hear_stop_signals`."""
     for number in IGNORED_BY_FORK_SERVER:
         if hears_hangups or number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
@@ -226,6 +236,6 @@ def default_handlers(hears_hangups: bool = True) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """Make this process, and those forked from it until they decide otherwise, deaf to stop signals."""
+    """Make this process, and its forks until they change it, ignore stop signals."""
     for number in IGNORED_BY_FORK_SERVER:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""A start that takes its time says what it is at: a line for what keeps it silent, none in a quick start."""
+"""Log what a slow start is doing: one line when it has been silent, none in a quick start."""
 
 import logging
 import threading
@@ -14,10 +14,10 @@ log = logging.getLogger("tandem.start")
 
 @contextmanager
 def still(doing: str) -> Iterator[None]:
-    """Say `still DOING` ("importing torch") once, where the block makes a silence of SILENCE_SECONDS.
+    """Log `still DOING` ("importing torch") once if nothing is logged for SILENCE_SECONDS.
 
-    It has begun with the last line before. Any other line in the block ends the watch: things go on. No
-    thread is left behind it: who forks after it has one.
+    The silence begins with the last line before the block. Any other line in the block ends the watch. The
+    thread has ended when the block is left, because code after it may fork.
     """
     before, closing = last_line_at(), threading.Event()
 

@@ -1,217 +1,242 @@
-"""How long tandem waits and how often it looks, in seconds: every such number that is no setting.
+"""How long tandem waits and how often it polls, in seconds: all such numbers that are not settings.
 
-A reader who wonders why something takes as long as it does, or who tunes one of these, sees here what each
-is measured against. What a user may change (--hang-timeout, --master-timeout, ...) is a setting instead.
+To understand or tune a delay, look here for what each number is measured against. Users change settings
+instead (--hang-timeout, --master-timeout, ...).
 """
 
-# What a start says of itself (silence.py)
+# Progress lines of a slow start (silence.py)
 
 SILENCE_SECONDS = 3.0
-"""Nothing was said: a person begins to wonder. A quick start is over by then, or has said something."""
+"""Silence after which a start logs what it is doing. A quick start has finished by then, or logged."""
 SOON_SECONDS = 0.5
-"""What takes no longer is not said, however long it was silent before."""
+"""What takes no longer than this is not logged, however long the silence before it was."""
 
-# Signs of life: rank -> agent -> node 0 (telemetry/heartbeat.py, telemetry/recorder.py, launch/watchdog.py)
+# Heartbeats: rank -> agent -> node 0 (telemetry/heartbeat.py, telemetry/recorder.py, launch/watchdog.py)
 
 BEAT_SECONDS = 0.25
-"""A rank says where it is. Forty times within the shortest hang, at no cost that shows in a step."""
+"""Between two heartbeats of a rank. Forty fit into the shortest hang, at no visible cost per step."""
 BAR_SECONDS = 0.25
-"""The progress bar is drawn anew, in the training thread: under a millisecond of each (telemetry/bars.py)."""
+"""Between two updates of the progress bar (telemetry/bars.py), each under a millisecond of training."""
 PROGRESS_SECONDS = 0.5
-"""A rank's message with loss and throughput, after a step: what a person can still read on the page."""
+"""Between two messages of a rank with loss and throughput: as fast as a person can read them on the page."""
 WATCHDOG_TICK_SECONDS = 0.2
-"""The watchdog looks, and talks to the store. Less than a beat, so that none waits for the next look."""
+"""Between two rounds of the watchdog. Less than between heartbeats, so that none waits for the next round."""
 STORE_RETRY_SECONDS = 1.0
 """The watchdog's pause after the store did not answer: it is being restarted, or is gone."""
 CLOCK_SKEW_SECONDS = 2.0
-"""A node's clock is said to differ: more than what its words take through the store on a busy machine."""
+"""A clock difference between nodes that is reported: more than a message takes on a busy machine."""
 SHORTEST_HANG_SECONDS = 10.0
-"""Silence, and ranks in different collectives, are no hang before: a busy disk takes seconds."""
+"""Silence, and ranks in different collectives, are no hang before this: a busy disk takes seconds."""
 STARTING_HANG_SECONDS = 60.0
-"""The same until a rank has trained: imports and compilation may starve the thread that speaks."""
+"""The same until a rank has trained: imports and compilation may starve the thread that sends heartbeats."""
 IDLE_HANG_SECONDS = 180.0
-"""A rank that neither computes nor runs Python is no hang before: an upload, or a download, looks so."""
+"""A rank that neither computes nor runs Python is no hang before this: an upload looks the same."""
 AGAIN_SECONDS = 30.0
-"""The same for a rank that stands where the last generation has hung."""
+"""The same for a rank in the place where the last generation hung."""
 RUNNING_TICK_SECONDS = 0.2
-"""Between two looks at the clock of the time while a process ran (running.py)."""
+"""Between two readings of the clock of `running.py`."""
 LONGEST_GAP_SECONDS = 1.0
-"""What lies between two such looks counts for no more: the process was stopped."""
+"""The time between two such readings counts as at most this: the process was stopped."""
 SLOW_RANKS_SECONDS = 5.0
-"""Node 0 compares the ranks of a script; one that is marked in six looks is named."""
+"""Between two comparisons of a script's ranks on node 0. A rank marked in six of them is reported."""
 STACKS_SECONDS = 2.0
-"""Hung ranks are asked for their stacks: until the last one has written, which takes milliseconds."""
+"""How long to wait for the stacks of hung ranks; writing them takes milliseconds."""
 NO_ANSWER_SECONDS = 0.5
-"""A rank that has not written its stacks by then runs no Python: its handler in C is asked."""
+"""A rank that has not written its stacks by then runs no Python, so its handler in C is used."""
 
 NAME_SECONDS = 10.0
-"""About how long a rank has to be marked until it is named (telemetry/stragglers.py).
+"""How long, approximately, a rank is marked before it is reported (telemetry/stragglers.py).
 
-Of two alike ranks on a host with many more runnable processes than cores one was marked in 32% of intervals
+On a host with many more runnable processes than cores, one of two equal ranks was marked in 32% of intervals
 of 20 steps and in 15% of those of 50, each time for some seconds.
 """
 
 # The agent and its worker processes (launch/generations.py, workers.py, simulated.py; signals.py)
 
 MONITOR_SECONDS = 0.02
-"""The agent looks at its ranks. A rank's end wakes it earlier; signals and alarms wait for this."""
+"""Between two polls of the agent's ranks. A rank's end wakes the agent; signals and alarms wait for this."""
 MEMBERSHIP_SECONDS = 0.25
-"""The agent looks whether nodes wait to be let in: one read of the store."""
+"""Between two checks whether nodes wait to be let in: one read of the store."""
 STANDBY_SECONDS = 0.2
-"""Between two forks of standby processes, 30 ms each: a training generation keeps its cores."""
+"""Between two forks of standby processes, 30 ms each, so that a training generation keeps its cores."""
 ENDING_SECONDS = 10.0
-"""The other ranks' time after one has ended for good: rank 0 may be saving, and has to say what is wrong."""
+"""The other ranks' time after one has ended for good: rank 0 may be saving, and has the error to report."""
 UNMET_SECONDS = 3.0
-"""Ranks before their first step end by themselves so long after another node has ended the job; node 0 waits
-longer than this for the others to hear it."""
+"""The time of ranks before their first step to end by themselves after another node has ended the job.
+
+Node 0 waits longer than this for the others to read the job result.
+"""
 KILLED_SECONDS = 10.0
-"""Until a rank killed by SIGKILL is gone; longer only in an uninterruptible wait for a volume."""
+"""Until a rank killed by SIGKILL is gone. It takes longer only in an uninterruptible wait for a volume."""
 END_LOOK_SECONDS = 0.005
-"""Between two looks whether killed processes are gone: a restart waits for them."""
+"""Between two checks whether killed processes are gone: a restart waits for them."""
 PIPE_SECONDS = 1.0
-"""From the end of a pipe to a helper process until that has ended: whether a signal has ended it."""
+"""Until a helper process has ended after its pipe: its exit code shows whether a signal ended it."""
 JUST_AFTER_SECONDS = 0.3
-"""Processes that end this soon after ranks that have ended well are not reported as left behind."""
+"""Processes that end this soon after successful ranks are not reported as left behind."""
 LEFT_BEHIND_SECONDS = 1.0
-"""What ranks that have ended well leave running has SIGTERM and this long, then SIGKILL."""
+"""What successful ranks leave running gets SIGTERM, and after this SIGKILL."""
 DISMISSED_SECONDS = 1.0
 """Until a standby process whose pipe was closed is gone."""
 LEAVING_SECONDS = 10.0
-"""A script's threads and exit handlers, after it has failed: they may wait for peers that are gone."""
+"""For a script's threads and exit handlers after it has failed: they may wait for peers that are gone."""
 BLAME_SECONDS = 5.0
-"""A script's rank has lost its peers: until the one here that is to blame, if there is one, has ended."""
+"""After a script's rank has lost its peers: until a rank here that is the cause, if any, has ended."""
 OTHERS_SECONDS = 1.0
-"""A script's rank has failed, or was asked to stop: until another node, or a signal, says why."""
+"""After a script's rank has failed or stopped: until another node, or a signal, explains it."""
 SUPERVISE_SECONDS = 0.1
-"""The launcher of simulated nodes looks at them."""
+"""Between two polls of the simulated nodes by their launcher."""
 DEAF_NODE_SECONDS = 3.0
-"""Beyond --shutdown-timeout, until a simulated node that was asked to stop, and has not ended, is killed."""
+"""After --shutdown-timeout, until a simulated node that has not stopped is killed."""
 REPEAT_WINDOW_SECONDS = 2.0
-"""Stop signals within it count as one: a scheduler signals the whole tree, and the agent forwards."""
+"""Stop signals within this count as one: a scheduler signals the whole tree, and the agent forwards."""
 START_STOP_SECONDS = 1.0
-"""A stop before the first step: until ranks that have not come to it are ended; a step is saved."""
+"""After a stop before the first step: until the ranks are killed. Once a step is finished, it is saved."""
 MEET_TO_SAVE_SECONDS = 5.0
-"""A stop between two generations: the other nodes' time to come once more. They come at once, or are gone."""
+"""After a stop between two generations: the other nodes' time to rejoin. They join at once, or are gone."""
 AT_ONCE_SECONDS = 3.0
-"""A rank that is ended at once closes what it has opened, and leaves after this if a volume holds it up."""
+"""How long a rank that exits at once may take to close what it has open; a volume may block that."""
 
-# Starts that save nothing new (launch/starts.py)
+# The last save of a run (checkpoint/writer.py)
+
+SAVE_AGAIN_SECONDS = 2.0
+"""Before each further attempt to save the last step, at most three: a full volume may be freed meanwhile."""
+
+# Crash loops: starts that save nothing new (launch/starts.py)
 
 FIRST_BACKOFF_SECONDS = 5.0
-"""The third such start in a row waits; each one after it twice as long."""
+"""The wait before the third such start in a row; it doubles with each further one."""
 LONGEST_BACKOFF_SECONDS = 120.0
-"""Less than --master-timeout, in which the other nodes wait for node 0."""
+"""Less than --master-timeout, for which the other nodes wait for node 0."""
 STEADY_SECONDS = 600.0
-"""A start that lives so long is no crash that repeats, whatever it has saved."""
+"""A start that lives this long is not part of a crash loop, whatever it has saved."""
 
-# Where nodes meet (launch/rendezvous.py, launch/generations.py)
+# The rendezvous (launch/rendezvous.py, launch/generations.py)
 
 STORE_READ_SECONDS = 60
-"""A read of the agents' store; TCP alone would hold a read from an unreachable node for 15 minutes."""
+"""For a read of the agents' store. TCP alone would block a read from an unreachable node for 15 minutes."""
 RENDEZVOUS_POLL_SECONDS = 0.05
-"""Between two looks at who is there, instead of torch's 1 s: one small read per node. More among many nodes
-(`rendezvous_state.paces`)."""
+"""Between two polls of the rendezvous, instead of torch's 1 s: one small read per node.
+
+Longer among many nodes (`rendezvous_state.paces`).
+"""
 SHORTEST_LOOK_SECONDS = 0.001
-"""The first pause for a node that has come and is about to say which ranks it has; each one twice as long."""
+"""The first pause while a joined node is about to write its ranks; each further one is twice as long."""
 KEEP_ALIVE_SECONDS = 1
-"""A node in the rendezvous says that it lives; after KEEP_ALIVE_ATTEMPTS misses it is out. As above."""
+"""Between two heartbeats of a node in the rendezvous; after KEEP_ALIVE_ATTEMPTS missed ones it is out.
+
+Longer among many nodes.
+"""
 KEEP_ALIVE_ATTEMPTS = 5
 TORCH_POLL_SECONDS, TORCH_KEEP_ALIVE_SECONDS = 1.0, 5
-"""torch's own times of both, and the longest here."""
+"""torch's own values of both, and the upper limits here."""
 BACKOFF_SECONDS_A_NODE = 0.02
-"""Among many nodes, times their number: the longest wait of one whose write to the shared state came late."""
+"""Per node: the longest backoff of a node whose write to the shared state came too late."""
 LAST_CALL_SECONDS = 1
-"""An elastic rendezvous waits for more nodes, once MIN are there; the first one waits FIRST_CALL_SECONDS."""
+"""How long an elastic rendezvous waits for more than MIN nodes; the first one waits FIRST_CALL_SECONDS."""
 FIRST_CALL_SECONDS = 10.0
 MASTER_ANSWER_SECONDS = 2.0
-"""One attempt to connect to the master; names are resolved anew at each."""
+"""For one attempt to connect to the master; its name is resolved at each."""
 HANDSHAKE_SECONDS = 20.0
-"""A word of a node that proves that it knows the job's secret; the other may be frozen for a while."""
+"""For one message of the proof that a node knows the secret; the peer may be frozen for a while."""
 QUIET_SECONDS = 60
-"""A node's way to the store is asked whether the other end is there, when it has said nothing for so long."""
+"""Silence after which TCP checks whether the other end of a proxied connection is there."""
 REFUSED_RETRY_SECONDS = 1.0
-"""A node that was not let in asks again: a secret may be on its way, and many may crowd at the gate."""
+"""Between two attempts of a refused node: the secret may be on its way, or too many nodes connect at once."""
 MASTER_RETRY_SECONDS = 0.1
-"""Between two such attempts."""
+"""Between two attempts to connect to the master."""
 WAITING_WORD_SECONDS = 5.0
-"""Between two lines that say what is waited for."""
+"""Between two lines that say what is awaited."""
 LEAVE_SECONDS = 10.0
-"""Node 0 keeps the store for the others to hear the verdict; kubernetes' grace period counts on it."""
+"""How long node 0 keeps the store so that the others can read the job result.
+
+The grace period of the Kubernetes manifests includes it.
+"""
 CLOCK_LOOK_SECONDS = 2.5
-"""`doctor` listens for the others' signs of life in the store: two of each node's."""
+"""How long `doctor` watches the others' heartbeats in the store: two of each node."""
 ANNOUNCE_SECONDS = 30.0
-"""The same before anything has begun: others may still import torch, and would wait for it in vain."""
+"""The same before anything has started: others may still import torch, and would then wait in vain."""
 LEFT_POLL_SECONDS = 0.02
-"""Node 0 looks meanwhile whether all have left."""
+"""Between two checks on node 0 whether all nodes have left."""
 
 MEETING_FILE_SECONDS = 600.0
-"""Ranks of one start write the file in which they meet within so many seconds (distributed/meeting.py)."""
+"""Ranks of one start write the file through which they connect within this time (distributed/meeting.py)."""
 
-# Who a run directory belongs to (checkpoint/claim.py)
+# The lease on a run directory (checkpoint/claim.py)
 
 OWNER_RENEW_SECONDS = 5.0
-"""The owner renews its note; a launch elsewhere that finds one is refused within this."""
+"""Between two renewals of the lease on a run directory. A launch elsewhere is refused within this time."""
 OWNER_EXPIRY_SECONDS = 30.0
-"""A note that is older than six renewals, where nobody can see its process, is of a dead launch."""
+"""Six renewals. An older lease whose process is not visible belongs to a dead launch."""
 OWNER_LOOK_SECONDS = 0.2
-"""Between two looks at such a note."""
+"""Between two checks of such a lease."""
 
 # The page and the probes (launch/view.py, report/, telemetry/health.py)
 
 NODE_TICK_SECONDS = 1.0
-"""A node's agent writes health.json and brings counters of time up to date."""
+"""Between two writes of a node's health.json, with updates of its time counters."""
 PAGE_SECONDS = 5.0
-"""A page that is open asks every 2 s: one that has asked within this is waited for at the end, as long."""
+"""A page that has polled within this is open; it polls every 2 s.
+
+The end of the run waits as long for its last poll.
+"""
 HOLD_SECONDS = 25.0
-"""A page's connection is held so long for the end of the run, and then again: proxies cut off the silent."""
+"""How long a page's request stays open for the end of the run before it repeats.
+
+Proxies cut silent connections.
+"""
 STALE_SECONDS = 15.0
 """`tandem health` calls a health.json older than this a dead agent: 15 ticks, on a busy host."""
+RUN_HEALTH_SECONDS = 5.0
+"""Node 0 writes its heartbeat to the run directory this often: the volume may be busy."""
+RUN_HEALTH_STALE_SECONDS = 30.0
+"""`tandem health RUN_DIR` calls an older heartbeat a dead agent's."""
 SLACK_SECONDS = 60.0
-"""Beyond the limit of a state until the run is unhealthy: the watchdog acts first, a probe kills the node."""
+"""Beyond a state's limit until the run is unhealthy: the watchdog acts first, because probes kill nodes."""
 GPU_SECONDS = 5.0
-"""NVML is asked; a driver call may take tens of milliseconds."""
+"""Between two NVML queries; a driver call may take tens of milliseconds."""
 VOLUME_SECONDS = 15.0
-"""The same where there is no GPU and only the volume's free space is asked."""
+"""The same without a GPU, when only the volume's free space is queried."""
 LIST_SECONDS = 2.0
-"""The page's list of checkpoints is as old as this at most: a listing of a network volume is not free."""
+"""The page's list of checkpoints is at most this old: listing a network volume costs time."""
 GIT_SECONDS = 10.0
-"""What git may take to name a commit, on a network volume; nobody waits for it but a thread of its own."""
+"""For git to name a commit, on a network volume; only a separate thread waits for it."""
 REQUEST_SECONDS = 5.0
-"""A client's time to send its request and to take the answer: slow ones must not hold the 32 connections."""
+"""A client's time to send its request and receive the answer: slow ones must not hold all 32 connections."""
 
 SETTLED_SECONDS = 3600.0
-"""A run without a summary that has written nothing for so long is not taken for one that trains."""
+"""A run without a summary that has written nothing for this long does not count as training."""
 LEFT_OVER_SECONDS = 86_400.0
-"""What a save to an object store has left, and no manifest names, is removed when it is so old."""
+"""Leftovers of saves to an object store, which no manifest names, are removed at this age."""
 
-# A run at a tracker (report/tracking.py, launch/tracker.py)
+# Trackers (report/tracking.py, launch/tracker.py)
 
 TRACKER_SECONDS = 2.0
-"""The tracker's process looks for new rows: as fresh as the page, and a small read of one file."""
+"""Between two reads of new rows by the tracker's process: as fresh as the page, one small read of a file."""
 TRACKER_LONGEST_PAUSE_SECONDS = 60.0
-"""Between two attempts at a tracker that does not answer: they begin with 2 s and double."""
+"""The longest pause between attempts at a tracker that does not answer; they start at 2 s and double."""
 TRACKER_END_SECONDS = 30.0
-"""For the last rows when the launch ends: one request of TRACKER_REQUEST_SECONDS, and the one tried again."""
+"""For the last rows at the end of a launch: one request of TRACKER_REQUEST_SECONDS, and one retry."""
 TRACKER_REQUEST_SECONDS = 8
-"""A request to MLflow, where MLFLOW_HTTP_REQUEST_TIMEOUT does not say another; MLflow's own is 120."""
+"""For a request to MLflow, unless MLFLOW_HTTP_REQUEST_TIMEOUT is set; MLflow's own default is 120."""
 
 # Replicas of Compose (platforms/replica.py)
 
 RESOLVER_SECONDS = 2.0
-"""Docker's resolver answers in milliseconds, and is asked again after this."""
+"""For an answer of Docker's resolver, which takes milliseconds; then it is queried again."""
 STAY_DOWN_SECONDS = 60.0
-"""A container started again within it, after an end that no retry mends, leaves at once."""
+"""A container restarted within this, after an end that no retry can fix, exits at once."""
 
-# The proof of resumes (verify/resume.py)
+# verify-resume (verify/resume.py)
 
 STEP_POLL_SECONDS = 0.001
-"""Looks for the step to kill at: a step of the smallest task takes 3 ms."""
+"""Between two checks for the step at which to kill: a step of the smallest task takes 3 ms."""
 END_POLL_SECONDS = 0.05
-"""Looks whether a run has ended."""
+"""Between two checks whether a run has ended."""
 CHECK_SAYS_SECONDS = 10.0
-"""`check` says that it is still at a part after so long without a line."""
+"""`check` reports that a part is still running after this long without a line."""
 CHECK_SECONDS = 600.0
-"""What `check` gives a rank to make data, model and two batches: the first time may download."""
+"""A rank's time in `check` to build data, model and two batches: the first time may download."""
 
 TOOL_ANSWER_SECONDS = 20.0
-"""`tandem doctor` waits so long for another program's --version or --help."""
+"""For `tandem doctor`: another program's --version or --help."""

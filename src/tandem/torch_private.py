@@ -1,34 +1,37 @@
-"""What tandem uses of torch that torch does not promise: here and nowhere else, each with a way without it.
+"""Everything that tandem uses of torch's private API, in one place, each with a fallback.
 
-Each was looked at in torch 2.6, 2.11 and 2.15; `_dump_fr_trace_json` takes no `backend` in 2.11 and is not
-there in 2.6.
+Each was checked in torch 2.6, 2.11 and 2.15. `_dump_fr_trace_json` has no argument `backend` in 2.11, and
+does not exist in 2.6.
 
 | name | without it |
 |---|---|
 | `batchnorm._NormBase` | the public BatchNorm classes |
-| `Variable._execution_engine` | the wait for other ranks counts as backward: no straggler is named |
+| `Variable._execution_engine` | the wait for other ranks counts as backward: no straggler is reported |
 | `_amp_foreach_non_finite_check_and_unscale_` | one `isfinite` for each gradient, slower |
-| `GradScaler._found_inf_per_device` | the gradients are looked at once more |
-| `Optimizer._step_supports_amp_scaling` | the host reads in each step whether to take it |
+| `GradScaler._found_inf_per_device` | the gradients are checked once more |
+| `Optimizer._step_supports_amp_scaling` | the host reads in each step whether to skip it |
 | `_foreach_copy_` | one copy for each tensor, slower |
-| `DistributedDataParallel._get_ddp_logging_data` | no figure for hidden communication |
+| `DistributedDataParallel._get_ddp_logging_data` | no number for hidden communication |
 | `_dump_fr_trace_json`, `_dump_nccl_trace_json` | the report of a hang has no list of collectives |
 | `dynamic_rendezvous._delay`, `_state_holder._cache_duration` | a rendezvous takes up to 1 s longer |
 | `dynamic_rendezvous.get_method_name` | a rendezvous takes 0.25 s longer |
-| `_state_holder.state.participants` | who is waited for is not counted |
-| `dynamic_rendezvous._RendezvousState`, `_NodeDesc` | `tandem launch` ends with 2 |
-| `DynamicRendezvousHandler._stop_heartbeats` | the engine may complain of a lost store at the end |
-| `_RendezvousExitOp`, `_op_executor` | an elastic job goes on 5 s after a node has left it, not at once |
+| `_state_holder.state.participants` | the nodes that are missing are not reported |
+| `dynamic_rendezvous._RendezvousState`, `_NodeDesc` | `tandem launch` exits with 2 |
+| `DynamicRendezvousHandler._stop_heartbeats` | the engine may report a lost store at the end |
+| `_RendezvousExitOp`, `_op_executor` | an elastic job continues 5 s after a node has left, not at once |
 | `_workers`, `_shutdown`, `_remove_worker_pids` of a DataLoader | a rank that fails waits for its loaders |
-| `torch._dynamo.callback_handler` | a compilation after the first step counts as the phase it is in |
+| `torch._dynamo.callback_handler` | a later compilation counts as part of its phase |
 | `torch._inductor.config.deterministic` | --deterministic: a new container may compile other kernels |
 | `distributed_c10d._world.pg_map` | the store of a group is known by MASTER_ADDR and MASTER_PORT alone |
 | `torch._dynamo` | the first ranks start a few seconds later |
 
-Not here: the methods that torch's SimpleElasticAgent documents for its subclasses (launch/generations.py),
-and its `_assign_worker_ranks`, overridden there to heed signals: were it renamed, a stop just when nodes have
-met would wait for up to a minute (tests/unit/test_round.py).
-tests/unit/test_torch_private.py takes them away one by one; pyproject.toml bounds torch at the newest known.
+Not in the table: the methods that torch's SimpleElasticAgent documents for its subclasses
+(launch/generations.py), and its `_assign_worker_ranks`, which is overridden there to react to signals. If
+torch renamed it, a stop just after nodes have joined would wait for up to a minute
+(tests/unit/test_round.py).
+
+tests/unit/test_torch_private.py removes the names one by one; pyproject.toml limits torch to the newest
+version checked.
 """
 
 import contextlib
@@ -58,22 +61,26 @@ _PUBLIC_BATCHNORMS = (
 
 
 def buffer_argument(broadcasts: bool) -> dict[str, Any]:
-    """DDP's argument for buffers: torch 2.15 renamed it and warns about the old name."""
+    """Return DDP's argument for buffer broadcasts.
+
+    torch 2.15 renamed it and warns about the old name.
+    """
     parameters = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     new = "forward_sync_buffers"
     return {new if new in parameters else "broadcast_buffers": broadcasts}
 
 
 def is_batchnorm(module: nn.Module) -> bool:
-    """Whether the module keeps running statistics as BatchNorm does."""
+    """Return whether the module keeps running statistics as BatchNorm does."""
     return isinstance(module, getattr(nn.modules.batchnorm, "_NormBase", _PUBLIC_BATCHNORMS))
 
 
 def after_gradients(loss: Tensor, call: Callable[[], None]) -> None:
-    """Have `call()` run in the backward of `loss` when all gradients are computed, before DDP waits.
+    """Call `call()` in the backward pass of `loss` when all gradients are computed, before DDP waits.
 
-    DDP waits for its buckets in a callback at the end of backward, queued when the last of them is ready.
-    Callbacks run in the order of queueing, and this one is queued before the first gradient.
+    DDP waits for its buckets in a callback at the end of backward, which it queues when its last bucket is
+    ready. Callbacks run in queue order, and this one is queued before the first gradient. See
+    docs/architecture.md#measuring-a-ranks-own-time.
     """
 
     def at_start(gradient: Tensor) -> None:
@@ -84,14 +91,14 @@ def after_gradients(loss: Tensor, call: Callable[[], None]) -> None:
 
 
 def around_the_wait(before: Callable[[], None], behind: Callable[[], None]) -> None:
-    """Call `before()` when all gradients are computed, and `behind()` when DDP has waited for other ranks'.
+    """Call `before()` when all gradients are computed, and `behind()` when DDP has waited for other ranks.
 
-    To be called in the backward pass itself, by a hook; where the loss is known, see `after_gradients`.
+    Call this in the backward pass, from a hook. If the loss is known, see `after_gradients`.
     """
 
     def then() -> None:
         before()
-        queue(behind)  # behind DDP's, which was queued before the first callback ran
+        queue(behind)  # after DDP's callback, which was queued before the first callback ran
 
     with contextlib.suppress(AttributeError):
         queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -99,9 +106,9 @@ def around_the_wait(before: Callable[[], None], behind: Callable[[], None]) -> N
 
 
 def around_compilation(before: Callable[[], None], behind: Callable[[], None]) -> None:
-    """Call `before()` and `behind()` around each compilation in this process, on the thread that compiles.
+    """Call `before()` and `behind()` around each compilation in this process, on the compiling thread.
 
-    Only where something has imported the compiler: nothing else can compile.
+    Does nothing if the compiler has not been imported, because then nothing can compile.
     """
     handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
     if handler is not None:
@@ -111,7 +118,7 @@ def around_compilation(before: Callable[[], None], behind: Callable[[], None]) -
 
 
 def compile_deterministically() -> None:
-    """Let torch.compile choose no kernel by timing it."""
+    """Keep torch.compile from choosing kernels by timing them."""
     with contextlib.suppress(ImportError):
         from torch._inductor import config
 
@@ -120,9 +127,9 @@ def compile_deterministically() -> None:
 
 
 def note_nonfinite(tensors: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
-    """Set the scalar `found` to 1 if any value is not finite; all on one device and of one type.
+    """Set the scalar `found` to 1 if any value is not finite; all tensors have one device and dtype.
 
-    `one` is a scalar 1 there: the kernel multiplies by it, which GradScaler needs and this does not.
+    `one` is a scalar 1 on the device. The kernel multiplies by it, which only GradScaler needs.
     """
     kernel = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
     if kernel is not None:
@@ -133,7 +140,7 @@ def note_nonfinite(tensors: Sequence[Tensor], found: Tensor, one: Tensor) -> Non
 
 
 def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `scaler.unscale_(optimizer)`, just called, met what is not finite. Waits for the device."""
+    """Return whether the last `scaler.unscale_(optimizer)` found a non-finite value. Waits for the device."""
     if hasattr(scaler, "_found_inf_per_device"):
         return any(bool(value) for value in scaler._found_inf_per_device(optimizer).values())
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -143,14 +150,14 @@ def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimize
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step leaves itself out when its `found_inf` is above 0, without the host's knowing."""
+    """Return whether the optimizer skips a step on the device when its `found_inf` is above 0."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
     """Copy each source into its target."""
     copy = getattr(torch, "_foreach_copy_", None)
-    if copy is not None and targets:  # it refuses empty lists
+    if copy is not None and targets:  # it rejects empty lists
         copy(targets, sources, non_blocking=non_blocking)
         return
     for target, source in zip(targets, sources, strict=True):
@@ -158,9 +165,9 @@ def copy_all(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = 
 
 
 def hidden_sync_seconds(model: nn.Module) -> float:
-    """Seconds of the gradient all-reduce behind backward's own work, in the last step that DDP sampled.
+    """Return the seconds of gradient all-reduce that overlapped with backward, in DDP's last sampled step.
 
-    From DDP's own counters; 0.0 where there are none.
+    From DDP's own counters; 0.0 if there are none.
     """
     try:
         numbers = model._get_ddp_logging_data()  # type: ignore[operator]
@@ -170,9 +177,9 @@ def hidden_sync_seconds(model: nn.Module) -> float:
 
 
 def flight_record() -> bytes:
-    """torch's flight recorder as JSON: the last collectives of this rank. Empty where there is none.
+    """Return torch's flight recorder as JSON: the last collectives of this rank; empty if there is none.
 
-    Never raises: the thread that asks is the one that says where this rank is.
+    Never raises, because the calling thread also sends the rank's heartbeats.
     """
     with contextlib.suppress(Exception):
         import torch.distributed as dist
@@ -184,8 +191,11 @@ def flight_record() -> bytes:
 
 
 def _records(backend: str) -> Iterator[bytes]:
-    """What each recorder has that may be a group's: NCCL's older group keeps its own, and the one of torch
-    2.15 that is called "nccl", too, writes under another name."""
+    """Yield the content of each recorder that may belong to the group.
+
+    NCCL's older group has its own recorder, and the group of torch 2.15 that is also called "nccl" uses
+    another name.
+    """
     from torch._C import _distributed_c10d
 
     if backend == "nccl":
@@ -199,11 +209,11 @@ def _records(backend: str) -> Iterator[bytes]:
 
 
 def hasten_rendezvous(poll_seconds: float) -> None:
-    """Take two waits out of the engine's rendezvous that have no setting.
+    """Shorten two waits in the rendezvous engine that have no setting.
 
-    Between two looks at the shared state it pauses for 1 s: 50 ms are enough, one small read per node. And
-    each event that it records asks `inspect.stack` for the caller's name, with source text of every frame:
-    0.25 s a rendezvous; `sys._getframe` knows the same.
+    It pauses for 1 s between two reads of the shared state; 50 ms are enough, at one small read per node. And
+    for each event it calls `inspect.stack` for the caller's name, which reads the source of every frame and
+    takes 0.25 s per rendezvous; `sys._getframe` returns the same.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -220,16 +230,16 @@ def hasten_rendezvous(poll_seconds: float) -> None:
 
 
 def hasten_handler(handler: Any, poll_seconds: float) -> None:
-    """The other half of that pause: how long the handler takes what it last read for the present state."""
+    """Shorten how long the handler treats the last state that it read as current; see `hasten_rendezvous`."""
     holder = getattr(handler, "_state_holder", None)
     if holder is not None and hasattr(holder, "_cache_duration"):
         holder._cache_duration = poll_seconds
 
 
 def listening_at(descriptor: int | None) -> dict[str, Any]:
-    """A TCPStore's arguments to serve at a listening descriptor; None: it opens its own port.
+    """Return a TCPStore's arguments to serve on a listening descriptor; without one, it opens its own port.
 
-    libuv's store takes none before torch 2.11 (seen in 2.6), the older one does.
+    Before torch 2.11 (observed in 2.6), libuv's store does not accept one; the older store does.
     """
     if descriptor is None:
         return {}
@@ -238,8 +248,11 @@ def listening_at(descriptor: int | None) -> dict[str, Any]:
 
 
 def handler_pace(alive_seconds: int, attempts: int, most_backoff_seconds: float) -> dict[str, Any]:
-    """A rendezvous handler's arguments: a node that is silent for so many times so long is lost, and who was
-    too late to write into the shared state waits up to so long. torch 2.6 takes none: 15 s, and no wait.
+    """Return a rendezvous handler's arguments for its heartbeat and backoff times.
+
+    A node is lost after `attempts` silent intervals of `alive_seconds`. A node whose write to the shared
+    state came too late waits up to `most_backoff_seconds`. torch 2.6 has no such arguments: 15 s, and no
+    wait.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -253,14 +266,17 @@ def handler_pace(alive_seconds: int, attempts: int, most_backoff_seconds: float)
 
 
 def nodes_here(handler: Any) -> list[str] | None:
-    """The addresses of the nodes that have come to the rendezvous; None where the handler does not say."""
+    """Return the addresses of the nodes that have joined the rendezvous; None if they are unknown."""
     with contextlib.suppress(AttributeError, TypeError):
         return [str(node.addr) for node in handler._state_holder.state.participants]
     return None
 
 
 def rendezvous_kinds() -> tuple[Any, Any]:
-    """The classes of the rendezvous state, and of a node in it. Raises ConfigError where there are none."""
+    """Return the classes of the rendezvous state and of a node in it.
+
+    Raises ConfigError if this torch has none.
+    """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     try:
@@ -272,9 +288,10 @@ def rendezvous_kinds() -> tuple[Any, Any]:
 
 
 def stop_keep_alive(handler: Any) -> None:
-    """The handler says no more that this node lives.
+    """Stop the handler's heartbeats for this node.
 
-    The engine waits for its thread, which may stand in a read of a store that does not answer.
+    The engine waits for its thread, which may be blocked in a read of a store that does not answer, so the
+    wait is bounded here.
     """
 
     def stop() -> None:
@@ -287,7 +304,7 @@ def stop_keep_alive(handler: Any) -> None:
 
 
 def leave_rendezvous(handler: Any) -> None:
-    """Take this node out of the rendezvous, as before it joins again. Raises RendezvousError."""
+    """Remove this node from the rendezvous, as before it joins again. Raises RendezvousError."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     exit_kind = getattr(dynamic_rendezvous, "_RendezvousExitOp", None)
@@ -297,7 +314,7 @@ def leave_rendezvous(handler: Any) -> None:
 
 
 def import_what_ddp_imports() -> None:
-    """Import now what DDP's constructor imports when it is called: 900 modules."""
+    """Import the 900 modules that DDP's constructor would import when it is called."""
     with contextlib.suppress(ImportError):
         import torch._dynamo  # noqa: F401
 
@@ -305,10 +322,11 @@ def import_what_ddp_imports() -> None:
 def end_loader_processes(iterator: Any) -> None:
     """Kill the processes of a DataLoader's iterator, and keep it from waiting for them at its own end.
 
-    torch 2.6 to 2.15 (dataloader.py, _shutdown_workers): it may hang where one of them was killed.
+    In torch 2.6 to 2.15 (dataloader.py, _shutdown_workers), it may hang if one of them was killed.
     """
     if getattr(iterator, "_worker_pids_set", False) and hasattr(torch._C, "_remove_worker_pids"):
-        torch._C._remove_worker_pids(id(iterator))  # else their end is an error of this process
+        # Otherwise torch's SIGCHLD handler treats their end as this process's error.
+        torch._C._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     iterator._shutdown = True
     for worker in getattr(iterator, "_workers", ()):
@@ -316,7 +334,7 @@ def end_loader_processes(iterator: Any) -> None:
 
 
 def stores_of_groups() -> list[Any]:
-    """The stores below the process groups that are open in this process, without their prefixes."""
+    """Return the stores of the open process groups of this process, without their prefixes."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         return [without_prefixes(store) for _, store in c10d._world.pg_map.values()]  # type: ignore[union-attr]
@@ -325,7 +343,7 @@ def stores_of_groups() -> list[Any]:
 
 
 def without_prefixes(store: Any) -> Any:
-    """The store that a PrefixStore is on."""
+    """Return the store that a PrefixStore is based on."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

@@ -1,10 +1,10 @@
-"""Numbers and places as people write them, in lines of the log and summaries; JSON has plain ones."""
+"""Format numbers and paths for people, in log lines and summaries. JSON output has plain values."""
 
 from pathlib import Path, PurePath
 
 
 def lasting(seconds: float) -> str:
-    """A time as people write it, in its two largest units: 12 ms, 0.6 s, 25 s, 3 min 4 s, 2 h 5 min."""
+    """Format a duration in its two largest units: 12 ms, 0.6 s, 25 s, 3 min 4 s, 2 h 5 min."""
     if seconds < 0.0995:
         return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
     if seconds < 59.5:
@@ -18,8 +18,8 @@ def lasting(seconds: float) -> str:
 
 
 def shown(path: PurePath) -> PurePath:
-    """A place as a person types it here: from the current folder on, where it is below that."""
+    """Return a path as a person would type it here: relative if it is below the current directory."""
     try:
         return path.relative_to(Path.cwd())
-    except (ValueError, OSError):  # it is not; or the current folder is gone
+    except (ValueError, OSError):  # it is elsewhere, or the current directory is gone
         return path

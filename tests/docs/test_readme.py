@@ -71,7 +71,7 @@ REFUSED = {
     "tandem cluster up --nodes 2": NO_ENGINE,
     "tandem cluster up --nodes 2 --monitoring": NO_ENGINE,
     "tandem cluster chaos kill-node --node 1": NO_ENGINE,
-    "tandem cluster get --run digits": NO_ENGINE,
+    "tandem cluster get --run digits --to runs/copy": NO_ENGINE,
     "tandem cluster down": NO_ENGINE,
     "tandem k8s apply --kind trainjob --with gpu,kueue": NO_KUBECTL,
     "tandem k8s apply --kind job": NO_KUBECTL,

@@ -1,9 +1,11 @@
-"""README, guides, help and messages: short sentences, and no phrase that reads as translated."""
+"""README, guides, help, messages, docstrings and comments: no phrase that reads as translated."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,21 @@ ROOT = Path(__file__).parents[2]
 FACE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
 PAGES = [*(ROOT / name for name in FACE), *EXAMPLES, *sorted((ROOT / "docs").glob("*.md"))]
-SOURCES = sorted((ROOT / "src" / "tandem").rglob("*.py"))
+PACKAGE = ROOT / "src" / "tandem"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PLAIN = (  # directories whose docstrings and comments are held to DIALECT, the others to FOREIGN
+    "checkpoint",
+    "cluster",
+    "config",
+    "data",
+    "distributed",
+    "kubernetes",
+    "report",
+    "shipped",
+    "tasks",
+    "telemetry",
+    "verify",
+)
 MOST_WORDS = 30  # in a sentence; 25 in README
 BANNED = {  # what reads as translated, and what to write instead
     r"\bstands? (?:for|by|in|at|still)\b": "represents, waits, is",
@@ -34,6 +50,35 @@ BANNED = {  # what reads as translated, and what to write instead
         "American spelling"
     ),
 }
+FOREIGN = {  # more of the kind, which only docstrings and comments had
+    r"\b(?:some|any|no)body\b": "anyone, no process, or the passive",
+    r"\bmends?\b": "fix, repair",
+    r"\bbeside\b": "next to, in addition to",
+    r"\bgo(?:es|ing)? round\b|\bgone on\b": "rejoin, continued",
+    r"\bhand(?:s|ed)? on\b": "forward, pass",
+    r"\bsigns? of life\b": "heartbeat",
+    # A text is one line here; a summary is a sentence, or a noun phrase, but no loose clause.
+    r"\A(?:At|By|From|Nor|Of|That|Those|To|Who)\b": "an imperative, or a noun phrase",
+}
+DIALECT = {  # more, for PLAIN
+    r"\b(?:some|no|every)body\b": "a process, another launch, no one",
+    r"\bha(?:s|ve) to\b": "must",
+    r"\bof (?:its|their|his) own(?=$|[.,;:)]| (?:and|that|which|in|for)\b)": "its own X, a separate X",
+    r"\bthat very\b|\bthis very\b": "exactly this",
+    r"\bone behind the other\b": "one after another",
+    r"\bas (?:it|they) (?:lie|stand)s?\b|\blies? (?:in|on|at|there|here|beside)\b": "is in, is stored in",
+    r"\b(?:is|are|was|were) (?:told|said)\b": "gets, receives, is reported",
+    r"\bgives? out\b|\bhands? (?:on|in|out)\b": "returns, passes",
+    r"\bbeside\b": "next to, in addition to",
+    r"\b(?:is|are|was|were) whole\b": "complete, valid",
+    r"\bwhere (?:it|that) can(?:not)? be\b": "if it can",
+    r"\bpictures?\b": "image",
+    r"\bmends?\b": "fix, repair",
+    r"\bwithout a word\b": "silently",
+}
+OF_A_FUNCTION = re.compile(r"(?:Whether|What|Who|Where|Which|To be|Is|Are|Those|These|It|They|Its)\b")
+"""How the docstring of a function does not begin; `Return ...`, `Raise ...` or another verb does."""
+DIRECTIVE = re.compile(r"#\s*(?:noqa|type:|fmt:|pragma|mypy:|ruff:)")
 TELLS = {"debug", "info", "warning", "error", "exception", "critical", "print"}
 
 
@@ -53,10 +98,10 @@ def sentences(text: str) -> Iterator[str]:
             yield from re.split(r"(?<=[.!?:;])\s+", cell)
 
 
-def banned(text: str) -> list[str]:
+def banned(text: str, patterns: dict[str, str] = BANNED) -> list[str]:
     return [
         f"{found[0]!r} in {text[max(0, found.start() - 40) : found.end() + 40]!r}: write {better}"
-        for pattern, better in BANNED.items()
+        for pattern, better in patterns.items()
         for found in re.finditer(pattern, text, re.M)
     ]
 
@@ -75,6 +120,41 @@ def messages(source: Path) -> Iterator[str]:
             elif isinstance(each, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else "%s" for part in each.values]
                 yield "".join(parts)
+
+
+def docstrings(source: Path) -> Iterator[tuple[bool, str]]:
+    """(is it the docstring of a function?, its text) of all, also those below a constant or attribute.
+
+    Indented examples are left out.
+    """
+    for node in ast.walk(ast.parse(source.read_text())):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        decorators = map(ast.dump, node.decorator_list) if isinstance(node, ast.FunctionDef) else ()
+        is_call = isinstance(node, ast.FunctionDef) and node.name[0:2] != "__"
+        is_call = is_call and not any("property" in each for each in decorators)
+        for position, each in enumerate(node.body):
+            value = each.value if isinstance(each, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                lines = inspect.cleandoc(value.value).splitlines()
+                text = "\n".join(line for line in lines if not line.startswith("    "))
+                yield is_call and position == 0, re.sub(r"`[^`]*`", "CODE", text)
+
+
+def comments(source: Path) -> Iterator[str]:
+    """Each comment, and lines of comments that follow each other as one."""
+    block, last = list[str](), -1
+    with tokenize.open(source) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type != tokenize.COMMENT or DIRECTIVE.match(token.string):
+                continue
+            if token.start[0] != last + 1 and block:
+                yield " ".join(block)
+                block = []
+            block.append(token.string.lstrip("# "))
+            last = token.start[0]
+    if block:
+        yield " ".join(block)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -102,3 +182,17 @@ def test_messages_are_in_plain_english(source: Path) -> None:
     all_sentences = [each for message in messages(source) for each in sentences(message)]
     too_long = [each for each in all_sentences if len(each.split()) > MOST_WORDS]
     assert found + too_long == []
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT / "src")))
+def test_docstrings_and_comments_are_in_plain_english(source: Path) -> None:
+    texts = [*docstrings(source), *((False, comment) for comment in comments(source))]
+    is_plain = source.relative_to(PACKAGE).parts[0] in PLAIN
+    patterns = BANNED | (DIALECT if is_plain else FOREIGN)
+    found = [each for _, text in texts for each in banned(text, patterns)]
+    if is_plain:
+        without_verb = [text for is_call, text in texts if is_call and OF_A_FUNCTION.match(text)]
+        found += [f"begin with a verb: {text[:60]!r}" for text in without_verb]
+        paragraphs = [" ".join(part.split("\n")) for _, text in texts for part in text.split("\n\n")]
+        found += [each for part in paragraphs for each in sentences(part) if len(each.split()) > MOST_WORDS]
+    assert found == []

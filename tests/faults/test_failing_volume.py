@@ -80,6 +80,25 @@ SMALL_VOLUME = program_text("failing_volume_small_volume")
 FULL_FOR_A_WHILE = program_text("failing_volume_full_for_a_while")
 
 
+# volume, size, line, command: the volume is a tmpfs of this size; SIGTERM at the line, if there is one.
+TOO_SMALL = """
+import signal, subprocess, sys
+
+volume, size, line = sys.argv[1:4]
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", volume], check=True)
+if size == "4k":
+    with open(f"{volume}/filler", "wb") as file:
+        file.write(bytes(4096))
+run = subprocess.Popen(sys.argv[4:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+for said in run.stdout:
+    print(said, end="")
+    if line and line in said:
+        run.send_signal(signal.SIGTERM)
+        line = ""
+sys.exit(run.wait())
+"""
+
+
 @pytest.fixture
 def namespace(tmp_path: Path, require: Any) -> list[str]:
     """The command before one that may mount: for root a mount namespace, else one of users as well."""
@@ -114,6 +133,48 @@ def full_for_a_while(runs: Runs, namespace: list[str]) -> Callable[..., str]:
     return run
 
 
+@pytest.fixture
+def too_small(runs: Runs, namespace: list[str]) -> Callable[..., tuple[int, str]]:
+    """Exit code and output of a launch on one node, on a volume of this size; SIGTERM at the line."""
+
+    def run(size: str, *flags: object, line: str = "") -> tuple[int, str]:
+        (runs.folder / "volume").mkdir()
+        launch = runs.command("launch", "volume/run", *flags, "--threads", 1, delay=0.01)
+        whole = [*namespace, sys.executable, "-c", TOO_SMALL, str(runs.folder / "volume"), size, line]
+        environment = {**runs.environment, "PYTHONPATH": str(SOURCE)}
+        return runs.processes.run([*whole, *launch], cwd=runs.folder, env=environment)
+
+    return run
+
+
+def test_a_volume_that_is_full_at_the_start_is_a_mistake(
+    runs: Runs, too_small: Callable[..., tuple[int, str]]
+) -> None:
+    code, output = too_small("4k", "--steps", 10)
+    assert code == 2 and "Traceback" not in output, output
+    assert f"run directory {runs.folder / 'volume' / 'run'}: No space left on device" in output
+
+
+def test_a_volume_too_small_for_the_last_save_ends_the_run_without_restarts(
+    too_small: Callable[..., tuple[int, str]],
+) -> None:
+    """Training reaches its end; the last save is tried as often as saves may fail."""
+    code, output = too_small("32k", "--steps", 10, "--checkpoint-every", 10)
+    assert code == 1 and "Traceback" not in output, output
+    assert "step 10 of 10" in output and "restarting" not in output, output
+    assert "No space left on device" in output.splitlines()[-1], output
+
+
+def test_a_stop_on_a_full_volume_starts_the_ranks_once_more_at_most(
+    too_small: Callable[..., tuple[int, str]],
+) -> None:
+    never = ("--steps", 100_000, "--checkpoint-every", 100_000, "--log-every", 10)
+    code, output = too_small("32k", *never, line="| step 10 of")
+    assert code == 137, output
+    assert output.count("restarting all ranks") == 1, output
+    assert "No space left on device" in output.splitlines()[-1], output
+
+
 @pytest.mark.slow
 def test_a_run_outlives_a_full_volume(runs: Runs, full_for_a_while: Callable[..., str]) -> None:
     flags = ("--steps", 50, "--checkpoint-every", 5, "--threads", 1)
@@ -127,13 +188,11 @@ def test_a_run_outlives_a_full_volume(runs: Runs, full_for_a_while: Callable[...
 def test_the_last_step_is_saved_though_it_was_reached_on_a_full_volume(
     runs: Runs, full_for_a_while: Callable[..., str]
 ) -> None:
-    """The ranks that are started again find the last step in memory, and have none left to take."""
     flags = ("--nproc", 1, "--steps", 30, "--checkpoint-every", 10, "--eval-every", 10, "--threads", 1)
     launch = runs.command("launch", "volume/run", *flags, delay=0.2)
-    failed = "stopped at step 30, but the checkpoint could not be written"
-    output = full_for_a_while("step-000000020", failed, launch)
+    output = full_for_a_while("step-000000020", "save at step 30 failed", launch)
     assert output.split()[-1] == "step-000000030", output
-    assert "resuming from step 30 (in-memory snapshot)" in output, output
+    assert "restarting" not in output, output
 
 
 def test_a_reader_beside_a_slow_writer_always_finds_one(tmp_path: Path) -> None:

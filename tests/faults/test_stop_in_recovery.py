@@ -44,7 +44,9 @@ def test_without_a_restart_left_it_is_a_stop_without_a_checkpoint(runs: Runs) ->
     """137, as of every stop that has saved nothing; 200 would say that peers were lost."""
     process = runs.start("launch", "run", "--nproc", 2, *FLAGS, "--max-restarts", 0, delay=0.02)
     runs.until(lambda: logged(runs.folder / "run"), "steps")
+    rank = rank_processes(process.pid)["tandem-rank-1"]
+    os.kill(rank, signal.SIGSTOP)  # without it no rank leaves the step, however busy the machine is
     os.kill(process.pid, signal.SIGTERM)
-    os.kill(rank_processes(process.pid)["tandem-rank-1"], signal.SIGKILL)
+    os.kill(rank, signal.SIGKILL)
     code, output = runs.processes.wait(process)
     assert code == 137 and "Traceback" not in output, output

@@ -172,7 +172,7 @@ def test_a_queue_nobody_admits_from(make: Make, api: Callable[..., ApiServer]) -
 
 
 def test_logs_of_no_job(make: Make, api: Callable[..., ApiServer]) -> None:
-    one_line(make("k8s-logs", kubeconfig=api().kubeconfig), "there is no job of the run tandem", "k8s-apply")
+    one_line(make("k8s-logs", kubeconfig=api().kubeconfig), "there is no job tandem;", "k8s-apply")
 
 
 def test_logs_wait_follow_replaced_pods_and_end_with_the_jobs_code(
@@ -371,7 +371,7 @@ def test_forward_without_the_service_is_one_line(processes: Any, tmp_path: Path)
 
 
 def test_make_forwards_too(make: Make, api: Callable[..., ApiServer]) -> None:
-    one_line(make("k8s-forward", kubeconfig=api().kubeconfig), "no job of the run tandem", "make k8s-apply")
+    one_line(make("k8s-forward", kubeconfig=api().kubeconfig), "no job tandem;", "make k8s-apply")
 
 
 def test_apply_names_what_comes_next(make: Make, api: Callable[..., ApiServer]) -> None:
@@ -386,7 +386,15 @@ def test_apply_names_what_comes_next(make: Make, api: Callable[..., ApiServer]) 
         (["--with", "gpu,cpu"], "--with: invalid value 'gpu,cpu'; cpu contradicts gpu"),
         (["--kind", "jobset", "--with", "elastic"], "jobset has no component elastic"),
         (["--kind", "jobset", "--with", "trainjob"], "two kinds of job"),
-        (["--with", "gpuu"], "gpuu is unknown"),
+        (["--with", "gpuu"], "gpuu is unknown; did you mean gpu?"),
+        (
+            ["--kind", "trainjob", "--with", "monitorin"],
+            "did you mean monitoring? trainjob allows cpu, gpu, ",
+        ),
+        (["--with", "jobst"], "did you mean jobset?"),
+        (["--kind", "jobst"], "did you mean jobset?"),
+        (["--nodes", "0"], "--nodes: invalid value '0'; expected an integer >= 1"),
+        (["--name", "A_b"], "--name: invalid value 'A_b'; expected at most 50 lowercase letters"),
         (["--image", "two words"], "--image: invalid value 'two words'"),
     ],
 )
@@ -438,18 +446,48 @@ def test_components_may_be_named_one_by_one(processes: Any, require: Callable[..
 @pytest.mark.parametrize(
     "words",
     [
-        ("render", "--run", "mine"),
         ("render", "--namespace", "ml"),
-        ("apply", "--run", "mine"),
+        ("status", "--nodes", "3"),
         ("status", "--purge"),
         ("logs", "--port", "8080"),
         ("status", "--namespace", "ML_team"),
-        ("logs", "--run", "Bad Name"),
+        ("logs", "--name", "Bad Name"),
     ],
 )
 def test_an_option_that_a_verb_does_not_read_is_refused(processes: Any, words: tuple[str, ...]) -> None:
     code, output = typed(processes, *words)
     assert code == 2 and len(output.splitlines()) == 1 and words[1] in output, output
+
+
+def test_verbs_find_a_job_by_its_name(
+    make: Make, api: Callable[..., ApiServer], processes: Any, tmp_path: Path
+) -> None:
+    """Two jobs in one namespace: each verb reads, and deletes, only the one that it was told."""
+    server = api()
+    for name in ("tandem", "other"):
+        code, output = make(
+            "k8s-apply", "OVERLAY=cpu", f"NAME={name}", "NODES=2", kubeconfig=server.kubeconfig
+        )
+        assert code == 0, output
+    assert "make k8s-logs OVERLAY=cpu NAME=other" in output
+    jobs = "/apis/kubeflow.org/v1/namespaces/default/pytorchjobs"
+    assert server.objects[f"{jobs}/other"]["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 1
+    code, output = make("k8s-status", "NAME=other", kubeconfig=server.kubeconfig)
+    assert code == 0 and "other-checkpoints" in output and "tandem-checkpoints" not in output, output
+    one_line(make("k8s-logs", "NAME=third", kubeconfig=server.kubeconfig), "no job third", "NAME=third")
+    code, output = make("k8s-delete", "NAME=other", "PURGE=1", kubeconfig=server.kubeconfig)
+    names = {each["metadata"]["name"] for each in server.objects.values()}
+    assert code == 0 and names == {"default", "tandem", "tandem-metrics", "tandem-checkpoints"}, output
+
+
+def test_forward_finds_the_service_of_a_name(processes: Any, tmp_path: Path) -> None:
+    service = '{"metadata": {"name": "other-metrics"}}'
+    for flag in ("--name", "--run"):
+        code, output = tandem_k8s(processes, tmp_path, "forward", flag, "other", services=service)
+        assert code == 0, output
+        assert (tmp_path / "calls").read_text().splitlines()[
+            -1
+        ] == "port-forward service/other-metrics 19469:19469"
 
 
 def test_make_says_so_too(make: Make) -> None:

@@ -1,16 +1,18 @@
 """The manifests against every check, and the checks against deliberate mistakes."""
 
 import copy
+import json
 from functools import cache
 
 import pytest
-from mistakes import MISTAKES, NINE, Mistake
+from mistakes import MAIN, MISTAKES, NINE, Mistake
 
 from tandem.kubernetes.render import render
 from tandem_k8s.documents import MANIFESTS, OVERLAYS, ROOT, Document, find, load, pod_templates, read
 from tandem_k8s.schemas import closed_schema, core_schema, round_trip
 from tandem_k8s.security import restricted
 from tandem_k8s.validate import problems, problems_of
+from tandem_k8s.values import WORDS
 
 
 @cache
@@ -52,6 +54,43 @@ def test_the_nine_pass_every_schema(mistake: Mistake) -> None:
 def test_a_manifest_of_nothing_is_a_problem_and_not_a_crash() -> None:
     assert problems([{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "x"}}])
     assert problems([{"apiVersion": "v1", "kind": "Surprise", "metadata": {"name": "x"}}])
+
+
+def patterns(value: object) -> set[str]:
+    if isinstance(value, dict):
+        own = {value["pattern"]} if isinstance(value.get("pattern"), str) else set()
+        return own.union(*map(patterns, value.values()))
+    return set().union(*map(patterns, value)) if isinstance(value, list) else set()
+
+
+def test_every_pattern_of_a_schema_has_words() -> None:
+    for path in (ROOT / "schemas").glob("*.json"):
+        assert patterns(json.loads(path.read_text())) - set(WORDS) == set(), path.name
+
+
+LIMITS = "spec.template.spec.containers[tandem].resources.limits"
+
+
+@pytest.mark.parametrize(
+    ("manifest_name", "place", "value", "word"),
+    [
+        ("pytorchjob", "PyTorchJob metadata.name", "Tandem_1", "lowercase letters"),
+        ("pytorchjob", f"{MAIN}.resources.limits.cpu", "two", "an integer, 500m or 1.5"),
+        ("indexed-job", f"Job {LIMITS}.cpu", "two", "an integer, 500m or 1.5"),
+        ("indexed-job", f"Job {LIMITS}.memory", "4GiB", "4Gi"),
+        ("indexed-job", "Job metadata.name", "Tandem_1", "lowercase letters"),
+        ("indexed-job", "Service metadata.name", "1st", "a letter first"),
+        ("indexed-job", "PersistentVolumeClaim spec.resources.requests.storage", "20 GB", "20G"),
+        ("indexed-job", "Service spec.ports[0].targetPort", [1], "text in quotes or an integer"),
+        ("monitoring", "PodMonitor spec.podMetricsEndpoints[0].interval", "15 s", "30s"),
+        ("monitoring", "PrometheusRule spec.groups[0].partial_response_strategy", "maybe", "abort or warn"),
+    ],
+)
+def test_a_bad_value_is_answered_in_words(manifest_name: str, place: str, value: object, word: str) -> None:
+    documents = manifest(manifest_name)
+    Mistake("", manifest_name, place, value, "").made_in(documents)
+    (line, *_) = [line for line in problems(documents) if f"invalid value {value!r}" in line]
+    assert word in line and "^" not in line and "]*" not in line
 
 
 @pytest.mark.parametrize(

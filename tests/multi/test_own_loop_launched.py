@@ -61,6 +61,72 @@ def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Script
     assert f"fp32, {counted(share, 'thread')}" in output
 
 
+FAILING = """
+import os, tandem, torch
+
+def train():
+    run = tandem.start()
+    model = run.wrap(torch.nn.Linear(3, 2))
+    model(torch.ones(1, 4))
+
+if __name__ == "__main__":
+    tandem.launch(train, nodes=1, run_dir="run") if os.environ["HOW"] == "function" else train()
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "launched", "function"])
+def test_of_an_error_the_terminal_shows_the_scripts_own_lines(scripts: Scripts, how: str) -> None:
+    """torch's frames are in the log alone, however the loop was started."""
+    scripts.write("failing.py", FAILING)
+    if how == "launched":
+        process = scripts.launch(["--nproc", "1"], "failing.py", "run", HOW=how)
+    else:
+        process = scripts.start("failing.py", "run", HOW=how)
+    code, output = scripts.processes.wait(process, LIMIT_SECONDS)
+    assert code == 1, output
+    output = output.replace("[rank0]: ", "")  # torch's, where no agent runs the script
+    trace = output.partition("Traceback (most recent call last, in the script's code):\n")[2]
+    begins, _, _ = trace.partition("RuntimeError: ")
+    frames = [line for line in begins.splitlines() if line.startswith("  File ")]
+    assert frames and all(str(scripts.folder / "failing.py") in line for line in frames), output
+    assert frames[-1].endswith(", in train") and "    model(torch.ones(1, 4))\n" in begins, output
+    full = (scripts.folder / "run/log/rank-0.log").read_text()
+    assert "/torch/nn/modules/linear.py" in full and "/torch/nn/modules/linear.py" not in output, full
+
+
+KILLED_AT_THE_END = """
+import logging
+from pathlib import Path
+
+checkpoints = Path("run/checkpoints")
+
+
+class Killing(logging.Handler):
+    def emit(self, record):
+        if first_life and "save at step 48 failed" in record.getMessage():
+            checkpoints.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+logging.getLogger("tandem.checkpoint").addHandler(Killing())
+"""
+
+
+def test_a_rank_killed_in_the_last_save_saves_after_the_restart(scripts: Scripts) -> None:
+    """Only memory has the last step: the run is not complete without a checkpoint of it."""
+    begins, loop = "for inputs, labels in", "    seen += 1\n"
+    assert begins in SMALL and loop in SMALL
+    script = SMALL.replace(begins, KILLED_AT_THE_END + begins)
+    obstacle = "        checkpoints.touch()\n"
+    scripts.write("end.py", script.replace(loop, f"{loop}    if first_life and run.step == 46:\n{obstacle}"))
+    launch = scripts.launch(["--nproc", "1", "--checkpoint-every", "100"], "end.py", "run")
+    code, output = scripts.processes.wait(launch, LIMIT_SECONDS)
+    assert code == 0, output
+    assert "resuming from step 48 (in-memory snapshot)" in output, output
+    assert scripts.summary("run")["last_checkpoint_step"] == 48
+    assert (scripts.folder / "run/checkpoints/step-000000048/manifest.json").exists()
+
+
 @pytest.mark.soak
 def test_a_script_that_leaves_its_loop_by_sys_exit_has_not_ended_well(scripts: Scripts) -> None:
     scripts.write("left.py", SMALL.replace("    seen += 1\n", "    raise SystemExit(0)\n"))

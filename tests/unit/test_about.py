@@ -51,6 +51,13 @@ def test_of_a_simulated_node_it_is_what_was_typed(tmp_path: Path) -> None:
     assert done.stdout == "tandem launch --lr 1 --nodes 2\n", done.stderr
 
 
+def test_of_a_launched_function_it_is_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody typed the command line that `tandem.launch` makes, nor the file in it."""
+    words = ["-c", "launch", "--nodes=2", "-m", "tandem.script.function", "/tmp/x/train_it.pickle"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert about_module._command() == "tandem.launch(train_it)"
+
+
 def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
     About(tmp_path / "none").write([])
 

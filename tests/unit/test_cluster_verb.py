@@ -54,6 +54,42 @@ def test_what_an_action_does_not_take_is_one_line(words: list[str], key: str) ->
     assert key in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
 
 
+@pytest.mark.parametrize(("words", "key"), [
+    (["up", "--nodes", "two"], "--nodes"),
+    (["up", "--rate", "fast"], "--rate"),
+    (["up", "--metrics-port", "0"], "--metrics-port"),
+    (["up", "--gpus", "x"], "--gpus"),
+    (["up", "--epochs", "x"], "--epochs"),
+    (["up", "--monitoring", "5"], "--monitoring"),
+    (["up", "--task", "nope.py:X"], "nope.py"),
+    (["up", "--script", "nope.py"], "nope.py"),
+    (["up", "--run", "../x"], "--run"),
+    (["up", "--args=a 'b"], "--args"),
+    (["up", "--image=-v/:/x"], "--image"),
+    (["ps", "--project", "UP/x"], "--project"),
+    (["logs", "--project", "a b"], "--project"),
+    (["down", "--volumes", "7"], "--volumes"),
+    (["scale", "--nodes", "0"], "--nodes"),
+    (["shell", "--node", "x"], "--node"),
+    (["get", "--run", "../x"], "--run"),
+    (["get", "--run", "digits", "--to", "."], "is there already"),
+    (["chaos"], "kill-rank"),
+    (["chaos", "nope"], "nope"),
+    (["chaos", "hang", "--node", "x"], "--node"),
+    (["down"], "docker is not installed"),
+])  # fmt: skip
+def test_arguments_are_checked_before_the_engine(words: list[str], key: str, tmp_path: Path) -> None:
+    """There is no `docker` here at all: what is wrong with a word is said all the same."""
+    (tmp_path / "a file").touch()
+    environ = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "tandem", "cluster", *words],
+        env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=patient(60),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert key in done.stderr and ("docker" in done.stderr) == ("docker" in key)
+
+
 def test_switches_and_defaults() -> None:
     up = command_line.parsed(["up", "--monitoring", "--nodes", ""])
     assert (up.monitoring, up.nodes, up.project, up.task) == ("1", "2", "tandem", "")

@@ -72,9 +72,8 @@ def test_a_run_comes_out_whole_with_its_modes_and_one_line(get: Get) -> None:
 @pytest.mark.parametrize(("words", "line"), [
     (["--run=mnist"],
      "RUN=mnist is not in own_checkpoints; there are: digits; type: make compose-get RUN=digits PROJECT=own"),
-    ([], "RUN= is not the name of a run; there are: digits; type: make compose-get RUN=digits PROJECT=own"),
-    (["--run=.."],
-     "RUN=.. is not the name of a run; there are: digits; type: make compose-get RUN=digits PROJECT=own"),
+    ([], "RUN is missing; there are: digits; type: make compose-get RUN=digits PROJECT=own"),
+    (["--run=.."], "RUN: invalid value '..'; expected letters, digits, dots and dashes"),
     (["--run=digits", "--to=there"],
      "there is there already; name a new folder: "
      "make compose-get RUN=digits TO=runs/digits-copy PROJECT=own"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,17 @@ def test_lambdas_closures_and_local_classes_come_and_go(file: Path) -> None:
 def test_the_function_sees_its_name_and_the_callers_modules(file: Path) -> None:
     sys.path.insert(0, "relative")
     assert ran(file, lambda: (sys.argv, sys.path[0])) == (["train"], str(Path("relative").absolute()))
+
+
+def test_a_traceback_names_the_functions_own_file_and_line(file: Path) -> None:
+    def fails() -> None:
+        raise LookupError("no such thing")
+
+    with pytest.raises(LookupError) as caught:
+        ran(file, fails)
+    innermost = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (innermost.filename, innermost.name) == (__file__, "fails")
+    assert innermost.line == 'raise LookupError("no such thing")'
 
 
 def test_only_rank_0_writes_a_result(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,45 @@ def test_what_is_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert output.out.count("\n") == 10 and output.err == ""
 
 
+def test_a_heartbeat_of_another_machine_is_judged_by_its_age() -> None:
+    elsewhere = GOOD | {"pid": 2**22 + 5, "machine": "another boot 1"}
+    assert health.judge(elsewhere, NOW)[0]
+    assert not health.judge(elsewhere, NOW + 20)[0]
+
+
+def test_a_run_directory_is_judged_by_its_summary_else_by_its_heartbeat(tmp_path: Path) -> None:
+    assert health.check_run(tmp_path / "no")[1].count("does not exist") == 1
+    assert "no config.json" in health.check_run(tmp_path)[1]
+    (tmp_path / "config.json").write_text("{}")
+    assert health.check_run(tmp_path)[1].startswith("no heartbeat")
+    health.write_run_health(tmp_path, health.record("train", 3, time.time(), 9))
+    assert health.check_run(tmp_path)[0]
+    (tmp_path / "summary.json").write_text('{"state": "failed", "global_step": 1200}')
+    assert health.check_run(tmp_path) == (False, "failed at step 1,200")
+    (tmp_path / "summary.json").write_text('{"state": "finished"}')
+    assert health.check_run(tmp_path)[0]
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "health.json", "summary.json"]
+
+
+def test_the_heartbeat_of_a_run_on_an_object_store_is_in_its_local_directory(tmp_path: Path) -> None:
+    folder = tmp_path / f"tandem-runs-{os.getuid()}" / "bucket" / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    health.write_run_health(folder, health.record("train", 3, time.time(), 9))
+    command = [sys.executable, "-m", "tandem", "health", "s3://bucket/run"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "train at step 3" in done.stdout, done
+
+
+def test_no_link_in_a_run_directory_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    for name in (health.FILE_NAME, health.TEMPORARY):
+        (tmp_path / name).symlink_to("mine")
+    health.write_run_health(tmp_path, health.record("train", 3, time.time(), 9))
+    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / health.FILE_NAME).is_symlink()
+
+
 def test_it_imports_little() -> None:
     heavy = "{'torch', 'prometheus_client', 'logging'}"
     code = f"import sys, tandem.telemetry.health; print(len({heavy} & set(sys.modules)))"

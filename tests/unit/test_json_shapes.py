@@ -154,7 +154,8 @@ def test_every_verb_with_json_has_a_golden_file() -> None:
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_json_is_a_switch(verb: str) -> None:
-    first = {"checkpoints": ["ls", "run"], "eval": ["run"], "runs": ["run"], "check": ["a.py"]}.get(verb, [])
+    of_a_run = dict.fromkeys(("eval", "runs", "health"), ["run"])
+    first = {"checkpoints": ["ls", "run"], "check": ["a.py"], **of_a_run}.get(verb, [])
     with pytest.raises(ConfigError) as caught:
         cli.parser_of(verb).read([*first, "--json", "found.json"])
     to_type = "--output found.json" if verb == "bench" else "> found.json"

@@ -1,10 +1,14 @@
 """What is given to make is text: neither make nor the shell runs a part of it."""
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from patience import patient
 
 ROOT = Path(__file__).parents[2]
 TARGETS = {
@@ -84,3 +88,26 @@ def test_words_are_split_as_a_shell_reads_quotes_and_nothing_else(
     assert (refused.returncode, refused.stdout) == (2, "")
     said = "make: ARGS='open: no closing quotation; words are split as a shell does\n"
     assert refused.stderr.startswith(said)
+
+
+@pytest.mark.parametrize("target", [
+    "image", "image-size", "sbom", "monitoring-up", "monitoring-down", "rules-check",
+    "compose-up", "compose-down", "compose-ps", "compose-logs", "compose-shell", "compose-scale",
+    "compose-get",
+])  # fmt: skip
+def test_a_program_that_is_missing_is_one_line(target: str, tmp_path: Path) -> None:
+    """In a PATH with what recipes call everywhere, and neither `docker` nor `promtool`."""
+    for name in ("bash", "sed", "git", "date", "awk", "cut", "grep", "xargs", "realpath"):
+        found = shutil.which(name)
+        assert found, name
+        (tmp_path / name).symlink_to(found)
+    programs = shutil.which("make") or "make", f"PYTHON={sys.executable}"
+    done = subprocess.run(
+        [programs[0], "--no-print-directory", target, programs[1]],
+        cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=patient(60),
+    )  # fmt: skip
+    missing = "promtool" if target == "rules-check" else "docker"
+    line, *makes_own = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"{missing} is not installed" in line and "sudo " in line
+    assert [each[:8] for each in makes_own] == ["make: **"], done.stderr

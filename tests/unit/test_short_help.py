@@ -1,5 +1,6 @@
 """`tandem VERB -h` fits a screen, and `tandem --help` lists every verb once, in groups."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -23,7 +24,8 @@ def test_short_help_fits_a_screen(verb: str) -> None:
     text = parser_of(verb, is_short=True).format_help()
     assert len(text.splitlines()) <= LONGEST_LINES
     assert max(map(len, text.partition("examples:")[0].splitlines())) <= 110
-    own = {flag for action in parser_of(verb)._actions for flag in action.option_strings}
+    shown = [each for each in parser_of(verb)._actions if each.help != argparse.SUPPRESS]
+    own = {flag for action in shown for flag in action.option_strings}
     own -= {setting.flag for setting in SETTINGS.values()} | {"--config", "--task.NAME"}
     listed = set(re.findall(r"(?:^  |, )(--?[a-z][\w-]*)", text, re.M))
     assert {flag for flag in own if not flag.startswith("--no-")} <= listed

@@ -1,7 +1,8 @@
-"""How a launch makes a run directory its own, keeps it, and finds one whose owner is gone. Imports no torch.
+"""Lease on a run directory: acquire it, renew it, and take over one whose owner has exited.
 
-Whether an owner lives is seen on its own machine by its process, elsewhere by whether its note changes while
-somebody watches: no clock of one machine is compared with another's.
+On the owner's machine, its process shows whether it is alive. Elsewhere, a lease is alive if its record
+changes while another launch watches it, so the clocks of two machines are never compared. Does not import
+torch.
 """
 
 import logging
@@ -21,10 +22,10 @@ log = logging.getLogger("tandem.run")
 
 
 class Claim:
-    """A run directory that is this launch's until `close`; a thread renews its `note` meanwhile.
+    """The lease of this launch on its run directory, held until `close`; a thread renews the record `note`.
 
-    Without a note it is lent by the agent that this process comes from, or, without a token either, not to
-    be had: the directory cannot be written to, which is a `problem` of whoever has to.
+    With a token but no note, the lease belongs to an agent that is an ancestor of this process. With neither,
+    the directory could not be written to; `problem` is the error, and the caller decides whether it matters.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Claim:
         problem: OSError | None = None,
     ) -> None:
         self.token, self.problem, self.lost = token, problem, ""
-        """`lost`: who has taken the run over, in a line; empty while it is ours."""
+        """`lost`: a one-line message that names the new owner; empty while the lease is ours."""
         self._run_dir, self._note = run_dir, note
         self._closing, self._has_failed = threading.Event(), False
         self._thread = threading.Thread(target=self._keep, name="tandem-owner", daemon=True)
@@ -63,12 +64,12 @@ class Claim:
         self._note = note
 
     def check(self) -> None:
-        """Raises RunTakenError once the thread has seen that the run is no longer ours."""
+        """Raise RunTakenError once the renewal thread has seen that another launch owns the run."""
         if self.lost:
             raise RunTakenError(self.lost)
 
     def look(self) -> bool:
-        """Whether the run is ours, or was when its storage last answered."""
+        """Return True if the lease is ours, or was when the storage last answered."""
         try:
             fence(self._run_dir, self.token)()
         except RunTakenError as error:
@@ -78,11 +79,15 @@ class Claim:
         return not self.lost
 
     def close(self) -> None:
-        """The launch is over. A first one leaves no note, later ones have to: their number stays taken."""
+        """Release the lease: delete the first record, mark a later one as over.
+
+        A later record stays, because it proves to the earlier owners that their numbers are no longer the
+        largest.
+        """
         self._closing.set()
         if self._note is None or self.token is None:
             return
-        self._thread.join(OWNER_RENEW_SECONDS)  # its volume may hang
+        self._thread.join(OWNER_RENEW_SECONDS)  # not without a limit: the volume may hang
         notes = notes_at(self._run_dir / FOLDER)
         try:
             check(notes, self._run_dir, self.token, self._note)
@@ -90,15 +95,16 @@ class Claim:
                 notes.remove(1)
             else:
                 notes.rewrite(self.token.number, replace(self._note, is_over=True).render())
-        except (RunTakenError, OSError) as error:  # the next launch finds that this process is gone
+        except (RunTakenError, OSError) as error:  # the next launch sees that this process is gone
             log.debug("the lease on %s was not released: %s", self._run_dir, error)
 
 
 def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = lambda: False) -> Claim:
-    """Make the run this launch's own.
+    """Acquire the lease on the run directory.
 
-    `job` names what its platform starts again, elsewhere too, but only once it has ended: a note of the same
-    job is taken over at once. Raises ConfigError while the run belongs to another launch, StoppedError.
+    `job` identifies a job that its platform may restart on another machine, but only after the job has ended.
+    A lease of the same job is therefore taken over immediately. Raises ConfigError while another launch owns
+    the run, and StoppedError if `should_stop` becomes true.
     """
     notes = notes_at(run_dir / FOLDER)
     try:
@@ -107,27 +113,31 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
             last = max(numbers, default=0)
             raw = notes.read(last) if last else None
             found = Note.parse(raw)
+            # Ranks and helper processes share the lease of the agent that started them.
             if found is not None and not found.is_over and found.is_above(here):
                 return Claim(run_dir, Token(last, found.word))
             if last and not _may_take(notes, run_dir, last, raw, here, should_stop):
-                continue  # it has changed: look again
+                continue  # the record has changed: read it again
+            # While this process was delayed, other launches may have created larger numbers and removed this
+            # one, so that creating it again succeeds.
             if notes.create(last + 1, here.render()) and max(notes.numbers()) == last + 1:
                 for old in numbers:
                     notes.remove(old)
                 return Claim(run_dir, Token(last + 1, here.word), here)
     except OSError as error:
+        # Not every caller needs to write, so the caller decides.
         return Claim(run_dir, problem=error)
 
 
 def refuse_if_owned(run_dir: PurePath) -> None:
-    """Raises ConfigError where the run certainly belongs to another launch on this machine."""
+    """Raise ConfigError if another launch on this machine certainly owns the run."""
     found = owner_here(run_dir)
     if found is not None:
         raise _refusal(run_dir, found)
 
 
 def owner_here(run_dir: PurePath) -> Note | None:
-    """The launch on this machine, none that this process comes from, to which the run certainly belongs."""
+    """Return the lease of a launch here that certainly owns the run; None if it is an ancestor of ours."""
     notes, here = notes_at(run_dir / FOLDER), Note.mine("")
     with suppress(OSError):
         if (last := max(notes.numbers(), default=0)) and (found := Note.parse(notes.read(last))):
@@ -137,7 +147,7 @@ def owner_here(run_dir: PurePath) -> Note | None:
 
 
 def _lives(found: Note, here: Note) -> bool:
-    """Whether its process is seen to run, and has renewed its note not long ago."""
+    """Return True if the owner's process is visible, running, and has renewed its lease recently."""
     is_running = found.is_seen_from(here) and not found.is_gone(here)
     return is_running and found.silence(here) <= OWNER_EXPIRY_SECONDS
 
@@ -157,9 +167,10 @@ def _may_take(
     here: Note,
     should_stop: Callable[[], bool],
 ) -> bool:
-    """Whether the launch of this note is over, which is said in a line where it has not said so itself.
+    """Return True if the owner has exited or lost its lease; log why, unless it released the lease itself.
 
-    False: look again. Raises ConfigError for one that lives, StoppedError.
+    False means that the record has changed and must be read again. Raises ConfigError if the owner is alive,
+    and StoppedError.
     """
     found = Note.parse(raw)
     if found is None:
@@ -188,9 +199,9 @@ def _watch(
     seconds: float,
     should_stop: Callable[[], bool],
 ) -> str:
-    """Look for `seconds` whether a note is renewed: why it may be taken over, or "" where it is gone.
+    """Watch a record for `seconds`; return why it may be taken over, or "" if it was removed or released.
 
-    Raises ConfigError once it is renewed, StoppedError.
+    Raises ConfigError once the record is renewed, and StoppedError.
     """
     deadline, found = time.monotonic() + seconds, Note.parse(raw)
     if seconds > 0:

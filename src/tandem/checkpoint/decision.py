@@ -1,4 +1,4 @@
-"""Where a run begins: decided once, by the agent (or the lone rank) and from manifests. Imports no torch."""
+"""Decide where a run begins: once, in the agent (or the only rank), from manifests. Does not import torch."""
 
 import json
 import logging
@@ -36,37 +36,42 @@ PLACES = ("run_dir", "init_from")
 
 @dataclass(frozen=True)
 class ResumeDecision:
-    """Where the run begins: "fresh" at step 0; "resume" at `step`; "complete" at `step`, nothing to train.
+    """Where the run begins: "fresh" at step 0, "resume" at `step`, or "complete" at `step`.
 
-    Rank 0 reads the bytes, once, and hashes them as it does: the newest of the run's own checkpoints that
-    holds, then `elsewhere`, in this order. `needed`: none that holds is an error, not a beginning at step 0.
+    "complete" means that there is nothing left to train.
+
+    Rank 0 reads the state once and hashes it while reading. It tries the run's own checkpoints from the
+    newest to the oldest, then `elsewhere` in its order. With `needed`, it is an error if none of them is
+    valid; without, the run starts at step 0.
     """
 
     kind: Literal["fresh", "resume", "complete"]
     step: int = 0
-    elsewhere: tuple[tuple[PurePath, int], ...] = ()  # (directory, step) of another run, which is only read
+    elsewhere: tuple[tuple[PurePath, int], ...] = ()  # (directory, step) in other runs, which are only read
     needed: bool = False
-    changes: tuple[str, ...] = ()  # lines to log once
-    moved_to: PurePath | None = None  # where checkpoints of this run that no longer count lie now
+    changes: tuple[str, ...] = ()  # log messages
+    moved_to: PurePath | None = None  # where this run's outdated checkpoints were moved
 
 
 def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
-    """Decide where to begin; the first that applies:
+    """Decide where to begin. The first rule that applies decides:
 
-    1. `--resume never`: fresh; what lies in `store` is moved to checkpoints-before-<UTC time> beside it.
-    2. `--resume PATH[@STEP]`, and the newest checkpoint here has exactly these settings: it is from this
-       same command, which the platform started again; go on from it instead of going back.
+    1. `--resume never`: fresh. The contents of `store` are moved to a sibling, checkpoints-before-<UTC time>.
+    2. `--resume PATH[@STEP]`, and the newest checkpoint here has exactly these settings: the platform has
+       restarted this same command. Continue from that checkpoint instead of going back to PATH.
     3. `--resume PATH[@STEP]`: that step, or the newest one there. PATH is a run, a checkpoints directory or
-       one step in it; it is only read. Checkpoints here of another line of training are moved aside as in
-       1, after those of PATH have been found whole.
-    4. `auto`, `required`: the newest checkpoint here; one with a damaged manifest is quarantined.
-    5. `required`: none here is an error.
+       one step in it, and is only read. Checkpoints of the previous training are moved as in rule 1, after a
+       checkpoint of PATH has been verified.
+    4. `auto`, `required`: the newest checkpoint here. One with a damaged manifest is quarantined.
+    5. `required`: an error if there is no checkpoint here.
     6. `auto`: fresh.
 
-    For 2 to 4: another fingerprint than the settings' is an error and nothing is moved, if the bytes hold; a
-    step that is not less than the planned ones, or at which the task ended the run, makes it "complete",
-    whose bytes are read and hashed here: no rank will.
-    Raises ConfigError (nothing there, fingerprint) and CheckpointError (damaged PATH@STEP, volume).
+    In rules 2 to 4, a valid checkpoint with a different fingerprint is an error, and nothing is moved. The
+    decision is "complete" if no planned step is left, or if the task ended the run there. The state is then
+    read and hashed here, because no rank will read it.
+
+    Raises ConfigError (no checkpoint, different fingerprint) and CheckpointError (damaged PATH@STEP, failing
+    volume).
     """
     if settings.checkpoint.resume == "never":
         return ResumeDecision("fresh", moved_to=store.move_aside())
@@ -81,7 +86,7 @@ def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
 
 
 def nothing_valid(directory: PurePath) -> str:
-    """What is said when a checkpoint has to be there and none is whole."""
+    """Return the error message for a required checkpoint when no checkpoint is valid."""
     return (
         f"{directory} contains no valid checkpoint, and --resume requires one; "
         "check --run-dir, or use --resume auto to start from scratch"
@@ -89,7 +94,7 @@ def nothing_valid(directory: PurePath) -> str:
 
 
 def say_damaged(step: int, problem: str) -> None:
-    """One line on a checkpoint that is passed over."""
+    """Log a one-line warning about a damaged checkpoint that is skipped."""
     log.warning("checkpoint step %d is damaged (%s): falling back to the previous one", step, problem)
 
 
@@ -98,12 +103,13 @@ def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     if here is not None and _is_same_command(here[1], settings):
         decision = _begin_at(here[0], _look(settings, store, here[0]), needed=True)
         said = f"resuming from step {here[0]} of this run, which the same --resume has already reached"
+        # PATH may be gone by now. This run has its own checkpoint and needs PATH only as a fallback.
         with suppress(ConfigError):
             decision = replace(decision, elsewhere=_candidates(*locate(settings.checkpoint.resume)))
         return replace(decision, changes=(*decision.changes, said))
     there, only = locate(settings.checkpoint.resume)
     same_line = _resolved(there.directory) == _resolved(store.directory)
-    whole = same_line or bool(store.steps())  # nothing is moved aside for bytes that do not hold
+    whole = same_line or bool(store.steps())  # move nothing for a state that turns out to be damaged
     if only is not None:
         step, looked = only, _look(settings, there, only, whole)
     else:
@@ -127,18 +133,19 @@ def _candidates(there: CheckpointStore, only: int | None) -> tuple[tuple[PurePat
 def _look(
     settings: Settings, store: CheckpointStore, step: int, whole: bool = False
 ) -> tuple[bool, tuple[str, ...]]:
-    """(complete, changes) of going on from `step`. Raises ConfigError for another fingerprint."""
+    """Return (complete, changes) for resuming from `step`. Raises ConfigError for a different fingerprint."""
     info = store.info(step)
     try:
         unknown = _check_fingerprint(settings, info, store.path(step))
     except ConfigError:
-        store.verify(step)  # bytes that do not hold are passed over, whatever run they were of
+        store.verify(step)  # a damaged checkpoint is skipped, even one of another run
         raise
     if "train_samples" not in info:
         raise CorruptCheckpointError(f"the manifest of {store.path(step)} has no train_samples")
     steps_per_epoch = int(info["train_samples"]) // settings.data.batch_size
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
-    is_last = step >= planned or info.get("ended_of") == planned  # the task ended this very run
+    # The task ended the run with these same planned steps.
+    is_last = step >= planned or info.get("ended_of") == planned
     complete = is_last and not info.get("owes_evaluation")
     if whole or complete:
         store.verify(step)
@@ -151,13 +158,16 @@ def _begin_at(step: int, looked: tuple[bool, tuple[str, ...]], needed: bool) -> 
 
 
 def _is_same_command(info: Mapping[str, Any], settings: Settings) -> bool:
-    """Whether a checkpoint has these settings; what only one of the two programs knows does not count."""
+    """Return True if the checkpoint was saved with these settings.
+
+    A setting that only one of the two versions of tandem knows is not compared.
+    """
     old, new = _saved(info), _plain(settings.to_dict())
     return "resume" in old and all(old[key] == new[key] for key in old.keys() & new.keys())
 
 
 def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePath) -> list[str]:
-    """Raises ConfigError where old and new differ; a line for each that only one of the programs knows."""
+    """Raise ConfigError if fingerprints differ; return a message per setting that only one version knows."""
     old, new = translated(info.get("fingerprint", {})), _plain(settings.fingerprint_fields())
     known = old.keys() & new.keys()
     was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
@@ -191,7 +201,7 @@ def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
 
 
 def _told(name: str, values: Mapping[str, Any]) -> object:
-    """What a line may say of a setting: logs and reports are shown to others than the checkpoint is."""
+    """Return a setting's value for a message, without secrets: more people see logs than checkpoints."""
     return hidden(values[name], is_named=is_secret(name), is_setting=True) if name in values else "not set"
 
 
@@ -200,18 +210,21 @@ def _given(value: object) -> object:
 
 
 def _saved(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a checkpoint; some were saved with s3:/bucket where they said s3://bucket."""
+    """Return the settings of a checkpoint, with s3:/bucket corrected to s3://bucket.
+
+    Some versions of tandem saved addresses with one slash.
+    """
     saved = translated(info.get("settings", {}))
     return saved | {name: str(address(saved[name])) for name in PLACES if saved.get(name)}
 
 
 def _plain(values: object) -> dict[str, Any]:
-    """As a manifest gives it back."""
+    """Convert values to what a manifest returns after a round trip through JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 
 
 def _flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """task_fields {"noise": "3"} -> "task.noise": "3", so that a message can name the field."""
+    """Flatten task_fields, {"noise": "3"} -> "task.noise": "3", so that a message can name the field."""
     fields = {f"task.{name}": value for name, value in fingerprint.get("task_fields", {}).items()}
     return {**{key: value for key, value in fingerprint.items() if key != "task_fields"}, **fields}

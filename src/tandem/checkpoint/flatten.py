@@ -1,6 +1,6 @@
-"""A training state taken apart: its tensors in a fixed order, and everything else as a skeleton.
+"""Split a training state into its tensors, in a fixed order, and a skeleton of everything else.
 
-Saves and snapshots copy tensors into memory of their own and have to put the same state together again.
+Saves and snapshots copy the tensors into their own memory and then rebuild the same state from the copies.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,16 +13,16 @@ from tandem.checkpoint.plain import TYPES, VALID, Plain, RefusedError, shown
 from tandem.errors import ConfigError
 
 HERE_WAS_A_TENSOR = ...
-"""Stands for a tensor in a skeleton; marshal knows it, and no plain state has one."""
+"""Placeholder for a tensor in a skeleton. marshal can store it, and no plain state contains it."""
 OF_A_LOOP = ("objects", "tensors", "numbers", "per_rank")
-"""Parts whose keys are names that a script has chosen: they say more than the part's."""
+"""Parts whose keys are names chosen by a script, which identify a value better than the part's name."""
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
-    """(skeleton, tensors): containers copied, in plain types; the tensors detached, in order of appearance.
+    """Return (skeleton, tensors): plain containers, and detached tensors in order of appearance.
 
-    `unflatten` gives a plain state, and `plain.restored` what it was made of. Raises ConfigError, naming the
-    place, for what cannot be saved.
+    `unflatten` returns the plain state, and `plain.restored` converts that back to the original types. Raises
+    ConfigError, with the path of the value, for what cannot be saved.
     """
     tensors: list[Tensor] = []
 
@@ -47,7 +47,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
 
 
 def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[Any, Any]:
-    """Inverse of `flatten`, with `tensors` in the places of the original ones."""
+    """Inverse of `flatten`, with `tensors` in place of the original ones."""
     following = iter(tensors)
 
     def put(value: Any) -> Any:
@@ -57,15 +57,15 @@ def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[An
 
 
 def homes_by_place(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """{place among a skeleton's tensors: the one that `homes` has of its name} of those in its "model"."""
-    places = unflatten(skeleton, count())  # type: ignore[arg-type]  # numbers in the places of tensors
+    """Return {index of a model tensor in the skeleton: the tensor in `homes` with the same name}."""
+    places = unflatten(skeleton, count())  # type: ignore[arg-type]  # indices in place of tensors
     model = places.get("model", {})
     here = [name for name in model if skeleton["model"][name] is HERE_WAS_A_TENSOR and name in homes]
     return {model[name]: homes[name] for name in here}
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Containers copied as dicts, lists and tuples, everything else as `leaf` gives it."""
+    """Copy dicts, lists and tuples; replace every other value by `leaf(value)`."""
     if isinstance(value, dict):
         return {key: _mapped(item, leaf) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""States that are too large to stand in memory twice: used where they lie, and hashed before and after."""
+"""Large states, which do not fit in memory twice: use the file in place, and hash it before and after."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +12,9 @@ LARGE_BYTES = 256 * 2**20
 
 
 def file_of(store: CheckpointStore, step: int) -> Path | None:
-    """The file of a large state in a folder; None for all others. Raises CorruptCheckpointError."""
-    if not isinstance(folder := store.path(step), Path):  # a manifest is a request there
+    """Return the file of a large state in a directory; None for all others. Raises CorruptCheckpointError."""
+    # On an object store, reading the manifest costs a request.
+    if not isinstance(folder := store.path(step), Path):
         return None
     ((name, wanted),) = store.manifest(step)["files"].items()
     return folder / name if wanted["bytes"] >= LARGE_BYTES else None
@@ -22,9 +23,9 @@ def file_of(store: CheckpointStore, step: int) -> Path | None:
 def through(
     store: CheckpointStore, step: int, path: Path, use: Callable[[Path], T]
 ) -> tuple[T, dict[str, Any]]:
-    """(what `use` makes of the file, info of its step). Raises CorruptCheckpointError, before it is used.
+    """Return (`use(path)`, info of the step). Raises CorruptCheckpointError before a damaged file is used.
 
-    What has changed while it was used raises CheckpointError: then nobody knows what was made of it.
+    Raises CheckpointError if the file changed while it was used, because the result may then be wrong.
     """
     store.verify(step, from_disk=False)
     with translated(f"cannot read {path}"):

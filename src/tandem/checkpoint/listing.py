@@ -1,4 +1,4 @@
-"""What `tandem checkpoints` shows of a directory: rows, why each stays, and a table for people. No torch."""
+"""Rows and tables of `tandem checkpoints`, with the reasons why each checkpoint is kept. No torch."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ MOST_SCORES, LONGEST_CELL, LONGEST_LINE = 8, 100, 600
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One line of `tandem checkpoints ls`; `verified` is None where nobody looked."""
+    """One row of `tandem checkpoints ls`; `verified` is None if the files were not checked."""
 
     step: int
     path: PurePath
@@ -23,15 +23,16 @@ class CheckpointRow:
     verified: bool | None
     problem: str = ""
     scores: Scores = field(default_factory=dict)
-    kept: tuple[str, ...] = ()  # the reasons of `rule`; none: the next prune removes it
+    kept: tuple[str, ...] = ()  # reasons of the retention rule; empty: the next prune deletes it
 
 
 def list_checkpoints(
     directory: PurePath, verify: bool = False, now: float | None = None, rule: Retention | None = None
 ) -> list[CheckpointRow]:
-    """Rows, newest first; `now` in Unix seconds; `rule` as `rule_of` by default. Changes nothing.
+    """Return the rows, newest first. Changes nothing.
 
-    Raises CheckpointError for a volume that cannot be read; what is pruned meanwhile is left out.
+    `now` is in Unix seconds; `rule` defaults to `rule_of`. Raises CheckpointError for a volume that cannot be
+    read. Checkpoints that are pruned meanwhile are left out.
     """
     store = CheckpointStore(directory)
     now = time.time() if now is None else now
@@ -58,7 +59,7 @@ def _row(
             store.verify(step)
             verified = True
     except CorruptCheckpointError as error:
-        if step not in store.steps():  # pruned meanwhile
+        if step not in store.steps():  # pruned in the meantime
             return None
         verified, problem = False, str(error)
     age = max(0.0, now - written)
@@ -68,7 +69,10 @@ def _row(
 def rule_of(
     store: CheckpointStore, newest: int | None = None, best: Best | None = None, every: int | None = None
 ) -> Retention:
-    """What is given, the rest as the run was told, which the newest readable manifest knows."""
+    """Return a rule with the given values.
+
+    The rest are the run's own settings, from its newest readable manifest.
+    """
     own: dict[str, object] = {}
     for step in store.steps():
         try:
@@ -85,7 +89,7 @@ def rule_of(
 
 
 def table(rows: list[CheckpointRow], directory: PurePath) -> str:
-    """Aligned lines, and one on what lies beside the checkpoints."""
+    """Format aligned lines, plus a line about quarantined checkpoints."""
     cells: list[tuple[str, ...]] = [("step", "bytes", "age", "", "kept as", "scores")]
     for row in rows:
         state = {None: "", True: "verified", False: "DAMAGED"}[row.verified]
@@ -132,14 +136,14 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def scores_in_words(scores: Scores) -> str:
-    """`accuracy 0.98, loss 0.061`, the first MOST_SCORES of them."""
+    """`accuracy 0.98, loss 0.061`: at most MOST_SCORES scores."""
     told = [f"{name} {value:.4g}" for name, value in sorted(scores.items())]
     more = [f"{len(told) - MOST_SCORES} more"] if len(told) > MOST_SCORES else []
     return ", ".join(told[:MOST_SCORES] + more)
 
 
 def age_in_words(seconds: float) -> str:
-    """`3 h`: in the largest unit of which there are two."""
+    """Format an age such as `3 h`, in the largest unit of which it has at least two."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -147,7 +151,7 @@ def age_in_words(seconds: float) -> str:
 
 
 def is_finished(directory: PurePath) -> bool:
-    """Whether the newest checkpoint is of the last step of its run; False where nobody can tell."""
+    """Return True if the newest checkpoint is from the last step of its run; False if that is unknown."""
     store = CheckpointStore(directory)
     try:
         step = max(store.steps(), default=None)
@@ -159,7 +163,7 @@ def is_finished(directory: PurePath) -> bool:
 
 
 def newest_step(directory: PurePath) -> int | None:
-    """The newest committed step by the names on the volume; None where there is none, or nothing answers."""
+    """Return the newest committed step, by name; None if there is none or the volume fails."""
     try:
         return max(CheckpointStore(directory).steps(), default=None)
     except CheckpointError:

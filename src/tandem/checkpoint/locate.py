@@ -1,4 +1,4 @@
-"""Where checkpoints lie that a person names: a run, its checkpoints, or one step of them. No torch here."""
+"""Find the checkpoints a user names: a run, its checkpoints directory, or one step. No torch here."""
 
 from pathlib import Path, PurePath
 
@@ -12,14 +12,14 @@ LINKED = "checkpoints is a symbolic link, which tandem does not follow"
 
 
 def is_linked(run_dir: PurePath) -> bool:
-    """Whether a link in the run leads to its checkpoints: for who only looks they are another's."""
+    """Return True if `checkpoints` in the run is a symbolic link, which readers must not follow."""
     return isinstance(run_dir, Path) and (run_dir / "checkpoints").is_symlink()
 
 
 def checkpoints_of(run: str | PurePath) -> PurePath:
-    """Where the checkpoints of a run lie, or `run` itself where that is a directory of checkpoints.
+    """Return the checkpoints directory of a run, or `run` itself if it is such a directory.
 
-    Raises ConfigError where a link in the run leads to them.
+    Raises ConfigError if it is a symbolic link in the run.
     """
     path = address(run)
     if is_linked(path):
@@ -30,10 +30,11 @@ def checkpoints_of(run: str | PurePath) -> PurePath:
 
 
 def locate(text: str) -> tuple[CheckpointStore, int | None]:
-    """PATH[@STEP] -> the store and the step (None: the newest); PATH is a run, its checkpoints, or one step.
+    """PATH[@STEP] -> the store and the step (None: the newest). PATH is a run, its checkpoints, or one step.
 
-    Raises ConfigError where there is no such checkpoint.
+    Raises ConfigError if there is no such checkpoint.
     """
+    # An existing file or directory wins, because a run's name may itself contain an @.
     name, at, number = text.rpartition("@")
     step = int(number) if at and number.isdecimal() and not exists(Path(text)) else None
     path = address(text if step is None else name)

@@ -1,4 +1,4 @@
-"""The manifest that says what a checkpoint's files must be, and of which bytes it is made itself."""
+"""The manifest: size and hash of each of a checkpoint's files, and a hash of the manifest itself."""
 
 import hashlib
 import json
@@ -14,22 +14,26 @@ from tandem.reading import DEEPEST, LARGEST, Shape, count, finite, is_deep, text
 FORMAT = 1
 CHUNK_BYTES = 2**20
 LARGEST_BYTES = 16 * 2**20
-"""Of a manifest; a thousand times what one has."""
+"""Limit on the size of a manifest: about a thousand times the usual size."""
 STATE_NAME = re.compile(r"state(-[0-9a-f]{1,32})?\.pt")
 
 
 def render_manifest(step: int, files: dict[str, dict[str, object]], info: dict[str, Any]) -> bytes:
     body = {"format": FORMAT, "step": step, "written_at": time.time(), "files": files, "info": info}
-    return seal(json.loads(json.dumps(body, default=str)))  # as JSON will have it: keys are text
+    return seal(json.loads(json.dumps(body, default=str)))  # as read back from JSON: keys become strings
 
 
 def seal(body: dict[str, Any]) -> bytes:
+    """Add a SHA-256 of the manifest to it and return its bytes; `parse_manifest` compares them exactly."""
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "manifest_sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
 
 
 def parse_manifest(path: object, raw: bytes) -> dict[str, Any]:
-    """Raises CorruptCheckpointError unless these are the very bytes that `seal` made, of a manifest."""
+    """Return the manifest. Raises CorruptCheckpointError unless these are the bytes of a valid manifest.
+
+    The bytes must be exactly those that `seal` wrote. Raises CheckpointError for a format of a newer tandem.
+    """
     try:
         body = json.loads(raw)
         del body["manifest_sha256"]
@@ -47,9 +51,9 @@ def parse_manifest(path: object, raw: bytes) -> dict[str, Any]:
 
 
 def _problem(body: dict[str, Any]) -> str:
-    """What is not as `render_manifest` writes it, in a few words; "": nothing. One schema for all readers.
+    """Describe what differs from the output of `render_manifest`; "" if nothing does.
 
-    Values are not shown: a task's settings may have a password among them.
+    Values are not shown, because a task's settings may contain a password.
     """
     if is_deep(body):
         return f"it is nested deeper than {DEEPEST} levels"
@@ -70,7 +74,7 @@ def _table(value: object) -> dict[str, Any]:
 
 
 def _only_the_state(value: object) -> object:
-    """The state, and nothing else, under a name of ours: no path to another place."""
+    """Accept exactly one file, with the name of a state, so that it cannot point elsewhere."""
     if not isinstance(value, dict) or len(value) != 1:
         raise TypeError("not one file")
     ((name, entry),) = value.items()
@@ -82,7 +86,7 @@ def _only_the_state(value: object) -> object:
 
 
 def _scores(value: object) -> object:
-    """Numbers may be of any size as floats only: others have none."""
+    """Reject integers outside the range that readers accept; floats can have any value."""
     if any(isinstance(each, int) and abs(each) >= LARGEST for each in _table(value).values()):
         raise ValueError("a number out of range")
     return value
@@ -102,17 +106,20 @@ INFO = Shape({
     "steps_per_epoch": count, "steps_planned": count, "ended_of": count, "task": text,
     "data": _table,
 })  # fmt: skip
-"""What this version reads of `info`, which a later one may have more of."""
+"""The keys of `info` that this version reads. A later version may write more."""
 
 
 def check_size(path: object, wanted: dict[str, Any], size: int) -> None:
-    """Before anything is read."""
+    """Compare the size with the manifest, before anything is read. Raises CorruptCheckpointError."""
     if size != wanted["bytes"]:
         raise CorruptCheckpointError(f"{path} has {size} bytes, expected {wanted['bytes']}")
 
 
 def check_fits(path: object, size: int) -> None:
-    """Before a file is read into memory. Raises CheckpointError: it may be whole, and of a larger machine."""
+    """Raise CheckpointError if a file is larger than this machine's memory, before it is read.
+
+    It is not damage: the file may be valid and from a larger machine.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
         raise CheckpointError(
@@ -121,13 +128,14 @@ def check_fits(path: object, size: int) -> None:
 
 
 def check(path: object, wanted: dict[str, Any], size: int, digest: str) -> None:
+    """Raise CorruptCheckpointError if the size or the SHA-256 differs from the manifest."""
     check_size(path, wanted, size)
     if digest != wanted["sha256"]:
         raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not match the manifest")
 
 
 def measured(file: Reader) -> tuple[int, str]:
-    """(bytes, SHA-256) of a file, read a piece at a time."""
+    """Return (bytes, SHA-256) of a file, read in chunks."""
     size, digest = 0, hashlib.sha256()
     while chunk := file.read(CHUNK_BYTES):
         size += len(chunk)

@@ -1,7 +1,7 @@
-"""Memory of a node that outlives its ranks: anonymous, owned by the agent, handed to every rank it starts.
+"""Memory of a node that outlives its ranks: anonymous, owned by the agent, shared with each rank it starts.
 
-It has no name in any file system: nothing is left behind when the agent dies, and the size of /dev/shm,
-64 MB in a container by default, is no limit.
+It has no name in any file system. Nothing is left behind when the agent dies, and the size of /dev/shm (64 MB
+in a container by default) is no limit.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ from multiprocessing import reduction
 from typing import Any
 
 POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14."""
+"""MADV_POPULATE_WRITE, which exists since Linux 5.14."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NodeMemory:
-    """One region; pickling it for a new process hands over the file descriptor."""
+    """One memory region; pickling it for a new process passes the file descriptor."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = os.memfd_create("tandem") if descriptor is None else descriptor
@@ -26,17 +26,17 @@ class NodeMemory:
         return _from_parent, (reduction.DupFd(self._descriptor),)
 
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def present(self) -> int:
-        """Bytes of it that take up memory; a region that has only grown so far takes up none."""
+        """Return how many bytes occupy memory; a region that has only been extended occupies none."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     def map(self, size: int) -> mmap.mmap:
-        """The first `size` bytes, grown to that where smaller, and present: writing takes no page fault.
+        """Map the first `size` bytes, extending the region if necessary, and populate the pages.
 
-        Raises OSError when the memory is not there.
+        Writes then cause no page faults. Raises OSError if the memory is not available.
         """
         if self.size() < size:
             os.ftruncate(self._descriptor, size)
@@ -50,10 +50,11 @@ def _from_parent(duplicate: Any) -> NodeMemory:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Have all of it present; the thread that says where this rank is goes on meanwhile.
+    """Populate all pages without blocking other threads.
 
-    MAP_POPULATE would hold Python's lock for it, up to a second for each GiB, and ctypes gives it up. An
-    older kernel does not know the call: there the first write of each page takes its fault.
+    MAP_POPULATE would hold Python's lock, for up to a second per GiB, and with it the thread that sends
+    heartbeats; ctypes releases the lock. An older kernel does not know this call (EINVAL), so each first
+    write to a page faults there.
     """
     place = (ctypes.c_char * len(memory)).from_buffer(memory)
     address, size = ctypes.c_void_p(ctypes.addressof(place)), ctypes.c_size_t(len(memory))

@@ -1,10 +1,11 @@
-"""Who a run directory belongs to: one launch at a time, and a token that each publication is checked against.
+"""Ownership of a run directory: one launch at a time, with a fencing token that every publication checks.
 
-    RUN_DIR/owner/000000007    the owner's note: host, process, since when, and how often it has renewed it
+    RUN_DIR/owner/000000007    the owner's record: host, process, start time, and number of renewals
 
-The owner is whoever wrote the note with the largest number, which nobody else can have written. A launch
-that takes a run over (`claim.py`) writes the next number, so an owner that was frozen or cut off, and comes
-back, finds that its number is no longer the largest before it publishes anything. Imports no torch.
+The owner is the launch that wrote the record with the largest number, which no other launch can have written.
+A launch that takes over a run (`claim.py`) writes the next number. An owner that was frozen or disconnected
+therefore finds, before it publishes anything, that its number is no longer the largest. Does not import
+torch.
 """
 
 import json
@@ -25,11 +26,11 @@ from tandem.reading import moment, parsed
 
 FOLDER = "owner"
 NOTE_BYTES = 1024
-"""A note is rewritten in place, by one write of this length: no reader sees half of one."""
+"""Fixed length of a record. A single write rewrites it in place, so no reader sees half a record."""
 
 
 class Token(NamedTuple):
-    """The fencing token of one launch: the number of its note, and a word that is in no other."""
+    """The fencing token of one launch: the number of its record, and a unique random word."""
 
     number: int
     word: str
@@ -37,10 +38,11 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Note:
-    """What an owner says of itself.
+    """An owner's lease record: which process owns the run, and when it renewed the lease.
 
-    `machine` is the machine's own name for itself, where it has one, `space` the namespace that process
-    numbers count in. `since` in Unix seconds, for people; `renewed` on the clock of this boot.
+    `machine` is the machine ID, if there is one, and `space` the PID namespace of `process`. `born` is the
+    start time of the process in clock ticks. `since` is the start of the lease in Unix seconds (for
+    messages). `renewed` is on the monotonic clock of this boot.
     """
 
     word: str
@@ -58,7 +60,7 @@ class Note:
 
     @classmethod
     def mine(cls, job: str) -> "Note":
-        """This process's."""
+        """Return a record of this process."""
         pid = os.getpid()
         return cls(
             word=secrets.token_hex(8),
@@ -78,7 +80,7 @@ class Note:
 
     @classmethod
     def parse(cls, raw: bytes | None) -> "Note | None":
-        """None for what is not one."""
+        """Return the record; None if the bytes are not a valid one."""
         try:
             found: dict[str, Any] = parsed(raw or b"")
             kinds: dict[str, Any] = {name: field.type for name, field in cls.__dataclass_fields__.items()}
@@ -94,19 +96,22 @@ class Note:
         return printable(f"process {self.process} on {self.host}, started {since}")
 
     def is_seen_from(self, here: "Note") -> bool:
-        """Whether its process can be looked for here: it is gone, or among this machine's."""
+        """Return True if this process can tell whether the owner runs.
+
+        It can if both have the same boot and PID namespace, or if the machine was rebooted since.
+        """
         return self._is_of_an_earlier_boot(here) or (self.boot, self.space) == (here.boot, here.space)
 
     def is_gone(self, here: "Note") -> bool:
-        """Whether its process, which is seen from here, has ended."""
+        """Return True if the owner's process, which is visible from here, has ended."""
         return self._is_of_an_earlier_boot(here) or _born(self.process) != self.born
 
     def is_above(self, here: "Note") -> bool:
-        """Whether this process comes from it."""
+        """Return True if the owner is an ancestor of this process, or this process itself."""
         return self.is_seen_from(here) and not self.is_gone(here) and _is_above(self.process)
 
     def silence(self, here: "Note") -> float:
-        """Seconds since it was renewed, as far as they are known here: at least so many."""
+        """Return the seconds since the last renewal, or 0 if the clocks cannot be compared (another boot)."""
         return max(0.0, here.renewed - self.renewed) if self.boot == here.boot else 0.0
 
     def _is_of_an_earlier_boot(self, here: "Note") -> bool:
@@ -121,13 +126,13 @@ def _first_line(path: str) -> str:
 
 
 def _born(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks: tells it from a later one of this number. None: gone."""
+    """Return when a process started, in clock ticks, which identifies it if its PID is reused. None: gone."""
     fields = stat_of(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def _is_above(pid: int) -> bool:
-    """Whether a process is one that this one comes from."""
+    """Return True if a process is this process or one of its ancestors."""
     above = os.getpid()
     while above > 1:
         if above == pid:
@@ -138,16 +143,20 @@ def _is_above(pid: int) -> bool:
 
 
 def fence(run_dir: PurePath, token: Token | None) -> Callable[[], None]:
-    """What raises RunTakenError once the run is no longer this launch's; OSError where nobody can tell."""
+    """Return a check that raises RunTakenError if another launch owns the run.
+
+    The check raises OSError if the storage does not answer.
+    """
     if token is None:
         return lambda: None
     return lambda: check(notes_at(run_dir / FOLDER), run_dir, token)
 
 
 def check(notes: Notes, run_dir: PurePath, token: Token, note: Note | None = None) -> None:
-    """As the `fence`. An own note that somebody has removed is written anew, if it is still the largest.
+    """Check like `fence`. Write our record again if it was deleted and no larger number exists.
 
-    It is opened, not just listed: NFS shows old listings, and asks the server for a file that is opened.
+    The record is opened, not only listed: NFS may return an outdated listing, but asks the server about a
+    file that is opened.
     """
     found = Note.parse(notes.read(token.number))
     if found is None:

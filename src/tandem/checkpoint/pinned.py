@@ -1,6 +1,7 @@
-"""Memory of the host that CUDA knows, so that copies from a GPU run by themselves.
+"""Pinned host memory, so that copies from a GPU run asynchronously.
 
-torch's own pinned memory is rounded up to a power of two, tensor by tensor: up to twice the state.
+torch rounds its own pinned memory up to a power of two for each tensor, which can need twice the state's
+size.
 """
 
 import logging
@@ -15,14 +16,17 @@ ALIGNMENT = 64
 
 
 class Pinned:
-    """One piece of memory at a time; without CUDA's consent copies run all the same, and the host waits."""
+    """Pins one piece of memory at a time. If CUDA refuses, copies still work, but block the host."""
 
     def __init__(self) -> None:
         self._held = (0, 0)  # address, bytes
         self._is_refused = False
 
     def hold(self, memory: Tensor) -> None:
-        """Pin `memory`, which whoever calls keeps, instead of the piece before; the same again is nothing."""
+        """Pin `memory` (which the caller keeps alive) and unpin the previous piece.
+
+        The same memory is pinned once.
+        """
         wanted = (memory.data_ptr(), memory.nbytes)
         if wanted == self._held or self._is_refused:
             return
@@ -37,26 +41,27 @@ class Pinned:
             "the limit on locked memory (ulimit -l unlimited), or add memory",
             *(memory.nbytes / 2**30, result),
         )
-        with suppress(RuntimeError):  # the error is kept, and would be raised for the next kernel of anybody
+        # CUDA keeps the error and would raise it at the next kernel launch, wherever that is.
+        with suppress(RuntimeError):
             torch.ones(1, device="cuda")
 
     def release(self) -> None:
-        """To be called before the piece's memory goes."""
+        """Unpin the memory. Call this before the memory is freed."""
         if self._held[0]:
             torch.cuda.cudart().cudaHostUnregister(self._held[0])  # type: ignore[no-untyped-call]
         self._held = (0, 0)
 
 
 def streams_of(sources: list[Tensor]) -> list[torch.cuda.Stream]:
-    """Those on which copies from `sources` run: one for each of their GPUs."""
+    """Return the current stream of each GPU that `sources` are on; copies run on these."""
     devices = {source.device for source in sources if source.is_cuda}
     return [torch.cuda.current_stream(device) for device in devices]
 
 
 def homes_in_one_piece(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """(memory, tensors in it of the forms of `sources`), one behind the other.
+    """Return (memory, tensors in it with the shapes and dtypes of `sources`), laid out one after another.
 
-    Each is a storage of its own, as torch.save wants it where types differ.
+    Each tensor has its own storage, because torch.save requires that for views with different dtypes.
     """
     offsets, end = [], 0
     for source in sources:

@@ -1,9 +1,9 @@
-"""A state reduced to what every file and every reader takes: tensors, numbers, text, lists, tuples and dicts.
+"""Convert a state to plain types that all readers know: tensors, numbers, text, lists, tuples and dicts.
 
-`torch.load(weights_only=True)` and marshal know different types, and both change or refuse some of them in
-silence. So a state is converted once, before it is saved, kept in memory or sent: a NumPy number becomes a
-Python number, an array a tensor, a set a list. What it was is written down under TYPES, by its path, and
-`restored` makes it that again. Everything else is refused by its path and type.
+`torch.load(weights_only=True)` and marshal know different types, and both silently change or reject some. A
+state is therefore converted once, before it is saved, kept in memory or sent: a NumPy number becomes a Python
+number, an array a tensor, a set a list. The original types are recorded under TYPES, by path, and `restored`
+converts the values back. Every other type is rejected, with its path.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 TYPES = "tandem_types"
-"""The part of a plain state that says what was converted: [(path, what it was)]."""
+"""The part of a plain state that records the conversions: [(path, original type)]."""
 VALID = (
     "expected tensors, numbers, text, bytes, NumPy numbers and arrays of numbers, and dicts, lists, tuples, "
     "sets and deques of these"
 )
 LEAVES = frozenset({float, bool, str, bytes, complex, type(None)})
-"""Types that are saved as they are; int is one as well, up to LARGEST."""
+"""Types that are saved unchanged. So is int, up to LARGEST."""
 LARGEST = 2**2000
 """torch.load(weights_only=True) reads integers of up to 255 bytes."""
 DEEPEST = 100
 SHOWN = 8
-"""Keys of a path in a message."""
+"""Number of keys of a path to show in a message."""
 STRIDED = torch.strided
 STRIDED = torch.strided
 SHOWN = 8
-"""Keys of a path in a message."""
+"""Number of keys of a path to show in a message."""
 FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (int, float, list, dict, set, str, bool)}
 NUMBERS = {
     name: np.dtype(name).type
@@ -43,7 +43,7 @@ _HERE = object()
 
 
 class RefusedError(Exception):
-    """A value that cannot be saved: `what` it is, and the keys on the way to it, the last one first."""
+    """A value that cannot be saved: `what` describes it; `keys` leads to it, innermost key first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -52,21 +52,21 @@ class RefusedError(Exception):
 
     @property
     def path(self) -> list[Any]:
-        """The keys on the way to it, the first one first."""
+        """The keys that lead to the value, outermost first."""
         return self.keys[::-1]
 
 
 class Plain:
-    """Converts values, and collects their tensors and what was converted."""
+    """Converts values, and collects their tensors and the conversions."""
 
     def __init__(self, tensor: Callable[[Tensor], Any]) -> None:
-        """`tensor` gives what takes a tensor's place."""
+        """`tensor(value)` returns the placeholder of a tensor."""
         self._put = tensor
         self.converted: list[tuple[list[Any], str]] = []
-        """(keys on the way, the last one first; what it was), the innermost first."""
+        """(keys that lead to the value, innermost first; original type), innermost values first."""
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """The plain form of `value`. Raises RefusedError."""
+        """Return the plain form of `value`. Raises RefusedError."""
         kind = type(value)
         if kind in LEAVES:
             return value if kind is not str or value.isascii() else _encodable(value)
@@ -113,7 +113,10 @@ class Plain:
         return dict(zip(keys, self._items(zip(keys, value.values(), strict=True), depth), strict=True))
 
     def _converted(self, value: Any, kind: type, depth: int) -> Any:
-        """The plain form of what has to become itself again; it is noted after what is in it."""
+        """Return the plain form of a value whose type must be restored.
+
+        The conversion is recorded after those of the values inside it.
+        """
         if kind is np.ndarray:
             plain, was = self._put(tensor_of(value)), "ndarray"
         elif isinstance(value, np.generic):
@@ -121,7 +124,8 @@ class Plain:
             was = was if kind in TEXT.values() else value.dtype.name
         elif kind in (OrderedDict, Counter):
             plain, was = self._dict(value, depth), kind.__name__
-            if depth == 0 and kind is OrderedDict:  # a state_dict() of a module
+            # A module's state_dict(), where the order is kept by a plain dict too.
+            if depth == 0 and kind is OrderedDict:
                 return plain
         elif kind is defaultdict:
             name = getattr(value.default_factory, "__name__", "")
@@ -148,7 +152,7 @@ class Plain:
 
 
 def restored(state: dict[Any, Any]) -> dict[Any, Any]:
-    """`state`, changed in place, with what was converted as it was. Raises ValueError for other notes."""
+    """Restore the original types in `state`, in place. Raises ValueError if TYPES does not match."""
     tree: dict[Any, Any] = {}
     try:
         for path, was in state.pop(TYPES, ()):
@@ -200,7 +204,7 @@ def _as_it_was(plain: Any, was: str) -> Any:
 
 
 def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
-    """An array as a tensor, in the same memory where torch can use it. Raises RefusedError."""
+    """Convert an array to a tensor, without a copy if torch can use its memory. Raises RefusedError."""
     if array.dtype.newbyteorder("=").name not in NUMBERS:
         raise RefusedError(f"a NumPy array of dtype {array.dtype}")
     usable = array.flags.writeable and array.dtype.isnative and all(stride >= 0 for stride in array.strides)
@@ -210,7 +214,7 @@ def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
 
 
 def unusual(tensor: Tensor) -> str:
-    """What a tensor is that is not dense, strided and in memory; "": it is all of these."""
+    """Describe a tensor that is not dense, strided and in memory; "" for one that is."""
     if tensor.layout is not STRIDED:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
     if tensor.is_meta:
@@ -221,7 +225,7 @@ def unusual(tensor: Tensor) -> str:
 
 
 def shown(path: Iterable[Any]) -> str:
-    """["a", 0, "b"] -> "a[0]['b']"."""
+    """Format a path: ["a", 0, "b"] -> "a[0]['b']"."""
     first, *rest = list(path)[:SHOWN]
     return f"{first}{''.join(f'[{key!r}]' for key in rest)}"
 
@@ -234,7 +238,7 @@ def _number(value: "np.generic[Any]") -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A plain key of a dict, or item of a set; one of NumPy's finds the same as its Python number."""
+    """Return a plain key of a dict or item of a set; a NumPy number equals its Python number as a key."""
     kind = type(key)
     if kind is str:
         return key if key.isascii() else _encodable(key)

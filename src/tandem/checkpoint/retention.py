@@ -1,6 +1,7 @@
-"""Which checkpoints stay: a pure function of their steps and scores. Who removes the rest is `store.prune`.
+"""Which checkpoints are kept: a pure function of their steps and scores. `store.prune` deletes the rest.
 
-Deciding after every save or once at the end keeps the same ones, so a restart in between does not show.
+The result is the same whether it is applied after every save or once at the end, so a restart in between
+makes no difference.
 """
 
 import math
@@ -9,22 +10,24 @@ from dataclasses import dataclass
 
 from tandem.config.slices import CheckpointConfig
 
-LOWER_IS_BETTER = ("loss", "error", "perplexity")  # endings of score names
+LOWER_IS_BETTER = ("loss", "error", "perplexity")  # suffixes of score names
 
 Scores = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Best:
-    """The score whose best checkpoint stays, such as accuracy, and which end of it is the good one."""
+    """The score whose best checkpoint is kept, such as accuracy, and whether larger is better."""
 
     metric: str
     largest: bool
 
     @classmethod
     def parse(cls, text: str) -> "Best":
-        """Read `accuracy`, `accuracy:max`, `loss:min`. Without :min or :max the name decides: names that end
-        in loss, error or perplexity are better when smaller, all others when larger. ValueError otherwise.
+        """Parse `accuracy`, `accuracy:max` or `loss:min`. Raises ValueError for anything else.
+
+        Without :min or :max, the name decides: names that end in loss, error or perplexity are better when
+        smaller, all others when larger.
         """
         metric, colon, end = text.partition(":")
         if not metric or (colon and end not in ("min", "max")):
@@ -34,7 +37,7 @@ class Best:
         return cls(metric, end == "max" if end else not metric.lower().endswith(LOWER_IS_BETTER))
 
     def step(self, scores: Mapping[int, Scores]) -> int | None:
-        """The step with the best finite score, the later one of equals; None where none has this score."""
+        """Return the step with the best finite score, the latest of equal ones; None if there is none."""
         found = [
             (value if self.largest else -value, step)
             for step, by_name in scores.items()
@@ -48,7 +51,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep: the `newest` so many (at least 1), the best by a score, and one for every N steps."""
+    """What to keep: the `newest` checkpoints (at least 1), the best by a score, one per `every` steps."""
 
     newest: int = 3
     best: Best | None = None
@@ -56,17 +59,18 @@ class Retention:
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> "Retention":
-        """What the settings say."""
+        """Create the rule from the settings."""
         best = config.keep_best
         return cls(config.checkpoint_keep, Best.parse(best) if best else None, config.keep_every)
 
 
 def why_kept(scores: Mapping[int, Scores], rule: Retention) -> dict[int, list[str]]:
-    """The steps that stay, newest first, each with its reasons: "newest", "best accuracy:max", "every 1000".
+    """Return the steps to keep, newest first, with reasons: "newest", "best accuracy:max", "every 1000".
 
-    `scores` has every step that is there, with what the evaluation at that very step gave (nothing where
-    there was none). Of every N steps the first checkpoint at or after the multiple stays, so that a cadence
-    in seconds, which never hits a multiple, leaves a trail as well; before step N there is none.
+    `scores` has every existing step, with the scores of the evaluation at exactly that step (empty if there
+    was none). For every N steps, the first checkpoint at or after each multiple is kept. A save interval in
+    seconds, which rarely hits a multiple, therefore also leaves a trail. Nothing before step N is kept for
+    this reason.
     """
     reasons: dict[int, list[str]] = {}
     for step in sorted(scores, reverse=True)[: max(rule.newest, 1)]:

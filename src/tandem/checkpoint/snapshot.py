@@ -1,18 +1,18 @@
-"""The state after every step, in memory of the node that outlives its ranks: a killed rank costs one step.
+"""The state after every step, in node memory that outlives the ranks: a killed rank costs one step.
 
-Only the first node keeps snapshots, because rank 0 lives there and its buffers (running statistics) are
-the ones that count. What is equal on all ranks is shared out over the node's ranks, each of which writes
-its part into a region of its own, in turn into one of two slots:
+Only the first node keeps snapshots, because rank 0 is there and its buffers (running statistics) are the ones
+that count. State that is equal on all ranks is divided among the node's ranks. Each rank writes its part into
+its own region, alternating between two slots:
 
     bytes 0..31    for slot 0, then slot 1: fingerprint of the layout, step (0: being written); 8 bytes each
-    bytes 32..47   where the tensors begin in a slot, size of a slot; 8 bytes each
+    bytes 32..47   offset of the tensors in a slot, size of a slot; 8 bytes each
     from byte 64   slot 0: length of the skeleton (8 bytes), skeleton, this rank's part of the tensors
     then           slot 1: the same
 
-A rank marks a slot as being written, writes, and marks it with the step. The ranks step together: when one
-of them writes step n + 1, all have written step n, so one slot is whole at any moment. That holds as long as
-all of them write into the same slot, so ranks that are started again are told which one to keep; the marks of
-a killed rank do not say it, because its last one may be torn.
+A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
+of them writes step n + 1, all have written step n, so one slot is always complete. That holds only while all
+of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks of a killed
+rank cannot tell, because its last write may be incomplete.
 """
 
 import errno
@@ -41,12 +41,12 @@ GEOMETRY_AT = 2 * SLOT.size
 LENGTH = struct.Struct("<q")
 HEADER_BYTES = 64
 ALIGNMENT = 64
-SKELETON_SLACK = 2  # numbers in it may grow longer
+SKELETON_SLACK = 2  # the skeleton's numbers may need more bytes later
 PER_RANK, OF = "per_rank", "of"
-"""Parts of a state: what each rank has of its own; in a snapshot of that, [rank, world size]."""
+"""Keys of a state: per-rank values; in a snapshot of those, [rank, world size]."""
 
 TensorForm = tuple[str, tuple[int, ...]]
-"""dtype such as "float32", shape."""
+"""(dtype such as "float32", shape)."""
 
 
 def _aligned(size: int) -> int:
@@ -55,17 +55,17 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the bytes of the tensors lie: one behind the other, aligned, cut into `ranks` parts."""
+    """The positions of the tensors: one after another, aligned, and cut into one part per rank."""
 
     forms: tuple[TensorForm, ...]
-    order: tuple[int, ...]  # of the tensors in memory: those that only rank 0 has right come first
-    offsets: tuple[int, ...]  # by tensor
-    cuts: tuple[int, ...]  # by rank, and the end
+    order: tuple[int, ...]  # of the tensors in memory; those that only rank 0 has right come first
+    offsets: tuple[int, ...]  # one per tensor
+    cuts: tuple[int, ...]  # one per rank, and the end
     fingerprint: int
 
     @classmethod
     def of(cls, forms: Sequence[TensorForm], own: Collection[int], ranks: int) -> "Layout":
-        """`own`: the tensors that rank 0 writes whatever the parts' sizes."""
+        """Compute the layout. `own`: the tensors that rank 0 writes, regardless of the sizes of the parts."""
         order = sorted(range(len(forms)), key=lambda index: index not in own)
         offsets, end, own_end = [0] * len(forms), 0, 0
         for index in order:
@@ -78,7 +78,7 @@ class Layout:
         return cls(tuple(forms), tuple(order), tuple(offsets), tuple(cuts), fingerprint)
 
     def part(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """(tensor, first element, elements, byte offset in the part) of everything that `rank` writes."""
+        """Return (tensor, first element, elements, byte offset in the part) of what `rank` writes."""
         low, high = self.cuts[rank], self.cuts[rank + 1]
         found = []
         for index in self.order:
@@ -106,10 +106,11 @@ def _form(tensor: Tensor) -> TensorForm:
 
 
 class Snapshots:
-    """One rank's part of the node's snapshots; `take` after a step, on all ranks of the first node.
+    """One rank's part of the node's snapshots. Call `take` after a step, on all ranks of the first node.
 
-    `kept`: the slot that the ranks' state came from, which is written last; None when it came from elsewhere,
-    and nothing that the regions hold is worth keeping. It has to be the same on all ranks.
+    `kept` is the slot from which the ranks' state was restored, and which is overwritten last. None means
+    that the state came from elsewhere and the regions contain nothing worth keeping. It must be the same on
+    all ranks.
     """
 
     def __init__(self, regions: Sequence[NodeMemory], local_rank: int, kept: int | None) -> None:
@@ -120,21 +121,20 @@ class Snapshots:
         self._part: list[tuple[int, int, int, int]] = []
         self._targets: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._capacity = self._slot_bytes = 0
-        self._slot = 1 if kept is None else kept  # the one that was written last
+        self._slot = 1 if kept is None else kept  # the slot written last
         self._is_kept = kept is not None
         self._pinned = Pinned()
 
     @property
     def is_laid_out(self) -> bool:
-        """Whether the next `take` only copies; the first one asks for memory, which takes seconds where it is
-        much."""
+        """True if the next `take` only copies. The first one allocates memory, which can take seconds."""
         return self._layout is not None
 
     def take(self, step: int, state: Mapping[str, Any], own: Collection[int]) -> None:
-        """Copy this rank's part of `state` as of `step` (1 and up).
+        """Copy this rank's part of `state` as of `step` (1 or more).
 
-        `own`: indices, in order of appearance, of the tensors of which rank 0 has the true values.
-        Raises ConfigError for a state that cannot be saved, OSError without memory.
+        `own`: indices, in order of appearance, of the tensors for which rank 0 has the correct values. Raises
+        ConfigError for a state that cannot be saved, and OSError if memory is short.
         """
         skeleton, tensors = flatten(state)
         forms = [_form(tensor) for tensor in tensors]
@@ -154,7 +154,10 @@ class Snapshots:
         self._is_kept = True
 
     def _copy(self, sources: list[Tensor]) -> None:
-        """Into the slot. From a GPU into pinned memory, all at once, and the host waits once for all."""
+        """Copy into the slot.
+
+        From a GPU, copy asynchronously into pinned memory and wait once for all tensors.
+        """
         on_gpu = any(source.is_cuda for source in sources)
         if on_gpu:
             assert self._memory is not None
@@ -164,7 +167,7 @@ class Snapshots:
             stream.synchronize()
 
     def _lay_out(self, forms: Sequence[TensorForm], own: Collection[int], text_bytes: int) -> None:
-        """Give both slots their places; a restarted rank takes over those of its forerunner."""
+        """Place both slots in the region; a restarted rank reuses those of its predecessor."""
         layout = Layout.of(forms, own, self._ranks)
         self._pinned.release()
         self._check_room(layout.cuts[-1])
@@ -176,7 +179,7 @@ class Snapshots:
         else:
             memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
             GEOMETRY.pack_into(memory, GEOMETRY_AT, data, slot_bytes)
-        for slot in (0, 1):  # a mark of another generation must not meet those of this
+        for slot in (0, 1):  # marks of an older generation must not be combined with new ones
             if slot != self._slot or not self._is_kept:
                 SLOT.pack_into(memory, slot * SLOT.size, 0, 0)
         self._layout, self._part, self._memory = layout, layout.part(self._rank), memory
@@ -192,9 +195,9 @@ class Snapshots:
         self._targets = first, second
 
     def _check_room(self, state_bytes: int) -> None:
-        """Raise OSError where the node has not the memory for both slots, and for a copy that a save writes.
+        """Raise OSError if the node has too little memory for both slots and for the copy that a save makes.
 
-        Asked of all of the node's ranks together, which ask at the same time.
+        The check covers all of the node's ranks together, because they allocate at the same time.
         """
         missing = 2 * state_bytes - sum(region.present() for region in self._regions)
         left = memory_left(Path("/"))
@@ -226,7 +229,7 @@ def _typed(raw: Tensor, offset: int, dtype: str, count: int) -> Tensor:
 
 
 class Snapshot(NamedTuple):
-    """A state as of `step`, and the slot it lies in."""
+    """A state as of `step`, and its slot."""
 
     step: int
     state: dict[str, Any]
@@ -234,9 +237,9 @@ class Snapshot(NamedTuple):
 
 
 def newest_snapshot(regions: Sequence[NodeMemory], among: Collection[int] | None = None) -> Snapshot | None:
-    """The newest snapshot that all of the node's ranks have finished, of the steps `among`; None without one.
+    """Return the newest snapshot that all of the node's ranks have finished, of the steps `among`, or None.
 
-    The tensors are copies: the regions may be written again. To be called while no rank writes.
+    The tensors are copies, because the regions may be overwritten. Call this while no rank writes.
     """
     slots = whole_slots(regions)
     steps = [step for step in slots if among is None or step in among]
@@ -244,7 +247,7 @@ def newest_snapshot(regions: Sequence[NodeMemory], among: Collection[int] | None
 
 
 def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, int]:
-    """{step: its slot} of the snapshots, at most two, that all of the node's ranks have finished."""
+    """Return {step: slot} of the snapshots (at most two) that all of the node's ranks have finished."""
     if not regions or any(region.size() <= HEADER_BYTES for region in regions):
         return {}
     heads = [region.map(HEADER_BYTES) for region in regions]
@@ -255,7 +258,7 @@ def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, int]:
 
 
 def read_slot(regions: Sequence[NodeMemory], step: int, slot: int) -> Snapshot:
-    """The snapshot of `step`, which lies in `slot`; as `newest_snapshot`."""
+    """Return the snapshot of `step` in `slot`, under the same conditions as `newest_snapshot`."""
     memories = [region.map(region.size()) for region in regions]
     places = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
     starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in places]
@@ -271,7 +274,7 @@ def read_slot(regions: Sequence[NodeMemory], step: int, slot: int) -> Snapshot:
 
 
 def skeleton_in(region: NodeMemory, slot: int) -> dict[Any, Any]:
-    """What the first of a node's regions says of the snapshot in `slot`, without its tensors."""
+    """Return the skeleton of the snapshot in `slot`, without tensors, from a node's first region."""
     memory = region.map(region.size())
     _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
     skeleton: dict[Any, Any] = _said(memory, _slot_start(slot, slot_bytes))[0]
@@ -279,6 +282,6 @@ def skeleton_in(region: NodeMemory, slot: int) -> dict[Any, Any]:
 
 
 def _said(memory: mmap.mmap, start: int) -> Any:
-    """(skeleton, forms of the tensors, which are rank 0's) of the slot that begins at `start`."""
+    """Return (skeleton, tensor forms, indices of rank 0's tensors) of the slot that begins at `start`."""
     (length,) = LENGTH.unpack_from(memory, start)
     return marshal.loads(memory[start + LENGTH.size : start + LENGTH.size + length])

@@ -1,4 +1,4 @@
-"""What is saved, as bytes, and the fingerprint of weights."""
+"""Serialize the state to bytes and back, and fingerprint weights."""
 
 import hashlib
 import io
@@ -19,22 +19,22 @@ from tandem.checkpoint.plain import DEEPEST, restored, shown, unusual
 from tandem.errors import UnloadableError, text_of
 
 SLACK_BYTES = 2**20
-"""More than its file that a state may need: small tensors that were saved expanded."""
+"""How many bytes a state may need beyond its file's size: small tensors that were saved expanded."""
 View = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
-"""What makes two tensors the same: storage, offset, shape, strides, type."""
+"""What identifies a tensor: storage, offset, shape, strides, dtype."""
 MOST_NAMES = 16
-"""Times a file's size that the tensors of all names in it may need: layers may share one."""
+"""The tensors of all names may need this many times the file's size, because layers may share a tensor."""
 
 
 def weights_sha256(state: Mapping[str, Any]) -> str:
-    """SHA-256 of the parameters and buffers in an unwrapped module's state_dict, keys sorted.
+    """Return the SHA-256 of the parameters and buffers in an unwrapped module's state_dict, keys sorted.
 
-    Per key: UTF-8 name, NUL, str(dtype) such as "torch.float32", str(tuple(shape)) such as "(3, 4)", then
-    the elements in row-major order, little-endian.
+    Per key: UTF-8 name, NUL, str(dtype) such as "torch.float32", str(tuple(shape)) such as "(3, 4)", then the
+    elements in row-major order, little-endian.
     """
     digest = hashlib.sha256()
     for name, value in sorted(state.items()):
-        if isinstance(value, Tensor):  # a module's get_extra_state may put anything else there
+        if isinstance(value, Tensor):  # a module's get_extra_state can put any other object there
             digest.update(f"{name}\0{value.dtype}{tuple(value.shape)}".encode())
             digest.update(_little_endian(value))
     return digest.hexdigest()
@@ -50,7 +50,7 @@ def _little_endian(value: Tensor) -> memoryview:
 
 
 def serialize(state: Mapping[str, Any]) -> bytes:
-    """The state as torch.save writes it. Raises ConfigError for what could not be loaded again."""
+    """Return the state as torch.save writes it. Raises ConfigError for what could not be loaded again."""
     skeleton, tensors = flatten(state)
     buffer = io.BytesIO()
     torch.save(unflatten(skeleton, _apart(tensors)), buffer)
@@ -58,7 +58,7 @@ def serialize(state: Mapping[str, Any]) -> bytes:
 
 
 def _apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors, each with memory for all its elements, or it would not be loaded; ties stay ties."""
+    """Give each tensor memory for all its elements, or it would be rejected on load; ties are kept."""
     ours = dict[View, Tensor]()
     taken = set[int]()
     for tensor in tensors:
@@ -76,16 +76,16 @@ def _view(tensor: Tensor) -> View:
 
 
 def deserialize(raw: bytes) -> dict[str, Any]:
-    """Inverse of `serialize`, tensors on the CPU; no pickled code runs. Raises UnloadableError."""
+    """Inverse of `serialize`, tensors on the CPU; never runs pickled code. Raises UnloadableError."""
     _check_records(io.BytesIO(raw), len(raw))
     return _restored(_loaded(io.BytesIO(raw), len(raw)))
 
 
 def deserialize_file(path: Path, homes: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The same of a file that `serialize` has written, which is never in memory besides the state itself.
+    """Load a file that `serialize` wrote, without holding the file's contents in memory next to the state.
 
-    Tensors are copied one by one: a model's into the one that `homes` has of its name and form, the rest into
-    memory of their own. Nothing of the state is the file's afterwards. Raises UnloadableError and OSError.
+    Tensors are copied one by one: a model's into the tensor of `homes` with the same name, dtype and shape,
+    all others into new memory. Nothing in the result refers to the file. Raises UnloadableError and OSError.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -102,7 +102,7 @@ def deserialize_file(path: Path, homes: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def has_form(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> TypeGuard[Tensor]:
-    """Whether a tensor can take the values of one of that form; a share of a tensor cannot."""
+    """Return True if `home` can take values of this dtype and shape; a shard (DTensor) cannot."""
     return type(home) is Tensor and home.dtype == dtype and home.shape == shape
 
 
@@ -110,11 +110,11 @@ def _loaded(source: io.BytesIO | Path, size: int) -> dict[str, Any]:
     from_file = isinstance(source, Path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sparse tensors, which are refused below
+            warnings.simplefilter("ignore")  # about sparse tensors, which are rejected below
             state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True, mmap=from_file)
     except OSError:
         raise
-    except Exception as error:  # torch's readers assume some order in bytes that may be anything
+    except Exception as error:  # torch's readers raise many types of errors for arbitrary bytes
         raise UnloadableError(f"the checkpoint's state cannot be loaded: {_first_line(error)}") from error
     _check_needs(state, size)
     return state
@@ -128,11 +128,11 @@ def _restored(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_needs(state: object, size: int) -> None:
-    """Raise UnloadableError for a state that, when it is copied, needs more memory than its file, of `size`.
+    """Raise UnloadableError for a state whose copy would need more memory than its file of `size` bytes.
 
-    A view may claim any shape of one byte (stride 0), a sparse tensor or one without values any shape at all,
-    and a pickled list may hold another one a thousand times. Names that share one tensor, such as tied
-    weights, are each counted up to MOST_NAMES times the file.
+    A view can claim any shape from one byte (stride 0), and a sparse or meta tensor can have any shape at
+    all. A pickled list can contain another list a thousand times. Names that share a tensor, such as tied
+    weights, are each counted, up to MOST_NAMES times the file.
     """
     distinct = dict[View, int]()
     by_name = 0
@@ -164,9 +164,9 @@ def _too_much(path: tuple[Any, ...], what: str) -> UnloadableError:
 
 
 def _check_records(file: IO[bytes], size: int) -> None:
-    """What is loaded is not larger than what was read: torch.save neither compresses nor shares bytes."""
+    """Reject archives that expand beyond the file's size: torch.save neither compresses nor shares bytes."""
     if file.read(2) != b"PK":
-        return  # of an older torch, or nothing at all: torch says so
+        return  # from an older torch, or not a checkpoint at all: torch reports it
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
@@ -181,7 +181,10 @@ def _check_records(file: IO[bytes], size: int) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """torch's weights_only error has its reason in the middle of its advice, which is to run the code."""
+    """Return the reason of an error in one line.
+
+    The weights_only error of torch has its reason in the middle of the advice to run the code anyway.
+    """
     blocked = re.search(r"unsupported GLOBAL (\S+) whose module", text_of(error))
     if blocked:
         return f"it would run {blocked[1]}; nothing in it was run"

@@ -1,11 +1,11 @@
-"""Checkpoints that cannot lie: whole and hashed, or not there at all, wherever they lie. Imports no torch.
+"""The checkpoint store: every checkpoint is complete and hashed, or does not exist. Does not import torch.
 
-    checkpoints/step-000000500/state.pt        the state, as the caller serialised it
-    checkpoints/step-000000500/manifest.json   size and SHA-256 of every file, of itself too; and `info`
-    checkpoints/corrupt-step-000000500-1       its bytes were not those written; kept for a look
+    checkpoints/step-000000500/state.pt        the state, as serialized by the caller
+    checkpoints/step-000000500/manifest.json   size and SHA-256 of every file and of itself; and `info`
+    checkpoints/corrupt-step-000000500-1       quarantined: its bytes are not those that were written
 
-One process writes to a directory at a time (rank 0), which its `fence` sees to; any number may read. How
-files get there, and what a killed writer leaves, is the storage's matter.
+Only one process at a time writes to a directory (rank 0), which `fence` enforces; any number may read. The
+storage decides how files are committed, and cleans up after a killed writer.
 """
 
 import errno
@@ -37,7 +37,7 @@ Info = dict[str, Any] | Callable[[], dict[str, Any]]
 
 @contextmanager
 def translated(what: str, advice: str = "") -> Iterator[None]:
-    """OSError -> CheckpointError, one line."""
+    """Convert an OSError to a CheckpointError with a one-line message."""
     try:
         yield
     except OSError as error:
@@ -46,9 +46,9 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in `directory` (made by the first save): a Path or a RemotePath.
+    """The checkpoints of one run, in `directory` (a Path or RemotePath), which the first save creates.
 
-    `fence` raises RunTakenError once the run belongs to another launch (see `owner.fence`).
+    `fence` raises RunTakenError if the run belongs to another launch (see `owner.fence`).
     """
 
     def __init__(self, directory: PurePath, fence: Callable[[], None] = lambda: None) -> None:
@@ -56,23 +56,29 @@ class CheckpointStore:
         self._ours: set[int] | None = None  # steps that a save may replace
         self._scores: dict[int, Scores] = {}
         self.unloadable: set[int] = set()
-        """Steps whose bytes are right and make no state here; they stay, and are not among those to keep."""
+        """Steps with correct bytes that this version cannot load.
+
+        They are kept and do not count for retention.
+        """
 
     def path(self, step: int) -> PurePath:
         return self.directory / f"step-{step:09d}"
 
     def steps(self) -> list[int]:
-        """Committed steps (those with a manifest), newest first; says nothing of their bytes."""
+        """Return the committed steps (those with a manifest), newest first. Does not check their bytes."""
         return [step for step, files in self._list().items() if MANIFEST in files]
 
     def without_manifest(self) -> list[int]:
-        """Steps with files but no manifest, newest first, where that is damage: nothing else leaves one."""
-        if not self._storage.appears_whole:  # a save was killed, or is under way
+        """Return damaged steps that have files but no manifest, newest first.
+
+        Empty for an object store, where an interrupted or running save also looks like this.
+        """
+        if not self._storage.appears_whole:  # a save was killed, or is still running
             return []
         return [step for step, files in self._list().items() if MANIFEST not in files]
 
     def set_aside(self) -> list[str]:
-        """The names of what is quarantined here."""
+        """Return the names of the quarantined checkpoints."""
         return sorted(name for name in self._entries() if name.startswith("corrupt-"))
 
     def _entries(self) -> dict[str, dict[str, int]]:
@@ -80,23 +86,24 @@ class CheckpointStore:
             return self._storage.list(self.directory)
 
     def _list(self) -> dict[int, dict[str, int]]:
-        """{step: {file: bytes}}, newest first."""
+        """Return {step: {file: bytes}}, newest first."""
         found = self._entries().items()
         steps = {int(match[1]): files for name, files in found if (match := STEP_NAME.fullmatch(name))}
         return dict(sorted(steps.items(), reverse=True))
 
     def open_for_writing(self) -> None:
-        """From now on what others save here is another writer's: a save does not replace it."""
+        """Treat checkpoints that appear from now on as another writer's, which a save does not replace."""
         self._ours = set(self.steps())
 
     def save(self, step: int, payload: Payload, info: Info) -> int:
-        """Write one checkpoint; when this returns its bytes, it is whole and there for good under its name.
+        """Write one checkpoint; once this returns, it is complete and durable. Returns its bytes.
 
-        `payload` is the state's bytes, or a function that writes them to the sink it is given and that
-        can be called twice; so can a function that gives `info`, which is asked when the payload is written.
-        Scores in `info["eval"]` are those of the weights of this step.
+        `payload` is the state's bytes, or a function that writes them to a given sink. `info` is a dict, or a
+        function that is called when the payload has been written. Both functions may be called twice. Scores
+        in `info["eval"]` must be those of the weights of this step.
+
         Raises CheckpointError (full, read-only or failing volume; another writer has saved this step) and
-        RunTakenError; older checkpoints are as they were.
+        RunTakenError. Older checkpoints are not changed.
         """
         free = "free space or repair the volume; older checkpoints are untouched"
         with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
@@ -111,7 +118,7 @@ class CheckpointStore:
 
         def sealed(files: Entries) -> bytes:
             told = info() if callable(info) else info
-            self._fence()  # the state is written, nothing of it is published
+            self._fence()  # the state is written, but nothing is published yet
             return render_manifest(step, files, told)
 
         try:
@@ -123,7 +130,7 @@ class CheckpointStore:
             ) from error
         try:
             self._fence()
-        except RunTakenError:  # between the two looks: its new owner must not go on from this one
+        except RunTakenError:  # taken over during the commit: the new owner must not resume from it
             self._storage.remove([self.path(step)])
             raise
         self._ours.add(step)
@@ -131,12 +138,12 @@ class CheckpointStore:
         return size
 
     def why_kept(self, rule: Retention) -> dict[int, list[str]]:
-        """The steps that `rule` keeps, newest first, with the reasons. Raises CheckpointError."""
+        """Return the steps that `rule` keeps, newest first, with the reasons. Raises CheckpointError."""
         steps = [step for step in self.steps() if step not in self.unloadable]
         return why_kept({step: self.scores(step) if rule.best else {} for step in steps}, rule)
 
     def scores(self, step: int) -> Scores:
-        """What the evaluation at `step` gave, from its manifest; nothing where that is damaged."""
+        """Return the scores of the evaluation at `step`, from its manifest; empty if that is damaged."""
         if step not in self._scores:
             try:
                 found = self.info(step).get("eval", {})
@@ -146,10 +153,10 @@ class CheckpointStore:
         return self._scores[step]
 
     def prune(self, rule: Retention, dry_run: bool = False) -> list[int]:
-        """Remove what `rule` does not keep, oldest first; returns the steps removed (or that would be).
+        """Remove what `rule` does not keep, oldest first; return the removed steps (or those to remove).
 
-        The newest always stays. It is read back first: if it is not what was written, nothing is removed
-        and CorruptCheckpointError is raised.
+        The newest checkpoint is always kept. It is read back first: if its bytes are wrong, nothing is
+        removed and CorruptCheckpointError is raised.
         """
         kept = self.why_kept(rule)
         doomed = sorted(set(self.steps()) - set(kept) - self.unloadable)
@@ -160,13 +167,13 @@ class CheckpointStore:
         with translated(f"cannot remove old checkpoints in {self.directory}"):
             self._fence()
             self._storage.remove([self.path(step) for step in doomed])
-            self._storage.mend(self.directory)  # what a killed prune left, too
+            self._storage.mend(self.directory)  # also finish an interrupted prune
         for step in doomed:
             self._scores.pop(step, None)
         return doomed
 
     def quarantine(self, step: int) -> PurePath:
-        """Rename a damaged checkpoint so that nobody takes it for a good one; returns its new path."""
+        """Rename a damaged checkpoint so that it is not used again; return its new path."""
         there, number = self.set_aside(), 1
         while (name := f"corrupt-{self.path(step).name}-{number}") in there:
             number += 1
@@ -176,8 +183,11 @@ class CheckpointStore:
         return self.directory / name
 
     def move_aside(self, after_step: int = -1) -> PurePath | None:
-        """Move the checkpoints newer than `after_step` (all by default, and what else lies there) to a
-        sibling checkpoints-before-<UTC time>, which is returned; None when there are none to move."""
+        """Move the checkpoints newer than `after_step` to a sibling directory checkpoints-before-<UTC time>.
+
+        By default, move everything in the directory. Returns the new directory; None if there was nothing to
+        move.
+        """
         newer = [step for step in self.steps() if step > after_step]
         everything = after_step < 0 and bool(self._entries())
         if not newer and not everything:
@@ -189,13 +199,16 @@ class CheckpointStore:
                 aside, number = aside.with_name(f"{name}-{number + 1}"), number + 1
             if everything:
                 self._storage.rename(self.directory, aside)
-            else:  # newest first: killed half-way, the rest is still one line of training
+            else:  # newest first: if killed halfway, the rest is still a consistent history
                 for step in newer:
                     self._storage.rename(self.path(step), aside / self.path(step).name)
         return aside
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """The manifest: step, written_at (Unix seconds), files, info. Raises CorruptCheckpointError."""
+        """Return the manifest: step, written_at (Unix seconds), files, info.
+
+        Raises CorruptCheckpointError.
+        """
         path = self.path(step) / MANIFEST
 
         def whole(file: Reader) -> bytes:
@@ -213,11 +226,11 @@ class CheckpointStore:
         return dict(self.manifest(step)["info"])
 
     def sizes(self) -> dict[int, int]:
-        """{step: bytes of all its files}, newest first, with those of `without_manifest`."""
+        """Return {step: bytes of all its files}, newest first, including those of `without_manifest`."""
         return {step: sum(files.values()) for step, files in self._list().items()}
 
     def verify(self, step: int, from_disk: bool = True) -> None:
-        """Read every byte back, from the disk where the kernel lets us. Raises CorruptCheckpointError."""
+        """Re-read every byte, from the disk if the kernel allows it. Raises CorruptCheckpointError."""
         for name, wanted in self.manifest(step)["files"].items():
             path = self.path(step) / name
 
@@ -228,7 +241,7 @@ class CheckpointStore:
             check(path, wanted, *self._read(path, sized, from_disk))
 
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
-        """The state's bytes, hashed before they are returned, and info. Raises CorruptCheckpointError."""
+        """Return (state, info); the state's hash is verified first. Raises CorruptCheckpointError."""
         manifest = self.manifest(step)
         ((name, wanted),) = manifest["files"].items()
         path = self.path(step) / name
@@ -243,9 +256,9 @@ class CheckpointStore:
         return state, manifest["info"]
 
     def _read(self, path: PurePath, use: Callable[[Reader], T], from_disk: bool = False) -> T:
-        """What `use` makes of a file; begun again where its handle is stale.
+        """Return `use(file)`; start again if its NFS handle is stale.
 
-        A missing file raises CorruptCheckpointError, a failing volume CheckpointError.
+        Raises CorruptCheckpointError for a missing file, and CheckpointError for a failing volume.
         """
 
         def once() -> T:
@@ -258,12 +271,12 @@ class CheckpointStore:
             except FileNotFoundError:
                 raise CorruptCheckpointError(f"{path} is missing") from None
             except OSError as error:
-                if error.errno != errno.EBADMSG:  # the file system's or the object store's own checksum
+                if error.errno != errno.EBADMSG:  # a checksum error of the file system or the object store
                     raise
                 raise CorruptCheckpointError(f"{path} is damaged: {error.strerror}") from None
 
     def newest_valid(self, on_corrupt: OnCorrupt) -> tuple[int, bytes, dict[str, Any]] | None:
-        """(step, state, info) of the newest checkpoint whose hashes hold; damaged ones are quarantined."""
+        """Return (step, state, info) of the newest valid checkpoint; quarantine damaged ones."""
         found = self.newest(self.read, on_corrupt)
         return None if found is None else (found[0], *found[1])
 
@@ -274,12 +287,14 @@ class CheckpointStore:
         quarantine: bool = True,
         on_unloadable: OnCorrupt | None = None,
     ) -> tuple[int, T] | None:
-        """(step, what `read` makes of it) of the newest that `read` does not call a CorruptCheckpointError.
+        """Return (step, `read(step)`) of the newest checkpoint that `read` does not reject as corrupt.
 
-        `on_corrupt(step, problem)` is called for each that is passed over; `on_unloadable` likewise for one
-        that `read` calls an UnloadableError, which stays where it is; without it, that is raised. An
-        unreadable volume raises CheckpointError: to resume from an older checkpoint because of a passing
-        error would throw training away.
+        A checkpoint is skipped if `read` raises CorruptCheckpointError.
+
+        `on_corrupt(step, problem)` is called for each checkpoint that is skipped. If `read` raises
+        UnloadableError, `on_unloadable` is called instead and the checkpoint stays in place; without
+        `on_unloadable`, the error is raised. An unreadable volume raises CheckpointError: resuming from an
+        older checkpoint because of a temporary error would discard training.
         """
         if quarantine:
             with translated(f"cannot repair {self.directory}"):
@@ -295,13 +310,16 @@ class CheckpointStore:
                 continue
             except CorruptCheckpointError as error:
                 problem = str(error)
-            if step not in self.steps():  # pruned by a writer, which has a newer one: look anew
+            if step not in self.steps():  # pruned by a writer, which has a newer one: list again
                 return self.newest(read, on_corrupt, quarantine, on_unloadable)
             on_corrupt(step, problem + (self._set_aside(step) if quarantine else ""))
         return None
 
     def _set_aside(self, step: int) -> str:
-        """What became of it, for a log line: a read-only volume is no reason not to use the next older."""
+        """Quarantine a checkpoint and return the result for a log message.
+
+        A read-only volume must not prevent the use of the next older checkpoint.
+        """
         try:
             return f"; quarantined as {self.quarantine(step).name}"
         except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""Saves beside the training: a step is held for a copy in memory, a thread does the rest.
+"""Asynchronous saves: a step waits only for a copy in memory, and a thread writes it.
 
-A failed save never kills training, too many in a row do.
+A failed save never ends training; too many failed saves in a row do.
 """
 
 import logging
@@ -18,6 +18,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore, Info
 from tandem.errors import CheckpointError, RunTakenError
 from tandem.telemetry.meter import SaveOutcome as SaveOutcome
+from tandem.timeouts import SAVE_AGAIN_SECONDS
 from tandem.torch_private import copy_all
 
 log = logging.getLogger("tandem.checkpoint")
@@ -26,14 +27,14 @@ Key = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 class Buffers:
-    """A second home for a state's tensors: allocated once, written at every save (pinned for GPUs)."""
+    """Reusable copies of a state's tensors: allocated once, overwritten by every save (pinned for GPUs)."""
 
     def __init__(self) -> None:
         self._homes: list[Tensor] = []
         self._pinned, self._memory = Pinned(), torch.empty(0)
 
     def copy(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The same values in this object's memory, valid until the next call; tied tensors stay tied."""
+        """Copy the tensors into this object's memory, valid until the next call; tied tensors stay tied."""
         keys = [_key(tensor) for tensor in tensors]
         distinct: dict[Key, Tensor] = {}
         for key, tensor in zip(keys, tensors, strict=True):
@@ -59,6 +60,7 @@ class Buffers:
 
 
 def _key(tensor: Tensor) -> Key:
+    """Return what identifies a tensor's values. Empty tensors have no address (0), so their id is used."""
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -67,33 +69,33 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
 
 
 class Later:
-    """Scores that are not there yet when a save begins: the writing thread waits for what the other gives."""
+    """Scores that are not known when a save begins: the writer thread waits for them."""
 
     def __init__(self) -> None:
         self._given = threading.Event()
         self._scores: Mapping[str, float] = {}
 
     def give(self, scores: Mapping[str, float]) -> None:
-        """The scores. Only the first call counts."""
+        """Set the scores. Only the first call has an effect."""
         if not self._given.is_set():
             self._scores = scores
             self._given.set()
 
     def value(self) -> Mapping[str, float]:
-        """Waits."""
+        """Wait for the scores and return them."""
         self._given.wait()
         return self._scores
 
 
 FAILURES_ALLOWED = 3
-"""Saves in a row that may fail before the run ends with an error."""
+"""How many saves in a row may fail before the run ends with an error."""
 
 
 class CheckpointWriter:
-    """Rank 0's writer: one save at a time, prunes after the newest is verified, counts failures in a row.
+    """Rank 0's writer: saves one state at a time, verifies the newest checkpoint before it prunes older ones.
 
-    `report` hears of each save that ended, `verified` of each step that was read back before older ones
-    were removed; `before` is called before each save counts. All three from the writing thread.
+    The writer thread calls all three functions: `report` after each save, `verified` with each step that was
+    read back before older ones were removed, and `before` just before a save is published.
     """
 
     def __init__(
@@ -110,16 +112,19 @@ class CheckpointWriter:
         self._buffers = Buffers()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.failures_in_a_row = 0
+        self._failures_in_a_row = 0
+        self._unsaved: tuple[int, dict[Any, Any], Info] | None = None
         self.last_step: int | None = None
+        self.problem = ""
+        """Why the last save failed; empty if it did not."""
 
     def save(self, step: int, state: Mapping[str, Any], info: Info) -> None:
-        """Begin to save `state` as of `step`; returns as soon as its tensors are copied.
+        """Begin to save `state` as of `step`; return as soon as its tensors are copied.
 
-        A function that gives `info` is asked when the state is written, and may wait.
+        If `info` is a function, it is called once the state is written, and may wait.
 
-        Waits for the save before, if that is still being written. Raises ConfigError for a state that could
-        not be loaded again, and CheckpointError when more saves in a row failed than are allowed.
+        Waits for the previous save if that is still being written. Raises ConfigError for a state that could
+        not be loaded again, and CheckpointError if too many saves in a row have failed.
         """
         began = time.monotonic()
         self.wait()
@@ -132,13 +137,24 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises what a save found that must end the run."""
+        """Wait until the save has finished; raise its error if that must end the run."""
         self.settle()
         if self._error is not None:
             raise self._error
 
+    def insist(self) -> None:
+        """Write the last save again if it failed, until it succeeds. Raises as `save`.
+
+        It is for the last step of a run, which has no later save.
+        """
+        self.wait()
+        while self._unsaved is not None:
+            time.sleep(SAVE_AGAIN_SECONDS)
+            self._write(*self._unsaved, time.monotonic(), 0.0)
+            self.wait()
+
     def settle(self) -> None:
-        """Wait until nothing is being written, whatever became of it."""
+        """Wait until the save has finished, successful or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -156,29 +172,33 @@ class CheckpointWriter:
 
         try:
             size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), seal)
-            self.failures_in_a_row, self.last_step = 0, step
+            self._failures_in_a_row, self.last_step = 0, step
+            self._unsaved, self.problem = None, ""
         except CheckpointError as error:
             size = None
+            self._unsaved, self.problem = (step, state, info), str(error)
             self._failed(step, error)
+        # Such as RunTakenError. `wait` raises it in the training thread.
         except BaseException as error:
             self._error = error
             return
+        # The time that `info` waited, for an evaluation that still runs, is not part of the save.
         self._report(SaveOutcome(step, time.monotonic() - began - waited, held, size))
         if size is not None:
             self._prune(step)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
-        self.failures_in_a_row += 1
-        if self.failures_in_a_row > self._allowed:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row > self._allowed:
             self._error = CheckpointError(
-                f"{self.failures_in_a_row} saves in a row failed, but only {self._allowed} are "
+                f"{self._failures_in_a_row} saves in a row failed, but only {self._allowed} are "
                 f"allowed; last error: {error}"
             )
             return
         log.warning(
             "save at step %d failed (%d in a row, %d allowed): %s",
             step,
-            self.failures_in_a_row,
+            self._failures_in_a_row,
             self._allowed,
             error,
         )

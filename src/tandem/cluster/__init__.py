@@ -1,5 +1,5 @@
-"""Simulated nodes as containers on this host: `tandem cluster`, and the make targets compose-up, chaos...
+"""Simulated nodes as containers on this host: `tandem cluster`, and the make targets compose-up, chaos, ...
 
-Standard library only: it needs a container engine with Compose and Python, no PyTorch. `make` calls it with
-the system's python3.
+It uses only the standard library: it needs Python and a container engine with Compose, but no PyTorch. `make`
+runs it with the system's python3.
 """

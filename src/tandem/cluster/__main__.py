@@ -1,9 +1,9 @@
-"""`python3 -m tandem.cluster`: what the make targets call. Messages name make's targets and variables."""
+"""`python3 -m tandem.cluster`, which the make targets run. Messages name make's targets and variables."""
 
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the current folder, which -m has put there
+    del sys.path[0]  # the current directory, which -m adds
 
 from tandem.cluster.command_line import main  # noqa: E402
 

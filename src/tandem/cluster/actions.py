@@ -1,6 +1,6 @@
-"""What `tandem cluster` does with a cluster of containers: up, down, ps, logs, shell, scale.
+"""The actions of `tandem cluster` on a cluster of containers: up, down, ps, logs, shell, scale.
 
-`up` returns the job's code, which `docker compose up` does not: it says 0 though a replica ended with 7.
+`up` returns the job's exit code. `docker compose up` does not: it returns 0 even if a replica exits with 7.
 """
 
 import argparse
@@ -31,13 +31,14 @@ from tandem.cluster.engine import (
     is_watched,
     variables_in_dotenv,
 )
-from tandem.cluster.network import Shape, check_shape, keep_shape
+from tandem.cluster.network import Shape, check_shape, keep_shape, shape_of
 from tandem.cluster.preflight import (
     VOLUMES,
     check_free,
     check_gpus,
     check_room_for_a_build,
     check_volumes,
+    checked_epochs,
     checked_node,
     checked_nodes,
     checked_port,
@@ -55,16 +56,21 @@ DOWN_TRIES, DOWN_AGAIN_SECONDS = 4, 1.0
 METRICS_PORT = 19469
 
 
-def up(options: argparse.Namespace) -> int:
-    """Build if needed, start, follow, and return the job's code."""
+def wanted(options: argparse.Namespace) -> Cluster:
+    """Return the cluster that the options of `up` describe; needs no engine. Raises ClusterError."""
     nodes = checked_nodes(options.nodes)
-    shape = Shape(options.rate, options.latency, options.loss)
-    shape.check()
+    Shape(options.rate, options.latency, options.loss).check()
     port = checked_port(options.metrics_port or str(METRICS_PORT))
     check_gpus(options.gpus)
-    watched = options.monitoring == "1" or is_watched(options.project)
     variables = variables_of(options, nodes, port) | {"SECRET_FILE": str(job_secret.path_of(options.project))}
-    cluster = Cluster(options.project, variables, bool(options.gpus), watched)
+    return Cluster(options.project, variables, bool(options.gpus), options.monitoring == "1")
+
+
+def up(options: argparse.Namespace) -> int:
+    """Build if needed, start, follow, and return the job's code."""
+    cluster = wanted(options)
+    cluster = replace(cluster, watched=cluster.watched or is_watched(options.project))
+    shape, port = shape_of(cluster), int(cluster.variables["METRICS_PORT"])
     unfinished = [node for node in cluster.nodes() if node.is_unfinished]
     if unfinished:
         raise ClusterError(
@@ -78,9 +84,10 @@ def up(options: argparse.Namespace) -> int:
     check_shape(cluster, shape)
     check_volumes(cluster)
     shaped = f", {shape}" if shape else ""
-    say(f"cluster      {cluster.project}: {nodes} nodes from {cluster.image}{shaped}")
+    say(f"cluster      {cluster.project}: {cluster.variables['NODES']} nodes from {cluster.image}{shaped}")
     say(f"metrics      http://localhost:{port}/metrics")
-    name, where = ("run", "") if options.script else ("checkpoints", "/checkpoints")  # a script's are its own
+    # A script decides where its checkpoints are.
+    name, where = ("run", "") if options.script else ("checkpoints", "/checkpoints")
     say(f"{name:<12} {cluster.run_dir}{where} in volume {cluster.project}_checkpoints")
     job_secret.make(options.project, {**variables_in_dotenv(), **os.environ})
     if options.monitoring == "1":
@@ -89,15 +96,18 @@ def up(options: argparse.Namespace) -> int:
     job = Job.of(cluster)
     forwarder = metrics_containers(cluster)
     follow(job)
-    remove_metrics(cluster, forwarder)  # but not that of `compose-scale`, which ends this and starts anew
+    # But not a new one of `compose-scale`, which stops this job and starts another.
+    remove_metrics(cluster, forwarder)
     code, line = job.ending()
     say(line)
     return code
 
 
 def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str, str]:
-    """What compose.yaml reads, from the options and the caller's own TANDEM_* variables; no secrets, as all
-    of it goes into a label. The job's own goes into a file."""
+    """Return the variables of compose.yaml, from the options and the caller's TANDEM_* variables.
+
+    Secrets are left out, because all variables become a label. The job's secret is in a file.
+    """
     given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
     kept_out = job_secret.GIVEN_FILE, *filter(is_secret, given)
     given = {name: value for name, value in given.items() if name not in kept_out}
@@ -115,22 +125,22 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
         **work_of(options, everything),
         **own_variables(options),
     }
-    if shipped.checkout() is None:  # without the examples
+    if shipped.checkout() is None:  # an installed wheel has no examples
         variables.setdefault("TASKS", str(HERE))
     if rules := os.environ.get("RULES"):
         variables["RULES"] = str(Path(rules).resolve())
         if not Path(rules).is_file():
             raise ClusterError(f"RULES={rules}: there is no such file; monitoring/rules.yaml is the default")
-    # All nodes are on this host: each rank counts on its share of the cores, not on all of them.
+    # All nodes are on this host, so each rank uses its share of the cores, not all of them.
     if "TANDEM_THREADS" not in everything:
         variables |= share_of(nodes, variables)
     if options.epochs:
-        variables["TANDEM_EPOCHS"] = options.epochs
+        variables["TANDEM_EPOCHS"] = str(checked_epochs(options.epochs))
     return variables
 
 
 def build(cluster: Cluster) -> None:
-    """Build the image: seconds when nothing changed. Raises ClusterError."""
+    """Build the image, which takes seconds if nothing has changed. Raises ClusterError."""
     command = build_command(cluster.image)
     if command is None:
         raise ClusterError(
@@ -146,7 +156,7 @@ def build(cluster: Cluster) -> None:
 
 
 def watch(cluster: Cluster) -> None:
-    """Start Prometheus and Grafana, or let them run: they outlive the job. Raises ClusterError."""
+    """Start Prometheus and Grafana, or keep them running: they outlive the job. Raises ClusterError."""
     try:
         cluster.compose("up", "--detach", *WATCHERS, seconds=START_SECONDS)
     except EngineGoneError:
@@ -161,10 +171,10 @@ def watch(cluster: Cluster) -> None:
 
 
 def start(cluster: Cluster) -> None:
-    """Start every container of the job anew, in the background; Prometheus and Grafana stay as they are.
+    """Recreate all containers of the job in the background, but not Prometheus and Grafana.
 
-    The old nodes are removed first: with fewer nodes than before, Compose 2.26 may keep a later one, and
-    node 0 would be missing.
+    The old nodes are removed first. If there are now fewer nodes, Compose 2.26 may keep a later one, and node
+    0 would be missing.
     """
     job = ("node", "metrics")
     cluster.compose("rm", "--force", "node", seconds=STOP_SECONDS)
@@ -173,7 +183,7 @@ def start(cluster: Cluster) -> None:
 
 
 def follow(job: Job) -> None:
-    """Show the logs until no node runs or is about to run again. Ctrl-C stops the nodes."""
+    """Show the logs until no node runs or is about to restart. Ctrl-C stops the nodes."""
     with subprocess.Popen(
         ["docker", *job.cluster.command("logs", "--follow", "node")],
         env=job.cluster.environment(),
@@ -193,7 +203,7 @@ def follow(job: Job) -> None:
 
 
 def show(logs: subprocess.Popen[bytes]) -> None:
-    """Compose's lines, without the "erase this line" that 2.26 puts before each, terminal or not."""
+    """Print Compose's lines without the "erase line" sequence that 2.26 adds, even outside a terminal."""
     assert logs.stdout is not None
     for line in logs.stdout:
         sys.stdout.buffer.write(line.replace(b"\x1b[2K", b""))
@@ -201,15 +211,16 @@ def show(logs: subprocess.Popen[bytes]) -> None:
 
 
 def metrics_containers(cluster: Cluster) -> list[str]:
-    """The forwarder's container, if there is one."""
+    """Return the IDs of the forwarder's containers, usually one or none."""
     mine = [f"label=com.docker.compose.{key}" for key in (f"project={cluster.project}", "service=metrics")]
     return docker("ps", "-aq", "--no-trunc", "--filter", mine[0], "--filter", mine[1]).split()
 
 
 def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
-    """Remove the forwarder, which has nothing to forward to any more; only those of `mine` when given.
+    """Remove the forwarder, which has nothing left to forward to; if `mine` is given, only those.
 
-    Another command may be removing it at the same moment: it is gone when this returns, by whomever.
+    Another command may remove it at the same time. It is gone when this returns, whichever command removed
+    it.
     """
     deadline = time.monotonic() + STOP_SECONDS
     while found := [each for each in metrics_containers(cluster) if mine is None or each in mine]:
@@ -219,7 +230,7 @@ def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
 
 
 def down(options: argparse.Namespace) -> int:
-    """Stop what runs and say how it ended; then remove containers and network, the volumes if asked for."""
+    """Stop a running job and report its result; then remove containers, network and optionally volumes."""
     cluster = Cluster(options.project, {}, watched=True)
     end(options.project)
     everything = ["--volumes"] if options.volumes == "1" else []
@@ -233,8 +244,10 @@ def down(options: argparse.Namespace) -> int:
 
 
 def remove_all(cluster: Cluster, more: Sequence[str]) -> None:
-    """`docker compose down`, which is tried again where it fails: an `up` elsewhere removes its forwarder at
-    the same moment, and reads the volume. Raises ClusterError."""
+    """Run `docker compose down`, and retry if it fails. Raises ClusterError.
+
+    An `up` in another terminal may be removing its forwarder or reading the volume at the same time.
+    """
     for left in range(DOWN_TRIES, -1, -1):
         try:
             cluster.compose("down", "--remove-orphans", *more, seconds=STOP_SECONDS)
@@ -248,9 +261,9 @@ def remove_all(cluster: Cluster, more: Sequence[str]) -> None:
 
 
 def end(project: str) -> None:
-    """Stop a job that runs, as `docker stop` does, and say how it ended; its nodes are still there then."""
+    """Stop a running job like `docker stop` and report its result; its nodes still exist afterward."""
     by_hand = {"RUN": os.environ.get("RUN") or "digits", "IMAGE": os.environ.get("IMAGE") or DEFAULT_IMAGE}
-    cluster = Cluster(project, by_hand, watched=True)  # as compose.yaml fills them in
+    cluster = Cluster(project, by_hand, watched=True)  # the defaults of compose.yaml
     with contextlib.suppress(ClusterError):
         cluster = Cluster.found(project)
     job = Job.of(cluster)
@@ -262,7 +275,7 @@ def end(project: str) -> None:
 
 
 def ps(options: argparse.Namespace) -> int:
-    """The nodes, one line each."""
+    """List the nodes, one per line."""
     nodes = Cluster(options.project, {}).nodes()
     for node in nodes:
         ended = "" if node.is_unfinished else f" with {node.exit_code}"
@@ -273,7 +286,7 @@ def ps(options: argparse.Namespace) -> int:
 
 
 def logs(options: argparse.Namespace) -> int:
-    """The logs so far, and on while nodes run."""
+    """Show the logs so far, and new lines while nodes run."""
     cluster = Cluster.found(options.project)
     follow_command = ["docker", *cluster.command("logs", "--follow", "node")]
     with subprocess.Popen(follow_command, env=cluster.environment(), stdout=subprocess.PIPE) as following:
@@ -282,7 +295,7 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def shell(options: argparse.Namespace) -> int:
-    """A shell in a running node."""
+    """Open a shell in a running node."""
     node = Cluster(options.project, {}).node(checked_node(options.node))
     if node.status != "running":
         raise ClusterError(
@@ -292,7 +305,7 @@ def shell(options: argparse.Namespace) -> int:
 
 
 def scale(options: argparse.Namespace) -> int:
-    """Stop all nodes after a checkpoint and start as many as asked for, which go on from it."""
+    """Stop all nodes after a checkpoint and start the requested number, which resume from it."""
     found = Cluster.found(options.project)
     nodes, before = checked_nodes(options.nodes), len(found.nodes())
     Job.of(found).stop()

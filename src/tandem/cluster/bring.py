@@ -1,29 +1,48 @@
-"""`make compose-get RUN=digits`: a run out of the checkpoint volume into a folder of this host."""
+"""`make compose-get RUN=digits`: copy a run from the checkpoint volume to a directory on this host."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tandem.cluster.engine import ClusterError, docker, project_word
 from tandem.cluster.volume import exists, image_of, reader, volume_of
 from tandem.cluster.wording import say
-from tandem.cluster.work import RUN
+from tandem.cluster.work import RUN, check_run
 
 NO_SUCH_RUN = 44
 CHANGED = 1
-"""tar's code where a file grew, or went, while it was read: the run goes on."""
+"""tar's exit code if a file changed or disappeared while it was read, because the run continues."""
 NOT_STARTED = (125, 126, 127)
-"""Docker's codes where the program never ran."""
+"""Docker's exit codes if the program was never started."""
 TAKE = f'cd "/checkpoints/$1" 2>/dev/null || exit {NO_SUCH_RUN}; exec tar -cf - .'
 LIST = 'cd /checkpoints && for each in *; do [ ! -d "$each" ] || echo "$each"; done'
 MOST_NAMED = 20
 
 
+def check_get(options: argparse.Namespace) -> None:
+    """The run's name, and the folder that is to be new; asks no engine. Raises ClusterError.
+
+    No name at all is answered by a list of the runs, which the engine has.
+    """
+    run = options.run
+    if not run:
+        return
+    check_run(run)
+    folder = _folder_of(options)
+    with _saying_what_to_type(folder, options):
+        if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ClusterError(
+                f"{folder} is there already; name a new folder: "
+                f"make compose-get RUN={run} TO=runs/{run}-copy{project_word(options.project)}"
+            )
+
+
 def get(options: argparse.Namespace) -> int:
-    """Copy a run whole or not at all, and write over nothing."""
+    """Copy a run completely or not at all, and overwrite nothing."""
     volume, run, named = volume_of(options.project), options.run, project_word(options.project)
     if not exists(volume):
         raise ClusterError(
@@ -36,21 +55,11 @@ def get(options: argparse.Namespace) -> int:
             f"there is no image {image} here, and one of tandem reads the volume; make it: make image, "
             "or name another: make compose-get IMAGE=NAME"
         )
-    if not RUN.fullmatch(run):
-        raise ClusterError(f"RUN={run} is not the name of a run; {_known(volume, image)}{named}")
-    folder = Path(os.path.expanduser(options.to or f"runs/{run}"))
-    try:
-        if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise ClusterError(
-                f"{folder} is there already; name a new folder: "
-                f"make compose-get RUN={run} TO=runs/{run}-copy{named}"
-            )
+    if not run:
+        raise ClusterError(f"RUN is missing; {_known(volume, image)}{named}")
+    folder = _folder_of(options)
+    with _saying_what_to_type(folder, options):
         code = _bring(volume, image, run, folder)
-    except OSError as error:
-        raise ClusterError(
-            f"cannot write {folder}: {error.strerror}; name another: "
-            f"make compose-get RUN={run} TO=FOLDER{named}"
-        ) from error
     if code == NO_SUCH_RUN:
         raise ClusterError(f"RUN={run} is not in {volume}; {_known(volume, image)}{named}")
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -60,8 +69,24 @@ def get(options: argparse.Namespace) -> int:
     return 0
 
 
+def _folder_of(options: argparse.Namespace) -> Path:
+    return Path(os.path.expanduser(options.to or f"runs/{options.run}"))
+
+
+@contextlib.contextmanager
+def _saying_what_to_type(folder: Path, options: argparse.Namespace) -> Iterator[None]:
+    """A folder that cannot be written is one line. Raises ClusterError."""
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write {folder}: {error.strerror}; name another: "
+            f"make compose-get RUN={options.run} TO=FOLDER{project_word(options.project)}"
+        ) from error
+
+
 def _bring(volume: str, image: str, run: str, folder: Path) -> int:
-    """0, CHANGED or NO_SUCH_RUN. Raises ClusterError, OSError."""
+    """Return 0, CHANGED or NO_SUCH_RUN. Raises ClusterError and OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".compose-get-", dir=folder.parent) as place:
         within = Path(place, "run")
@@ -73,7 +98,7 @@ def _bring(volume: str, image: str, run: str, folder: Path) -> int:
 
 
 def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
-    """Unpack the archive that the command writes; the command's code. Raises ClusterError."""
+    """Unpack the archive that the command writes; return the command's exit code. Raises ClusterError."""
     unpack = ["tar", "-x", "-o", "-f", "-", "-C", str(folder)]
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(source, stdout=subprocess.PIPE, stderr=errors) as archive:
@@ -92,7 +117,7 @@ def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
 
 
 def _known(volume: str, image: str) -> str:
-    """The runs there are, and what to type."""
+    """List the existing runs and what to type, for a message."""
     ended = subprocess.run(reader(volume, image, LIST), capture_output=True, text=True)
     names = [name for name in ended.stdout.splitlines() if RUN.fullmatch(name)]
     if not names:

@@ -1,7 +1,7 @@
-"""Break a cluster on purpose: one fault in a running cluster, or all of them as a table.
+"""Fault injection: one fault in a running cluster, or a table of all faults.
 
-`all` starts a cluster of its own for each fault, lets it finish, and compares the weights' SHA-256 with those
-of an undisturbed run.
+For each fault, `all` starts a new cluster, lets it finish, and compares the SHA-256 of the weights with that
+of an uninterrupted run.
 """
 
 import argparse
@@ -36,14 +36,14 @@ OWN_RUN = {
 
 
 class OutcomeError(ClusterError):
-    """The documented outcome did not come."""
+    """The documented outcome did not occur."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     fault: str
     done: str
@@ -57,7 +57,7 @@ class Row:
 
 
 def live_step(cluster: Cluster) -> int | None:
-    """The step that the metrics page shows; None while node 0 does not answer."""
+    """Return the step on the metrics page; None if node 0 does not answer or does not train."""
     address = docker("port", f"{cluster.project}-metrics-1", "19469", check=False).strip()
     with contextlib.suppress(OSError, ValueError):
         with urllib.request.urlopen(f"http://{address.splitlines()[0]}/api/run", timeout=2) as answer:
@@ -67,7 +67,7 @@ def live_step(cluster: Cluster) -> int | None:
 
 
 def until(cluster: Cluster, condition: Callable[[], bool], what: str, seconds: float) -> None:
-    """Poll; OutcomeError when the time is over, or the job."""
+    """Poll until the condition holds; raise OutcomeError if time runs out or the job ends."""
     deadline = time.monotonic() + seconds
     while not condition():
         nodes = cluster.nodes()
@@ -80,13 +80,13 @@ def until(cluster: Cluster, condition: Callable[[], bool], what: str, seconds: f
 
 
 def is_between_checkpoints(cluster: Cluster) -> bool:
-    """Training runs, has steps to lose, and two checkpoints to go on from (one may be damaged)."""
+    """Return True if the run trains, has steps to lose, and has two checkpoints (one may get damaged)."""
     saved = [int(str(event["step"])) for event in cluster.events() if event["kind"] == "checkpoint"]
     return len(saved) > 1 and (live_step(cluster) or 0) > saved[-1]
 
 
 def break_it(cluster: Cluster, name: str, index: int) -> Row:
-    """Put the fault into the running cluster and wait for its documented outcome. Raises ClusterError."""
+    """Inject the fault into the running cluster and wait for its documented outcome. Raises ClusterError."""
     fault = FAULTS[name]
     until(cluster, lambda: is_between_checkpoints(cluster), "step after two checkpoints", READY_SECONDS)
     node = cluster.node(0 if fault.on_first else index)
@@ -98,7 +98,7 @@ def break_it(cluster: Cluster, name: str, index: int) -> Row:
 
     def exists() -> bool:
         nonlocal happened
-        keep_shape(cluster, shaped)  # also where `make compose-up` has ended, as after the fault `stop`
+        keep_shape(cluster, shaped)  # also after `make compose-up` has ended, as with the fault `stop`
         happened = fault.check(scene) or ""
         floor = scene.resumed()
         step = live_step(cluster)
@@ -112,12 +112,12 @@ def break_it(cluster: Cluster, name: str, index: int) -> Row:
 
 
 def own_cluster(project: str, image: str, run: str) -> Cluster:
-    """A cluster for one row of the table."""
+    """Return a cluster for one row of the table."""
     return Cluster(project, {**OWN_RUN, "IMAGE": image, "RUN": run})
 
 
 def finish(cluster: Cluster) -> str:
-    """Wait for the end, which has to be a good one; the weights' SHA-256. Raises OutcomeError."""
+    """Wait for a successful end; return the weights' SHA-256. Raises OutcomeError."""
     job = Job.of(cluster)
     job.wait()
     remove_metrics(cluster)
@@ -129,7 +129,7 @@ def finish(cluster: Cluster) -> str:
 
 
 def table(project: str, image: str, index: int) -> int:
-    """Every fault in a fresh cluster: 0 when each ended with the weights of a calm run, else 1."""
+    """Test every fault in a new cluster; return 0 if all end with an uninterrupted run's weights, else 1."""
     stamp = time.strftime("%H%M%S")
     calm = own_cluster(project, image, f"calm-{stamp}")
     rows, failed = [], 0
@@ -159,13 +159,18 @@ def table(project: str, image: str, index: int) -> int:
     return 1 if failed else 0
 
 
-def chaos(options: argparse.Namespace) -> int:
-    """Inject one fault, or all. Raises ClusterError; OutcomeError (1) when the outcome did not come."""
+def check_chaos(options: argparse.Namespace) -> None:
+    """Check the fault and the node; needs no engine. Raises ClusterError."""
     if options.fault not in (*FAULTS, "all"):
         raise ClusterError(
             f"FAULT: invalid value {options.fault!r}; expected all or one of {', '.join(FAULTS)}: "
             "make chaos FAULT=kill-rank"
         )
+    checked_node(options.node or "1")
+
+
+def chaos(options: argparse.Namespace) -> int:
+    """Inject one fault, or all. Raises ClusterError; OutcomeError (1) when the outcome did not come."""
     index = checked_node(options.node or "1")
     if options.fault == "all":
         return table(OWN_PROJECT, options.image or DEFAULT_IMAGE, index)

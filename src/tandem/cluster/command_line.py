@@ -1,28 +1,38 @@
-"""The command line of a cluster: which options each action takes, and how it ends."""
+"""The command line of a cluster: which options each action accepts, and its exit codes."""
 
 import argparse
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from tandem.cluster import actions
-from tandem.cluster.bring import get
-from tandem.cluster.chaos import chaos
-from tandem.cluster.engine import ClusterError, check_engine
+from tandem.cluster.bring import check_get, get
+from tandem.cluster.chaos import chaos, check_chaos
+from tandem.cluster.engine import ClusterError, check_compose, check_engine
 from tandem.cluster.faults import FAULTS
+from tandem.cluster.preflight import check_image, check_project, check_switch, checked_node, checked_nodes
 from tandem.cluster.wording import Wording, typed
 from tandem.config import Parser
 from tandem.errors import ConfigError, TandemError
 
-ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "up": actions.up,
-    "down": actions.down,
-    "ps": actions.ps,
-    "logs": actions.logs,
-    "shell": actions.shell,
-    "scale": actions.scale,
-    "get": get,
-    "chaos": chaos,
+
+class Action(NamedTuple):
+    """What an action does, and how its options are checked before the engine is looked for."""
+
+    run: Callable[[argparse.Namespace], int]
+    check: Callable[[argparse.Namespace], object] = lambda options: None
+
+
+ACTIONS: Mapping[str, Action] = {
+    "up": Action(actions.up, actions.wanted),
+    "down": Action(actions.down),
+    "ps": Action(actions.ps),
+    "logs": Action(actions.logs),
+    "shell": Action(actions.shell, lambda options: checked_node(options.node)),
+    "scale": Action(actions.scale, lambda options: checked_nodes(options.nodes)),
+    "get": Action(get, check_get),
+    "chaos": Action(chaos, check_chaos),
 }
 UP = ("up",)
 OPTIONS: Mapping[str, tuple[Sequence[str], str, str]] = {
@@ -43,7 +53,7 @@ OPTIONS: Mapping[str, tuple[Sequence[str], str, str]] = {
     "node": (("shell", "chaos"), "N", "a node, counted from 0"),
     "to": (("get",), "DIR", "a new directory on this host"),
 }
-"""{option: (the actions that take it, its placeholder, its meaning)}"""
+"""{option: (the actions that accept it, its placeholder, its meaning)}"""
 DEFAULTS = {
     ("up", "nodes"): "2",
     ("scale", "nodes"): "2",
@@ -60,7 +70,7 @@ SWITCHES = {
 
 
 def add_options(parser: Parser) -> None:
-    """Add the actions and all of their options; `read` refuses those of another action."""
+    """Add the actions and all of their options; `completed` rejects those of other actions."""
     parser.add_argument("action", choices=tuple(ACTIONS), help="what to do with the cluster")
     text = f"chaos only: {', '.join(FAULTS)}, or all"
     parser.add_argument("fault", nargs="?", default="", metavar="FAULT", help=text)
@@ -74,7 +84,7 @@ def add_options(parser: Parser) -> None:
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:
-    """Fill in what was left out; an empty value counts as left out, as make passes it. Raises ConfigError."""
+    """Fill in defaults; an empty value counts as missing, because make passes it. Raises ConfigError."""
     action = options.action
     taken = [name for name, (takers, _, _) in OPTIONS.items() if action in takers]
     taken += [name for name, (taker, _) in SWITCHES.items() if action == taker]
@@ -92,31 +102,41 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options that the words give. Raises ConfigError."""
+    """Parse the options. Raises ConfigError."""
     parser = Parser("cluster", "", "", takes_settings=False)
     add_options(parser)
     return completed(parser.read(words))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one action; messages name commands as they were typed. Raises TandemError."""
+    """Check one action's options, then the engine, and run it; messages name commands as the user types them.
+
+    Raises TandemError.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        check_project(options.project)
+        check_image(options.image)
+        for name in SWITCHES:
+            check_switch(name.upper(), getattr(options, name))
+        action = ACTIONS[options.action]
+        action.check(options)
         check_engine()
-        return ACTIONS[options.action](options)
+        check_compose()
+        return action.run(options)
     except ClusterError as error:
         error.args = (typed(str(error)),)
         raise
 
 
 def run_typed(options: argparse.Namespace) -> int:
-    """Run what `tandem cluster` was given. Raises TandemError."""
+    """Run the action of `tandem cluster`. Raises TandemError."""
     Wording.is_make = False
     return run(completed(options))
 
 
 def main(words: Sequence[str]) -> int:
-    """Run what a make target has typed; 2 with one line for what cannot be."""
+    """Run the action of a make target; print one line and return 2 for a usage error."""
     try:
         return run(parsed(words))
     except TandemError as error:

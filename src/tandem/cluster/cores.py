@@ -1,4 +1,4 @@
-"""How many CPU threads a rank counts on: its share of the host's cores, or of its container's limit."""
+"""The number of CPU threads of a rank: its share of the host's cores, or its container's limit."""
 
 import os
 import re
@@ -8,13 +8,13 @@ from tandem.cluster.engine import ClusterError, dotenv
 
 LIMITS = ("CPUS", "MEMORY", "SHM_SIZE", "TMP_SIZE")
 OURS = "THREADS_ARE_A_SHARE"
-"""Among a cluster's variables: nobody has given TANDEM_THREADS, and `compose-scale` counts anew."""
+"""A cluster variable that says that TANDEM_THREADS was not set, so `compose-scale` computes it again."""
 
 
 def limits_given() -> dict[str, str]:
-    """The limits of each node that the caller's environment has; Compose itself reads those of .env.
+    """Return the limits of each node from the caller's environment; Compose itself reads those in .env.
 
-    Raises ClusterError for a size of /tmp that the kernel would refuse, which knows no `gb` (tmpfs(5)).
+    Raises ClusterError for a size of /tmp that the kernel would reject: tmpfs(5) does not accept `gb`.
     """
     found = {name: os.environ[name] for name in LIMITS if os.environ.get(name)}
     if "TMP_SIZE" in found:
@@ -26,24 +26,25 @@ def limits_given() -> dict[str, str]:
 
 
 def share_of(nodes: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """TANDEM_THREADS for a cluster of that many nodes on this host. Raises ClusterError."""
+    """Return TANDEM_THREADS for a cluster of `nodes` nodes on this host. Raises ClusterError."""
     cpus = checked_cpus(variables.get("CPUS") or dotenv().get("CPUS", ""))
     return {"TANDEM_THREADS": threads_of(os.cpu_count() or 1, nodes, cpus, variables["GPUS"]), OURS: "1"}
 
 
 def threads_of(cores: int, nodes: int, cpus: float, gpus: str) -> str:
-    """Threads of a rank. `auto` where the container's limit is no more than the node's share: it reads that.
+    """Return the threads of a rank; `auto` if the container's limit is at most the node's share.
 
-    Without such a limit a container sees all cores of the host, which its nodes have to share.
+    With `auto`, tandem reads that limit. Without such a limit, a container sees all cores of the host, which
+    its nodes must share.
     """
     if 0 < cpus <= cores / nodes:
         return "auto"
-    ranks = int(gpus) if gpus.isdigit() else 1  # a rank for each GPU
+    ranks = int(gpus) if gpus.isdigit() else 1  # one rank per GPU
     return str(max(1, cores // nodes // ranks))
 
 
 def checked_cpus(text: str) -> float:
-    """Cores that a node may use, 0 for all. Raises ClusterError."""
+    """Return the cores that a node may use, 0 for all. Raises ClusterError."""
     if not re.fullmatch(r"([0-9]{1,4}(\.[0-9]*)?)?", text):
         raise ClusterError(
             f"CPUS: invalid value {text!r}; expected a number of cores per node such as 0.5, 1 or 2: "

@@ -1,4 +1,4 @@
-"""One job to its end: waiting, stopping, the codes also of nodes that were removed, and the line for it."""
+"""One job until its end: wait, stop, collect the nodes' exit codes, and summarize."""
 
 import json
 import time
@@ -17,10 +17,10 @@ POLL_SECONDS = 0.5
 
 @dataclass
 class Job:
-    """The containers that a cluster had when the job was met; others that come later are another job's.
+    """The containers of a cluster's job. Containers that appear later belong to another job.
 
-    Somebody may remove them at any time, as `make compose-down` in another terminal does: what was seen of
-    them is kept, and what was not is asked of the engine's events.
+    They may be removed at any time, for example by `make compose-down` in another terminal. Earlier
+    observations of them are kept, and the engine's events provide the rest.
     """
 
     cluster: Cluster
@@ -33,18 +33,18 @@ class Job:
 
     @property
     def unfinished(self) -> list[Node]:
-        """The nodes that ran, or were about to run again, when last looked at."""
+        """The nodes that ran or were about to restart when last checked."""
         there = [node for node in self.nodes.values() if node.identity not in self.gone]
         return [node for node in there if node.is_unfinished]
 
     def look(self) -> None:
-        """See how the nodes are now."""
+        """Update the state of the nodes."""
         there = {node.identity: node for node in self.cluster.nodes()}
         self.gone = self.nodes.keys() - there.keys()
         self.nodes |= {identity: there[identity] for identity in self.nodes.keys() & there.keys()}
 
     def wait(self) -> None:
-        """Until it is over, and keep the network that the user asked for."""
+        """Wait until the job is over, and maintain the network shape that the user requested."""
         shaped: dict[str, str] = {}
         while self.unfinished:
             keep_shape(self.cluster, shaped)
@@ -52,7 +52,7 @@ class Job:
             self.look()
 
     def stop(self) -> None:
-        """SIGTERM to every node, SIGKILL after the grace period or at a Ctrl-C."""
+        """Send SIGTERM to every node, and SIGKILL after the grace period or Ctrl-C."""
         try:
             self.cluster.compose("stop", "node", seconds=STOP_SECONDS)
         except KeyboardInterrupt:
@@ -60,7 +60,7 @@ class Job:
         self.look()
 
     def codes(self) -> dict[int, int]:
-        """The nodes' codes by index; a node of which nobody knows how it ended was killed by its removal."""
+        """Return the nodes' exit codes by index. If unknown, the node was killed by its removal."""
         by_index = sorted(self.nodes.values(), key=lambda node: node.index)
         return {node.index: self._code_of(node) for node in by_index}
 
@@ -71,9 +71,10 @@ class Job:
         return KILLED if code is None else code
 
     def summary(self, code: int) -> dict[str, object] | None:
-        """What the job has left in its run, read from the volume where the containers are gone by now.
+        """Return the job's summary, read from the volume if its containers are gone.
 
-        An older one is another job's, unless this one had nothing to add: it was complete, or stopped early.
+        A summary from before the job belongs to an earlier one, unless the exit code matches: this job was
+        then complete from the start, or stopped before it had anything to add.
         """
         path = f"{self.cluster.run_dir}/summary.json"
         found = self.cluster.read_dated(path)
@@ -87,7 +88,7 @@ class Job:
         return summary if written >= began or summary["exit_code"] == code else None
 
     def ending(self) -> tuple[int, str]:
-        """The job's code, and how it ended in one line. The code of a job that nobody saw is not 0."""
+        """Return the job's exit code and a one-line summary. The code of an unobserved job is not 0."""
         codes = self.codes()
         code = job_code(list(codes.values())) if codes else KILLED
         summary = self.summary(code)
@@ -102,7 +103,7 @@ class Job:
         return code, f"{said}; no summary was written, the logs say why: make compose-logs"
 
     def _way_out(self) -> str:
-        """What brings the run's files to this host."""
+        """Return the command that copies the run's files to this host."""
         run, project = self.cluster.variables["RUN"], self.cluster.project
         return f"make compose-get RUN={run}{project_word(project)}"
 
@@ -115,13 +116,13 @@ class Job:
         said += [f"weights {str(digest)[:12]}"] if digest else []
         said += [f"checkpoint of step {saved}"] if saved is not None else []
         said += [str(summary["reason"])] if summary.get("reason") else []
-        whose = "rank 0 " if code and summary["state"] == "finished" else ""  # another node's has failed
+        whose = "rank 0 " if code and summary["state"] == "finished" else ""  # another node has failed
         where = f"{whose}{summary['state']} at step {summary['global_step']}"
-        if "WORKING_DIR" in self.cluster.variables:  # a script's
+        if "WORKING_DIR" in self.cluster.variables:  # a script's run
             said.append(f"its files: {self._way_out()}")
         return f"{where}; {', '.join(said)}" if said else where
 
 
 def _seconds(created: str) -> float:
-    """Unix seconds of the engine's UTC time, without their fraction: a file's time has none."""
+    """Convert the engine's UTC time to Unix seconds without a fraction, like a file's time from tar."""
     return datetime.fromisoformat(f"{created[:19]}+00:00").timestamp()

@@ -1,4 +1,4 @@
-"""The container engine, by its command line: checked calls, the state of the nodes, clear refusals."""
+"""The container engine through its command line: checked calls, node states, clear errors."""
 
 import io
 import json
@@ -19,34 +19,34 @@ from tandem.cluster.project import OVERRIDE, project_folder
 from tandem.errors import MISCONFIGURED, PEER_LOST, TandemError
 
 HERE = shipped.root() / "compose"
-"""The Compose files."""
+"""The directory of the Compose files."""
 ROOT = project_folder() or shipped.checkout() or Path.cwd()
-"""Whose .env counts."""
-VARIABLES = "tandem.variables"  # the label that keeps them, for scale and chaos
-OLDEST_COMPOSE = (2, 24)  # an `env_file` that need not be there
+"""The directory whose .env is used."""
+VARIABLES = "tandem.variables"  # the label that stores the variables, for scale and chaos
+OLDEST_COMPOSE = (2, 24)  # the first with optional `env_file` entries
 UNFINISHED = ("created", "running", "restarting", "paused")
 NO_ENGINE = re.compile(r"cannot connect to the docker daemon|error during connect", re.IGNORECASE)
 CALL_SECONDS = 120.0
 MONITORING = "monitoring"
-"""The profile of Prometheus and Grafana."""
+"""The Compose profile of Prometheus and Grafana."""
 STOP_SECONDS = 120.0
 WATCHERS = {
     "prometheus": ("PROMETHEUS_PORT", 9090, "/alerts"),
     "grafana": ("GRAFANA_PORT", 3000, "/d/tandem"),
 }
-"""Service of monitoring.yaml: (the variable with its port, what that is without it, the page to open)."""
+"""Service in monitoring.yaml: (the variable with its port, the default port, the page to open)."""
 
 
 class ClusterError(TandemError):
-    """What the user asked for cannot be; one line that says what to type next."""
+    """A request that cannot be fulfilled; a one-line message says what to type next."""
 
     exit_code = MISCONFIGURED
 
 
 class EngineGoneError(ClusterError):
-    """The engine has stopped answering meanwhile; how the job ended is not known."""
+    """The engine no longer answers, so the job's result is unknown."""
 
-    exit_code = PEER_LOST  # worth another try
+    exit_code = PEER_LOST  # worth a retry
 
     def __init__(self) -> None:
         where = os.environ.get("DOCKER_HOST", "its usual socket")
@@ -58,9 +58,9 @@ class EngineGoneError(ClusterError):
 
 @dataclass(frozen=True)
 class Node:
-    """One replica as the engine sees it. `pid` is the host's number of process 1.
+    """One replica as the engine sees it. `pid` is the host's process ID of the container's process 1.
 
-    `index` counts from 0, as tandem counts nodes; the engine's names count from 1: PROJECT-node-1 is node 0.
+    `index` counts from 0, like tandem's nodes. The engine's names count from 1: PROJECT-node-1 is node 0.
     """
 
     index: int
@@ -76,16 +76,16 @@ class Node:
 
     @property
     def is_unfinished(self) -> bool:
-        """Running, or about to run again."""
+        """True if it runs or is about to restart."""
         return self.status in UNFINISHED
 
 
 def docker(
     *arguments: str, check: bool = True, seconds: float = CALL_SECONDS, text: str | None = None
 ) -> str:
-    """Output of a docker command. Raises ClusterError with its last line when it fails (and `check`).
+    """Return the output of a docker command. Raises ClusterError with its last line if it fails.
 
-    Raises EngineGoneError in any case.
+    With check=False, a failure does not raise ClusterError. EngineGoneError is always raised.
     """
     try:
         ended = subprocess.run(
@@ -102,10 +102,10 @@ def docker(
 
 
 def code_of_removed(identity: str, created: str) -> int | None:
-    """How a container ended that is removed by now, by the engine's events since then; None if it forgot.
+    """Return the exit code of a removed container, from the engine's events; None if it has no such event.
 
-    The moment to ask up to is given with its fraction: `--until 0s` is cut to the second that has begun, so
-    that an end within it is not told (measured; an engine keeps its last 256 events).
+    The end of the window includes a fraction of a second: `--until 0s` is truncated to the current second,
+    which would miss an event within it (measured). An engine keeps its last 256 events.
     """
     its = ("--filter", f"container={identity}", "--filter", "event=die")
     window = ("--since", created, "--until", f"{time.time():.9f}")
@@ -114,9 +114,10 @@ def code_of_removed(identity: str, created: str) -> int | None:
 
 
 def raise_if_gone(ended: subprocess.CompletedProcess[str]) -> None:
-    """Raises EngineGoneError where a command failed because no engine answered.
+    """Raise EngineGoneError if a command failed because the engine does not answer.
 
-    Compose says the same of a registry that does not (2.26), so the engine itself is asked.
+    Compose prints the same message for a registry that does not answer (2.26), so the engine itself is
+    queried.
     """
     if ended.returncode and NO_ENGINE.search(ended.stderr):
         asked = ["docker", "version", "--format", "{{.Server.Version}}"]
@@ -125,13 +126,13 @@ def raise_if_gone(ended: subprocess.CompletedProcess[str]) -> None:
 
 
 def telling(ended: subprocess.CompletedProcess[str]) -> str:
-    """The line of a failed command's output that says most."""
+    """Return the most informative line of a failed command's output."""
     lines = (ended.stderr or ended.stdout).strip().splitlines() or ["no output"]
     return next((line.strip() for line in lines if "error" in line.lower()), lines[-1].strip())
 
 
 def check_engine() -> None:
-    """The engine answers and Compose is new enough. Raises ClusterError."""
+    """Check that the engine answers and Compose is new enough. Raises ClusterError."""
     try:
         docker("version", "--format", "{{.Server.Version}}", seconds=20)
     except ClusterError as error:
@@ -147,6 +148,10 @@ def check_engine() -> None:
             f"the container engine does not answer at {where}; start it: sudo systemctl start docker; "
             f"if there is none, {_how_to_install()}"
         ) from None
+
+
+def check_compose() -> None:
+    """Compose is new enough. Raises ClusterError."""
     found = docker("compose", "version", "--short", check=False, seconds=20).strip()
     numbers = re.match(r"v?(\d+)\.(\d+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_COMPOSE:
@@ -165,10 +170,10 @@ def _how_to_install() -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One Compose project, and the variables that compose.yaml is filled in with.
+    """One Compose project, and the variables of its compose.yaml.
 
-    `watched`: Prometheus and Grafana are part of it (monitoring.yaml); Compose makes the volumes of every
-    file it is given, and takes what stands in none of them for a left-over.
+    `watched`: Prometheus and Grafana are part of it (monitoring.yaml). Compose creates the volumes of every
+    file it is given, and treats services that are in none of them as orphans.
     """
 
     project: str
@@ -186,7 +191,7 @@ class Cluster:
 
     @classmethod
     def found(cls, project: str) -> "Cluster":
-        """The cluster that is there, as it was started. Raises ClusterError when there is none."""
+        """Return the running cluster with its original variables. Raises ClusterError if there is none."""
         mine = ("--filter", f"label=com.docker.compose.project={project}", "--filter", f"label={VARIABLES}")
         kept = docker("ps", "-a", *mine, "--format", f'{{{{.Label "{VARIABLES}"}}}}').splitlines()
         if not kept or not kept[0]:
@@ -195,7 +200,7 @@ class Cluster:
         return cls(project, variables, bool(variables.get("GPUS")), is_watched(project))
 
     def command(self, *arguments: str) -> list[str]:
-        """`docker compose` for this project, as words after `docker`."""
+        """Return the `docker compose` command for this project, as words after `docker`."""
         more = {"monitoring.yaml": self.watched, "gpu.yaml": self.gpus}
         files = ["compose.yaml", *(name for name, wanted in more.items() if wanted)]
         dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
@@ -205,20 +210,21 @@ class Cluster:
         return ["compose", *colours, "-p", self.project, *dotenv, *chosen, *arguments]
 
     def environment(self) -> dict[str, str]:
-        """What compose.yaml is filled in with: the caller's environment, under this cluster's own."""
+        """Return the environment for compose.yaml: the caller's, overridden by this cluster's variables."""
         own = {"COMPOSE_PROJECT_NAME": self.project, "VARIABLES": json.dumps(self.variables)}
         own |= {"COMPOSE_PROFILES": MONITORING} if self.watched else {}
         return {**os.environ, **self.variables, **own}
 
     def settings(self) -> list[str]:
-        """The names of the settings that were given, in the environment or in .env."""
+        """Return the names of the settings that are set in the environment or in .env."""
         known = {*self.environment(), *variables_in_dotenv()}
         return sorted(name for name in known if name.startswith("TANDEM_"))
 
     def compose(self, *arguments: str, seconds: float = CALL_SECONDS) -> str:
-        """Output of `docker compose`. Raises ClusterError with the line that tells most."""
+        """Return the output of `docker compose`. Raises ClusterError with the most informative line."""
         with tempfile.NamedTemporaryFile("w", prefix="tandem-", suffix=".env") as names:
-            names.writelines(f"{name}\n" for name in self.settings())  # Compose looks up the values itself
+            # Only names: Compose looks up the values itself.
+            names.writelines(f"{name}\n" for name in self.settings())
             names.flush()
             try:
                 ended = subprocess.run(
@@ -237,7 +243,7 @@ class Cluster:
         return ended.stdout
 
     def nodes(self) -> list[Node]:
-        """The replicas there are, in order of their index."""
+        """Return the existing replicas, ordered by index."""
         mine = [f"label=com.docker.compose.{key}" for key in (f"project={self.project}", "service=node")]
         found = docker("ps", "-aq", "--filter", mine[0], "--filter", mine[1]).split()
         if not found:
@@ -246,7 +252,7 @@ class Cluster:
         return sorted((_node(each) for each in described), key=lambda node: node.index)
 
     def node(self, index: int) -> Node:
-        """The replica of that index (from 0). Raises ClusterError."""
+        """Return the replica with this index (from 0). Raises ClusterError."""
         nodes = self.nodes()
         for node in nodes:
             if node.index == index:
@@ -255,12 +261,12 @@ class Cluster:
         raise ClusterError(f"there is no node {index} in {self.project}; nodes are: {known}")
 
     def read(self, path: str) -> str | None:
-        """A file of the checkpoint volume, through node 0's container, whether it runs or not."""
+        """Return a file of the checkpoint volume through node 0's container, even if that is stopped."""
         found = self.read_dated(path)
         return None if found is None else found[0]
 
     def read_dated(self, path: str) -> tuple[str, float] | None:
-        """The same, and when it was written (Unix seconds)."""
+        """Return a file like `read`, and when it was written (Unix seconds)."""
         ended = subprocess.run(
             ["docker", "cp", f"{self.project}-node-1:{path}", "-"], capture_output=True, timeout=CALL_SECONDS
         )
@@ -272,7 +278,7 @@ class Cluster:
             return None if file is None else (file.read().decode(), float(member.mtime))
 
     def events(self) -> list[dict[str, object]]:
-        """The run's events so far; one that begins with a count goes on where the older one ends."""
+        """Return the run's events so far; if the file begins with counts, it continues the older file."""
         found = self._events("events.jsonl")
         if not found or found[0]["kind"] == "counted":
             found = self._events("events.jsonl.1") + found[1:]
@@ -283,12 +289,12 @@ class Cluster:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def summary(self) -> dict[str, object] | None:
-        """The run's summary; None while it runs."""
+        """Return the run's summary; None while it runs."""
         text = self.read(f"{self.run_dir}/summary.json")
         return None if text is None else json.loads(text)
 
     def helper(self, *arguments: str, options: Sequence[str] = (), check: bool = True) -> str:
-        """Run a program of the image as root in a container of its own, with what `options` allow it."""
+        """Run a program of the image as root in a separate container, with the given docker options."""
         own = ["--rm", "--user", "0", "--network", "none", "--entrypoint", arguments[0]]
         if any(option.startswith("--network") for option in options):
             own = ["--rm", "--user", "0", "--entrypoint", arguments[0]]
@@ -300,7 +306,7 @@ class Cluster:
 
 
 def dotenv() -> dict[str, str]:
-    """The variables in .env of the repository's root, and about what they say."""
+    """Return the variables in .env of ROOT, parsed approximately like Compose does."""
     try:
         text = (ROOT / ".env").read_text(encoding="utf-8")
     except OSError:
@@ -310,17 +316,17 @@ def dotenv() -> dict[str, str]:
 
 
 def project_word(project: str) -> str:
-    """What a command to type needs behind it for this project."""
+    """Return the suffix of a command to type for this project."""
     return "" if project == "tandem" else f" PROJECT={project}"
 
 
 def variables_in_dotenv() -> dict[str, str]:
-    """Those of them that are settings."""
+    """Return the settings among the variables in .env."""
     return {name: value for name, value in dotenv().items() if name.startswith("TANDEM_")}
 
 
 def is_watched(project: str) -> bool:
-    """Whether Prometheus or Grafana of this project is there."""
+    """Return True if this project has a container of Prometheus or Grafana."""
     mine = ("--filter", f"label=com.docker.compose.project={project}", "--format")
     services = docker("ps", "-a", *mine, '{{.Label "com.docker.compose.service"}}').split()
     return not WATCHERS.keys().isdisjoint(services)
@@ -344,6 +350,6 @@ def _node(described: Mapping[str, object]) -> Node:
 
 
 def free_bytes_of_engine() -> int | None:
-    """Free space where the engine keeps images and volumes; None where that is another machine."""
+    """Return the free space for images and volumes; None if the engine is on another machine."""
     root = docker("info", "--format", "{{.DockerRootDir}}", check=False).strip()
     return shutil.disk_usage(root).free if root and Path(root).is_dir() else None

@@ -1,8 +1,8 @@
-"""The faults: how each is put into a running cluster, and how its documented outcome is recognised.
+"""The faults: how each is injected into a running cluster, and how its documented outcome is recognized.
 
-What `inject` has changed about a node (its link, its cores, its volume) it puts back before it returns; a
-process that it has killed or stopped is tandem's to bring back. `check` then looks at what has happened since
-and answers with a short text once the outcome is there, or None while it is still to come.
+`inject` restores what it changed about a node (link, cores, volume) before it returns. A process that it
+killed or stopped is for tandem to recover. `check` then looks at what has happened since, and returns a short
+text once the outcome has occurred, or None before that.
 """
 
 import signal
@@ -44,7 +44,7 @@ for pid, name in ranks():
 sys.exit("no rank runs here")
 """
 )
-# Rank 0 is stopped first, so that no newer checkpoint comes between the flip and the end of its node.
+# Rank 0 is stopped first, so that no newer checkpoint is written between the flip and the end of its node.
 FLIP_NEWEST = (
     RANKS
     + """
@@ -88,39 +88,39 @@ print(f"{most >> 20} MiB")
 
 @dataclass
 class Scene:
-    """A running cluster, the node to break, and what was there before the fault."""
+    """A running cluster, the node to break, and the state before the fault."""
 
     cluster: Cluster
     node: Node
     step: int
-    newest: dict[str, object] | None  # the newest event
+    newest: dict[str, object] | None  # the newest event before the fault
     starts_before: int
-    note: int = 0  # a step, or a rank, that the fault itself remembers
+    note: int = 0  # a step or rank that the fault must remember
 
     def since(self, kind: str) -> list[Event]:
-        """The events of a kind after the fault; all, where those before it have been put aside."""
+        """Return the events of a kind after the fault; all events if earlier ones were rotated away."""
         events = self.cluster.events()
         if self.newest is not None and self.newest in events:
             events = events[events.index(self.newest) + 1 :]
         return [event for event in events if event["kind"] == kind]
 
     def resumed(self) -> int | None:
-        """The step that the newest world went on from; None when no world was opened since."""
+        """Return the step from which the newest generation resumed; None if none started since the fault."""
         found = self.since("resumed")
         return int(str(found[-1]["step"])) if found else None
 
     def went_on(self) -> bool:
-        """No world was opened since the fault: the ranks are the same processes."""
+        """Return True if no generation has started since the fault, so the ranks are the same processes."""
         return not self.since("world")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of the table. `inject` says what was done; `reopens`: whether a new world must open."""
+    """One fault. `inject` returns what was done; `reopens`: a new generation must start."""
 
     inject: Callable[[Scene], str]
     check: Callable[[Scene], str | None]
-    on_first: bool = False  # hits node 0 whatever NODE says
+    on_first: bool = False  # always hits node 0, whatever NODE is
     reopens: bool = True
 
 
@@ -129,19 +129,19 @@ def _kill_rank(scene: Scene) -> str:
 
 
 def _hang(scene: Scene) -> str:
-    """It stays stopped: that the agents find it, and end it, is the outcome."""
+    """Stop a rank and leave it stopped: the agents must find it and end it."""
     name = _signal_rank(scene, signal.SIGSTOP)
     scene.note = int(name.removeprefix("rank-"))
     return f"stopped {name} on node {scene.node.index} in its tracks"
 
 
 def _signal_rank(scene: Scene, number: signal.Signals) -> str:
-    """The rank of the node that got the signal, as in `rank-1`."""
+    """Send the signal to a rank of the node; return its name, such as `rank-1`."""
     return scene.cluster.inside(scene.node, SIGNAL_RANK, str(int(number))).strip()
 
 
 def _kill_node(scene: Scene) -> str:
-    """From the host's own view of processes: `docker kill` would suspend the restart policy."""
+    """Kill process 1 from the host's PID namespace; `docker kill` would suspend the restart policy."""
     scene.cluster.helper("sh", "-c", f"kill -9 {scene.node.pid}", options=["--pid=host"])
     return f"killed process 1 of node {scene.node.index}"
 
@@ -156,7 +156,7 @@ def _pause(scene: Scene) -> str:
 
 
 def freeze(container: str) -> None:
-    """The container runtime gives up after a few tries where the host is busy."""
+    """Pause the container, with retries: the container runtime gives up quickly on a busy host."""
     for _ in range(FREEZE_ATTEMPTS - 1):
         try:
             docker("pause", container)
@@ -189,7 +189,7 @@ def _slow(scene: Scene) -> str:
 
 
 def _disk_full(scene: Scene) -> str:
-    """A full file system in the place of the checkpoints, in node 0's view alone, until a save has failed."""
+    """Mount a full file system over the checkpoints, visible only to node 0, until a save has failed."""
     folder = f"{scene.cluster.run_dir}/checkpoints"
     options = ["--pid=host", "--cap-add", "SYS_ADMIN", "--cap-add", "SYS_PTRACE"]
     enter = f"nsenter --target {scene.node.pid} --mount --pid -- "
@@ -207,7 +207,7 @@ def _disk_full(scene: Scene) -> str:
 
 
 def _corrupt(scene: Scene) -> str:
-    """The node goes too, or its memory would give a newer state than the volume does."""
+    """Flip a bit in the newest checkpoint, and kill the node, whose memory has a newer state."""
     scene.note = int(scene.cluster.inside(scene.node, FLIP_NEWEST, scene.cluster.run_dir))
     return f"flipped a bit of checkpoint {scene.note} and {_kill_node(scene)}"
 

@@ -1,7 +1,7 @@
-"""The secret that the nodes of a Compose project share: a file of this host, made anew by each start.
+"""The secret that a Compose project's nodes share: a file on this host, recreated at each start.
 
-Compose mounts it at /run/secrets/job. It is in no label, no variable and no log; its folder is its owner's
-alone, and the file inside may be read by the containers' own user.
+Compose mounts it at /run/secrets/job. It is in no label, variable or log. Only its owner can access the
+directory; the file itself is readable by the containers' user.
 """
 
 import os
@@ -17,7 +17,7 @@ ROOT = shipped.checkout()
 
 
 def path_of(project: str) -> Path:
-    """Below build/ of the checkout; without one, in the user's directory for state."""
+    """Return the file's path: below build/ of the checkout, else in the user's state directory."""
     if ROOT is not None:
         return ROOT / "build" / "secrets" / project
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -25,7 +25,7 @@ def path_of(project: str) -> Path:
 
 
 def make(project: str, given: Mapping[str, str]) -> Path:
-    """A file with the secret that was `given` (variables), else with a new one. Raises ClusterError."""
+    """Write the file with the secret in `given` (variables), or a new one. Raises ClusterError."""
     file = given.get(GIVEN_FILE)
     try:
         text = Path(file).read_text(encoding="utf-8") if file else given.get(GIVEN) or secrets.token_hex(32)
@@ -36,7 +36,7 @@ def make(project: str, given: Mapping[str, str]) -> Path:
     path.parent.chmod(0o700)
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444), "w", encoding="utf-8") as out:
-        os.fchmod(out.fileno(), 0o444)  # whatever the umask is
+        os.fchmod(out.fileno(), 0o444)  # regardless of the umask
         out.write(text)
     return path
 

@@ -1,7 +1,7 @@
-"""Shaping and cutting a node's network, by `tc` and `ip` in its network namespace.
+"""Shape and cut a node's network with `tc` and `ip` in its network namespace.
 
-They run in a helper container of the same image that joins the node's namespace as root with NET_ADMIN; the
-node itself keeps no capability, and the host needs no tools.
+They run in a helper container of the same image, which joins the node's namespace as root with NET_ADMIN. The
+node itself needs no capability, and the host needs no tools.
 """
 
 import re
@@ -11,7 +11,7 @@ from tandem.cluster.engine import Cluster, ClusterError, Node
 
 DEVICE = "eth0"
 BURST = "256kb"
-QUEUE = "400ms"  # how long a packet may wait for its turn before it is dropped
+QUEUE = "400ms"  # how long a packet may wait before it is dropped
 RATE = re.compile(r"[0-9]+(\.[0-9]+)?[kmgt]?bit", re.IGNORECASE)
 LATENCY = re.compile(r"[0-9]+(\.[0-9]+)?(us|ms|s)")
 LOSS = re.compile(r"[0-9]+(\.[0-9]+)?%")
@@ -19,7 +19,7 @@ LOSS = re.compile(r"[0-9]+(\.[0-9]+)?%")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a node's sending side is held to; empty means untouched."""
+    """The limits of a node's outgoing traffic; empty means unlimited."""
 
     rate: str = ""
     latency: str = ""
@@ -33,7 +33,7 @@ class Shape:
         return ", ".join(part for part in said if part)
 
     def check(self) -> None:
-        """Raises ClusterError for a value that tc would not take."""
+        """Raise ClusterError for a value that tc would reject."""
         for name, value, valid, example in (
             ("RATE", self.rate, RATE, "100mbit"),
             ("LATENCY", self.latency, LATENCY, "20ms"),
@@ -45,7 +45,7 @@ class Shape:
                 )
 
     def commands(self) -> list[str]:
-        """The arguments of tc: netem outside, the token bucket inside it or alone."""
+        """Return the arguments of tc: netem outside, with the token bucket inside, or the bucket alone."""
         bucket = f"tbf rate {self.rate} burst {BURST} latency {QUEUE}"
         if not (self.latency or self.loss):
             return [f"qdisc replace dev {DEVICE} root handle 1: {bucket}"]
@@ -55,13 +55,13 @@ class Shape:
 
 
 def has_netem(cluster: Cluster) -> bool:
-    """Whether this kernel can delay and drop packets."""
+    """Return True if this kernel can delay and drop packets."""
     tried = "tc qdisc add dev lo root netem delay 1ms && echo yes"
     return "yes" in cluster.helper("sh", "-c", tried, options=["--cap-add", "NET_ADMIN"], check=False)
 
 
 def check_shape(cluster: Cluster, shape: Shape) -> None:
-    """Raises ClusterError where the kernel cannot do what is asked for."""
+    """Raise ClusterError if the kernel cannot do what is requested."""
     shape.check()
     if (shape.latency or shape.loss) and not has_netem(cluster):
         asked = f"{'LATENCY' if shape.latency else 'LOSS'}={shape.latency or shape.loss}"
@@ -72,16 +72,16 @@ def check_shape(cluster: Cluster, shape: Shape) -> None:
 
 
 def shape_of(cluster: Cluster) -> Shape:
-    """What the user asked for when the cluster was started (RATE, LATENCY, LOSS)."""
+    """Return the shape that the user requested at the start (RATE, LATENCY, LOSS)."""
     asked = cluster.variables
     return Shape(asked.get("RATE", ""), asked.get("LATENCY", ""), asked.get("LOSS", ""))
 
 
 def keep_shape(cluster: Cluster, shaped: dict[str, str]) -> None:
-    """Hold every running node to the user's shape, unless `shaped` ({name: start}) has it since its start.
+    """Apply the user's shape to every running node unless `shaped` ({name: start time}) says it has it.
 
-    A node that starts again has a new network. With an empty `shaped` all are held to it anew, whatever a
-    fault has left of it.
+    A restarted node has a new network. With an empty `shaped`, all nodes are shaped again, whatever a fault
+    has changed.
     """
     shape = shape_of(cluster)
     for node in cluster.nodes() if shape else []:
@@ -91,29 +91,30 @@ def keep_shape(cluster: Cluster, shaped: dict[str, str]) -> None:
             shape_node(cluster, node, shape)
             shaped[node.name] = node.started_at
         except ClusterError:
+            # A node that ended or restarted in the meantime is shaped the next time.
             now = {each.identity: each for each in cluster.nodes()}.get(node.identity)
             if now and now.status == "running" and now.started_at == node.started_at:
                 raise
 
 
 def shape_node(cluster: Cluster, node: Node, shape: Shape) -> None:
-    """Hold the node's sending side to `shape`; an empty one takes every limit away."""
+    """Limit the node's outgoing traffic to `shape`; an empty shape removes all limits."""
     commands = shape.commands() if shape else [f"qdisc del dev {DEVICE} root"]
     in_namespace(cluster, node, " && ".join(f"tc {command}" for command in commands), check=bool(shape))
 
 
 def cut(cluster: Cluster, node: Node) -> None:
-    """Take the node's link down: nothing goes in or out, its address stays."""
+    """Take the node's link down: no traffic passes, and its address stays."""
     in_namespace(cluster, node, f"ip link set {DEVICE} down")
 
 
 def mend(cluster: Cluster, node: Node) -> None:
-    """Bring the link up again, with the default route that went with it."""
+    """Bring the link up again, with the default route that was lost with it."""
     route = f"ip route replace default via {node.gateway} dev {DEVICE}" if node.gateway else "true"
     in_namespace(cluster, node, f"ip link set {DEVICE} up && {route}")
 
 
 def in_namespace(cluster: Cluster, node: Node, command: str, check: bool = True) -> None:
-    """Run a shell line in the node's network namespace."""
+    """Run a shell command in the node's network namespace."""
     options = ["--network", f"container:{node.identity}", "--cap-add", "NET_ADMIN"]
     cluster.helper("sh", "-c", command, options=options, check=check)

@@ -1,4 +1,4 @@
-"""What is looked at before a cluster starts: numbers, the port, free space, the volumes' owner."""
+"""Checks before a cluster starts: names, numbers, the port, free space, the volumes' owner."""
 
 import json
 import re
@@ -23,8 +23,39 @@ print(json.dumps({
 """
 
 
+PROJECT = re.compile(r"[a-z0-9][a-z0-9_-]*")
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
+
+
+def check_project(text: str) -> None:
+    """A name that Compose takes. Raises ClusterError."""
+    if not PROJECT.fullmatch(text):
+        raise ClusterError(
+            f"PROJECT: invalid value {text!r}; expected lowercase letters, digits, dashes and underscores"
+        )
+
+
+def check_image(text: str) -> None:
+    """Nothing, or what may be an image's name. Raises ClusterError."""
+    if text and not IMAGE.fullmatch(text):
+        raise ClusterError(f"IMAGE: invalid value {text!r}; expected a name such as IMAGE=tandem:cuda")
+
+
+def check_switch(name: str, text: str) -> None:
+    """Nothing, 0 or 1. Raises ClusterError."""
+    if text not in ("", "0", "1"):
+        raise ClusterError(f"{name}: invalid value {text!r}; expected 1, or leave it out")
+
+
+def checked_epochs(text: str) -> int:
+    """A number of epochs. Raises ClusterError."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise ClusterError(f"EPOCHS: invalid value {text!r}; expected an integer >= 1")
+    return int(text)
+
+
 def checked_nodes(text: str) -> int:
-    """A number of nodes. Raises ClusterError."""
+    """Return the number of nodes. Raises ClusterError."""
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text) or int(text) > NODES_LIMIT:
         raise ClusterError(
             f"NODES: invalid value {text!r}; expected an integer from 1 to {NODES_LIMIT}: "
@@ -34,7 +65,7 @@ def checked_nodes(text: str) -> int:
 
 
 def check_gpus(text: str) -> None:
-    """Nothing, a number of GPUs for each node, or all. Raises ClusterError."""
+    """Accept an empty text, a number of GPUs per node, or all. Raises ClusterError."""
     if text not in ("", "all") and not re.fullmatch(r"[1-9][0-9]?", text):
         raise ClusterError(
             f"GPUS: invalid value {text!r}; expected 1 to 99 GPUs per node, or all "
@@ -43,21 +74,21 @@ def check_gpus(text: str) -> None:
 
 
 def checked_node(text: str) -> int:
-    """Which node, from 0. Raises ClusterError."""
+    """Return the node's index, from 0. Raises ClusterError."""
     if not re.fullmatch(r"0|[1-9][0-9]{0,3}", text):
         raise ClusterError(f"NODE: invalid value {text!r}; expected an integer >= 0, see make compose-ps")
     return int(text)
 
 
 def checked_port(text: str) -> int:
-    """A port number. Raises ClusterError."""
+    """Return the port number. Raises ClusterError."""
     if not re.fullmatch(r"[1-9][0-9]{0,4}", text) or int(text) > 65535:
         raise ClusterError(f"METRICS_PORT: invalid value {text!r}; expected a port from 1 to 65535")
     return int(text)
 
 
 def check_free(port: int) -> None:
-    """Nobody listens on the metrics port. Raises ClusterError."""
+    """Check that the metrics port is free. Raises ClusterError."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,7 +101,7 @@ def check_free(port: int) -> None:
 
 
 def _holder(port: int) -> str:
-    """Which container has the port, and of which project; empty where none has."""
+    """Return which container of which project uses the port; empty if none does."""
     shown = '{{.Names}} {{.Label "com.docker.compose.project"}}'
     words = ("--filter", f"publish={port}", "--format", shown)
     name, _, project = docker("ps", *words, check=False).partition("\n")[0].partition(" ")
@@ -80,7 +111,7 @@ def _holder(port: int) -> str:
 
 
 def check_room_for_a_build(free_bytes: int | None) -> None:
-    """Enough space where the engine keeps images; None is not known. Raises ClusterError."""
+    """Check the free space for images; None means unknown. Raises ClusterError."""
     if free_bytes is not None and free_bytes < BUILD_NEEDS_BYTES:
         raise ClusterError(
             f"only {free_bytes / 1e9:.1f} GB are free where the engine keeps images, a build needs "
@@ -89,11 +120,11 @@ def check_room_for_a_build(free_bytes: int | None) -> None:
 
 
 def check_volumes(cluster: Cluster) -> None:
-    """The volumes are ours to write, and not full; a working directory is made. Raises ClusterError."""
+    """Check that the volumes are writable and not full; create a working directory. Raises ClusterError."""
     wanted = [cluster.variables["WORKING_DIR"]] if "WORKING_DIR" in cluster.variables else []
     mounts = [word for name in VOLUMES for word in ("-v", f"{cluster.project}_{name}:/{name}")]
     labels = ["--label", "com.docker.compose.project=" + cluster.project]
-    for name in VOLUMES:  # as compose would make them, or it warns that they are not its own
+    for name in VOLUMES:  # like Compose, which would otherwise warn that they are not its own
         own = [*labels, "--label", f"com.docker.compose.volume={name}"]
         docker("volume", "create", *own, f"{cluster.project}_{name}")
     looked = json.loads(

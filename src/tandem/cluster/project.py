@@ -1,4 +1,4 @@
-"""Which image a cluster has: tandem's own from the checkout, or that of the project in the current folder."""
+"""The image of a cluster: tandem's own from the checkout, or that of the project in the current directory."""
 
 import argparse
 import os
@@ -12,14 +12,14 @@ from tandem.tasks.init import name_of
 
 DEFAULT_IMAGE = "tandem:cuda"
 OVERRIDE = "OVERRIDE_FILE"
-"""Among a cluster's variables: the project's compose.override.yaml."""
+"""A cluster variable with the path of the project's compose.override.yaml."""
 OVERRIDE_NAME = "compose.override.yaml"
 
 
 def project_folder() -> Path | None:
-    """Return the current folder if it is a project as `tandem init` writes one.
+    """Return the current directory if it is a project created by `tandem init`.
 
-    Beside a checkout, a Dockerfile alone is not enough: the folder may be about something else.
+    In addition to a checkout, a Dockerfile alone is not enough: the directory may be unrelated.
     """
     here, checkout = Path.cwd(), shipped.checkout()
     if here == checkout or not (here / "Dockerfile").is_file():
@@ -28,13 +28,13 @@ def project_folder() -> Path | None:
 
 
 def image_of(options: argparse.Namespace) -> str:
-    """Return the image that was asked for, else the project's, else tandem's."""
+    """Return the requested image, else the project's, else tandem's."""
     folder = project_folder()
     return options.image or (name_of(folder) if folder else DEFAULT_IMAGE)
 
 
 def own_variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return what a project's own task adds: its override file, and a run with the project's name."""
+    """Return the variables for a project's own task: its override file, and a run named after it."""
     folder = project_folder()
     if folder is None or options.image or options.task or options.script:
         return {}
@@ -45,7 +45,7 @@ def own_variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def build_command(image: str) -> Sequence[str] | None:
-    """Return the command that builds the image; None where there is nothing to build it from."""
+    """Return the command that builds the image; None if there is nothing to build it from."""
     if folder := project_folder():
         return ["docker", "build", "--quiet", "--tag", image, str(folder)]
     if checkout := shipped.checkout():
@@ -54,7 +54,7 @@ def build_command(image: str) -> Sequence[str] | None:
 
 
 def build(command: Sequence[str]) -> bool:
-    """Run it, and show the last lines of its errors if it fails."""
+    """Run the command; if it fails, print the last lines of its errors."""
     built = subprocess.run(command, capture_output=True, text=True, env=_without_make())
     if built.returncode:
         lines = built.stderr.strip().splitlines() or ["no output"]
@@ -63,6 +63,6 @@ def build(command: Sequence[str]) -> bool:
 
 
 def _without_make() -> dict[str, str]:
-    """This environment without what an outer make adds: its flags and overrides are not for `make image`."""
+    """Return this environment without variables of an outer make, whose flags must not reach `make image`."""
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
     return {**own, "DOCKER_BUILDKIT": "1"}

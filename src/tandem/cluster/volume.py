@@ -1,6 +1,6 @@
-"""The checkpoint volume from outside, also when no node is there any more.
+"""The checkpoint volume from outside, even if no node exists any more.
 
-Its files are read by a container of the image that mounts it read-only.
+A container of the image mounts it read-only and reads its files.
 """
 
 import subprocess
@@ -20,12 +20,12 @@ def volume_of(project: str) -> str:
 
 
 def exists(volume: str) -> bool:
-    """A container that mounts a volume which is not there would make it."""
+    """Return True if the volume exists. A container that mounts a missing volume would create it."""
     return docker("volume", "inspect", "--format", "{{.Name}}", volume, check=False).strip() == volume
 
 
 def image_of(project: str) -> str:
-    """The image that the project's containers are of, else the one that `make image` makes."""
+    """Return the image of the project's containers, else the one that `make image` builds."""
     try:
         return Cluster.found(project).image
     except ClusterError:
@@ -33,7 +33,10 @@ def image_of(project: str) -> str:
 
 
 def reader(volume: str, image: str, script: str, *arguments: str) -> list[str]:
-    """The command that runs a line of shell beside the volume, at /checkpoints: it sees all, writes none."""
+    """Return the command that runs a shell line with the volume, read-only, at /checkpoints.
+
+    It may read all files, even those of other users, and write none.
+    """
     allowed = ["--user", "0", "--cap-drop", "ALL", "--cap-add", "DAC_READ_SEARCH", "--read-only"]
     apart = ["--pull", "never", "--network", "none", "--no-healthcheck", "--entrypoint", "tini"]
     mount = ["-v", f"{volume}:/checkpoints:ro,nocopy"]
@@ -42,7 +45,7 @@ def reader(volume: str, image: str, script: str, *arguments: str) -> list[str]:
 
 
 def read(volume: str, image: str, path: str) -> tuple[str, float] | None:
-    """A file of the volume and when it was written (Unix seconds); None where there is none."""
+    """Return a file of the volume and when it was written (Unix seconds); None if it does not exist."""
     if not exists(volume):
         return None
     ended = _run(reader(volume, image, READ, path))
@@ -51,7 +54,10 @@ def read(volume: str, image: str, path: str) -> tuple[str, float] | None:
 
 
 def remove_volumes(volumes: Sequence[str]) -> None:
-    """What `docker compose down` has left because a container had it: an `up` elsewhere may just read it."""
+    """Remove volumes that `docker compose down` left because a container used them.
+
+    An `up` in another terminal may just be reading one.
+    """
     deadline = time.monotonic() + RELEASE_SECONDS
     while left := [volume for volume in volumes if exists(volume)]:
         docker("volume", "rm", *left, check=False)

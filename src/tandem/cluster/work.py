@@ -1,4 +1,4 @@
-"""What the nodes train, a task or a script of this host, as variables of compose.yaml."""
+"""The work of the nodes, a task or a script on this host, as variables of compose.yaml."""
 
 import argparse
 import re
@@ -11,12 +11,15 @@ from tandem.cluster.engine import ClusterError
 from tandem.script.job import problem_of_script
 
 AT = "/script"
-"""Where a script's folder is mounted."""
+"""Where a script's directory is mounted."""
 RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def work_of(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
-    """COMMAND, RUN and where the code comes from; `given` are the TANDEM_ variables. Raises ClusterError."""
+    """Return COMMAND, RUN and the source of the code; `given` has the TANDEM_ variables.
+
+    Raises ClusterError.
+    """
     if options.script:
         found = _script(options)
     elif options.script_args:
@@ -24,9 +27,14 @@ def work_of(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, 
     else:
         found = _task(options, given)
     run = options.run or found["RUN"]
-    if not RUN.fullmatch(run):
-        raise ClusterError(f"RUN: invalid value {run!r}; expected letters, digits, dots and dashes")
+    check_run(run)
     return {**found, "RUN": run}
+
+
+def check_run(name: str) -> None:
+    """The name of a run's directory in the volume. Raises ClusterError."""
+    if not RUN.fullmatch(name):
+        raise ClusterError(f"RUN: invalid value {name!r}; expected letters, digits, dots and dashes")
 
 
 def _task(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +53,7 @@ def _task(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, st
 
 
 def _script(options: argparse.Namespace) -> dict[str, str]:
-    """Its working directory is the run's own: what it writes there by a relative path is kept."""
+    """Return a script's variables. Its working directory is the run's, so relative output paths are kept."""
     path, named = Path(options.script), f"SCRIPT={options.script}"
     if options.task:
         raise ClusterError(f"{named} and TASK={options.task}: a script is no task; give one of them")
@@ -75,7 +83,7 @@ def _words(name: str, text: str) -> list[str]:
 
 
 def _readable(given: str, file: Path) -> Path:
-    """The containers' user is neither the file's owner nor in its group."""
+    """Check that the containers' user, neither owner nor group member, can read the file."""
     for path, needed in ((file.parent, stat.S_IROTH | stat.S_IXOTH), (file, stat.S_IROTH)):
         if path.stat().st_mode & needed != needed:
             what = "o+rx" if path.is_dir() else "o+r"

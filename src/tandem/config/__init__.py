@@ -1,8 +1,8 @@
-"""Every setting, typed and documented, and where its value came from (`sources`).
+"""All settings: typed, documented, and with the source of each value (`sources`).
 
-A component is built from its own slice of the settings (`slices.CheckpointConfig`), which `Settings` hands
-out (`settings.checkpoint`). Field names are the flat ones (`settings.checkpoint.checkpoint_every`). A new
-setting is one line in `slices`.
+A component receives only its own slice of the settings (`slices.CheckpointConfig`), an attribute of
+`Settings` (`settings.checkpoint`). Field names are unique over all slices
+(`settings.checkpoint.checkpoint_every`). A new setting is one line in `slices`.
 """
 
 from tandem.config.arguments import Parser, as_flags

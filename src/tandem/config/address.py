@@ -1,4 +1,4 @@
-"""Where a run may lie: a folder, or elsewhere by an address."""
+"""Where a run is stored: a local directory, or a remote location given by its address."""
 
 import re
 from pathlib import Path, PurePath, PurePosixPath
@@ -10,31 +10,31 @@ SCHEMES = {
     "gs": "tandem.checkpoint.storage.objects:Objects",
     "az": "tandem.checkpoint.storage.objects:Objects",
 }
-"""What an address begins with: the `protocol.Remote` for it, which is made as CLASS(scheme, host)."""
+"""Scheme -> the `protocol.Remote` for it, which is created as CLASS(scheme, host)."""
 _ADDRESS = re.compile(r"([a-z][a-z0-9+-]*):(/+)([^/]+)(.*)")
 
 
 class RemotePath(PurePosixPath):
-    """The address of something elsewhere: s3://bucket/prefix."""
+    """A remote address such as s3://bucket/prefix."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
     @property
     def scheme(self) -> str:
-        """`s3`."""
+        """The scheme, such as `s3`."""
         return self.parts[0].rstrip(":")
 
     @property
     def host(self) -> str:
-        """What follows the scheme: a bucket, or HOST:PORT."""
+        """The part after the scheme: a bucket, or HOST:PORT."""
         return self.parts[1]
 
 
 def address(text: str | PurePath) -> PurePath:
-    """A Path, or a RemotePath for s3://bucket/prefix, also where pathlib has taken it for a path.
+    """Return a Path, or a RemotePath for s3://bucket/prefix (or s3:/bucket/prefix, as pathlib prints it).
 
-    Raises ConfigError for a scheme nobody knows, and for a password: the address goes into logs and files.
+    Raises ConfigError for an unknown scheme, and for a password, because addresses appear in logs and files.
     """
     found = _ADDRESS.fullmatch(str(text))
     if found is None:
@@ -47,6 +47,7 @@ def address(text: str | PurePath) -> PurePath:
         )
     if scheme in SCHEMES:
         return RemotePath(f"{scheme}:/{host}{rest}")
+    # A single slash after an unknown scheme is a local path that contains a colon.
     if slashes == "/":
         return Path(text)
     valid = ", ".join(f"{known}://" for known in SCHEMES)

@@ -1,10 +1,13 @@
-"""The command line: one parser a verb, made from the settings that it takes and from options of its own.
+"""The command line: one parser per verb, built from the settings it reads and from its own options.
 
-argparse, not pydantic-settings: that takes 0.3 s to import, knows no nearest name, and reads the environment.
+It uses argparse instead of pydantic-settings, which takes 0.3 s to import, suggests no nearest match, and
+reads the environment.
 """
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from tandem.config.brought_along import meant_by
@@ -34,9 +37,9 @@ READS: Mapping[str, Sequence[str]] = {
         "elastic", "shutdown_timeout",
     ),
 }  # fmt: skip
-"""The groups and settings that a verb reads, and lists in its help; a verb without an entry reads all."""
+"""The groups and settings that a verb reads and lists in its help. A verb without an entry reads all."""
 STRICT = ("eval", "export")
-"""Verbs that refuse the flags of other settings. The others take all flags of a launch."""
+"""Verbs that reject the flags of settings they do not read. Other verbs accept all flags of a launch."""
 COMMON: Mapping[str, Sequence[str]] = {
     "launch": (
         "task", "run_dir", "nodes", "nproc", "master", "epochs", "batch_size", "lr", "precision", "strategy",
@@ -53,7 +56,7 @@ COMMON: Mapping[str, Sequence[str]] = {
     "bench": ("task", "data_dir", "steps", "batch_size", "lr", "device", "precision", "nproc"),
     "doctor": ("run_dir", "data_dir", "nodes", "nproc", "master", "device"),
 }  # fmt: skip
-"""The settings that `tandem VERB -h` lists; FEW for verbs without an entry."""
+"""The settings listed by `tandem VERB -h`; FEW for verbs without an entry."""
 FEW = ("task", "data_dir", "epochs", "batch_size", "lr", "device", "precision", "nproc")
 ALSO = "\nIt also takes the other settings of `tandem launch`, so that you can reuse a command line."
 FLAGS = {
@@ -64,14 +67,14 @@ FLAGS = {
 
 
 def read_by(verb: str) -> list[str]:
-    """The names of the settings that a verb reads."""
+    """Return the names of the settings that a verb reads."""
     if verb not in READS:
         return list(SETTINGS)
     return [name for name, each in SETTINGS.items() if {name, each.slice} & set(READS[verb])]
 
 
 class Parser(argparse.ArgumentParser):
-    """The arguments of one verb. Errors are ConfigErrors of one line, which name the nearest known flag."""
+    """The argument parser of one verb. Errors are one-line ConfigErrors that name the nearest known flag."""
 
     def __init__(
         self, verb: str, usage: str, summary: str, takes_settings: bool = True, is_short: bool = False
@@ -98,7 +101,7 @@ class Parser(argparse.ArgumentParser):
             self._add_settings()
 
     def option(self, flag: str, annotation: Any, help_text: str, default: object = None) -> None:
-        """An option of the verb's own, checked as a setting is; of type bool it is a switch."""
+        """Add an option of the verb itself, validated like a setting; with type bool it is a switch."""
         if annotation is bool:
             self.add_argument(flag, action="store_true", help=_escaped(help_text))
             return
@@ -110,8 +113,9 @@ class Parser(argparse.ArgumentParser):
         )
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """What the words say; settings are in `given`, as text. Raises ConfigError."""
+        """Parse the words; settings are in `given`, as text. Raises ConfigError."""
         if self._takes_settings:
+            # Any --task.NAME is accepted, because only the task knows its own settings.
             for flag in sorted({word.partition("=")[0] for word in words}):
                 key = task_key(flag, "--task.")
                 if key is not None and flag not in self._option_string_actions:
@@ -138,11 +142,11 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """What argparse finds missing. Raises ConfigError."""
+        """Raise argparse's message, for example about a missing argument, as a ConfigError."""
         raise ConfigError(f"{message}. {self._help}")
 
     def _switch(self, flag: str, value: str) -> str:
-        """The error for a value after a switch."""
+        """Return the error message for a value after a switch."""
         to_file = f"--output {value}" if "--output" in self._option_string_actions else f"> {value}"
         more = f"; to write a file use {to_file}" if flag == "--json" else ""
         return f"{flag}: unexpected value {value!r}; this flag takes no value{more}. {self._help}"
@@ -200,11 +204,15 @@ class Parser(argparse.ArgumentParser):
             return ConfigError(f"{flag}: missing value; expected {expected}. {self._see}")
         if message.startswith("ignored explicit argument "):
             return ConfigError(self._switch(flag, message.removeprefix("ignored explicit argument ")[1:-1]))
+        if choice := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            near = get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), n=1)
+            message += f"; did you mean {near[0]}?" if near else "."
+            return ConfigError(f"{flag}: {message} {self._help}")
         return ConfigError(f"{flag}: {message}. {self._see if flag in self._valid else self._help}")
 
 
 class _Keep(argparse.Action):
-    """Keeps what was typed, and under which name, instead of converting it."""
+    """Stores the text of a flag and its spelling, and leaves conversion to `sources`."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag = str(option_string)
@@ -213,7 +221,7 @@ class _Keep(argparse.Action):
 
 
 class _Lines(argparse.HelpFormatter):
-    """Help whose text may have lines of its own."""
+    """A help formatter that keeps line breaks in the text."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=110)
@@ -222,7 +230,7 @@ class _Lines(argparse.HelpFormatter):
         return [part for line in text.splitlines() for part in super(_Lines, self)._split_lines(line, width)]
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Examples stay as they are: a command that is broken into lines cannot be copied."""
+        """Keep examples unchanged: a command that is broken into lines cannot be copied."""
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
@@ -242,5 +250,5 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
 
 
 def as_flags(given: Mapping[str, Given]) -> list[str]:
-    """What was typed, as arguments for another process of ours."""
+    """Return the given settings as arguments for another tandem process."""
     return [f"--{key.replace('_', '-')}={value.text}" for key, value in given.items()]

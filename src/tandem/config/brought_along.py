@@ -1,4 +1,4 @@
-"""Flags of other trainers and their tandem equivalents, suggested after "did you mean"."""
+"""Flags of other trainers and their tandem equivalents, for the "did you mean" of an error message."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ PASSES = "--micro-batch-size, samples per rank and pass: --batch-size / ranks / 
 RUN_DIR = "--run-dir, for all that a run writes"
 
 BROUGHT_ALONG: Mapping[str, str] = {
-    # torchrun, and what its tutorials give to their own scripts
+    # torchrun, and the arguments that its tutorials pass to scripts
     "nproc-per-node": "--nproc",
     "nnodes": "--nodes",
     "master-addr": "--master HOST:PORT",
@@ -71,7 +71,7 @@ BROUGHT_ALONG: Mapping[str, str] = {
     "sync-bn": "--sync-batchnorm",
     "torch-compile": "--compile",
     "fsdp": "--strategy fsdp",
-    # what a run writes, and where it goes on from
+    # output of a run, and where it resumes from
     "output-dir": RUN_DIR,
     "save-dir": RUN_DIR,
     "log-dir": RUN_DIR,
@@ -90,5 +90,5 @@ BROUGHT_ALONG: Mapping[str, str] = {
 
 
 def meant_by(flag: str) -> str | None:
-    """What a flag of another trainer is here, whichever way its words are joined."""
+    """Return the tandem equivalent of another trainer's flag, with - or _ between its words."""
     return BROUGHT_ALONG.get(flag.lstrip("-").replace("_", "-"))

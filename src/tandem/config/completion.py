@@ -1,6 +1,6 @@
-"""Completion scripts for bash, zsh and fish, made from the parsers: static text, nothing runs at a Tab.
+"""Completion scripts for bash, zsh and fish: static text from the parsers, so pressing Tab runs nothing.
 
-zsh reads the same script as bash, by its own bashcompinit; fish has a line for each flag, with its meaning.
+zsh reads the bash script through its own bashcompinit. fish gets a line per flag, with its description.
 """
 
 import argparse
@@ -43,7 +43,7 @@ ZSH = "autoload -U +X compinit bashcompinit\n(( $+functions[compdef] )) || compi
 
 
 class Flag(NamedTuple):
-    """One flag of a verb. `values`: the words that it takes, where they can be listed."""
+    """One flag of a verb. `values`: the words it accepts, if they can be listed."""
 
     name: str
     help: str
@@ -52,7 +52,7 @@ class Flag(NamedTuple):
 
 
 def script(shell: str, parsers: Mapping[str, Parser], summaries: Mapping[str, str]) -> str:
-    """What completes `tandem` in this shell."""
+    """Return the completion script of `tandem` for this shell."""
     flags = {verb: flags_of(parser) for verb, parser in parsers.items()}
     first = {verb: words for verb, parser in parsers.items() if (words := _first_words(parser))}
     if shell == "fish":
@@ -80,7 +80,7 @@ def script(shell: str, parsers: Mapping[str, Parser], summaries: Mapping[str, st
 
 
 def flags_of(parser: Parser) -> list[Flag]:
-    """All that its help lists, and --help."""
+    """Return all flags in the parser's help, and --help."""
     by_flag = {setting.flag: setting for setting in SETTINGS.values()}
     found = [Flag("--help", "what this verb takes", False, ())]
     for action in parser._actions:
@@ -93,7 +93,7 @@ def flags_of(parser: Parser) -> list[Flag]:
 
 
 def _first_words(parser: Parser) -> tuple[str, ...]:
-    """The words that may come first, where they can be listed."""
+    """Return the words that the first argument accepts, if they can be listed."""
     positionals = [action for action in parser._actions if not action.option_strings]
     return tuple(map(str, positionals[0].choices or ())) if positionals else ()
 

@@ -1,4 +1,4 @@
-"""The command lines at the end of each verb's `--help`, to be copied as they are."""
+"""The command lines at the end of each verb's `--help`, ready to copy."""
 
 from collections.abc import Mapping
 
@@ -92,14 +92,15 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem completion zsh > ~/.tandem.zsh": "then `source ~/.tandem.zsh` in ~/.zshrc",
     },
     "health": {
+        "tandem health runs/digits": "check a run: exits with 1 if there is no progress",
         "TANDEM_STATE_DIR=/tmp/state tandem launch": "start a node that reports its health",
-        "TANDEM_STATE_DIR=/tmp/state tandem health": "check it: exits with 1 if there is no progress",
+        "TANDEM_STATE_DIR=/tmp/state tandem health": "check this node, for a probe",
     },
 }
 
 
 def examples_of(verb: str) -> str | None:
-    """The end of a verb's help: a command to a line, and behind it what it does."""
+    """Return the end of a verb's help: one command per line, followed by its purpose."""
     if verb not in EXAMPLES:
         return None
     lines = EXAMPLES[verb]

@@ -1,4 +1,4 @@
-"""What one setting is: its type, its valid values in words, its meaning, and who must agree on it."""
+"""The parts of a setting: its type, valid values, description, and which nodes must agree on it."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Valid:
-    """What a value may be: in words, for errors, help and docs, and as a test of the converted value."""
+    """Which values are valid: a phrase for errors, help and docs, and a test of the converted value."""
 
     words: str
     holds: Callable[[Any], bool] = lambda value: True
@@ -36,7 +36,7 @@ class Valid:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """Changes a value before it is checked, so that other ways to write it are kept in one form."""
+    """Converts alternative spellings of a value to one form, before validation."""
 
     change: Callable[[Any], Any]
 
@@ -47,7 +47,7 @@ class Reads:
 
 
 class _Place:
-    """A path, or the address of a place elsewhere."""
+    """A path or a remote address."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
         from pydantic_core.core_schema import no_info_plain_validator_function
@@ -77,7 +77,7 @@ def _is_address(text: str, lowest: int = 1) -> bool:
 
 
 def _listening(text: str) -> str:
-    """A port alone is one of loopback."""
+    """Add the loopback address to a port without a host."""
     return f"127.0.0.1:{text.removeprefix(':')}" if re.fullmatch(r":?\d+", text, re.ASCII) else text
 
 
@@ -95,7 +95,7 @@ def _matches(pattern: str) -> Callable[[str], bool]:
 
 
 def _compile_mode(value: Any) -> Any:
-    """True and false as well, as of a switch: the default mode, and none."""
+    """Accept true and false like a switch: the default mode, and none."""
     text = str(value).lower()
     if text in ("true", "1", "yes", "on"):
         return "default"
@@ -182,16 +182,16 @@ SHORT = {
     "a number": "X",
     "a path": "PATH",
 }
-"""Placeholders by words in `Setting.valid`; the first match counts."""
+"""Placeholders by a phrase in `Setting.valid`; the first match is used."""
 
 
 def setting(
     default: Any, description: str, *, fixed: bool = False, per_node: bool = False, bare: str | None = None
 ) -> Any:
-    """One field of a slice.
+    """Declare one field of a slice.
 
-    fixed: it decides the bits, so a resumed run must have the same. per_node: nodes of one run may differ.
-    bare: the value of the flag without one; each bool has such a flag.
+    fixed: the value affects the results bit for bit, so a resumed run must have the same. per_node: nodes of
+    one run may differ. bare: the value of the flag when given without one; every bool has such a flag.
     """
     metadata = {"description": description, "fixed": fixed, "per_node": per_node, "bare": bare}
     if isinstance(default, dict):
@@ -200,7 +200,7 @@ def setting(
 
 
 def placeholder(valid: str) -> str:
-    """The placeholder of a value in help, from its valid values: `N`, `PATH`, `{fp32,bf16}`."""
+    """Return the placeholder of a value in help, from its valid values: `N`, `PATH`, `{fp32,bf16}`."""
     valid = valid.removesuffix(", or none")
     if valid.startswith("one of "):
         return "{" + valid.removeprefix("one of ").replace(", ", ",") + "}"
@@ -209,7 +209,7 @@ def placeholder(valid: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One field of a slice as flags, variables, files and docs know it."""
+    """One field of a slice, as seen by flags, variables, files and docs."""
 
     name: str
     slice: str
@@ -219,26 +219,26 @@ class Setting:
     fixed: bool
     per_node: bool
     bare: str | None = None
-    """What the flag means without a value."""
+    """The value of the flag when it is given without one."""
 
     @property
     def is_table(self) -> bool:
-        """The task's own settings: one entry for each flag `--task.NAME`."""
+        """True for the task's own settings: one entry per flag `--task.NAME`."""
         return bool(self.annotation == dict[str, str])
 
     @property
     def flag(self) -> str:
-        """`--batch-size`."""
+        """The flag, such as `--batch-size`."""
         return "--task.NAME" if self.is_table else "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """`TANDEM_BATCH_SIZE`."""
+        """The environment variable, such as `TANDEM_BATCH_SIZE`."""
         return "TANDEM_" + ("TASK__NAME" if self.is_table else self.name.upper())
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag needs no value, and has a `--no-` twin."""
+        """True if the flag needs no value and has a `--no-` counterpart."""
         return self.bare is not None
 
     @property
@@ -248,12 +248,12 @@ class Setting:
 
     @property
     def valid(self) -> str:
-        """What a value may be, in words."""
+        """A phrase that describes the valid values."""
         return words_of(self.annotation)
 
 
 def settings_of(slice_name: str, model: type) -> list[Setting]:
-    """The settings of one slice, in the order they are declared."""
+    """Return the settings of one slice, in declaration order."""
     found = []
     for each in dataclasses.fields(model):
         default = {} if each.default is dataclasses.MISSING else each.default
@@ -264,21 +264,21 @@ def settings_of(slice_name: str, model: type) -> list[Setting]:
 
 @lru_cache
 def _adapter(annotation: Any) -> "TypeAdapter[Any]":
-    # Imported here: pydantic alone takes longer than a help page may.
+    # Imported here, because pydantic alone takes longer to import than a help page should take.
     from pydantic import ConfigDict, TypeAdapter
 
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
 
 
 def convert(annotation: Any, value: object) -> Any:
-    """The typed value of a text, or of what JSON holds; "none" unsets what may be None. Raises ValueError."""
+    """Convert text or a JSON value to the type; "none" gives None if that is valid. Raises ValueError."""
     if value == "none" and NoneType in get_args(annotation):
         return None
     return _adapter(annotation).validate_python(value)
 
 
 def words_of(annotation: Any) -> str:
-    """What a value may be, in words."""
+    """Return a phrase that describes the valid values of a type."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return next((item.words for item in arguments if isinstance(item, Valid)), words_of(arguments[0]))
@@ -292,14 +292,14 @@ def words_of(annotation: Any) -> str:
 
 
 def words_in(annotation: Any) -> tuple[str, ...]:
-    """The words of an annotation's Literals: those of `Literal["auto"] | int` are ("auto",)."""
+    """Return the words of the Literals in a type: `Literal["auto"] | int` -> ("auto",)."""
     if get_origin(annotation) is Literal:
         return tuple(each for each in get_args(annotation) if isinstance(each, str))
     return tuple(word for part in get_args(annotation) for word in words_in(part))
 
 
 def plain(value: object) -> str:
-    """A value as a person writes it."""
+    """Format a value as a user would type it."""
     if value == {}:
         return ""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
 """Read a `--config` file: TOML, YAML, or the config.json of a run, with sections or flat keys.
 
-A section has the name of a group of settings (`tandem help settings`): `[data]` holds `batch_size`. Keys of a
-file are checked in `sources`; here, only where they are.
+A section has the name of a group of settings (`tandem help settings`): `[data]` contains `batch_size`. This
+module checks only the position of a key; `sources` checks the key itself.
 """
 
 import json
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 NULLS = ("", "~", "null", "Null", "NULL")
 DEEPEST = 4
-"""Levels of a YAML file; a valid one has at most three."""
+"""Limit on the nesting of a YAML file; a valid one has at most three levels."""
 
 
 def table_in(path: str) -> dict[str, Any]:
-    """Parse a file by its suffix. YAML scalars are text, and null is None. Raises OSError and ValueError."""
+    """Parse a file by its suffix. YAML scalars stay text, and null is None. Raises OSError and ValueError."""
     text = Path(path).read_text(encoding="utf-8")
     if is_of_a_run(path):
         table = json.loads(text)
@@ -37,14 +37,14 @@ def table_in(path: str) -> dict[str, Any]:
 
 
 def is_of_a_run(path: str) -> bool:
-    """True if this is the config.json of a run."""
+    """Return True if this is the config.json of a run."""
     return path.endswith(".json")
 
 
 def without_sections(table: Mapping[str, Any], file: str) -> dict[str, Any]:
     """Flatten the sections. Raises ConfigError for a key in the wrong section, or one that is set twice.
 
-    `metrics` is a section, and a setting in it: a table is the section.
+    `metrics` is both a section and a setting in that section; with a table as its value it is the section.
     """
     flat: dict[str, Any] = {}
     for name, value in table.items():
@@ -66,7 +66,10 @@ def without_sections(table: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    """Read the nodes instead of values: with YAML 1.1, `progress: on` would be true, and a key may repeat."""
+    """Read the nodes instead of the values.
+
+    With YAML 1.1, the value of `progress: on` would be true, and repeated keys would be accepted.
+    """
     import yaml
 
     try:

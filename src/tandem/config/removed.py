@@ -1,4 +1,4 @@
-"""Settings and values that earlier versions had: what to type instead, and what their files say today."""
+"""Settings and values of earlier versions: what to type instead, and how to read old files today."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -7,9 +7,9 @@ Kind = Literal["flag", "variable", "key", "setting"]
 
 
 class Instead(NamedTuple):
-    """What to do instead of a removed setting.
+    """What to use instead of a removed setting.
 
-    `note`: without a period at the end. `name` and `value`: the setting to use, if there is one.
+    `note`: has no period at the end. `name` and `value`: the setting to use, if there is one.
     """
 
     note: str = ""
@@ -17,7 +17,7 @@ class Instead(NamedTuple):
     value: str = ""
 
     def words(self, kind: Kind) -> str:
-        """One phrase, in the form in which the removed name was given."""
+        """Return a phrase in the form in which the removed name was given."""
         if not self.name:
             return self.note
         flag = f"--{self.name.replace('_', '-')} {self.value}".rstrip()
@@ -55,7 +55,7 @@ REMOVED: Mapping[str, Instead] = {
     "elastic_settle": Instead("remove it; an elastic job waits 10 s for more nodes than MIN"),
     "checkpoint_failures_allowed": Instead("remove it; a run fails after more than 3 failed saves in a row"),
 }
-"""By the setting's former name. Each row stays for one release."""
+"""Keyed by the former name of the setting. Each row stays for one release."""
 RENAMED = {
     "first_step_timeout": "phase_timeout",
     "max_starts": "max_crash_loops",
@@ -68,32 +68,32 @@ REMOVED_VALUES: Mapping[tuple[str, str], Instead] = {
     ("log_format", "auto"): Instead("", "log_format", "text"),
     ("batch_shares", "auto"): Instead("one number per rank", "batch_shares", "3:1"),
 }
-"""By a setting's name and its former value."""
+"""Keyed by the name of the setting and its former value."""
 CHANGED_VALUES: Mapping[tuple[str, str], object] = {
     ("log_format", "auto"): "text",
     ("on_nonfinite", "raise"): "stop",
 }
-"""What a file with a removed value means today, unless it is none."""
+"""How to read a removed value in an old file. A value without an entry becomes None."""
 
 
 def instead_of(kind: Kind, name: str, label: str | None = None) -> str | None:
-    """The error for a removed name, as it was typed; None for a name that never was a setting."""
+    """Return the error for a removed name, as it was typed; None if it was never a setting."""
     key = name.lower().removeprefix("tandem_").lstrip("-").replace("-", "_")
     row = REMOVED.get(key) or (REMOVED.get(key.removeprefix("no_")) if kind == "flag" else None)
     return row and f"{label or name}: this setting was removed; {row.words(kind)}"
 
 
 def instead_of_value(label: str, name: str, text: str) -> str | None:
-    """The error for a removed value; None for any other value."""
+    """Return the error for a removed value; None for any other value."""
     row = REMOVED_VALUES.get((name, text))
     kind: Kind = "flag" if label.startswith("-") else "variable" if label.startswith("TANDEM_") else "key"
     return row and f"{label}: the value {text!r} was removed; {row.words(kind)}"
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in a file that an earlier version wrote, under the names and values of this version.
+    """Convert the settings in a file of an earlier version to the names and values of this version.
 
-    Settings without a counterpart are left out, so they have no effect. Other values stay as they are.
+    Settings without a counterpart are dropped, so they have no effect. Other values are unchanged.
     """
     new = {name: value for name, value in values.items() if name not in REMOVED}
     _merge_computing(values, new)
@@ -106,6 +106,7 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_computing(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    # 240 was the default of lr_base_batch_size.
     rule, base = old.get("lr_scaling"), old.get("lr_base_batch_size", 240)
     if rule == "auto":
         rule = "linear" if old.get("optimizer", "sgd") == "sgd" else "sqrt"

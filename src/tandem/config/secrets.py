@@ -1,7 +1,8 @@
-"""What a page may not show of a command, a setting or a log: passwords, keys and tokens.
+"""Hide passwords, keys and tokens in commands, settings and logs before they are shown.
 
-Two nets: what stands behind a name that sounds like a secret, or has the form of a known one; and the values
-that this process was itself given under such a name. Quantifiers are bounded: a log may hold anything.
+It finds secrets in two ways: by form (a value after a name that sounds like a secret, or in a known format),
+and by value (the secrets in this process's own environment). Quantifiers are bounded because a log may
+contain anything.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Any
 
 HIDDEN = "[hidden]"
 SHORTEST = 6
-"""A value below this is no secret that could be told apart from ordinary text."""
+"""Shorter values cannot be distinguished from ordinary text."""
 _NAME = (
     r"[\w.-]{0,60}(?:secret|passw(?:or)?d|passphrase|token|credentials?"
     r"|(?:access|account|api|auth|deploy|encryption|license|master|private|signing|storage)[_-]?key)"
@@ -30,20 +31,23 @@ _FORMS = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable, a flag or a setting of this name holds a secret; the file of one is none."""
+    """Return True if a variable, flag or setting of this name contains a secret.
+
+    A *_file setting does not.
+    """
     return _IS_SECRET.fullmatch(name) is not None
 
 
 def secrets_in(environ: Mapping[str, str]) -> list[str]:
-    """The values of an environment that no page may show."""
+    """Return the secret values of an environment."""
     return [value for name, value in environ.items() if is_secret(name)]
 
 
 def hidden(value: Any, secrets: Iterable[str] = (), is_named: bool = False, is_setting: bool = False) -> Any:
-    """A copy of plain JSON without secrets, however deep, in names too.
+    """Return a copy of plain JSON without secrets, at any depth and also in keys.
 
-    `is_named`: it stands behind the name of a secret, and no text of it is shown; no number either where it
-    `is_setting`: a metric may be called loss_per_token.
+    `is_named`: the value belongs to a name that sounds like a secret, so its text is hidden. Its numbers are
+    hidden only with `is_setting`, because a metric may be called loss_per_token.
     """
 
     def inner(item: Any, name: object = "") -> Any:
@@ -52,13 +56,14 @@ def hidden(value: Any, secrets: Iterable[str] = (), is_named: bool = False, is_s
     if isinstance(value, dict):
         label = value.get(
             "name", value.get("key")
-        )  # as an environment is written: {"name": ..., "value": ...}
+        )  # environments are often written as {"name": ..., "value": ...}
         return {
             hide(str(name), secrets): inner(item, label if name == "value" else name)
             for name, item in value.items()
         }
     if isinstance(value, list | tuple):
-        before = ["", *(each if isinstance(each, str) else "" for each in value)]  # ["--password", "..."]
+        # Commands: ["--password", "..."].
+        before = ["", *(each if isinstance(each, str) else "" for each in value)]
         return [inner(item, name) for item, name in zip(value, before, strict=False)]
     if isinstance(value, str):
         return HIDDEN if is_named and value else hide(value, secrets)
@@ -66,7 +71,8 @@ def hidden(value: Any, secrets: Iterable[str] = (), is_named: bool = False, is_s
 
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without secrets: those given, and what looks like one."""
+    """Return `text` without the given secrets and without anything that looks like one."""
+    # Longest first, because a secret may contain a shorter one.
     for secret in sorted({each.strip() for each in secrets}, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, HIDDEN)

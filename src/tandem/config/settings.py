@@ -1,4 +1,4 @@
-"""All settings together: flat for sources and files, in slices for the components built from them."""
+"""All settings together: flat for sources and files, in slices for the components."""
 
 import dataclasses
 import json
@@ -18,7 +18,10 @@ SEE = "See `tandem config --explain`"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The resolved settings of a run. Immutable; reads nothing by itself, `load` hands the values in."""
+    """The resolved settings of a run.
+
+    Immutable; reads no source itself, `sources.resolve` provides the values.
+    """
 
     run: slices.RunConfig = slices.RunConfig()
     data: slices.DataConfig = slices.DataConfig()
@@ -33,16 +36,16 @@ class Settings:
     metrics: slices.MetricsConfig = slices.MetricsConfig()
 
     def to_dict(self) -> dict[str, object]:
-        """Flat plain values that JSON can hold; `from_dict` is its inverse."""
+        """Return flat plain values for JSON; `from_dict` is the inverse."""
         values = {name: self.value(name) for name in SETTINGS}
         return {name: str(value) if isinstance(value, PurePath) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, tolerant: bool = False) -> "Settings":
-        """Settings from flat values, as `to_dict` gives them; what is not named has its default.
+        """Create settings from flat values, as `to_dict` returns them; missing ones get their defaults.
 
-        tolerant: a file that another version wrote may name settings that this one does not know.
-        Raises ConfigError, one line, for a name or a value that is not valid.
+        tolerant: ignore unknown settings, for a file that another version wrote. Raises a one-line
+        ConfigError for an invalid name or value.
         """
         if tolerant:
             values = {name: value for name, value in translated(values).items() if name in SETTINGS}
@@ -55,7 +58,7 @@ class Settings:
         return cls().replace(**typed)
 
     def replace(self, **changes: Any) -> "Settings":
-        """A copy with other values by flat name; they are taken as they are."""
+        """Return a copy with the given values, by flat name, without validation."""
         by_slice: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             by_slice.setdefault(SETTINGS[name].slice, {})[name] = value
@@ -63,27 +66,27 @@ class Settings:
         return dataclasses.replace(self, **changed)
 
     def value(self, name: str) -> Any:
-        """The value of one setting by its flat name."""
+        """Return the value of a setting by its flat name."""
         return getattr(getattr(self, SETTINGS[name].slice), name)
 
     def digest(self) -> str:
-        """Twelve hexadecimal digits that differ when any setting differs."""
-        import hashlib  # 10 ms that a help page need not wait for
+        """Return twelve hexadecimal digits that change if any setting changes."""
+        import hashlib  # 10 ms that a help page does not need
 
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def fingerprint_fields(self) -> dict[str, object]:
-        """What must be the same when a run is resumed, because it decides the bits."""
+        """Return the values that must not change when a run resumes, because they affect the bits."""
         return {name: self.value(name) for name, setting in SETTINGS.items() if setting.fixed}
 
     def common_fields(self) -> dict[str, object]:
-        """What must be the same on all nodes of a run."""
+        """Return the values that must be the same on all nodes of a run."""
         return {name: value for name, value in self.to_dict().items() if not SETTINGS[name].per_node}
 
 
 class TaskJob(NamedTuple):
-    """What a rank of a task is told: the settings as `to_dict` gives them, and which somebody has chosen."""
+    """A task rank's job: the settings from `to_dict`, and the names of those that a user set."""
 
     settings: dict[str, object]
     chosen: frozenset[str] = frozenset()
@@ -96,7 +99,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def checked(annotation: Any, label: str, value: object) -> Any:
-    """The typed value; `label` says in the error where it was given. Raises ConfigError, one line."""
+    """Convert and validate a value; `label` names its origin in the error. Raises a one-line ConfigError."""
     try:
         return convert(annotation, value)
     except ValueError:
@@ -104,7 +107,7 @@ def checked(annotation: Any, label: str, value: object) -> Any:
 
 
 def bad_value(label: str, got: object, valid: str) -> NoReturn:
-    """Raise ConfigError: one line with the value, what was expected, and where to look."""
+    """Raise a one-line ConfigError with the value, what was expected, and where to look."""
     told = HIDDEN if is_secret(label) else hide(repr(got)[:LONGEST])
     shown = told if len(told) <= 80 else told[:77] + "..."
     raise ConfigError(f"{label}: invalid value {shown}; expected {valid}. {SEE}") from None
@@ -118,9 +121,10 @@ def unknown(
     see: str = SEE,
     meant: str | None = None,
 ) -> ConfigError:
-    """The error for an unknown name, with the nearest known one; prefixes would make all of them near.
+    """Return the error for an unknown name, with the nearest known one.
 
-    `meant`: what is known to stand for it here.
+    Names are compared without their common prefixes, which would make all of them similar. `meant`: the known
+    equivalent, if there is one.
     """
     from difflib import get_close_matches
 

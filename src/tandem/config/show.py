@@ -1,4 +1,4 @@
-"""Settings for people: `config`, `config --explain`, and the tables of the docs."""
+"""Format settings for users: `config`, `config --explain`, and the tables in the docs."""
 
 import json
 import re
@@ -12,7 +12,7 @@ TABLE_HEAD = ("| flag | variable | default | valid | meaning |", "|---|---|---|-
 
 
 def explain(loaded: Loaded) -> str:
-    """A table for people: name, value and source of every setting."""
+    """Return a table with the name, value and source of every setting."""
     settings = loaded.settings
     rows = [(name, plain(settings.value(name)), loaded.sources[name]) for name in FIELDS]
     for name, text in settings.run.task_fields.items():
@@ -22,7 +22,7 @@ def explain(loaded: Loaded) -> str:
 
 
 def as_toml(settings: Settings, chosen: Collection[str] = ()) -> str:
-    """A file that `--config` reads: a section per group, and defaults as comments unless `chosen`."""
+    """Return a file for `--config`: a section per group, with defaults as comments unless `chosen`."""
     default, lines = Settings(), ["# Settings of tandem. A line that starts with # shows a default."]
     for slice_name, model in SLICES.items():
         lines += ["", f"[{slice_name}]  # {model.__doc__}"]
@@ -56,7 +56,7 @@ def _toml(value: object) -> str:
 
 
 def markdown() -> str:
-    """The tables of docs/configuration.md: every flag, its variable, default, valid values and meaning."""
+    """Return the tables of docs/configuration.md: flags, variables, defaults, values and meanings."""
     lines = []
     for slice_name, model in SLICES.items():
         lines += [f"## {model.__doc__}", *TABLE_HEAD]

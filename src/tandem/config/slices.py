@@ -1,6 +1,7 @@
-"""The settings, one slice per concern: what a component is built from.
+"""The settings, in one slice per concern; each component receives only its slice.
 
-A new setting is one line here: flag, TANDEM_ variable, TOML key, help, docs and Compose follow from it.
+A new setting is one line here. Its flag, TANDEM_ variable, TOML key, help, docs and Compose entry are derived
+from it.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from tandem.config.fields import (
 from tandem.schedule import LrScaling, LrSchedule
 
 ONE_PROCESS = ("single", "dp")
-"""Strategies that take one rank, whatever GPUs there are."""
+"""Strategies that use one rank, regardless of the number of GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class RunConfig:
 
     @property
     def place(self) -> PurePath:
-        """The run directory of a run that has begun (see launch/run_dir.py)."""
+        """The run directory, once the run has begun (see launch/run_dir.py)."""
         assert self.run_dir is not None
         return self.run_dir
 
@@ -134,7 +135,7 @@ class ComputeConfig:
 
     @property
     def strategy_name(self) -> str:
-        """`strategy` without a share."""
+        """The name in `strategy`, without a share."""
         return self.strategy.partition(":")[0]
 
     @property
@@ -159,7 +160,7 @@ class ExchangeConfig:
 
     @property
     def powersgd_rank(self) -> int | None:
-        """The rank of PowerSGD's factors; None for another compression."""
+        """The rank of PowerSGD's factors; None for other compressions."""
         kind, _, rank = self.gradient_compression.partition(":")
         return int(rank or 4) if kind == "powersgd" else None
 
@@ -207,7 +208,7 @@ class ReliabilityConfig:
 
     @property
     def hang_seconds(self) -> float | None:
-        """What `hang_timeout` says; None for auto."""
+        """`hang_timeout` in seconds; None for auto."""
         return None if self.hang_timeout == "auto" else float(self.hang_timeout)
 
 
@@ -266,12 +267,12 @@ class TelemetryConfig:
 
     @property
     def has_tensorboard(self) -> bool:
-        """Whether TensorBoard events are written."""
+        """True if TensorBoard events are written."""
         return "tensorboard" in (self.tracker or "").split(",")
 
     @property
     def remote_tracker(self) -> str | None:
-        """The tracker that is not TensorBoard: mlflow, wandb or None."""
+        """The tracker other than TensorBoard: mlflow, wandb or None."""
         return next((name for name in (self.tracker or "").split(",") if name in ("mlflow", "wandb")), None)
 
 
@@ -294,6 +295,6 @@ class MetricsConfig:
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Where the page listens."""
+        """The host and port that the metrics page listens on."""
         host, _, port = self.metrics.rpartition(":")
         return host.strip("[]"), int(port)

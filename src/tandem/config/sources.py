@@ -1,9 +1,10 @@
-"""Where values come from: flags > environment TANDEM_* > .env > --config FILE > defaults.
+"""The sources of values: flags > environment TANDEM_* > .env > --config FILE > defaults.
 
-The same order as under Compose, which makes .env part of the environment.
+Compose has the same order, because it makes .env part of the environment.
 
-All sources hand in text (`Given`), the strongest wins, and only the winners are converted. A name nobody
-knows is an error with the nearest match, so that a typo cannot silently train with a default.
+All sources provide text (`Given`), the one with the highest precedence wins, and only winning values are
+converted. An unknown name is an error with the nearest match, so that a typo cannot silently train with a
+default.
 """
 
 import re
@@ -19,23 +20,23 @@ from tandem.config.settings import SETTINGS, SLICES, Settings, bad_value, checke
 from tandem.errors import ConfigError
 
 PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
-# Read elsewhere, but ours: not typos of a setting.
+# Read by other code, so they are not typos of a setting.
 OTHER_VARIABLES = [
     PREFIX + name
     for name in "CONFIG LOG_LEVEL STATE_DIR JOB_SECRET JOB_SECRET_FILE REQUIRE TRIALS SCREENSHOTS".split()
     + "COMPOSE_PROJECT COMPOSE_NODES COMPOSE_INDEX COMPOSE_GPUS".split()
 ]
 EXPORTED = {PREFIX + name for name in ("LOG_LEVEL", "STATE_DIR", "REQUIRE", "TRIALS", "SCREENSHOTS")}
-"""Those that only the environment can say, not .env."""
+"""Variables that must be in the environment; .env has no effect on them."""
 DOTENV = Path(".env")
-# A Kubernetes Service called tandem-* puts such variables into every pod of its namespace.
+# A Kubernetes Service named tandem-* adds these variables to every pod of its namespace.
 _SERVICE_LINK = re.compile(
     r"\w+_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)\w*=|PORT=\w+://).*"
 )
 TASK_VALID = SETTINGS["task_fields"].valid
 FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
 PLACES = ("run_dir", "node_rank", "master")
-"""Settings that say where a run is: another one with its config.json is elsewhere."""
+"""Settings with the location of a run, which another run with this config.json must not reuse."""
 CONFIG_HELP = (
     "file of settings: TOML, YAML, or the config.json of a run (its paths and addresses are ignored)"
 )
@@ -44,18 +45,18 @@ VARIABLES = {SETTINGS[name].variable: name for name in FIELDS}
 
 
 class Given(NamedTuple):
-    """One value as somebody wrote it. Keys of a layer are setting names, `task.NAME`, and `config`."""
+    """One value as the user wrote it. Keys of a layer are setting names, `task.NAME`, and `config`."""
 
     text: str
-    source: str  # for `explain`: "environment TANDEM_LR"
-    name: str  # for errors: "TANDEM_LR"
+    source: str  # for `explain`, such as "environment TANDEM_LR"
+    name: str  # for errors, such as "TANDEM_LR"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings, and where each is from: "flag --lr", "default"; a task's own are under `task.NAME`.
+    """Settings with their sources ("flag --lr", "default"); the task's own are under `task.NAME`.
 
-    `notes`: lines on what a file says that was left out.
+    `notes`: messages about parts of a file that were ignored.
     """
 
     settings: Settings
@@ -64,14 +65,15 @@ class Loaded:
 
     @property
     def chosen(self) -> frozenset[str]:
-        """The settings that somebody has given a value, be it the default."""
+        """The settings that were given a value, even if it equals the default."""
         return frozenset(name for name, source in self.sources.items() if source != "default")
 
 
 def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path | None = DOTENV) -> Loaded:
-    """The settings that flags, environment and files make together.
+    """Combine flags, environment and files into settings.
 
-    Raises ConfigError, one line, for an unknown name (with the nearest match), a bad value or a bad file.
+    Raises a one-line ConfigError for an unknown name (with the nearest match), an invalid value or a bad
+    file.
     """
     variables = dotenv_variables(dotenv)
     file_name = "" if dotenv is None else dotenv.name
@@ -105,7 +107,7 @@ def _typed(key: str, given: Given) -> object:
 
 
 def task_key(name: str, prefix: str) -> str | None:
-    """`--task.image-size` and `TANDEM_TASK__IMAGE_SIZE` both set the field image_size."""
+    """Return the key of a task's field: `--task.image-size` and `TANDEM_TASK__IMAGE_SIZE` set image_size."""
     field = name.removeprefix(prefix).replace("-", "_")
     return f"task.{field}" if name.startswith(prefix) and field.isidentifier() else None
 
@@ -116,13 +118,13 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def dotenv_variables(path: Path | None) -> Mapping[str, str | None]:
-    """What .env says, by name; nothing where it is not there. Raises ConfigError where it cannot be read."""
+    """Return the variables in .env; empty if it does not exist. Raises ConfigError if it cannot be read."""
     try:
         if path is None or not path.is_file():
             return {}
         from dotenv import dotenv_values
 
-        return dotenv_values(path, interpolate=False)  # interpolating would read os.environ
+        return dotenv_values(path, interpolate=False)  # interpolation would read os.environ
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read {path}: {error}; fix its permissions or encoding, or move it away"
@@ -132,7 +134,7 @@ def dotenv_variables(path: Path | None) -> Mapping[str, str | None]:
 def _from_variables(
     variables: Mapping[str, str | None], describe: Callable[[str], tuple[str, str]]
 ) -> dict[str, Given]:
-    """An empty variable counts as not set: Compose's `${TANDEM_STEPS:-}` leaves such ones behind."""
+    """Collect tandem's variables. An empty one counts as not set: Compose creates those from `${X:-}`."""
     given: dict[str, Given] = {}
     for name in sorted(variables):
         if not name.startswith(PREFIX):
@@ -152,7 +154,7 @@ def _from_variables(
 
 
 def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """What the file says, and lines on what it says that was left out; `beside`: what else is given."""
+    """Return the values in the file, and messages about ignored parts; `beside`: what else is given."""
     try:
         table = table_in(config.text)
     except (OSError, ValueError, RecursionError) as error:
@@ -187,9 +189,10 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
 def _of_a_run(
     table: Mapping[str, Any], file: str, beside: Collection[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What counts of a run's config.json for another run, as text where it is null; and what to say of it.
+    """Return the values of a run's config.json that apply to another run, and messages about the rest.
 
-    It names every setting: one that has its default counts as not set. `beside`: what else is given.
+    Null becomes the text "none". The file contains every setting, so a default counts as not set. `beside`:
+    the keys given by other sources.
     """
     default = Settings().to_dict()
     kept = {

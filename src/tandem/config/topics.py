@@ -1,4 +1,4 @@
-"""`tandem help TOPIC`: a setting, a group of settings, exit codes; verbs have their own help."""
+"""`tandem help TOPIC` for a setting, a group of settings, or exit codes. Verbs have their own help."""
 
 from difflib import get_close_matches
 
@@ -30,12 +30,12 @@ TOPICS = {"exit-codes": EXIT_CODES}
 
 
 def topics() -> list[str]:
-    """All but verbs and single settings."""
+    """Return all topics except verbs and single settings."""
     return ["settings", *TOPICS, *SLICES]
 
 
 def told(topic: str, verbs: list[str]) -> str:
-    """The text of a topic that is no verb. Raises ConfigError with the nearest."""
+    """Return the text of a topic other than a verb. Raises ConfigError with the nearest match."""
     name = topic.removeprefix("--").removeprefix(PREFIX).lower().replace("-", "_")
     if topic in TOPICS or topic.isdigit():
         return TOPICS["exit-codes"]

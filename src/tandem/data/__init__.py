@@ -1,1 +1,1 @@
-"""From a global step to a batch on the device."""
+"""Data loading: from a global step to a batch on the device."""

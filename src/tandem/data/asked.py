@@ -1,4 +1,4 @@
-"""`step` and `epoch` for those methods of a task that ask for them, by having parameters of these names."""
+"""Pass `step` and `epoch` to those methods of a task that have parameters with these names."""
 
 import inspect
 from collections.abc import Callable
@@ -11,9 +11,9 @@ NAMES = ("step", "epoch")
 
 @dataclass
 class Moment:
-    """The optimizer step that is being taken, or was taken last; 0-based, and 0 before the first.
+    """The current or last optimizer step, 0-based; 0 before the first one.
 
-    `epoch_steps`: in an epoch.
+    `epoch_steps`: the number of steps in an epoch.
     """
 
     step: int = 0
@@ -21,35 +21,39 @@ class Moment:
 
     @property
     def epoch(self) -> int:
-        """The 0-based epoch that `step` belongs to."""
+        """The 0-based epoch that contains `step`."""
         return self.step // self.epoch_steps
 
     def resume(self, finished: int, epoch_steps: int) -> None:
-        """After so many `finished` steps."""
+        """Set the state after `finished` steps."""
         self.step, self.epoch_steps = max(finished - 1, 0), epoch_steps
 
 
 class Asking:
-    """A method that is told those of NAMES that it has parameters for: of `moment`, or as `at` says."""
+    """A method that receives `step` and `epoch`, as far as it has these parameters.
+
+    They are those of `moment`, unless `at` gives others.
+    """
 
     def __init__(self, method: Callable[..., Any], names: tuple[str, ...], moment: Moment) -> None:
         self.method, self._names, self._moment = method, names, moment
-        update_wrapper(self, method, updated=())  # it is found, and named, as the method itself
+        # Keep the method's name and signature for lookups and messages.
+        update_wrapper(self, method, updated=())
 
     def __call__(self, *given: Any) -> Any:
         return self.at(self._moment.step, self._moment.epoch, *given)
 
     def at(self, step: int, epoch: int, *given: Any) -> Any:
-        """Of this step, whichever is being taken: batches are made before theirs begins."""
+        """Call the method for the given step, because batches are prepared before their step begins."""
         told = dict(zip(NAMES, (step, epoch), strict=True))
         return self.method(*given, **{name: told[name] for name in self._names})
 
 
 def asking(method: Any, given: int, moment: Moment) -> Any:
-    """`method`, which takes `given` arguments, by way of `Asking` where it asks for more; else as it is."""
+    """Wrap `method` in `Asking` if it has more than `given` parameters, among them one of NAMES."""
     try:
         parameters = list(inspect.signature(method).parameters.values())
-    except (TypeError, ValueError):  # a builtin says nothing of what it takes
+    except (TypeError, ValueError):  # a builtin may have no signature
         return method
     named = [
         each.name

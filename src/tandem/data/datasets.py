@@ -1,11 +1,11 @@
-"""Datasets that answer for a whole batch at once, and readers for the usual ones.
+"""Datasets that return a whole batch at once, and readers for common formats.
 
-A dataset is map-style (`__len__`, `__getitem__`) or iterable (see `streamed.py`). A map-style one may also
-answer for many indices at once, which is what makes small models fast:
+A dataset is map-style (`__len__`, `__getitem__`) or iterable (see `streamed.py`). A map-style dataset can
+also return many samples at once, which makes small models fast:
 
     __getitems__(indices) -> batch                  a finished batch, not a list of samples
-    augmented(indices, epoch, seed) -> batch        the same for training, where it augments: with randomness
-                                                    from (seed, epoch, index) alone, see `derive_seeds`
+    augmented(indices, epoch, seed) -> batch        the same with augmentation, for training; its randomness
+                                                    depends only on (seed, epoch, index), see `derive_seeds`
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ from tandem.data.seeds import derive_seed, derive_seeds
 from tandem.errors import ConfigError, text_of
 
 Augment = Callable[[Tensor, Tensor], Tensor]
-"""(uint8 pictures [N, H, W, C], int64 keys [N]) -> uint8 pictures of the same shape."""
+"""(uint8 images [N, H, W, C], int64 keys [N]) -> uint8 images of the same shape."""
 
 
 class Datasets(NamedTuple):
     """The training set and the evaluation sets of a task: datasets, not loaders.
 
-    `evaluation`: one dataset, several by name ({"val": a, "test": b}, with scores such as val/accuracy), or
-    None.
+    `evaluation` is one dataset, a dict of datasets ({"val": a, "test": b}, with scores such as val/accuracy),
+    or None.
     """
 
     train: Any
@@ -37,10 +37,10 @@ class Datasets(NamedTuple):
 
 
 class TensorImages(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures in memory, uint8 [N, H, W] or [N, H, W, C], with int64 labels [N].
+    """Images in memory, uint8 [N, H, W] or [N, H, W, C], with int64 labels [N].
 
-    Gives float32 [B, C, H, W], normalised with `mean` and `std` (one each per channel, in units of 255).
-    `augment` is applied by `augmented` only.
+    Returns float32 [B, C, H, W], normalized with `mean` and `std` (one per channel, in units of 255). Only
+    `augmented` applies `augment`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 class TensorRows(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs [N, ...] and targets [N, ...] in memory, given out as they are."""
+    """Inputs [N, ...] and targets [N, ...] in memory, returned unchanged."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         assert len(inputs) == len(targets), (len(inputs), len(targets))
@@ -104,10 +104,11 @@ class TensorRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def random_crop_flip(images: Tensor, keys: Tensor, padding: int = 4) -> Tensor:
-    """Each picture [N, H, W, C] padded with zeros, cropped at a random place, flipped half the time."""
+    """Pad each image [N, H, W, C] with zeros, crop it at a random position, and flip half of them."""
     _, height, width, _ = images.shape
     padded = functional.pad(images, (0, 0, padding, padding, padding, padding))
     places = 2 * padding + 1
+    # One key gives three independent numbers, from different bits.
     top, left, flip = keys % places, (keys >> 20) % places, (keys >> 40) % 2
     rows = torch.arange(height) + top.unsqueeze(1)
     columns = torch.arange(width).expand(len(keys), -1)
@@ -116,7 +117,7 @@ def random_crop_flip(images: Tensor, keys: Tensor, padding: int = 4) -> Tensor:
 
 
 def idx_datasets(folder: Path, mean: float, std: float, classes: int = 10) -> Datasets:
-    """The four IDX files of `folder`; raises ConfigError naming the file that is not as it should be."""
+    """Read the four IDX files in `folder`. Raises ConfigError that names the invalid file."""
     names = idx.NAMES
     train = idx.read_pair(folder, names.train_images, names.train_labels, classes)
     evaluation = idx.read_pair(folder, names.evaluation_images, names.evaluation_labels, classes)
@@ -124,14 +125,14 @@ def idx_datasets(folder: Path, mean: float, std: float, classes: int = 10) -> Da
 
 
 def find_idx_folder(folders: Sequence[Path]) -> Path | None:
-    """The first folder that has all four standard files, raw or .gz."""
+    """Return the first directory that has all four standard files, raw or .gz."""
     return next((folder for folder in folders if not idx.missing(folder)), None)
 
 
 def torchvision_for(user: str) -> Any:
-    """torchvision for `user`, such as "task mnist". Raises ConfigError where it cannot be imported.
+    """Return torchvision for `user`, such as "task mnist". Raises ConfigError if it cannot be imported.
 
-    Next to a torch of another build, its import raises RuntimeError.
+    With a torch of a different build, importing torchvision raises RuntimeError.
     """
     try:
         import torchvision
@@ -144,7 +145,7 @@ def torchvision_for(user: str) -> Any:
 
 
 def install_vision(error: BaseException) -> str:
-    """What to type if an import failed because the extra `vision` is not installed, otherwise nothing."""
+    """Return the install command if an import failed because the extra `vision` is missing, else ""."""
     missing = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in (
         "PIL",
         "torchvision",
@@ -153,7 +154,7 @@ def install_vision(error: BaseException) -> str:
 
 
 def download(task: str, make: Callable[[], object]) -> None:
-    """Run one of torchvision's downloads; raises ConfigError with its reason on one line."""
+    """Run one of torchvision's downloads. Raises a one-line ConfigError with the reason."""
     try:
         make()
     except (OSError, RuntimeError) as error:  # URLError is an OSError
@@ -164,5 +165,5 @@ def download(task: str, make: Callable[[], object]) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and text of a foreign error, without line breaks."""
+    """Format the type and text of another library's error without line breaks."""
     return f"{type(error).__name__}: {' '.join(text_of(error).split())}".rstrip(": ")

@@ -1,7 +1,7 @@
-"""The embedded set: pictures of digits drawn once, in lines and arcs, kept as IDX files.
+"""The built-in dataset: images of digits, drawn once from lines and arcs and stored as IDX files.
 
-Strokes, placement, sampling and noise are integer arithmetic on integers from a seeded generator, so that
-every node draws the same bytes, whatever its processor and number of threads.
+Strokes, placement, sampling and noise use integer arithmetic on integers from a seeded generator. Every node
+therefore draws the same bytes, regardless of its processor and number of threads.
 """
 
 import fcntl
@@ -24,22 +24,22 @@ from tandem.errors import ConfigError
 
 TRAIN_SAMPLES, EVALUATION_SAMPLES = 60_000, 10_000
 SIDE = 28
-"""Pixels a side."""
-_GLYPH_SIDE = 112  # drawn four times as large, and sampled from there
-_GLYPH_STYLES = ((46, 5), (52, 6), (58, 6), (52, 10), (58, 11), (46, 13))  # height, width of a stroke
-_FINE = 8  # parts of a glyph's pixel, in which its strokes are placed
+"""Width and height of an image in pixels."""
+_GLYPH_SIDE = 112  # drawn four times as large, then sampled
+_GLYPH_STYLES = ((46, 5), (52, 6), (58, 6), (52, 10), (58, 11), (46, 13))  # (height, stroke width)
+_FINE = 8  # subdivisions of a glyph's pixel for placing strokes
 _CHUNK = 5_000
 _ONE = 1 << 12  # 1.0 in fixed point
-_TURN = 20  # degrees, either way
+_TURN = 20  # degrees, in either direction
 
 
 def _arc(x: int, y: int, radius_x: int, radius_y: int, start: int, stop: int) -> list[tuple[float, float]]:
-    """Corners of an arc around (x, y), in degrees clockwise from the right."""
+    """Return the corners of an arc around (x, y), in degrees clockwise from the right."""
     turns = [math.radians(degrees) for degrees in range(start, stop + 1, 10)]
     return [(x + radius_x * math.cos(turn), y + radius_y * math.sin(turn)) for turn in turns]
 
 
-# The strokes of each digit, each as its corners, in hundredths of the digit's height from its center.
+# The strokes of each digit, each as a list of corners, in hundredths of the digit's height from its center.
 _STROKES: tuple[list[list[tuple[float, float]]], ...] = (
     [_arc(0, 0, 30, 50, 0, 360)],
     [[(-20, -32), (3, -50), (3, 50)]],
@@ -55,7 +55,7 @@ _STROKES: tuple[list[list[tuple[float, float]]], ...] = (
 
 
 def prepare_digits(folder: Path) -> None:
-    """Draw the four files into `folder` unless they are there; safe with many processes at once."""
+    """Draw the four files into `folder` unless they exist; safe with many concurrent processes."""
     if not idx.missing(folder):
         return
     try:
@@ -69,7 +69,7 @@ def prepare_digits(folder: Path) -> None:
 
 
 def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`count` pictures, uint8 [count, 28, 28], and their labels, uint8 [count]."""
+    """Draw `count` images, uint8 [count, 28, 28], and their labels, uint8 [count]."""
     generator = torch.Generator().manual_seed(derive_seed(seed))
     glyphs = _glyphs()
     images, labels = torch.empty(count, SIDE, SIDE, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
@@ -92,7 +92,7 @@ def _draw_into(folder: Path) -> None:
                 idx.write_idx(partial / name, tensor)
         try:
             partial.rename(folder)
-        except OSError:  # the folder is there: finished by someone whom the lock did not reach, or incomplete
+        except OSError:  # the directory exists: finished by a process outside the lock, or incomplete
             if idx.missing(folder):
                 for name in idx.NAMES:
                     os.replace(partial / name, folder / name)
@@ -102,7 +102,7 @@ def _draw_into(folder: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Wait for whoever is drawing. Where the file system has no locks, two may draw, and one rename wins."""
+    """Wait for another process that draws. Without file locks, two may draw, and one rename wins."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -113,7 +113,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 @functools.cache
 def _glyphs() -> Tensor:
-    """Each digit in each style, centered: uint8 [10 * styles, 112, 112]."""
+    """Draw each digit in each style, centered: uint8 [10 * styles, 112, 112]."""
     glyphs = torch.zeros(len(_STROKES) * len(_GLYPH_STYLES), _GLYPH_SIDE, _GLYPH_SIDE, dtype=torch.uint8)
     for i, (strokes, (height, width)) in enumerate(itertools.product(_STROKES, _GLYPH_STYLES)):
         for stroke in strokes:
@@ -124,19 +124,19 @@ def _glyphs() -> Tensor:
 
 
 def _draw_line(glyph: Tensor, start: tuple[int, int], stop: tuple[int, int], radius: int) -> None:
-    """Ink the pixels whose center is within `radius` of a line; all in 1/_FINE pixel from the middle."""
+    """Ink the pixels with centers within `radius` of a line; all in 1/_FINE pixel from the middle."""
     columns, rows = (_pixels(*ends, radius) for ends in zip(start, stop, strict=True))
     center = (torch.arange(_GLYPH_SIDE) * 2 - (_GLYPH_SIDE - 1)) * (_FINE // 2)
     x, y = center[columns].view(1, -1) - start[0], center[rows].view(-1, 1) - start[1]
     along_x, along_y = stop[0] - start[0], stop[1] - start[1]
-    length = along_x**2 + along_y**2  # squared, as are the distances below, times its square
+    length = along_x**2 + along_y**2  # squared; the distances below are squared and multiplied by its square
     nearest = (x * along_x + y * along_y).clamp_(0, length)
     away = (x * length - nearest * along_x) ** 2 + (y * length - nearest * along_y) ** 2
     glyph[rows, columns].masked_fill_(away <= radius**2 * length**2, 255)
 
 
 def _pixels(start: int, stop: int, radius: int) -> slice:
-    """The rows, or columns, that come within `radius` of what lies between two places."""
+    """Return the rows (or columns) within `radius` of the range between two positions."""
     first, last = (
         (end // _FINE + _GLYPH_SIDE // 2) for end in (min(start, stop) - radius, max(start, stop) + radius)
     )
@@ -144,7 +144,7 @@ def _pixels(start: int, stop: int, radius: int) -> slice:
 
 
 def _blurred(glyphs: Tensor) -> Tensor:
-    """A 3 x 3 box, which keeps edges soft when every fourth pixel is taken."""
+    """Apply a 3 x 3 box filter, which keeps edges soft when every fourth pixel is sampled."""
     wide = glyphs.int()
     wide[:, 1:-1] = (wide[:, :-2] + wide[:, 1:-1] + wide[:, 2:]) // 3
     wide[:, :, 1:-1] = (wide[:, :, :-2] + wide[:, :, 1:-1] + wide[:, :, 2:]) // 3
@@ -152,7 +152,7 @@ def _blurred(glyphs: Tensor) -> Tensor:
 
 
 def _pictures(glyphs: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-    """For each label a picture [SIDE, SIDE], randomly styled, turned, scaled, sheared, moved, dimmed."""
+    """Draw an image [SIDE, SIDE] per label, with random style, rotation, scale, shear, offset, contrast."""
     count = len(labels)
 
     def uniform(low: int, high: int) -> Tensor:
@@ -162,9 +162,9 @@ def _pictures(glyphs: Tensor, labels: Tensor, generator: torch.Generator) -> Ten
     turn = uniform(-_TURN, _TURN)
     cosine, sine = _turned(turn, math.cos), _turned(turn, math.sin)
     scale_x, scale_y, shear = uniform(3_200, 4_900), uniform(3_200, 4_900), uniform(-700, 700)
-    # Glyph pixels for each picture pixel, from the centre outwards: scale and shear of the turned grid.
+    # Glyph pixels per image pixel, from the center outward: scale and shear of the rotated grid.
     step = _GLYPH_SIDE // SIDE
-    grid = (torch.arange(SIDE, dtype=torch.int32) * 2 - (SIDE - 1)) * step  # half pixels
+    grid = (torch.arange(SIDE, dtype=torch.int32) * 2 - (SIDE - 1)) * step  # in half pixels
     row, column = grid.view(1, -1, 1), grid.view(1, 1, -1)
     xx, xy = scale_x * cosine // _ONE, (scale_x * sine + shear * cosine) // _ONE
     yx, yy = -scale_y * sine // _ONE, scale_y * cosine // _ONE

@@ -1,8 +1,9 @@
-"""How a map-style dataset is asked for a batch: in one piece where that gives the same, else by the sample.
+"""Fetch a batch from a map-style dataset: all at once if the result is the same, else sample by sample.
 
-What comes out depends on (seed, epoch, indices) alone, in whatever process. A sample is made under generators
-seeded for (seed, epoch, index), so it is the same in every batch that it may be in; what draws for a whole
-batch (a collate function, a batch-wise `__getitems__`) is seeded by the batch's first sample.
+The result depends only on (seed, epoch, indices), in any process. Each sample is created with generators
+seeded for (seed, epoch, index), so it is the same in every batch that contains it. Code that draws random
+numbers for a whole batch (a collate function, a batch-wise `__getitems__`) gets generators seeded for the
+first sample of the batch.
 """
 
 import pickle
@@ -27,24 +28,25 @@ from tandem.data.seeds import NUMPY, PYTHON, TORCH, derive_seed, kept_generators
 from tandem.errors import text_of
 
 Batch = Any
-"""What a dataset or a collate function makes: tensors in tuples, lists, dicts, mappings and dataclasses."""
+"""Result of a dataset or collate function: tensors in tuples, lists, dicts, mappings, dataclasses."""
 Collate = Callable[[list[Any]], Batch]
 Fetch = Callable[[Tensor, int, int], Batch]
 """(int64 indices [B], epoch, seed) -> a finished batch."""
-BATCH = 1  # the last part of a seed that is for a whole batch
+BATCH = 1  # the last part of a seed for a whole batch
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether its samples can only be had one after the other."""
+    """Return True if samples can only be read one after another."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def whole_fetch(dataset: Any, collate: Collate | None = None, augment: bool = False) -> Fetch | None:
-    """How `dataset` is asked for a batch in one piece; None where it has to be asked sample by sample.
+    """Return a function that fetches a whole batch at once; None if the dataset needs sample by sample.
 
-    It can be asked when it gives finished batches (`augmented` where `augment`, else `__getitems__`), or when
-    it only picks rows of tensors and default_collate would stack them, or is made of such by torch's Subset
-    and StackDataset. A class that has its own `__getitem__` is asked for samples, whatever it derives from.
+    It exists for a dataset that returns finished batches (by `augmented` with `augment`, else by
+    `__getitems__`). It also exists for one that only selects rows of tensors that default_collate would
+    stack, even inside torch's Subset and StackDataset. A class with its own `__getitem__` is read sample by
+    sample, whatever its base class.
     """
     kind = type(dataset)
     getitem = getattr(kind, "__getitem__", None)
@@ -64,7 +66,7 @@ def whole_fetch(dataset: Any, collate: Collate | None = None, augment: bool = Fa
 
 
 def answers_in_batches(dataset: Any) -> bool:
-    """Whether `__getitems__` gives finished batches; that of some datasets gives a list of samples."""
+    """Return True if `__getitems__` returns finished batches; some datasets return a list of samples."""
     if isinstance(dataset, Subset):
         return answers_in_batches(dataset.dataset)
     if isinstance(dataset, StackDataset) or not hasattr(dataset, "__getitems__") or len(dataset) == 0:
@@ -75,15 +77,16 @@ def answers_in_batches(dataset: Any) -> bool:
 
 
 class Samples(Dataset[Batch]):
-    """Batches of `dataset` by their key, made of samples; no global generator is moved.
+    """Batches by key, assembled from single samples without changing the global generators.
 
-    Seeding three generators takes longer than many a sample, so only those are seeded for each sample from
-    which this dataset has been seen to draw. Which it is shows after a batch: a generator that was not to be
-    drawn from would give another number next. The batch is then made again, so nothing depends on when that
-    was found. torch's is always among them, because its seed can be read without drawing (initial_seed).
+    Seeding three generators takes longer than creating many a sample. Therefore only the generators from
+    which this dataset is known to draw are seeded for each sample. After each batch, the others are checked:
+    one that would return a different number next was used. The batch is then created again, so the result
+    does not depend on when this was found. torch's generator is always seeded, because its seed can be read
+    without drawing (initial_seed).
 
-    `__getitems__` that lists samples is used for as long as it draws nothing at all: its numbers would depend
-    on which samples are asked for together, so on the number of ranks.
+    A `__getitems__` that lists samples is used as long as it draws no random numbers. Otherwise they would
+    depend on which samples are fetched together, and so on the number of ranks.
     """
 
     def __init__(self, dataset: Any, seed: int, collate: Collate | None) -> None:
@@ -111,7 +114,7 @@ class Samples(Dataset[Batch]):
             return collated(self.collate, samples, step, epoch)
 
     def _samples(self, indices: list[int], of_epoch: int, of_batch: int) -> list[Any] | None:
-        """The samples; None if a generator was drawn from that was not seeded for each."""
+        """Return the samples; None if they drew from a generator that was not seeded for each sample."""
         unseeded = [generator for generator in (TORCH, PYTHON, NUMPY) if generator not in self._seeded]
         untouched = [generator.first(of_batch) for generator in unseeded]
         if self._seeded:
@@ -131,7 +134,7 @@ class Samples(Dataset[Batch]):
 
 
 def _can_be_sent(kind: type[Exception]) -> bool:
-    """Whether a loader process can send such an error; where it cannot, its rank would wait without end."""
+    """Return True if a loader process can send such an error; otherwise its rank would wait forever."""
     try:
         pickle.dumps(kind)
     except Exception:
@@ -140,14 +143,14 @@ def _can_be_sent(kind: type[Exception]) -> bool:
 
 
 def collated(collate: Collate | None, samples: list[Any], step: int | None, epoch: int) -> Batch:
-    """A batch of the training step `step`; None: of none."""
+    """Collate a batch of the training step `step`; None: not for training."""
     if step is not None and isinstance(collate, Asking):
         return collate.at(step, epoch, samples)
     return (collate or default_collate)(samples)
 
 
 def _stacked(dataset: StackDataset[Any], augment: bool) -> Fetch | None:
-    """StackDataset's parts asked each in one piece, put together as default_collate does it."""
+    """Fetch each part of a StackDataset at once, and combine them like default_collate."""
     parts = dataset.datasets
     names = list(parts) if isinstance(parts, dict) else range(len(parts))
     fetches = [whole_fetch(parts[name], None, augment) for name in names]
@@ -162,7 +165,7 @@ def _stacked(dataset: StackDataset[Any], augment: bool) -> Fetch | None:
 
 
 def _seeded(dataset: Any) -> Fetch:
-    """A batch-wise `__getitems__`, under generators seeded for the batch: it may draw."""
+    """Call a batch-wise `__getitems__` with generators seeded for the batch, because it may draw."""
 
     def fetch(indices: Tensor, epoch: int, seed: int) -> Batch:
         with kept_generators():

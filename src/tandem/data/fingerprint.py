@@ -1,7 +1,8 @@
-"""Is a training set the one that a checkpoint was trained on? Its length, and a look at a few samples.
+"""Check that a training set is the one of the checkpoint, by its length and a few samples.
 
-The position in the data is a step: with another set it means other samples, and nothing else would show it.
-Only what costs nothing and draws no random number is looked at: rows of tensors, names of files, labels.
+The position in the data is a step. With another dataset, the step would mean other samples, and nothing else
+would reveal it. Only cheap values that draw no random numbers are compared: rows of tensors, file names and
+labels.
 """
 
 import math
@@ -18,15 +19,15 @@ from tandem.data.fetch import is_stream
 
 PLACES = 8
 ELEMENTS = 4096
-"""Of a row, at most."""
+"""At most this many elements of a row."""
 CLOSE = 1e-3
-"""Relative: the same data computed on another machine may differ in its last bits."""
+"""Relative tolerance: the same data computed on another machine may differ in the last bits."""
 
 
 def data_facts(dataset: Any) -> dict[str, Any]:
-    """{"samples": their number, "probe": [what some samples are like]}; less where that is not known.
+    """Return {"samples": count, "probe": [descriptions of a few samples]}, without what is unknown.
 
-    A dataset with of_rank() compares its parts itself.
+    Empty for a dataset with of_rank(), which compares its parts itself.
     """
     if hasattr(dataset, "of_rank") or not hasattr(dataset, "__len__"):
         return {}
@@ -36,13 +37,13 @@ def data_facts(dataset: Any) -> dict[str, Any]:
     places = sorted({number * (count - 1) // (PLACES - 1) for number in range(PLACES)}) if count else []
     try:
         probe = [_sample(dataset, place) for place in places]
-    except Exception:  # a dataset of whatever kind that only looks like one of these
+    except Exception:  # any class that only resembles one of these datasets
         probe = []
     return {"samples": count, "probe": probe if any(probe) else []}
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """How a training set differs from the one of a checkpoint, in a few words; "": not as far as is known."""
+    """Describe how a training set differs from the one of a checkpoint; "" if no difference is known."""
     was, count = saved.get("samples"), now.get("samples")
     if isinstance(was, int) and isinstance(count, int) and was != count:
         return f"the training set had {was:,} samples and now has {count:,}"
@@ -53,7 +54,7 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _sample(dataset: Any, place: int) -> list[Any]:
-    """A few numbers and words on one sample; none where it is not cheap to have."""
+    """Return a few numbers and words about a sample; empty if that would be expensive."""
     getitem = getattr(type(dataset), "__getitem__", None)
     if getitem is TensorDataset.__getitem__:
         return [_number(tensor[place]) for tensor in dataset.tensors]
@@ -79,7 +80,7 @@ def _sample(dataset: Any, place: int) -> list[Any]:
 
 
 def _of_list(dataset: Any, name: str, place: int) -> list[Any]:
-    """What torchvision's datasets list: (file, class), or labels."""
+    """Return an item of a list of a torchvision dataset: (file, class), or a label."""
     listed = getattr(dataset, name, None)
     if not isinstance(listed, list | Tensor) or len(listed) != len(dataset):
         return []
@@ -90,7 +91,7 @@ def _of_list(dataset: Any, name: str, place: int) -> list[Any]:
 
 
 def _number(value: Any) -> Any:
-    """A tensor as one number; numbers and words as they are; "" for everything else."""
+    """Convert a tensor to one number; keep numbers and text; return "" for everything else."""
     if isinstance(value, Tensor):
         some = value.detach().reshape(-1)[:ELEMENTS]
         value = float(some.abs().double().mean()) if some.numel() else 0.0

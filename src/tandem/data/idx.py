@@ -1,4 +1,7 @@
-"""IDX files, the form of MNIST: big-endian header (two zero bytes, type, dimensions, sizes), then bytes."""
+"""IDX files, the format of MNIST.
+
+A file has a header (two zero bytes, type, number of dimensions, big-endian sizes), then the data.
+"""
 
 import gzip
 import math
@@ -15,7 +18,7 @@ from torch import Tensor
 from tandem.errors import ConfigError
 
 IMAGES, LABELS = 3, 1
-"""Dimensions of the two kinds of file."""
+"""Number of dimensions of the two kinds of file."""
 _UNSIGNED_BYTE = 8
 
 
@@ -30,9 +33,9 @@ NAMES = IdxNames()
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """The uint8 tensor in `path`, gzipped if the name ends in .gz.
+    """Read the uint8 tensor in `path`, which is gzipped if the name ends in .gz.
 
-    Raises ConfigError naming the file, what was expected and what was found.
+    Raises ConfigError with the file, what was expected and what was found.
     """
     content = _content(path)
     if len(content) < 4 or content[:2] != b"\0\0":
@@ -55,7 +58,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def write_idx(path: Path, tensor: Tensor) -> None:
-    """Write a uint8 tensor."""
+    """Write a uint8 tensor to a file."""
     header = struct.pack(f">HBB{tensor.dim()}I", 0, _UNSIGNED_BYTE, tensor.dim(), *tensor.shape)
     with path.open("wb") as file:
         file.write(header)
@@ -63,9 +66,9 @@ def write_idx(path: Path, tensor: Tensor) -> None:
 
 
 def read_pair(folder: Path, images_name: str, labels_name: str, classes: int) -> tuple[Tensor, Tensor]:
-    """uint8 images [N, H, W] and int64 labels [N] of two files in `folder`, raw or .gz.
+    """Read uint8 images [N, H, W] and int64 labels [N] from two files in `folder`, raw or .gz.
 
-    Raises ConfigError if they do not belong together or a label is not below `classes`.
+    Raises ConfigError if their lengths differ or a label is not below `classes`.
     """
     images_path, labels_path = _present(folder, images_name), _present(folder, labels_name)
     if images_path is None or labels_path is None:
@@ -79,7 +82,7 @@ def read_pair(folder: Path, images_name: str, labels_name: str, classes: int) ->
 
 
 def missing(folder: Path) -> list[str]:
-    """Those of the four standard names that `folder` has neither raw nor gzipped."""
+    """Return the standard names that are in `folder` neither raw nor gzipped."""
     return [name for name in NAMES if _present(folder, name) is None]
 
 
@@ -88,7 +91,7 @@ def _present(folder: Path, name: str) -> Path | None:
 
 
 def _content(path: Path) -> bytearray | mmap.mmap:
-    """Its bytes; those of a raw file are mapped, so that the ranks of a node share one copy."""
+    """Return the contents; a raw file is mapped, so that the ranks of a node share one copy."""
     try:
         if path.suffix == ".gz":
             return bytearray(gzip.decompress(path.read_bytes()))

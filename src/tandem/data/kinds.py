@@ -1,4 +1,4 @@
-"""Which kind of data a dataset is: the one place that chooses, for training and for evaluation."""
+"""Select the data implementation for a dataset: the only place that decides, in training and evaluation."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,11 +19,10 @@ from tandem.errors import ConfigError
 def training_data(
     dataset: Any, reader: Reader, planned: int | None, order_of: MakeOrder = GlobalOrder
 ) -> TrainingData:
-    """`dataset` as batches by step; `planned` steps are those of the run where they are set.
+    """Return `dataset` as batches by step; `planned` is the number of steps of the run, if it is set.
 
-    `order_of` is for a map-style one, a plain shuffle otherwise.
-
-    Raises ConfigError if it has less than one global batch, or no end and no steps are set.
+    `order_of` creates the order of a map-style dataset; the default is a plain shuffle. Raises ConfigError if
+    the dataset is smaller than one global batch, or is a stream without length and `planned` is None.
     """
     if hasattr(dataset, "of_rank"):
         return ShardedData(dataset, reader)
@@ -40,18 +39,19 @@ def training_data(
 
 
 def takes_workers(dataset: Any, collate: Collate | None) -> bool:
-    """Whether loader processes make the batches: not those of a stream, nor of what gives whole ones."""
+    """Return True if loader processes prepare the batches: not for streams or whole-batch datasets."""
     if hasattr(dataset, "of_rank") or is_stream(dataset):
         return False
     return whole_fetch(dataset, collate, augment=True) is None
 
 
 def begins_anew(dataset: Any, rank: int, world_size: int) -> bool:
-    """Whether reading a few samples leaves the rest to be read: not of an iterator, which goes on."""
+    """Return True if reading a few samples consumes nothing; False for an iterator."""
     if hasattr(dataset, "of_rank"):
         dataset = dataset.of_rank(rank, world_size)
     elif not is_stream(dataset):
         return True
+    # An iterator returns itself, and has no second beginning.
     return iter(dataset) is not dataset
 
 
@@ -66,10 +66,10 @@ def evaluation_batches(
     collate: Collate | None = None,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """This rank's strided share of the whole set: no padding, every sample on exactly one rank.
+    """Yield this rank's strided share of the whole set: no padding, every sample on exactly one rank.
 
-    The last batch may be smaller; a rank beyond the set's size gets none. The epoch is always 0: an
-    evaluation sees the same samples every time.
+    The last batch may be smaller, and a rank beyond the set's size gets none. The epoch is always 0, so every
+    evaluation sees the same samples.
     """
     if hasattr(dataset, "of_rank"):
         part = dataset.of_rank(rank, world_size)

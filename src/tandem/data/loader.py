@@ -1,7 +1,7 @@
-"""Batches on the device, in the sampler's order, with randomness that depends on (seed, epoch, index) alone.
+"""Batches on the device, in the sampler's order; their randomness depends only on (seed, epoch, index).
 
-A dataset that can be asked for a batch in one piece is asked in this process; every other goes through
-torch's DataLoader and its workers. No state of a loader is ever saved: it starts anew from a step.
+A dataset that can return a whole batch is read in this process. All others use torch's DataLoader and its
+workers. The state of a loader is never saved: it starts again from a step.
 """
 
 import gc
@@ -28,7 +28,7 @@ from tandem.signals import ignore_stop_signals
 from tandem.torch_private import end_loader_processes
 
 MOST_WORKERS = 8
-"""Of `--workers auto`: each is a process with batches of its own in /dev/shm."""
+"""Limit of `--workers auto`: each is a process with its own batches in /dev/shm."""
 
 
 def train_batches(
@@ -40,7 +40,7 @@ def train_batches(
     collate: Collate | None = None,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """This rank's micro-batches, from the sampler's first step to its last, moved to `device`."""
+    """Yield this rank's micro-batches, from the sampler's first step to its last, on `device`."""
     fetch = _fetch_there(dataset, collate, device) or whole_fetch(dataset, collate, augment=True)
     if fetch is None:
         yield from _loaded(Samples(dataset, seed, collate), sampler, workers, device)
@@ -60,7 +60,7 @@ def share_batches(
     collate: Collate | None = None,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """As `kinds.evaluation_batches`, of a map-style dataset."""
+    """Yield the batches of `kinds.evaluation_batches` for a map-style dataset."""
     share = range(rank, len(dataset), world_size)
     batches = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     yield from _made(dataset, batches, seed, workers, collate, device)
@@ -77,10 +77,10 @@ def joint_batches(
     collate: Collate | None = None,
     device: torch.device,
 ) -> Iterator[tuple[Batch, range | None]]:
-    """As `share_batches`, for passes that all ranks make together with as many samples each.
+    """Like `share_batches`, but with the same number of samples on all ranks, for joint forward passes.
 
-    Beside a batch: None where its samples are this rank's alone, else the indices of its samples: what does
-    not divide over the ranks comes last, the same samples on all of them.
+    Each batch comes with None if its samples are only on this rank, else with the indices of its samples. The
+    samples that do not divide evenly among the ranks come last, and are the same on all ranks.
     """
     even = len(dataset) // world_size * world_size
     share, rest = range(rank, even, world_size), range(even, len(dataset))
@@ -98,7 +98,7 @@ def _made(
     collate: Collate | None,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """The batches of these indices."""
+    """Yield the batches with these indices."""
     fetch = _fetch_there(dataset, collate, device) or whole_fetch(dataset, collate)
     if fetch is None:
         keys = [(0, list(indices), None) for indices in batches]
@@ -109,21 +109,21 @@ def _made(
 
 
 def _fetch_there(dataset: Any, collate: Collate | None, device: torch.device) -> Fetch | None:
-    """How a small set is asked for a batch that lies on the GPU, see `resident`; None for all others."""
+    """Return a function that fetches a batch on the GPU from a small set (see `resident`), or None."""
     there = resident(dataset, device) if collate is None else dataset
     return None if there is dataset else lambda indices, *_: picked(there, moved(indices, device))
 
 
 def loader_processes(wanted: Literal["auto"] | int, cores: int) -> int:
-    """What `--workers` means for a rank with so many CPUs; `auto` leaves one to the rank itself.
+    """Return the number of loader processes for `--workers` and a rank with `cores` CPUs.
 
-    Which samples come, and their randomness, do not depend on it.
+    `auto` leaves one CPU for the rank itself. The samples and their randomness do not depend on it.
     """
     return min(cores - 1, MOST_WORKERS) if wanted == "auto" else wanted
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Every tensor of nested containers on `device`; asynchronous from pinned memory."""
+    """Move every tensor in nested containers to `device`; asynchronous from pinned memory."""
 
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
@@ -132,7 +132,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def batch_size_of(batch: Batch) -> int:
-    """Samples in a batch: the length of its first tensor that has one. Raises ConfigError where none has."""
+    """Return the number of samples: the length of the first tensor with a dimension.
+
+    Raises ConfigError if there is none.
+    """
     tensor = tensor_of(batch)
     if tensor is None:
         raise ConfigError("a batch has no tensor; the first one's length is the number of its samples")
@@ -140,7 +143,7 @@ def batch_size_of(batch: Batch) -> int:
 
 
 def tensor_of(batch: Batch) -> Tensor | None:
-    """The first tensor with a dimension inside tuples, lists, dicts and dataclasses; text is none."""
+    """Return the first tensor with a dimension in tuples, lists, dicts and dataclasses, or None."""
     return next((tensor for tensor in _tensors_of(batch) if tensor.dim()), None)
 
 
@@ -156,9 +159,9 @@ def _tensors_of(batch: Batch) -> Iterator[Tensor]:
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """A batch cut along the first dimension of every tensor in it that has one; the rest is in every part.
+    """Split a batch along the first dimension of its tensors; everything else is in every part.
 
-    `sizes` add up to the batch. A tensor of another length belongs to no sample, and is in every part too.
+    `sizes` must add up to the batch. A tensor of another length belongs to no sample, so it is in every part.
     """
     samples, begin, parts = sum(sizes), 0, []
 
@@ -174,18 +177,21 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 def _loaded(
     samples: Samples, keys: Iterable[BatchKey], workers: int, device: torch.device
 ) -> Iterator[Batch]:
-    """A whole batch is one item to torch's DataLoader, so that `samples` decides how it is made."""
+    """Load batches with torch's DataLoader. A whole batch is one item, so that `samples` creates it."""
     loader: DataLoader[Batch] = DataLoader(
         samples,
         sampler=keys,
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
-        pin_memory=device.type == "cuda" and workers > 0,  # in a thread beside them; else `moved` does it
+        # Pinned by a thread next to the workers; without workers, `moved` does it.
+        pin_memory=device.type == "cuda" and workers > 0,
         worker_init_fn=partial(_start_worker, os.getpid(), _is_of_main_thread()) if workers else None,
-        # A rank comes from a fork server, and would start workers by it: they could not import a task's file.
+        # A rank is started by a fork server, which would also start the workers, but cannot import the task's
+        # file.
         multiprocessing_context="fork" if workers else None,
-        generator=torch.Generator().manual_seed(samples.seed),  # else the loader draws from the global one
+        # Otherwise the loader draws from the global generator.
+        generator=torch.Generator().manual_seed(samples.seed),
     )
     with _kept_from_forks() if workers else nullcontext():
         batches = iter(loader)  # starts the workers
@@ -198,26 +204,29 @@ def _loaded(
 
 
 _read: list[Any] = []
-"""Iterators of DataLoaders that are not at their end."""
+"""The DataLoader iterators in use."""
 
 
 def end_loaders() -> None:
-    """Kill all loader processes: the rank ends. They are deaf to what would end them with it."""
+    """Kill all loader processes when the rank ends, because they ignore stop signals."""
     for batches in _read:
         end_loader_processes(batches)
 
 
 def _is_of_main_thread() -> bool:
-    """To the kernel the parent of a process is a thread, which may end before the process that it is of."""
+    """Return True in the main thread.
+
+    For the kernel, the parent of a process is a thread, and PR_SET_PDEATHSIG fires when that thread ends.
+    """
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def _kept_from_forks() -> Iterator[None]:
-    """What is there now is no garbage to a process forked in this block.
+    """Keep the garbage collector of processes forked in this block from existing objects.
 
-    A destructor may wait for a thread, and a fork has none of this process's threads: torch's store server
-    crashes a worker that collects it.
+    A destructor may wait for a thread, and a forked process has none of this process's threads: torch's store
+    server crashes a worker that collects it.
     """
     frozen = gc.get_freeze_count()
     gc.freeze()
@@ -233,20 +242,20 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def _start_worker(rank: int, ends_with_parent: bool, _worker: int) -> None:
-    """A stop signal reaches the whole process tree, and the rank needs batches until all ranks agree.
+    """Ignore stop signals, which reach the whole process tree: the rank needs batches until all ranks agree.
 
-    The end of the `rank`, this process's parent, is its own at once; torch looks every five seconds.
+    A worker must also end immediately with its parent, the `rank`; torch checks only every five seconds.
     """
     ignore_stop_signals()
     if ends_with_parent:
         end_with_parent(signal.SIGKILL)
-        if os.getppid() != rank:  # it has just ended
+        if os.getppid() != rank:  # the rank has just ended
             os.kill(os.getpid(), signal.SIGKILL)
     close_device_files()
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """`to_device`, to a GPU by way of pinned memory, on a stream of its own: the step before computes on."""
+    """Move a batch to the device; to a GPU from pinned memory, on a stream next to the computing one."""
     if device.type != "cuda":
         return to_device(batch, device)
     side, current = _side_stream(device), torch.cuda.current_stream(device)
@@ -256,7 +265,7 @@ def moved(batch: Batch, device: torch.device) -> Batch:
             return tensor.to(device, non_blocking=True)
         with torch.cuda.stream(side):
             there = tensor.pin_memory().to(device, non_blocking=True)
-        there.record_stream(current)  # its memory is the other stream's
+        there.record_stream(current)  # its memory belongs to the side stream
         return there
 
     there = _mapped(batch, move)
@@ -274,7 +283,7 @@ def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
         return function(batch)
     if isinstance(batch, dict):
         return {key: _mapped(value, function) for key, value in batch.items()}
-    if isinstance(batch, MutableMapping):  # UserDict, and what tokenizers make
+    if isinstance(batch, MutableMapping):  # such as UserDict, and the results of tokenizers
         filled = copy(batch)
         for key, value in batch.items():
             filled[key] = _mapped(value, function)

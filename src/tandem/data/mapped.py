@@ -1,4 +1,4 @@
-"""Map-style data: `__len__` and `__getitem__`, in an order of our own."""
+"""Map-style data (`__len__` and `__getitem__`), in tandem's own order."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -11,7 +11,7 @@ from tandem.data.source import Reader
 
 
 class MappedData:
-    """A map-style dataset in a shuffled order that follows from (seed, step): nothing to save."""
+    """A map-style dataset in a shuffled order that is a function of (seed, step), so it has no state."""
 
     def __init__(self, dataset: Any, reader: Reader, order: GlobalOrder) -> None:
         self._dataset, self._reader, self.order = dataset, reader, order

@@ -1,4 +1,4 @@
-"""Orders besides the plain shuffle, by weights or lengths of samples: functions of (seed, step) too."""
+"""Orders by the weights or lengths of samples; like the plain shuffle, functions of (seed, step)."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ from tandem.data.seeds import derive_seed
 MakeOrder = Callable[[int, int, int], GlobalOrder]
 """(samples, global batch, seed) -> order."""
 POOL_BATCHES = 50
-"""Global batches whose samples are sorted by length together: they stay random, with little padding."""
-BATCHES = 2  # the last part of a seed that is for the order of batches
+"""Samples of this many global batches are sorted by length together: still random, with little padding."""
+BATCHES = 2  # the last part of a seed for the order of batches
 
 
 class WeightedOrder(GlobalOrder):
-    """An epoch draws each sample with a chance by its weight, anew each time: some come twice, some never.
+    """Each epoch draws samples with replacement, in proportion to their weights.
 
-    `weights`: float64 [n], none below 0 and one above.
+    `weights`: float64 [n], none below 0 and at least one above. The draw differs in each epoch.
     """
 
     def __init__(self, n: int, batch_size: int, seed: int, weights: Tensor) -> None:
@@ -27,15 +27,16 @@ class WeightedOrder(GlobalOrder):
 
     def _drawn(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-        # Not torch.multinomial, which takes 2**24 samples at most.
+        # torch.multinomial is limited to 2**24 categories.
         points = torch.rand(self.n, generator=generator, dtype=torch.float64) * self._borders[-1]
         return torch.searchsorted(self._borders, points, right=True).clamp_(max=self.n - 1)
 
 
 class BucketedOrder(GlobalOrder):
-    """Each sample once an epoch, in global batches of samples of much the same length.
+    """Each sample once per epoch, in global batches of samples with similar lengths.
 
-    Of a shuffled epoch, the samples of each POOL_BATCHES batches are sorted, and all batches shuffled.
+    After a shuffle, the samples of every POOL_BATCHES batches are sorted by length; then all batches are
+    shuffled.
     """
 
     def __init__(self, n: int, batch_size: int, seed: int, lengths: Tensor) -> None:

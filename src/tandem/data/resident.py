@@ -1,4 +1,4 @@
-"""Small sets of tensors lie on the GPU: a batch is gathered there, and only its indices go over the bus."""
+"""Keep small datasets on the GPU: batches are gathered there, and only indices cross the bus."""
 
 from collections.abc import Callable
 from copy import copy
@@ -12,16 +12,15 @@ from torch.utils.data import Subset, TensorDataset
 from tandem.data.datasets import TensorImages, TensorRows
 
 MOST_BYTES = 256 * 2**20
-"""Of one set: little beside any GPU's memory, and enough for MNIST and CIFAR as they are in their files."""
+"""Limit per dataset: little for any GPU, and enough for MNIST and CIFAR as stored in their files."""
 _made: "WeakKeyDictionary[Any, dict[torch.device, Any]]" = WeakKeyDictionary()
 
 
 def resident(dataset: Any, device: torch.device) -> Any:
-    """`dataset` with its tensors on `device`, made once; itself on a CPU, and where it is not for this.
+    """Return `dataset` with its tensors on `device`, moved once; unchanged on a CPU or if unsuitable.
 
-    For it are sets that pick rows of tensors and compute nothing but a normalisation (TensorDataset,
-    TensorRows, TensorImages without augmentation), up to MOST_BYTES, and a Subset of one: the batches are the
-    same.
+    Suitable datasets select rows of tensors and compute at most a normalization (TensorDataset, TensorRows,
+    TensorImages without augmentation), up to MOST_BYTES; so is a Subset of one. The batches are the same.
     """
     if device.type == "cpu" or not _is_small(dataset):
         return dataset
@@ -32,7 +31,7 @@ def resident(dataset: Any, device: torch.device) -> Any:
 
 
 def picked(dataset: Any, indices: Tensor) -> Any:
-    """A batch of a set that `resident` has moved, by indices [B] on its device: nothing is drawn for it."""
+    """Return a batch of a dataset that `resident` has moved, for indices [B] on its device."""
     if isinstance(dataset, TensorDataset):
         return [tensor.index_select(0, indices) for tensor in dataset.tensors]
     return dataset.__getitems__(indices)
@@ -57,7 +56,7 @@ def _tensors_of(dataset: Any) -> tuple[Tensor, ...]:
 
 
 def _changed(dataset: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of it with other tensors. Of a subset: its rows alone, as a set of their own."""
+    """Copy the dataset with changed tensors; a Subset becomes a dataset of only its rows."""
     if type(dataset) is Subset:
         rows = torch.as_tensor(dataset.indices)
         chosen = _changed(dataset.dataset, lambda tensor: tensor.index_select(0, rows))

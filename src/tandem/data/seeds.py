@@ -1,9 +1,8 @@
-"""Randomness by counting: each draw's seed follows from where it happens, never from what came before.
+"""Counter-based randomness: a seed depends on where a number is drawn, never on earlier draws.
 
-The same parts give the same number on every machine and in every process, and a resumed run needs no saved
-generator state to draw the same numbers again.
-Each part is folded in with the finaliser of splitmix64 (Steele, Lea and Flood, 2014), so that neighbouring
-steps, epochs and indices give unrelated generators.
+The same parts give the same number on every machine and in every process, so a resumed run draws the same
+numbers again without saved generator states. Each part is mixed in with the finalizer of splitmix64 (Steele,
+Lea and Flood, 2014), so that adjacent steps, epochs and indices give unrelated generators.
 """
 
 import random
@@ -22,13 +21,13 @@ _SECOND = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
-MODEL, STEP = 1, 2  # what a seed is for, so that no two uses share one
+MODEL, STEP = 1, 2  # the purpose of a seed, so that no two uses share one
 
 
 def derive_seed(*parts: int, start: int = 0) -> int:
-    """One seed, 0 <= seed < 2**63, from integers such as (seed, epoch, index).
+    """Derive one seed, 0 <= seed < 2**63, from integers such as (seed, epoch, index).
 
-    `derive_seed(c, start=derive_seed(a, b))` is `derive_seed(a, b, c)`, for many `c`.
+    For many values of c, `derive_seed(c, start=derive_seed(a, b))` equals `derive_seed(a, b, c)`.
     """
     state = start
     for part in parts:
@@ -40,7 +39,7 @@ def derive_seed(*parts: int, start: int = 0) -> int:
 
 
 def derive_seeds(base: int, parts: Tensor) -> Tensor:
-    """`derive_seed(..., part)` for each part of an int64 tensor, where `base` is `derive_seed(...)`."""
+    """Return `derive_seed(..., part)` for each part of an int64 tensor; `base` is `derive_seed(...)`."""
     state = (parts + 1) * _signed(_GOLDEN) ^ base
     state = (state ^ _shift_right(state, 30)) * _signed(_FIRST)
     state = (state ^ _shift_right(state, 27)) * _signed(_SECOND)
@@ -48,26 +47,26 @@ def derive_seeds(base: int, parts: Tensor) -> Tensor:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of torch (CPU, and the GPUs), `random` and NumPy.
+    """Seed the global generators of torch (CPU and GPUs), `random` and NumPy.
 
-    Not torch.manual_seed: without a GPU in use it spends 0.1 ms on a note for CUDA's start, every time.
+    It avoids torch.manual_seed, which spends 0.1 ms on a deferred call for CUDA while no GPU is in use.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
-        for index, generator in enumerate(torch.cuda.default_generators):  # a model's parts on other GPUs
+        for index, generator in enumerate(torch.cuda.default_generators):  # for a model's parts on other GPUs
             if index != torch.cuda.current_device():
                 generator.manual_seed(seed + index + 1)
     seed_host_generators(seed)
 
 
 class HostGenerator(NamedTuple):
-    """A global generator that a dataset may draw from: how it is seeded, and its next number."""
+    """A global generator that a dataset may use: functions to seed it and to draw a number."""
 
     seed: Callable[[int], object]
     draw: Callable[[], Any]
 
     def first(self, seed: int) -> Any:
-        """The number that is next after seeding with `seed`, as the generator now is."""
+        """Return the first number after seeding with `seed`, and leave the generator in that state."""
         self.seed(seed)
         number = self.draw()
         self.seed(seed)
@@ -80,7 +79,7 @@ NUMPY = HostGenerator(lambda seed: mtrand.seed(seed & 0xFFFFFFFF), mtrand.random
 
 
 def seed_host_generators(seed: int) -> None:
-    """`seed_generators` without the GPU's: what data is made with."""
+    """Seed the generators of the CPU, which data loading uses, as `seed_generators` does."""
     for generator in (TORCH, PYTHON, NUMPY):
         generator.seed(seed)
 
@@ -90,10 +89,10 @@ _for_data: numpy.random.MT19937 | None = None
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """The host's global generators are afterwards as they were before. Not to be nested.
+    """Restore the CPU's global generators at the end of the block. Must not be nested.
 
-    NumPy takes 120 us to copy its state out and in again. It is given another generator to work with instead,
-    in 0.4 us; all that gets lost is the second half of a pair of normal numbers of which one was drawn.
+    Copying NumPy's state out and in takes 120 us. NumPy gets another generator instead, which takes 0.4 us.
+    The only loss is the second half of a pair of normal numbers of which one was drawn.
     """
     global _for_data
     _for_data = _for_data or numpy.random.MT19937(0)
@@ -113,14 +112,15 @@ def _signed(value: int) -> int:
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    return (state >> bits) & (1 << (64 - bits)) - 1  # int64 shifts copy the sign in; a hash wants zeros
+    # Int64 shifts copy the sign bit in, but the hash needs zeros.
+    return (state >> bits) & (1 << (64 - bits)) - 1
 
 
 def seed_model(seed: int) -> None:
-    """Before the model is built: the same initial weights on every rank."""
+    """Seed before the model is built: the same initial weights on every rank."""
     torch.manual_seed(derive_seed(seed, MODEL))
 
 
 def seed_micro_step(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Before a forward pass: dropout differs between ranks and never depends on the past."""
+    """Seed before a forward pass: dropout differs between ranks and does not depend on the past."""
     seed_generators(derive_seed(seed, STEP, step, micro_step, rank))

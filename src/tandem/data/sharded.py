@@ -1,8 +1,9 @@
-"""Data of which each rank has its own part, of any length: files per rank, a dataset that shards itself.
+"""Data in parts, one per rank and of any length: files per rank, or a dataset that shards itself.
 
-A dataset says so by a method `of_rank(rank, world_size)`, which gives what that rank reads, a new iterable at
-each call. Ranks whose part is over bring nothing into the steps that the others still take: all know all
-lengths from the start, so nobody asks in a step, and the epoch ends on all ranks where the longest part does.
+Such a dataset has a method `of_rank(rank, world_size)`, which returns a new iterable of that rank's samples
+at each call. A rank whose part has ended contributes no samples to the remaining steps. All ranks know all
+lengths from the start, so a step needs no communication, and the epoch ends on all ranks with the longest
+part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from tandem.errors import ConfigError
 
 
 class ShardedOrder(GlobalOrder):
-    """Steps of an epoch when each rank has its own `sizes` samples, and takes an equal share in each step."""
+    """Steps of an epoch if each rank has its own `sizes` samples and uses an equal share in each step."""
 
     def __init__(self, sizes: Sequence[int], batch_size: int, seed: int) -> None:
         super().__init__(max(sum(sizes), batch_size), batch_size, seed)
@@ -30,7 +31,7 @@ class ShardedOrder(GlobalOrder):
         self.steps_per_epoch = max(-(-size // self.share) for size in sizes)
 
     def of_rank(self, step: int, rank: int) -> int:
-        """Samples that a rank brings into a step."""
+        """Return the number of samples that a rank contributes to a step."""
         before = step % self.steps_per_epoch * self.share
         return min(max(self.sizes[rank] - before, 0), self.share)
 
@@ -43,10 +44,10 @@ class ShardedOrder(GlobalOrder):
 
 
 class ShardedData:
-    """This rank's own samples, in their order; a micro-batch without any is None."""
+    """This rank's own samples, in their order; a micro-batch without samples is None."""
 
     def __init__(self, dataset: Any, reader: Reader) -> None:
-        """Raises ConfigError; all ranks call this."""
+        """All ranks must call this, because it gathers their sizes. Raises ConfigError."""
         if reader.gather is None:
             raise ConfigError(
                 "a dataset with of_rank() works only in tasks; in a custom loop remove of_rank()"
@@ -85,7 +86,7 @@ class ShardedData:
         return {"sizes": self.sharded.sizes}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError where the ranks' parts are others: a step would mean other samples."""
+        """Raise ConfigError if the sizes of the parts changed: a step would mean other samples."""
         before, now = state.get("sizes"), self.sharded.sizes
         if before is not None and before != now:
             raise ConfigError(
@@ -97,7 +98,7 @@ class ShardedData:
         return self._dataset.of_rank(self._reader.rank, self._reader.world_size)
 
     def _open(self, epoch: int, place: int) -> None:
-        """Begin `epoch` at this rank's sample `place`."""
+        """Start `epoch` at this rank's sample number `place`."""
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         seed_host_generators(derive_seed(self._reader.seed, epoch, self._reader.rank))

@@ -1,6 +1,6 @@
-"""How much of a global batch is whose: whole samples by weights, pure arithmetic.
+"""Divide a global batch among the ranks: whole samples in proportion to weights, pure arithmetic.
 
-Order and content of a global batch never depend on it, and every sample is somebody's exactly once.
+The order and contents of a global batch do not depend on it, and every sample goes to exactly one rank.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,13 @@ from tandem.errors import ConfigError
 
 
 def apportion(total: int, weights: Sequence[float], at_least: int = 1) -> tuple[int, ...]:
-    """`total` samples by `weights` (above 0), by largest remainders; the first of equals gets more.
+    """Divide `total` samples in proportion to `weights` (> 0), by the largest remainder method.
 
-    Nobody gets less than `at_least`, and who would is given just that; there have to be as many samples.
+    Among equals, the first gets more. Every share is at least `at_least`; a share that would be smaller is
+    exactly that. There must be enough samples for it.
     """
     assert total >= at_least * len(weights), (total, weights, at_least)
-    exact = [Fraction(weight) for weight in weights]  # floats take two weights for one
+    exact = [Fraction(weight) for weight in weights]  # floats could confuse two different weights
     sizes = [at_least] * len(weights)
     free = list(range(len(weights)))
     while True:
@@ -33,7 +34,7 @@ def apportion(total: int, weights: Sequence[float], at_least: int = 1) -> tuple[
 
 
 def equal_shares(batch_size: int, ranks: int) -> tuple[int, ...]:
-    """Shares that differ by at most one. Raises ConfigError if there are more ranks than samples."""
+    """Return shares that differ by at most one. Raises ConfigError if there are more ranks than samples."""
     if batch_size < ranks:
         raise ConfigError(
             f"a global batch of {batch_size} leaves some of the {ranks} ranks without a sample; "
@@ -43,7 +44,7 @@ def equal_shares(batch_size: int, ranks: int) -> tuple[int, ...]:
 
 
 def check_even(batch_size: int, ranks: int) -> None:
-    """Raise ConfigError where equal shares differ by one: only a run that goes on may have such."""
+    """Raise ConfigError if equal shares differ by one, which only a resumed run may have."""
     if batch_size % ranks:
         below = batch_size - batch_size % ranks
         use = f"{below} or {below + ranks}" if below else ranks
@@ -51,14 +52,17 @@ def check_even(batch_size: int, ranks: int) -> None:
 
 
 def fits(sizes: Sequence[int], micro_batch_size: int | None) -> bool:
-    """Whether all ranks can make the same number of micro-batches, none of them empty or too large."""
+    """Return True if all ranks can make the same number of micro-batches, none of them empty or too large."""
     return micro_batch_size is None or -(-max(sizes) // micro_batch_size) <= min(sizes)
 
 
 def given_shares(
     text: str, batch_size: int, ranks: int, micro_batch_size: int | None = None
 ) -> tuple[int, ...]:
-    """Samples of each rank by `--batch-shares 3:1`. Raises ConfigError where ranks or batch do not fit."""
+    """Return each rank's samples for `--batch-shares 3:1`.
+
+    Raises ConfigError if ranks or batch do not fit.
+    """
     weights = [float(part) for part in text.split(":")]
     if len(weights) != ranks:
         raise ConfigError(
@@ -77,9 +81,10 @@ def given_shares(
 
 
 def places(sizes: Sequence[int], rank: int) -> slice:
-    """Where this rank's samples are in a global batch: with equal shares each `len(sizes)`-th, else a run."""
+    """Return the positions of a rank's samples in a global batch: strided if equal, else a block."""
     total, ranks = sum(sizes), len(sizes)
     if tuple(sizes) == equal_shares(total, ranks):
-        return slice(rank, None, ranks)  # as in runs before there were shares
+        # As in versions without uneven shares, so that older runs resume to the same bits.
+        return slice(rank, None, ranks)
     begin = sum(sizes[:rank])
     return slice(begin, begin + sizes[rank])

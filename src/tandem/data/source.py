@@ -1,8 +1,8 @@
-"""What a run trains on, and where it stands: the seam between the loop and all kinds of data.
+"""The interface between the loop and all kinds of data.
 
-The position is the global step alone. An implementation gives out the micro-batches of any range of steps,
-the same for any number of ranks, and adds to a checkpoint only what the step does not say. Each kind of data
-is a file of its own (`mapped.py`, `streamed.py`); `kinds.py` chooses.
+The position is just the global step. An implementation returns the micro-batches of any range of steps, the
+same for any number of ranks, and adds to a checkpoint only state that the step does not determine. Each kind
+of data has its own file (`mapped.py`, `streamed.py`); `kinds.py` selects one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +20,10 @@ from tandem.data.shares import check_even, given_shares
 
 @dataclass
 class Reader:
-    """Who reads, and how: one rank of `world_size`, in batches as `config` has them, onto `device`.
+    """How one rank of `world_size` reads data: in batches as in `config`, onto `device`.
 
-    `sizes`: samples of each rank in a global batch; empty: equal. What `cut` gives keeps those it was cut by.
+    `sizes`: samples of each rank in a global batch; empty: equal. A result of `cut` keeps the sizes it was
+    created with.
     """
 
     config: DataConfig
@@ -32,9 +33,9 @@ class Reader:
     collate: Collate | None
     device: torch.device
     gather: Callable[[int], list[int]] | None = None
-    """A number of each rank's, on all ranks; for data of which ranks have parts of their own."""
+    """Gathers one number per rank on all ranks; needed for data that has a part per rank."""
     cores: int = 1
-    """CPUs that this rank can count on: what `--workers auto` goes by."""
+    """The number of CPUs available to this rank, for `--workers auto`."""
     sizes: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -46,17 +47,20 @@ class Reader:
 
     @property
     def workers(self) -> int:
-        """Loader processes of this rank, for data that are loaded by the sample."""
+        """The number of loader processes of this rank, for data that is read sample by sample."""
         return loader_processes(self.config.workers, self.cores)
 
     def cut(self, order: GlobalOrder, start: int, stop: int) -> TrainBatches:
-        """Its share of the steps of `order`."""
+        """Return this rank's share of the steps of `order`."""
         return TrainBatches(
             order, self.rank, self.world_size, self.config.micro_batch_size, start, stop, self.sizes
         )
 
     def check_shares(self) -> None:
-        """A fresh run gives ranks an equal share of a batch, unless told otherwise. Raises ConfigError."""
+        """Raise ConfigError if the batch does not divide evenly among the ranks, unless shares are set.
+
+        A new run calls this. A resumed run may have shares that differ by one.
+        """
         if self.config.batch_shares is None:
             check_even(self.config.batch_size, self.world_size)
 
@@ -65,19 +69,19 @@ class TrainingData(Protocol):
     """Batches by global step."""
 
     order: GlobalOrder
-    """Samples and steps of an epoch."""
+    """The number of samples and steps in an epoch."""
 
     def steps(self, start: int, stop: int) -> Iterator[list[Any]]:
-        """The reader's micro-batches, on its device, of each step from `start` to before `stop`.
+        """Yield this rank's micro-batches, on its device, for each step from `start` to before `stop`.
 
-        None in place of one that this rank has no sample for.
+        A micro-batch is None if this rank has no samples for it.
         """
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """What is to be saved besides the step to go on after the last step given out; often nothing."""
+        """Return extra state needed to continue after the last yielded step; usually empty."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave after the step before the one that `steps` is asked for next."""
+        """Load the result of `state` after the step before the next one requested from `steps`."""
         ...

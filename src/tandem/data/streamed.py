@@ -1,4 +1,4 @@
-"""Iterable data, in their own order: what can only be had one sample after the other."""
+"""Iterable data, in its own order: datasets that can only be read one sample after another."""
 
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
@@ -18,10 +18,10 @@ from tandem.errors import ConfigError
 class StreamedData:
     """An iterable dataset in its own order: each step takes the next global batch.
 
-    Every rank reads the whole stream and keeps its share of each batch, so the number of ranks may change.
-    Where the dataset or its iterator has state_dict() and load_state_dict(), as torchdata has them, a resumed
-    run goes on from there; other streams are read anew up to the place where the run stands. `set_epoch` is
-    called where there is one. Each sample is read under generators seeded for (seed, epoch, place).
+    Every rank reads the whole stream and keeps its share of each batch, so the number of ranks may change. If
+    the dataset or its iterator has state_dict() and load_state_dict(), as in torchdata, a resumed run
+    continues from that state. Other streams are read again up to the position of the run. `set_epoch` is
+    called if it exists. Each sample is read with generators seeded for (seed, epoch, position).
     """
 
     def __init__(self, dataset: Any, reader: Reader, order: GlobalOrder) -> None:
@@ -54,7 +54,7 @@ class StreamedData:
         self._saved = state
 
     def _open(self, epoch: int, place: int) -> None:
-        """Begin `epoch` at its sample `place`."""
+        """Start `epoch` at sample number `place`."""
         saved, self._saved = self._saved if place else {}, {}
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
@@ -78,7 +78,7 @@ class StreamedData:
     def _share(
         self, step: int, places: range, samples: list[Any], ours: slice, sizes: list[int]
     ) -> list[Batch]:
-        """This rank's micro-batches of a global batch, each collated under generators seeded for it."""
+        """Return this rank's micro-batches of a global batch, each collated with generators seeded for it."""
         reader, batches, begin = self._reader, [], 0
         epoch = step // self.order.steps_per_epoch
         for size in sizes:
@@ -93,10 +93,10 @@ class StreamedData:
 def stream_batches(
     dataset: Any, share: slice, batch_size: int, seed: int, collate: Collate | None, device: torch.device
 ) -> Iterator[Batch]:
-    """An iterable dataset to its end, in batches of the samples in `share`.
+    """Yield an iterable dataset to its end, in batches of the samples in `share`.
 
-    Each sample is read under generators seeded for its place, as in training: a stream that shuffles comes in
-    one order on all ranks, so that each of its samples is in one share.
+    Each sample is read with generators seeded for its position, as in training. A stream that shuffles
+    therefore has the same order on all ranks, and each sample is in exactly one share.
     """
     samples = islice(_seeded(dataset, seed), share.start, share.stop, share.step)
     for number in count():

@@ -3,10 +3,10 @@
     from tandem.distributed.batchnorm import synchronised
     model = synchronised(model)         before DDP wraps it; all ranks then run the same forward passes
 
-One all-reduce in a layer's forward pass (count, sum and sum of squares per channel) and one in its backward:
-4.6 kB each way for 288 channels, and all ranks wait for each other in both. Counts are exchanged as well, so
-ranks may have shares of different sizes, or none. Sums travel in float64, which takes no harm from the
-cancellation of sum of squares and square of sum.
+Each layer needs one all-reduce in the forward pass (count, sum and sum of squares per channel) and one in the
+backward pass: 4.6 kB each for 288 channels, and all ranks wait for each other in both. Counts are exchanged
+as well, so ranks may have shares of different sizes, or none. Sums are exchanged in float64, where the
+cancellation between the sum of squares and the square of the sum does no harm.
 """
 
 import logging
@@ -24,13 +24,16 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SynchronisedBatchNorm(nn.BatchNorm1d):
-    """A BatchNorm of any dimension; outside of training it is an ordinary one, without exchange.
+    """A BatchNorm of any dimension; outside of training, an ordinary one without communication.
 
-    No nn.SyncBatchNorm: DDP refuses a model on CPUs that has one.
+    It is not a subclass of nn.SyncBatchNorm, because DDP rejects a CPU model that contains one.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` is [N, C, ...] with any N, 0 included; ValueError for one value per channel in all."""
+        """Normalize `input` [N, C, ...] with any N, including 0.
+
+        Raises ValueError if there is only one value per channel over all ranks.
+        """
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
         if not self.training:
@@ -46,7 +49,7 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        """Running statistics; the variance that is kept is the unbiased one, as in torch."""
+        """Update the running statistics; like torch, they keep the unbiased variance."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None and self.running_var is not None
         self.num_batches_tracked.add_(1)
@@ -57,15 +60,17 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """`model` with every BatchNorm synchronised, in place.
+    """Synchronize every BatchNorm in `model`, in place.
 
-    The class of a layer is exchanged, not the layer: its hooks, the places that share it and the names that a
-    script has for it stay as they are. A layer with a forward of its own is left alone, and named in the log.
+    The class of a layer is replaced, not the layer object: its hooks, the modules that share it and the
+    script's references to it remain valid. A layer with its own forward() is not changed, and is reported in
+    the log.
     """
     left = set()
     for layer in model.modules():
         if not isinstance(layer, BATCHNORMS) or isinstance(layer, SynchronisedBatchNorm):
             continue
+        # All three BatchNorm classes inherit this forward from torch's _BatchNorm.
         if type(layer).forward is not nn.BatchNorm1d.forward:
             left.add(type(layer).__name__)
             continue
@@ -78,7 +83,7 @@ def synchronised(model: nn.Module) -> nn.Module:
 
 
 class _Normalise(torch.autograd.Function):
-    """(normalised input; of all ranks: mean and biased variance per channel, and of how many values)."""
+    """Returns the normalized input and, over all ranks, mean, biased variance and count per channel."""
 
     @staticmethod
     def forward(
@@ -87,6 +92,7 @@ class _Normalise(torch.autograd.Function):
         values = _wide(input)
         here, channels = values.numel() // max(1, values.size(1)), values.size(1)
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64)
+        # The var_mean of an empty share would be NaN.
         if here:
             variance, mean = (
                 t.double() for t in torch.var_mean(values, _all_but_channels(values), correction=0)
@@ -113,7 +119,10 @@ class _Normalise(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor, *_: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Weight and bias get the sums over this rank's samples as gradients, which DDP averages."""
+        """Return the gradients.
+
+        Those of weight and bias are sums over this rank's samples, which DDP averages.
+        """
         input, weight, mean, scale = ctx.saved_tensors
         values, gradient = _wide(input), _wide(gradient)
         shape = [1, -1] + [1] * (values.dim() - 2)
@@ -138,5 +147,5 @@ def _all_but_channels(values: Tensor) -> list[int]:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """At least float32: autocast hands in bf16 or fp16, whose sums would be worth little."""
+    """Convert to at least float32: autocast passes bf16 or fp16, whose sums would be inaccurate."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

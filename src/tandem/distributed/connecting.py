@@ -1,7 +1,7 @@
-"""The limit for ranks that have met to connect to each other, and who is named when it is over.
+"""Limit how long ranks may take to connect to each other, and report who is missing.
 
-NCCL's first communicator has no limit of its own: with an interface that does not reach the others it waits
-for ever in C, where no exception comes through. So a thread watches, and ends the process.
+NCCL's first communicator has no time limit. With a network interface that does not reach the others, it waits
+forever in C code, which no exception can interrupt. Therefore a thread watches it, and ends the process.
 """
 
 import logging
@@ -27,8 +27,10 @@ MOST_NAMES = 4
 
 @contextmanager
 def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterator[None]:
-    """Inside, this rank connects to the others; after `seconds` one line says who is missing, and the process
-    ends with 200."""
+    """Limit the time in which this rank connects to the others inside the block.
+
+    After `seconds`, log one line that says who is missing, and end the process with 200.
+    """
     over = threading.Event()
 
     def end() -> None:
@@ -46,18 +48,19 @@ def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterat
 
 
 def announce(store: Any, position: Position) -> None:
-    """Before the ranks meet: who this is, and that it has not begun to connect."""
+    """Store this rank's name and that it has not started to connect; called before the ranks meet."""
     store.set(f"connecting/name/{position.rank}", _name(position))
     store.set(_key(position.rank), COMES)
 
 
 def states(position: Position) -> list[tuple[str, str]]:
-    """(A rank's name, how far it is), of all ranks but this one; empty where the store does not answer.
+    """Return (name, state) of all other ranks; empty if the store does not answer.
 
-    Asked by a connection of its own: the rank's own may be in use by what waits.
+    It uses a new connection, because the blocked thread may hold the rank's own.
     """
     others = [rank for rank in range(position.world_size) if rank != position.rank]
     try:
+        # Any rank but 0 connects as a client; rank 0 may host the store in this process.
         store = open_store(replace(position, rank=position.rank or 1), timedelta(seconds=LEAVE_SECONDS))
         keys = [key for rank in others for key in (f"connecting/name/{rank}", _key(rank))]
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
@@ -68,7 +71,7 @@ def states(position: Position) -> list[tuple[str, str]]:
 
 
 def complaint(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
-    """The line: who waits, for whom, and where to look."""
+    """Return the message: who waits, for whom, and where to look."""
     library = LIBRARIES[kind]
     variable = f"{library.upper()}_SOCKET_IFNAME"
     interface = os.environ.get(variable)

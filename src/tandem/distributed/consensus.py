@@ -1,6 +1,6 @@
-"""What all ranks know after a step: how it is laid out, and how it is read without holding up a GPU.
+"""The values that all ranks know after a step: their layout, and how to read them without blocking a GPU.
 
-How it gets from rank to rank is the strategy's: in the gradient exchange, or by a small all-reduce.
+The strategy exchanges them, together with the gradients or in a small all-reduce.
 """
 
 import math
@@ -14,20 +14,21 @@ from tandem.telemetry.meter import Consensus as Consensus
 
 STOP, LOSS, LOSS_NOT_FINITE, DECISIONS = range(4)
 SLOTS = 4
-"""The fixed ones; behind them two for each of the task's sums: the sum and its count."""
+"""The fixed slots. Two more follow for each of the task's sums: the sum and its count."""
 GRADIENTS_NOT_FINITE = -1
-"""The last of what a strategy gives back, one more than goes in: it is known only once the gradients are."""
+"""The last value that a strategy returns, added to those that went in: known only with the gradients."""
 
 
 def proposal_slots(stop: bool, decisions: int) -> Tensor:
-    """A rank's slots before its loss is known: a stop request, and (rank 0's count) decisions as bits."""
+    """Return a rank's slots before its loss is known: a stop request, and rank 0's decisions as bits."""
     return torch.tensor([float(stop), 0.0, 0.0, float(decisions)])
 
 
 def pack(slots: Tensor, numbers: Tensor) -> Tensor:
-    """All slots of this rank, from `proposal_slots` and [loss, sum, count, sum, count...] of the whole step.
+    """Return all slots of this rank, from `proposal_slots` and [loss, sum, count, sum, count...] of the step.
 
-    A loss that is not finite is a flag instead, a sum that is not finite is zero.
+    A loss that is not finite becomes a flag, and a sum that is not finite becomes zero, because a NaN would
+    spread to all ranks.
     """
     loss = numbers[0]
     finite = torch.isfinite(loss)
@@ -39,19 +40,19 @@ def pack(slots: Tensor, numbers: Tensor) -> Tensor:
 
 
 def left_out(exchanged: Tensor) -> Tensor:
-    """A scalar on the device, 1 if the step must change nothing, else 0."""
+    """Return a scalar on the device: 1 if the step must change nothing, else 0."""
     return ((exchanged[LOSS_NOT_FINITE] + exchanged[GRADIENTS_NOT_FINITE]) > 0).float()
 
 
 class ConsensusReader:
-    """Reads what was exchanged: at once on CPUs, one step later on GPUs (no host synchronisation)."""
+    """Reads the exchanged values: immediately on CPUs, one step later on GPUs (no host synchronization)."""
 
     def __init__(self, group: ProcessGroup, names: Sequence[str]) -> None:
         self._group, self._names = group, names
         self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 
     def read(self, step: int, exchanged: Tensor) -> Consensus | None:
-        """What was agreed in `step` (CPU) or in the step before it (GPU; None at the first)."""
+        """Return the consensus of `step` (CPU) or of the previous step (GPU; None for the first)."""
         if self._group.device.type != "cuda":
             return self._decode(step, exchanged.tolist())
         before = self.drain()
@@ -63,7 +64,7 @@ class ConsensusReader:
         return before
 
     def drain(self) -> Consensus | None:
-        """The last numbers still on their way from the GPU."""
+        """Return the last values that are still being copied from the GPU."""
         if self._pending is None:
             return None
         step, copy, event = self._pending

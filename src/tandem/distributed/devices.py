@@ -1,4 +1,4 @@
-"""What this rank computes on: its GPUs, and its CPU threads."""
+"""The devices of this rank: its GPUs and its CPU threads."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("tandem.run")
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
-"""torch's alertNotDeterministic, aten/src/ATen/Context.cpp."""
+"""From torch's alertNotDeterministic, aten/src/ATen/Context.cpp."""
 NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 UNLIMITED = 1 << 20
 
@@ -28,11 +28,11 @@ UNLIMITED = 1 << 20
 def choose_devices(
     wanted: str, local_rank: int, each: int = 1, had_gpu: bool = False
 ) -> tuple[torch.device, ...]:
-    """`auto`, `cpu` or `cuda` -> this rank's `each` devices; ConfigError where they cannot be used.
+    """`auto`, `cpu` or `cuda` -> this rank's `each` devices; raises ConfigError if they cannot be used.
 
-    Local rank 0 has the first `each` GPUs, local rank 1 the next. A CPU counts as often as it is asked for.
-    `had_gpu`: ranks of this node have trained on GPUs before. What is missing then has failed: GpuLostError,
-    and never a CPU instead.
+    Local rank 0 gets the first `each` GPUs, local rank 1 the next ones. A CPU is returned `each` times.
+    `had_gpu`: ranks of this node have trained on GPUs before. A missing GPU has then failed, which raises
+    GpuLostError instead of falling back to a CPU.
     """
     if wanted == "cpu":
         return (torch.device("cpu"),) * each
@@ -61,10 +61,10 @@ def choose_devices(
 
 
 def why_no_gpu(driver: Path) -> str:
-    """Why torch sees no GPU where there is a driver for one, as torch says it: the driver is too old, say.
+    """Return torch's reason why it sees no GPU although there is a driver, for example a too old driver.
 
-    "" where nothing is wrong: there is no driver, this torch or container is one for CPUs, or somebody has
-    chosen which GPUs are seen.
+    "" if nothing is wrong: there is no driver, this torch or container is for CPUs, or CUDA_VISIBLE_DEVICES
+    selects the visible GPUs.
     """
     if "CUDA_VISIBLE_DEVICES" in os.environ or torch.version.cuda is None or not driver.exists():
         return ""
@@ -73,10 +73,11 @@ def why_no_gpu(driver: Path) -> str:
 
 
 def why_refused(devices: Sequence[torch.device]) -> str:
-    """Why CUDA will not compute on GPUs that the driver counts, and what to do; "" where it will.
+    """Return why CUDA cannot compute on GPUs that the driver lists, with a remedy; "" if it can.
 
-    The driver may be too old for this torch, or the GPU one that this torch has no code for: both are found
-    by the first kernel, too late to be told from a failure. Raises what a new process may fix.
+    The driver may be too old for this torch, or this torch may have no code for the GPU. Otherwise the first
+    kernel would find both, too late to distinguish them from a hardware failure. Raises errors that a new
+    process may fix.
     """
     if said := _why_not_begun():
         if said.startswith(NO_GPU) and not DRIVER_FILE.exists():
@@ -86,7 +87,7 @@ def why_refused(devices: Sequence[torch.device]) -> str:
             f"CUDA {torch.version.cuda}: update the driver, or install a torch built for it"
         )
     archs: list[str] = []
-    with contextlib.suppress(AttributeError):  # a torch for CPUs
+    with contextlib.suppress(AttributeError):  # torch for CPUs
         archs = torch.cuda.get_arch_list()
     for device in devices:
         capability = torch.cuda.get_device_capability(device)
@@ -100,13 +101,13 @@ def why_refused(devices: Sequence[torch.device]) -> str:
 
 
 def _why_not_begun() -> str:
-    """What CUDA says of its start in this process, the first sentence; "" where it starts.
+    """Return the first sentence of CUDA's error when it starts in this process; "" if it starts.
 
-    Raises what a new process may fix.
+    Raises errors that a new process may fix.
     """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # the second in a torch for CPUs
+    except (RuntimeError, AssertionError) as error:  # AssertionError is from torch for CPUs
         if is_gpu_failure(error):
             raise
         return str(error).partition(". ")[0].strip() or type(error).__name__
@@ -114,10 +115,10 @@ def _why_not_begun() -> str:
 
 
 def has_code_for(capability: tuple[int, int], archs: Sequence[str]) -> bool:
-    """Whether a torch with code for `archs` ("sm_86", "compute_90") computes on a GPU of this capability.
+    """Return True if a torch built for `archs` ("sm_86", "compute_90") can compute on this GPU.
 
-    Machine code runs on GPUs of the same major number and no smaller minor one; PTX on all that are newer.
-    Code for one model alone ("sm_90a") is that model's.
+    Machine code (sm) runs on GPUs with the same major and an equal or larger minor number; PTX (compute) runs
+    on all newer GPUs. Code with a suffix ("sm_90a") runs only on that model.
     """
     for kind, number, only in re.findall(r"(sm|compute)_(\d+)([a-z]?)", " ".join(archs)):
         has = divmod(int(number), 10)
@@ -129,7 +130,7 @@ def has_code_for(capability: tuple[int, int], archs: Sequence[str]) -> bool:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's kernel module, such as "580.65.06"; "" where there is none."""
+    """Return the version of NVIDIA's kernel module, such as "580.65.06"; "" if there is none."""
     try:
         first = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0]
     except (OSError, IndexError):
@@ -139,10 +140,10 @@ def driver_version() -> str:
 
 
 def compute_deterministically() -> None:
-    """From now on only kernels that give the same bits each time; to be called before the first of a GPU's.
+    """Use only deterministic kernels from now on; call this before the first kernel on a GPU.
 
-    Where there is none, torch raises a RuntimeError that names the operation. Fresh memory is not filled, as
-    torch would: nothing of ours reads it.
+    For an operation without one, torch raises a RuntimeError that names it. Uninitialized memory is not
+    filled, as torch would do by default, because tandem never reads it.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
@@ -151,7 +152,7 @@ def compute_deterministically() -> None:
 
 
 def not_deterministic(error: BaseException) -> ConfigError | None:
-    """The one line for torch's error of an operation that has no deterministic kernel; None for any other."""
+    """Return a one-line error if `error` is torch's for a missing deterministic kernel; None otherwise."""
     found = NO_KERNEL.match(str(error)) if isinstance(error, RuntimeError) else None
     return found and ConfigError(
         f"--deterministic: {found[1]} has no deterministic kernel on this device; use another operation, or "
@@ -160,38 +161,38 @@ def not_deterministic(error: BaseException) -> ConfigError | None:
 
 
 def open_gpus(compute: ComputeConfig, local_rank: int) -> None:
-    """Have this rank's GPUs ready before they are needed: their contexts, and the library of products.
+    """Prepare this rank's GPUs before they are needed: CUDA contexts and the matrix library.
 
-    What is computed after it is the same as without. Nothing to do on CPUs.
+    Later results are the same as without this call. Does nothing on CPUs.
     """
     if compute.device == "cpu" or not torch.cuda.device_count():
         return
     devices = choose_devices(compute.device, local_rank, compute.devices_per_rank)
     if compute.deterministic:
         compute_deterministically()
-    torch.cuda.set_device(devices[0])  # else there would be a context on the first GPU as well
+    torch.cuda.set_device(devices[0])  # otherwise there would also be a context on the first GPU
     for device in devices:
         torch.mm(*(torch.ones(8, 8, device=device) for _ in range(2)))
         torch.cuda.synchronize(device)
 
 
 def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
-    """CPU threads of this rank: what `--threads` says, or the cores it can count on."""
+    """Set the CPU threads of this rank to `--threads`, or to the cores available to it."""
     threads = cores_of(position) if wanted == "auto" else int(wanted)
     torch.set_num_threads(threads)
     return threads
 
 
 def cores_of(position: Position) -> int:
-    """The cores that this rank can count on: its share of those that the processes of its host may use."""
+    """Return the cores available to this rank: its share of those that the host's processes may use."""
     cores = min(len(os.sched_getaffinity(0)), quota_of(Path("/")))
     return max(1, cores // position.ranks_on_host)
 
 
 def quota_of(root: Path) -> int:
-    """Whole cores that this process's control groups let it use, at least 1; very many without a limit.
+    """Return the whole cores that this process's control groups allow, at least 1; UNLIMITED without a limit.
 
-    A container's limit (`--cpus 2`, `resources.limits.cpu`) is time, not cores: all of them can be seen.
+    A container's limit (`--cpus 2`, `resources.limits.cpu`) is CPU time, so all cores are still visible.
     """
     most = float(UNLIMITED)
     for folder, version in control_groups(root, "cpu"):
@@ -208,5 +209,5 @@ def quota_of(root: Path) -> int:
 
 
 def allow_tf32() -> None:
-    """Products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa for 8 times the speed."""
+    """Compute fp32 matrix products in TF32 on GPUs: 10 bits of mantissa, for up to 8 times the speed."""
     torch.set_float32_matmul_precision("high")

@@ -1,7 +1,8 @@
-"""Has a GPU failed in a way that a new process may fix? Read from CUDA's error codes, else from its words.
+"""Detect GPU failures that a new process may fix, from CUDA's error codes or its messages.
 
-After any of them the process cannot use its GPU again: its context is lost. A device assert is an index or a
-label out of range, and comes back; so does memory that is too small for the batch. Those are the task's.
+After such a failure, the process cannot use its GPU again, because its context is lost. A device assert (an
+index or label out of range) would recur, and so would a lack of memory for the batch. Those are errors of the
+task.
 """
 
 import re
@@ -33,16 +34,18 @@ WORDS = re.compile(
     r"|invalid program counter|unspecified launch failure|system not yet initialized|unknown error"
     r"|invalid/unsupported operation due to|contained error)"
 )
-"""As torch says them, also at its start, and as NCCL hands them on: "Cuda failure 719 'unspecified launch
-failure'"."""
+"""Messages as torch raises them, also when CUDA starts, and as NCCL passes them on.
+
+An example of the latter is "Cuda failure 719 'unspecified launch failure'".
+"""
 REFUSES = re.compile(
     r"CUDA error: |CUDA driver error: |CUDA out of memory|The NVIDIA driver |Unexpected error from cuda"
 )
-"""How CUDA's own errors begin, as torch says them."""
+"""How CUDA's own errors begin when torch raises them."""
 
 
 def is_of_cuda(error: BaseException) -> bool:
-    """Whether CUDA itself says `error`, be it of this GPU or of what is asked of it."""
+    """Return True if `error` is from CUDA itself, whether a GPU failure or an invalid request."""
     kinds = getattr(torch, "AcceleratorError", torch.OutOfMemoryError), torch.OutOfMemoryError
     return isinstance(error, kinds) or (
         isinstance(error, RuntimeError) and bool(REFUSES.match(text_of(error)))
@@ -50,7 +53,7 @@ def is_of_cuda(error: BaseException) -> bool:
 
 
 def is_gpu_failure(error: BaseException) -> bool:
-    """Whether `error`, of CUDA or handed on by NCCL, says that this rank's own GPU has failed."""
+    """Return True if `error`, from CUDA or passed on by NCCL, means that this rank's own GPU has failed."""
     code = getattr(error, "error_code", None)
     if isinstance(code, int) and isinstance(error, getattr(torch, "AcceleratorError", RuntimeError)):
         return code in CODES

@@ -1,6 +1,6 @@
-"""The process group: open it, exchange numbers, close it.
+"""The process group: open it, exchange values, close it.
 
-Everything here is called by all ranks together; no caller puts it under `if rank == 0`.
+All ranks call everything here together; no caller puts a call under `if rank == 0`.
 """
 
 import io
@@ -29,12 +29,15 @@ BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 MOST_CHARACTERS = 2000
 SAME_GPU = re.compile("Duplicate GPU detected|Multiple Ranks are using the same GPU")
-"""NCCL until 2.29, and from 2.30 on."""
+"""NCCL up to 2.29, and from 2.30."""
 
 
 _kept: list[Any] = []
-"""Groups that this process has opened: they stay until it ends. Their destructor joins gloo's threads, while
-one of those may wait for the GIL that it holds (torch 2.6: 7 of 40 runs did not end; 2.15: none)."""
+"""Groups that this process has opened, kept alive until it ends.
+
+The destructor of a group joins gloo's threads, while one of those may wait for the GIL that the destructor
+holds (torch 2.6: 7 of 40 runs did not end; torch 2.15: none).
+"""
 
 
 class ProcessGroup:
@@ -46,13 +49,13 @@ class ProcessGroup:
         self.position = position
         self.device = device
         self.devices = devices or (device,)
-        """All that this rank has; on the first, `device`, are batches, the loss and what is exchanged."""
+        """All devices of this rank. The first, `device`, has the batches, the loss and what is exchanged."""
         self.rank = position.rank
         self.size = position.world_size
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone writes and talks."""
+        """True for rank 0, the only rank that writes files and reports."""
         return self.rank == 0
 
     @classmethod
@@ -66,9 +69,9 @@ class ProcessGroup:
     ) -> "ProcessGroup":
         """Join the group; every rank of the job calls this. Raises PeerLostError.
 
-        `timeout_seconds` bounds every collective; the first step may compile. Hangs are the watchdog's.
-        Once all ranks have met, `connect_seconds` bounds how long they take to connect (none: the same); then
-        the process ends (see `connecting.py`).
+        `timeout_seconds` limits every collective, and must allow for compilation in the first step; the
+        watchdog detects hangs. Once all ranks have met, `connect_seconds` limits how long they may take to
+        connect (default: the same); then the process ends (see `connecting.py`).
         """
         timeout = timedelta(seconds=timeout_seconds)
         connecting: AbstractContextManager[None] = nullcontext()
@@ -89,7 +92,7 @@ class ProcessGroup:
                     **_bind(device, devices),
                 )
                 _kept.append(dist.group.WORLD)
-                if device.type == "cuda":  # NCCL connects no later than here
+                if device.type == "cuda":  # NCCL connects here at the latest
                     dist.all_reduce(torch.zeros(1, device=device))
                     torch.cuda.synchronize(device)
         except (RuntimeError, ValueError, OSError) as error:
@@ -100,17 +103,17 @@ class ProcessGroup:
 
     @property
     def ddp_devices(self) -> list[torch.device] | None:
-        """DDP's `device_ids`: it moves inputs to the one device of a model that lies on one GPU."""
+        """DDP's `device_ids`: DDP moves inputs to the device of a model that is on a single GPU."""
         return [self.device] if self.device.type == "cuda" and len(self.devices) == 1 else None
 
     def close(self) -> None:
-        """Leave after a success; after a failure just exit, because destroying would deadlock."""
+        """Leave after success. After a failure, just exit, because destroying the group would deadlock."""
         dist.destroy_process_group()
 
     def synchronise_batchnorm(self, model: nn.Module) -> nn.Module:
-        """Every BatchNorm over the global batch: torch's own on GPUs, ours on CPUs, where torch has none.
+        """Make every BatchNorm use the global batch: torch's layer on GPUs, tandem's on CPUs.
 
-        One rank alone has the global batch already, and keeps its layers.
+        A single rank has the whole global batch and keeps its layers.
         """
         if self.size == 1:
             return model
@@ -121,13 +124,13 @@ class ProcessGroup:
         return converted
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over ranks in float64 (exact for counts below 2**53)."""
+        """Return the element-wise sum over ranks in float64 (exact for counts below 2**53)."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return [float(value) for value in tensor.tolist()]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Element-wise mean over ranks of a tensor on the device; nobody waits for it."""
+        """Return the element-wise mean over ranks of a tensor on the device, without waiting for it."""
         if self.size == 1:
             return values
         total = values.clone()
@@ -135,16 +138,16 @@ class ProcessGroup:
         return total / self.size
 
     def gather(self, value: int) -> list[int]:
-        """One whole number below 2**63 from every rank, in the order of ranks, on all of them."""
+        """Gather an integer below 2**63 from every rank, ordered by rank, on all ranks."""
         mine = torch.tensor([value], device=self.device)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine)
         return [int(part) for part in parts]
 
     def gather_rows(self, row: Sequence[float]) -> "Gathering":
-        """Begin to gather every rank's row of equal length, in float64; nobody waits for it here.
+        """Start to gather every rank's row of equal length, in float64, without waiting.
 
-        On busy cores the exchange lasts 2 to 3 ms, and the next step can go on meanwhile.
+        On busy cores, the exchange takes 2 to 3 ms, during which the next step can run.
         """
         mine = torch.tensor(row, dtype=torch.float64, device=self.device)
         rows = torch.empty(self.size * len(row), dtype=torch.float64, device=self.device)
@@ -153,7 +156,7 @@ class ProcessGroup:
         )
 
     def gather_json(self, value: object) -> list[Any]:
-        """A JSON value from every rank, in the order of ranks, on all of them; for rare and small things."""
+        """Gather a JSON value from every rank, ordered by rank, on all ranks; for rare and small values."""
         mine = bytearray(json.dumps(value).encode())
         lengths = self.gather(len(mine))
         padded = torch.frombuffer(mine.ljust(max(lengths), b" "), dtype=torch.uint8).to(self.device)
@@ -162,7 +165,7 @@ class ProcessGroup:
         return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes on rank 0, in the order of ranks, in chunks of 64 MiB; nothing on the others."""
+        """Gather every rank's bytes on rank 0, ordered by rank, in chunks of 64 MiB; empty on other ranks."""
         lengths, parts = self.gather(len(payload)), [payload]
         for rank in range(1, self.size):
             received = bytearray()
@@ -179,7 +182,7 @@ class ProcessGroup:
         return parts if self.is_first else []
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank, in chunks of 64 MiB; the others pass None."""
+        """Broadcast rank 0's bytes to every rank, in chunks of 64 MiB; other ranks pass None."""
         size = torch.tensor([len(payload) if payload is not None else 0], device=self.device)
         dist.broadcast(size, src=0)
         total, parts = int(size.item()), io.BytesIO()
@@ -195,12 +198,14 @@ class ProcessGroup:
         return parts.getvalue()
 
     def broadcast_json(self, value: object) -> Any:
-        """Rank 0's JSON value on every rank."""
+        """Broadcast rank 0's JSON value to every rank."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_first else None))
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Give every rank rank 0's buffers (running statistics), also those that a forward pass has made."""
+        """Give every rank rank 0's buffers (running statistics), including those made by a forward pass."""
         mine = dict(model.named_buffers())
+        # Only other layers create or reshape buffers in a forward pass, so only they need the exchange of
+        # forms.
         if has_buffers_beside_batchnorm(model):
             forms = {n: [str(b.dtype).removeprefix("torch."), [*b.shape]] for n, b in mine.items()}
             for name, (dtype, shape) in self.broadcast_json(forms).items():
@@ -214,7 +219,7 @@ class ProcessGroup:
             dist.broadcast(buffer, src=0)
 
     def check_same_settings(self, settings: Mapping[str, object]) -> None:
-        """Raise ConfigError naming the first key in which this rank differs from rank 0."""
+        """Raise ConfigError for the first key in which this rank differs from rank 0."""
         reference = self.broadcast_json(dict(settings))
         mine = json.loads(json.dumps(dict(settings)))
         different = [key for key in sorted({*reference, *mine}) if reference.get(key) != mine.get(key)]
@@ -230,7 +235,7 @@ class ProcessGroup:
         raise PeerLostError("another node was started with different settings; see its log")
 
     def once_per_node(self, action: Callable[[], None]) -> None:
-        """Run `action` on local rank 0 of every node while the others wait; all fail if one does."""
+        """Run `action` on local rank 0 of every node while the others wait; all ranks fail if one does."""
         error: Exception | None = None
         if self.position.local_rank == 0:
             try:
@@ -245,7 +250,7 @@ class ProcessGroup:
 
 
 def _why_not_open(error: Exception, position: Position) -> TandemError:
-    """What `error`, raised while the group opened, means for this rank."""
+    """Return the error for this rank if `error` was raised while the group opened."""
     if TAKEN.search(str(error)):
         port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
         return ConfigError(
@@ -267,11 +272,11 @@ def _why_not_open(error: Exception, position: Position) -> TandemError:
 
 
 def _bind(device: torch.device, devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Make the device this process's own; what `init_process_group` is told of it.
+    """Select this process's device; return the arguments of `init_process_group` for it.
 
-    A rank with one GPU binds its group to it: left to guess, torch 2.15 takes the global rank's. A model over
-    several GPUs has gradients on each, and only NCCL's older group goes with more than one; nor does DDP's
-    backward overlap with its exchange in the newer one (see launch/variables.py).
+    A rank with one GPU binds its group to it; otherwise torch 2.15 guesses by the global rank. A model on
+    several GPUs has gradients on each, which only NCCL's older group supports. In the newer one, DDP's
+    backward also does not overlap with its communication (see launch/variables.py).
     """
     if device.type != "cuda":
         return {"backend": "gloo"}
@@ -281,16 +286,16 @@ def _bind(device: torch.device, devices: Sequence[torch.device]) -> dict[str, An
 
 
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
-    """Whether any buffer belongs to something else than a BatchNorm layer, be it one that is still None."""
+    """Return True if a layer other than BatchNorm has a buffer, even one that is still None."""
     return any(child._buffers for child in module.modules() if not is_batchnorm(child))
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a one-line message."""
+    """Return the first line of an error's text, for a one-line message."""
     return (text_of(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def in_one_line(error: BaseException) -> str:
-    """All of an error's text: what has happened to NCCL is in its last lines, behind c10d's own words."""
+    """Return all of an error's text in one line: NCCL's reason is at the end, after c10d's own text."""
     lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     return "; ".join(lines)[:MOST_CHARACTERS] or type(error).__name__

@@ -1,8 +1,8 @@
-"""Was a process that a rank has started for itself killed by a signal? Then it is as if the rank had been.
+"""Detect that a process started by a rank was killed by a signal, which counts like a killed rank.
 
-A killed loader, pool or spawned process reaches the rank as an error of its own code, and an error is final.
-Where memory is short the kernel takes whichever process it likes, so it is as good a reason to start again as
-a rank that it takes. Only errors that tell of another process count, not any that comes after such an end.
+A killed loader, pool or spawned process reaches the rank as an ordinary error, and an error is final. If
+memory is short, the kernel kills any process, so this is as good a reason to restart as a killed rank. Only
+errors that report the end of another process count, not any error that follows it.
 """
 
 import multiprocessing
@@ -19,23 +19,23 @@ from tandem.timeouts import END_POLL_SECONDS, PIPE_SECONDS
 
 LOADER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)\.")
 LOADERS = re.compile(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
-"""What torch says, 2.6 to 2.15 (DataLoader.cpp, dataloader.py); the first from a handler of SIGCHLD."""
+"""Messages of torch 2.6 to 2.15 (DataLoader.cpp, dataloader.py); the first is from a SIGCHLD handler."""
 ASKED = (signal.SIGTERM, signal.SIGINT)
-"""A program ends its own processes by these: they say nothing of those that it has not ended."""
+"""A program ends its own processes with these signals, so they are no sign of a failure."""
 
 
 def killed_helper(error: BaseException) -> tuple[str, int] | None:
-    """(what was killed, the exit code of a rank that was killed so), if `error` comes from that.
+    """Return (description, exit code of a rank killed by the same signal) if `error` comes from such an end.
 
-    Call it first of all when a rank ends with an error. torch's handler of SIGCHLD raises where the program
-    happens to be, also in the code that deals with an earlier sign of the same end; from here on it does not.
+    Call it first when a rank ends with an error. torch's SIGCHLD handler raises wherever the program happens
+    to be, even in code that handles an earlier sign of the same end. After this call it no longer does.
     """
     told = _end_of_news()
     return _found_in(error) or (None if told is None else _found_in(told))
 
 
 def _end_of_news() -> RuntimeError | None:
-    """Take torch's handler of SIGCHLD away; what it has raised just before that."""
+    """Remove torch's SIGCHLD handler; return the error that it raised just before."""
     told = None
     while True:
         try:
@@ -70,7 +70,8 @@ def _told_by(error: BaseException) -> tuple[str, int] | None:
         return _known(f"loader process {found[1]} of this rank", numbers.get(found[2], signal.SIGKILL))
     if isinstance(error, RuntimeError) and (found := LOADERS.search(str(error))):
         return _first_killed("loader process {} of this rank", [int(pid) for pid in found[1].split(",")])
-    if type(error).__name__ == "BrokenProcessPool":  # it knows nothing of the process: mostly it was killed
+    # It has no exit code; in most cases the process was killed.
+    if type(error).__name__ == "BrokenProcessPool":
         return _known("a pool process started by this rank", signal.SIGKILL)
     if _is_of_a_pipe(error):
         return _first_killed("process {} started by this rank", None)
@@ -78,9 +79,10 @@ def _told_by(error: BaseException) -> tuple[str, int] | None:
 
 
 def _is_of_a_pipe(error: BaseException) -> bool:
-    """Whether multiprocessing has found the other end of a pipe gone; a network's errors are not that.
+    """Return True if multiprocessing found the other end of a pipe closed; network errors do not count.
 
-    Several of its modules read from pipes: `reduction`, not `connection`, receives a tensor's descriptor.
+    Several of its modules read from pipes: for example, `reduction` and not `connection` receives a tensor's
+    file descriptor.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -95,9 +97,9 @@ def _known(who: str, number: int) -> tuple[str, int] | None:
 
 
 def _first_killed(who: str, pids: list[int] | None) -> tuple[str, int] | None:
-    """Of this process's own (`pids`, or all), as multiprocessing knows them, also those it has waited for.
+    """Find a killed process among this process's children (`pids`, or all), even one already waited for.
 
-    A pipe's end may be seen a moment before that of the process.
+    The end of a pipe may be visible a moment before the end of the process.
     """
     deadline = time.monotonic() + PIPE_SECONDS
     while (found := _killed_now(who, pids)) is None and time.monotonic() < deadline:
@@ -111,7 +113,7 @@ def _killed_now(who: str, pids: list[int] | None) -> tuple[str, int] | None:
             continue
         try:
             pid, code = child.pid, child.exitcode
-        except ValueError:  # closed
+        except ValueError:  # the process object is closed
             continue
         if (pids is None or pid in pids) and code is not None and code < 0 and -code not in ASKED:
             return _known(who.format(pid), -code)

@@ -1,7 +1,7 @@
-"""Where ranks meet before their group is open: the store, and what has to be alike on all of them there.
+"""How ranks meet before their group is open: the store, and what must be equal on all ranks by then.
 
-What differs in the settings the open group finds by itself (`ProcessGroup.check_same_settings`). But a rank
-that opens NCCL and one that opens gloo wait for each other until a time limit ends it.
+Once the group is open, it compares the settings (`ProcessGroup.check_same_settings`). But a rank that opens
+NCCL and one that opens gloo would wait for each other until a time limit ends it.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ log = logging.getLogger("tandem")
 SHOWN = 8
 KINDS = {"cuda": "has a GPU", "cpu": "has none"}
 DUMP_SIGNAL = "exception_dump"
-"""A key that NCCL's watchdog sets at an error, below all prefixes (torch 2.11: ProcessGroupNCCL.cpp)."""
+"""A key that NCCL's watchdog sets after an error, without any prefix (torch 2.11: ProcessGroupNCCL.cpp)."""
 
 
 def listen(host: str, port: int) -> tuple[int, int]:
-    """(A descriptor that listens at `host` alone, its port); port 0 is any free one. Raises OSError.
+    """Return (a descriptor that listens only at `host`, its port); port 0 is any free one. Raises OSError.
 
-    torch's store takes one, and closes it at its end; left to its own it listens on every interface.
+    torch's store accepts the descriptor and closes it at the end. Without one, it listens on every interface.
     """
     listener = socket.socket()
     try:
@@ -60,11 +60,11 @@ def connect_store(
     patience: float,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TCPStore:
-    """A connection to the store of another process; `timeout` is that of the store's calls.
+    """Connect to the store of another process; `timeout` applies to the calls of the store.
 
-    torch's constructor waits without a limit where another program has the port, accepts connections and says
-    nothing. So it runs in a thread, which is left behind then. Raises PeerLostError after `patience` seconds
-    or when `should_stop()` says so, and what the constructor raises.
+    If another program has the port, accepts connections and sends nothing, torch's constructor waits without
+    a limit. It therefore runs in a thread, which is then abandoned. Raises PeerLostError after `patience`
+    seconds or if `should_stop()` returns True, and the constructor's own errors.
     """
     made: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
 
@@ -98,7 +98,7 @@ def connect_store(
 
 
 def open_store(position: Position, timeout: timedelta) -> Any:
-    """The store through which ranks find each other; `timeout` bounds what waits for another rank there."""
+    """Open the store through which ranks find each other; `timeout` limits waits for other ranks."""
     if position.store is not None:
         host, port, prefix = position.store
         return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timeout))
@@ -115,6 +115,8 @@ def open_store(position: Position, timeout: timedelta) -> Any:
         raise ValueError("no master is known")
     host, port = position.master
     is_first = position.rank == 0
+    # With one node, other hosts have no reason to connect, so the store listens at the master's address
+    # alone.
     here = listen(host, port)[0] if is_first and position.nodes == 1 else None
     patience = timedelta(seconds=position.patience)
     own: Any
@@ -131,9 +133,9 @@ def open_store(position: Position, timeout: timedelta) -> Any:
 
 
 def wait_for_all(store: Any, position: Position) -> None:
-    """Until each rank has come to the store that rank 0 hosts; who is missing is said every few seconds.
+    """Wait until each rank has joined the store on rank 0; report every few seconds who is missing.
 
-    Raises PeerLostError where they do not come within `position.patience`.
+    Raises PeerLostError if they do not join within `position.patience`.
     """
     size, began = position.world_size, time.monotonic()
     speaks_at = began + WAITING_WORD_SECONDS
@@ -160,7 +162,7 @@ def wait_for_all(store: Any, position: Position) -> None:
 
 
 def check_fresh(path: Path, now: float) -> None:
-    """Raise ConfigError for a file in which an earlier run met: its ranks' addresses are in it."""
+    """Raise ConfigError for a rendezvous file of an earlier run, which has the addresses of its ranks."""
     with contextlib.suppress(OSError):
         age = now - path.stat().st_mtime
         if age > MEETING_FILE_SECONDS and path.stat().st_size:
@@ -171,10 +173,10 @@ def check_fresh(path: Path, now: float) -> None:
 
 
 def forget_dump_signal(store: Any) -> None:
-    """Take back what a NCCL error of an earlier generation has left in a store that outlives it.
+    """Delete the signal that an NCCL error of an earlier generation left in a store that outlives it.
 
-    NCCL's watchdogs look for it in all that comes later: each would write its record and abort its rank. To
-    be called by rank 0 before the others can open their group: the ranks of earlier generations are dead.
+    NCCL's watchdogs check it in every later generation: each would dump its record and abort its rank. Rank 0
+    calls this before the others can open their group, when all ranks of earlier generations are dead.
     """
     store = without_prefixes(store)
     if isinstance(store, TCPStore):
@@ -182,7 +184,7 @@ def forget_dump_signal(store: Any) -> None:
 
 
 def check_same_kind(store: Any, position: Position, kind: str) -> None:
-    """Wait for all ranks; raise ConfigError on each where some have a GPU and others have none."""
+    """Wait for all ranks; raise ConfigError on each if some have a GPU and others have none."""
     here = f"rank {position.rank} on node {position.node_rank} ({position.node_name})"
     store.compare_set(f"kind/{kind}", "", here)
     if store.add("kind/arrived", 1) >= position.world_size:
@@ -192,7 +194,7 @@ def check_same_kind(store: Any, position: Position, kind: str) -> None:
         said = " and ".join(f"{store.get(f'kind/{each}').decode()} {what}" for each, what in KINDS.items())
         if store.add("kind/told", 1) >= position.world_size:
             store.set("kind/all told", "1")
-        if position.rank == 0:  # the store may be in its process
+        if position.rank == 0:  # the store may be in rank 0's process, so it must stay until all have read it
             with contextlib.suppress(RuntimeError):
                 store.wait(["kind/all told"], timedelta(seconds=LEAVE_SECONDS))
         raise ConfigError(

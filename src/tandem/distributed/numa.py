@@ -1,4 +1,4 @@
-"""A rank on the CPUs beside its GPU: on a host of several NUMA nodes the others' memory is slower."""
+"""Bind a rank to the CPUs close to its GPU: on a NUMA host, memory of other nodes is slower."""
 
 import logging
 import os
@@ -12,10 +12,10 @@ log = logging.getLogger("tandem.run")
 
 
 def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> None:
-    """Let this process, all threads of it, run only on the CPUs of its GPUs' NUMA nodes.
+    """Let all threads of this process run only on the CPUs of its GPUs' NUMA nodes.
 
-    By the kernel's own list (`/sys/bus/pci/devices/ADDRESS/local_cpulist`), of those that the process may use
-    now. On CPUs, or where the kernel does not tell, a line says that nothing was done.
+    The CPUs are from the kernel's list (`/sys/bus/pci/devices/ADDRESS/local_cpulist`), limited to those that
+    the process may use now. Without a GPU or a list, a warning says that nothing was done.
     """
     before = os.sched_getaffinity(0)
     beside = [_beside(device, root) for device in devices if device.type == "cuda"]
@@ -28,7 +28,7 @@ def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> Non
         return
     os.sched_setaffinity(0, there)
     for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the thread has just ended
             if os.sched_getaffinity(int(thread)) == before:
                 os.sched_setaffinity(int(thread), there)
     log.info("bound to %d of %d CPUs, those of the GPU's NUMA node", len(there), len(before))
@@ -39,12 +39,12 @@ def _beside(device: torch.device, root: Path) -> set[int] | None:
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"  # type: ignore[attr-defined]
         return cpus_of((root / "sys/bus/pci/devices" / address / "local_cpulist").read_text())
-    except (AttributeError, OSError, ValueError):  # a torch, a container or a machine that does not say it
+    except (AttributeError, OSError, ValueError):  # this torch, container or machine does not provide it
         return None
 
 
 def cpus_of(text: str) -> set[int]:
-    """The CPUs of a list as the kernel writes it, such as `0-3,8`. Raises ValueError."""
+    """Return the CPUs of a list in the kernel's format, such as `0-3,8`. Raises ValueError."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

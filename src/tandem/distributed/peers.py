@@ -1,11 +1,13 @@
-"""Is another rank gone? Read from torch's typed errors and from gloo's and NCCL's own messages alone.
+"""Detect that another rank is gone, only from torch's typed errors and gloo's and NCCL's own messages.
 
-gloo, and NCCL before torch 2.2, throw bare RuntimeErrors: only their text tells them from a task's error.
-Both libraries begin it in ways of their own, so each pattern holds at the beginning; a word such as "store"
-or "timed out" further on says nothing. tests/multi/test_peer_loss.py provokes real ones of this torch.
+gloo, and NCCL before torch 2.2, raise bare RuntimeErrors, which only their text distinguishes from a task's
+error. Both libraries begin it in a characteristic way, so each pattern matches at the beginning; a word such
+as "store" or "timed out" further on proves nothing. tests/multi/test_peer_loss.py provokes real ones with the
+installed torch.
 
-An error of a store is typed and says nothing of whose store it was: a program may have stores of its own, of
-which other ranks know nothing. The address in the text tells, else the store in the line that raised it.
+A store's error is typed, but does not say whose store it was: a program may have private stores that other
+ranks do not use. The address in the text identifies the store, or else the store used in the line that raised
+the error.
 """
 
 import dis
@@ -23,20 +25,20 @@ from tandem.errors import text_of
 from tandem.torch_private import stores_of_groups, without_prefixes
 
 LOST_PEER_MESSAGES = {
-    # gloo says where it threw: "[/__w/.../gloo/transport/tcp/pair.cc:561] Connection closed by peer",
+    # gloo includes the place: "[/__w/.../gloo/transport/tcp/pair.cc:561] Connection closed by peer",
     # "[.../unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation". torch 2.11 to 2.15.
     "gloo": re.compile(r"\[\S*/gloo/\S+\.(cc|h):\d+\] "),
     # "Gloo connectFullMesh failed with [.../pair.cc:161] ..." while a group opens. torch 2.11 to 2.15.
     "gloo opens": re.compile(r"Gloo connectFullMesh failed with "),
-    # c10d's Work::wait, when a collective's own time limit is over. torch 2.11 to 2.15 (Work.cpp).
+    # c10d's Work::wait, when a collective exceeds its time limit. torch 2.11 to 2.15 (Work.cpp).
     "c10d": re.compile(r"Operation timed out!"),
-    # ProcessGroupNCCL.cpp, NCCLUtils.hpp. Typed since 2.2; kept for what is handed on as text.
+    # ProcessGroupNCCL.cpp, NCCLUtils.hpp. Typed since 2.2; kept for errors that are passed on as text.
     "NCCL": re.compile(
         r"NCCL (error in: |communicator (was aborted|encountered error)|Error \d+: )"
         r"|\[(PG [^\]]*)?Rank \d+\] .*(Watchdog caught collective operation timeout|NCCL watchdog)"
     ),
-    # nccl2/ProcessGroupNCCL.cpp, torch 2.15: untyped, "NCCL AllReduce failed: " and ncclGetErrorString's.
-    # Those for a mistake of the caller's, or for CUDA's errors, are none of another rank.
+    # nccl2/ProcessGroupNCCL.cpp, torch 2.15: untyped, "NCCL AllReduce failed: " and the text of
+    # ncclGetErrorString. Texts for mistakes of the caller or for CUDA errors do not indicate a lost rank.
     "NCCL2": re.compile(
         r"(NCCL [\w ]+ failed[^:\n]*|NCCL Async Error|NCCL timeout in"
         r"|Failed to (initialize NCCL communicator|get NCCL unique ID)[^:\n]*): "
@@ -45,27 +47,30 @@ LOST_PEER_MESSAGES = {
     ),
 }
 CALLBACK = re.compile(r"(Got the following error when running the callback: (\w+: )?)+")
-"""What torch's futures put before an error that a hook of DDP has passed on. torch 2.11 to 2.15."""
+"""The prefix that torch's futures add to an error from a DDP hook. torch 2.11 to 2.15."""
 
 
 ADDRESS = re.compile(r"connect to \((?P<host>[^\s()]+), (?P<port>\d+)\)|network address\. port: (?P<own>\d+)")
-"""Of a store that cannot be reached, or cannot be opened. torch 2.11 to 2.15 (TCPStore, socket.cpp)."""
+"""The address in errors of a store that cannot be reached or opened.
+
+torch 2.11 to 2.15 (TCPStore, socket.cpp).
+"""
 LOCAL = ("localhost", "::1", "127.0.0.1")
 DEPTH, MOST_ITEMS = 3, 100
-"""How far a store may be below a name of the failing line: `self.stores["a"]` is two."""
+"""How deep below a name in the failing line a store may be: `self.stores["a"]` has depth two."""
 
 
 def is_peer_loss(error: BaseException, world_size: int) -> bool:
-    """Whether `error`, or one that it came from or that was being handled, is the loss of another rank.
+    """Return True if `error`, or any of its causes or contexts, is the loss of another rank.
 
-    That is also the loss of the store through which ranks meet. Everything else is an error of the task, and
-    so is everything in a world of one.
+    The loss of the store through which ranks meet also counts. Everything else is an error of the task, and
+    so is every error with a world size of one.
     """
     return world_size > 1 and any(_is_of_a_peer(each) for each in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, its causes and contexts, and the members of groups, each once."""
+    """Yield the error, its causes and contexts, and the members of exception groups, each once."""
     seen, left = set[int](), [error]
     while left:
         each = left.pop()
@@ -88,7 +93,7 @@ def _is_of_a_peer(error: BaseException) -> bool:
 
 
 def _is_of_the_jobs_store(error: BaseException) -> bool:
-    """Whether it came from a store below a group, or at MASTER_ADDR; where nothing tells, it did."""
+    """Return True if the error is from a store of a group or at MASTER_ADDR, or if that is unknown."""
     found = ADDRESS.search(text_of(error))
     if found is not None:
         return _is_the_jobs(found["host"] or LOCAL[0], int(found["port"] or found["own"]))
@@ -101,7 +106,7 @@ def _is_of_the_jobs_store(error: BaseException) -> bool:
 
 
 def _is_the_jobs(host: str, port: int) -> bool:
-    """Whether ranks of the job meet at this address."""
+    """Return True if the job's ranks meet at this address."""
     master = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     known = [(each.host, str(each.port)) for each in stores_of_groups() if hasattr(each, "port")]
     return any(str(port) == there and host in (name, *LOCAL) for name, there in [master, *known])
@@ -114,14 +119,14 @@ def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _stores_named(trace: TracebackType) -> list[Any]:
-    """The stores that the failing line of a frame names, as `store` or `self.stores["a"]`; else its code."""
+    """Return the stores named in the failing line of a frame, or else anywhere in its code."""
     code = trace.tb_frame.f_code
     there = {**trace.tb_frame.f_globals, **trace.tb_frame.f_locals}
     named = [each for each in dis.get_instructions(code) if isinstance(each.argval, str)]
     in_line = [each for each in named if each.positions and each.positions.lineno == trace.tb_lineno]
     for found in in_line, named:
         names, stores = {each.argval for each in found}, list[Any]()
-        with suppress(Exception):  # of a program's objects, which may do anything when they are looked at
+        with suppress(Exception):  # a program's objects may do anything when they are inspected
             for name in names & there.keys():
                 stores += _stores_below(there[name], names, DEPTH)
         if stores:

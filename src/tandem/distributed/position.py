@@ -1,4 +1,4 @@
-"""Where a process stands in the job. Imports no torch: a rank may know it before it imports anything."""
+"""The position of a process in the job. Does not import torch, so a rank can use it before all imports."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,18 +12,21 @@ from tandem.checkpoint.owner import Token
 
 @dataclass(frozen=True)
 class Position:
-    """Where this process stands in the job.
+    """The position of this process in the job, and what its agent gives it.
 
-    `store` is (host, port, prefix) of the agents' store; None means that `init` tells how the group is
-    found: "env" (torchrun's variables), "alone" (a world of one), "master" (rank 0 hosts a store) or the
-    address of a file that all ranks reach, "file:///PATH".
-    `patience` is how many seconds ranks wait for each other and for their connections.
-    `job` keeps ranks of different jobs apart that come to one store. `device` is this rank's GPU among those
-    it sees, where that is not its local rank.
-    `resume` is where the run begins, decided once before any rank starts; it counts on rank 0.
-    `owner` is what each publication in the run directory is checked against; None where nobody writes there.
-    `memories` outlive the node's ranks: a region for each rank's part of what is equal on all ranks, then one
-    for what each rank has of its own; none without an agent.
+    `store` is (host, port, prefix) of the agents' store. If it is None, `init` determines how the group is
+    found: "env" (torchrun's variables), "alone" (a single process), "master" (rank 0 hosts a store) or the
+    address of a file that all ranks can reach, "file:///PATH".
+
+    `patience` is how many seconds ranks wait for each other and for their connections. `job` separates ranks
+    of different jobs that use the same store. `device` is this rank's GPU among those it sees, if that is not
+    its local rank.
+
+    `resume` is where the run begins, decided once before any rank starts; only rank 0 uses it. `owner` is the
+    fencing token that each publication in the run directory checks; None if nothing is written there.
+
+    `memories` outlive the node's ranks: first a region per rank for its part of what is equal on all ranks,
+    then a region per rank for its own state. Empty without an agent.
     """
 
     rank: int = 0
@@ -49,35 +52,35 @@ class Position:
 
     @property
     def shared_memories(self) -> tuple[NodeMemory, ...]:
-        """Of all ranks of the node, for what is equal on all ranks of the job."""
+        """The regions of all ranks of the node, for state that is equal on all ranks of the job."""
         return self.memories[: len(self.memories) // 2]
 
     @property
     def own_memories(self) -> tuple[NodeMemory, ...]:
-        """Of this rank alone: one, or none without an agent."""
+        """The region of this rank's own state; empty without an agent."""
         place = len(self.memories) // 2 + self.local_rank
         return self.memories[place : place + 1]
 
     @property
     def gpu(self) -> int:
-        """Which of the GPUs that this process sees is its own."""
+        """The index of this process's GPU among those it sees."""
         return self.local_rank if self.device is None else self.device
 
     @property
     def had_gpu(self) -> bool:
-        """Whether ranks of this node have trained on GPUs in an earlier generation, under the same agent."""
+        """True if ranks of this node trained on GPUs in an earlier generation under the same agent."""
         note = self._gpu_note
         return self.restart > 0 and note is not None and note.exists()
 
     def note_gpu(self) -> None:
-        """This rank trains on a GPU: later generations expect it to be there."""
+        """Record that this rank trains on a GPU, so that later generations expect it."""
         with suppress(OSError):
             if self._gpu_note is not None:
                 self._gpu_note.touch()
 
     @property
     def _gpu_note(self) -> Path | None:
-        """Beside the agent's socket, in a folder that is gone with the agent."""
+        """The file next to the agent's socket, in a directory that is removed with the agent."""
         return Path(self.sample_socket).with_name("had-gpu") if self.sample_socket else None
 
     def __str__(self) -> str:
@@ -87,10 +90,10 @@ class Position:
 
 @dataclass
 class Launched:
-    """A script that this process runs as the rank at `position`, and what passes between it and who runs it.
+    """A script that runs as the rank at `position` in this process, and its interface to the runner.
 
-    A script that says itself from now on which step it is in calls `hand_over`, and sets `close`: at the end
-    of the script `close(code)` gives the code to end with. It raises TandemError.
+    A script that reports its own steps calls `hand_over` and sets `close`: when the script ends,
+    `close(code)` returns the exit code. It raises TandemError.
     """
 
     position: Position
@@ -99,4 +102,4 @@ class Launched:
 
 
 launched: Launched | None = None
-"""Set before the script runs; None where nobody has started this process as a rank of ours."""
+"""Set before the script runs; None if tandem has not started this process as a rank."""

@@ -1,9 +1,9 @@
-"""A model that its owner calls like any other, its gradients means over ranks: DDP, and a passenger.
+"""A model for custom loops that averages gradients over ranks: DDP plus piggybacked values.
 
-What ranks have to agree on in a step travels inside the gradient exchange, as with `strategy.ddp`; an
-all-reduce of its own would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks). There the loss is computed inside
-the module that DDP wraps, here outside: whenever a backward pass comes through this model, a hook on one of
-its parameters makes this rank's numbers the gradient of a parameter made for them.
+What ranks must agree on in a step is exchanged together with the gradients, as in `strategy.ddp`; a separate
+all-reduce would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks). In `strategy.ddp`, the module that DDP wraps
+computes the loss; here, the loss is computed outside. So a hook on one of the model's parameters sets this
+rank's values as the gradient of an extra parameter whenever a backward pass runs through the model.
 """
 
 import copy
@@ -24,23 +24,26 @@ from tandem.torch_private import buffer_argument
 
 @dataclass
 class Passenger:
-    """Numbers on their way through one backward pass: set before it, taken along by the models it meets."""
+    """Values for one backward pass: set before it, and picked up by the models it runs through."""
 
     numbers: Tensor
 
 
 @dataclass
 class _Used:
-    """DDP looks into it for tensors, and yet gives them no gradient: pytree does not know this class."""
+    """An output in which DDP finds the tensor, but to which it gives no gradient.
+
+    pytree does not know this class.
+    """
 
     tensor: Tensor
 
 
 class _Carrying(nn.Module):
-    """What DDP wraps: the model with a zero parameter beside it, which is never optimized or saved.
+    """The module that DDP wraps: the model and an extra zero parameter, never optimized or saved.
 
-    In a backward pass the numbers become that parameter's gradient as soon as one of the model's parameters
-    has its own. So nothing is asked of the model's output, which may be of any type.
+    In a backward pass, the values become that parameter's gradient as soon as one of the model's parameters
+    has its own. This requires nothing of the model's output, which may have any type.
     """
 
     def __init__(self, model: nn.Module, passenger: Passenger, finds_unused: bool) -> None:
@@ -52,13 +55,13 @@ class _Carrying(nn.Module):
         self._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in ignored]
         named = model.named_parameters()
         self.exchanged = [p for name, p in named if p.requires_grad and name not in ignored]
-        # DDP waits for each parameter's gradient; the last layer's comes first. Where a pass may leave
-        # parameters out, any of them may be the first.
+        # DDP waits for each parameter's gradient, and that of the last layer comes first. If a pass may leave
+        # out parameters, any of them may be the first.
         for parameter in self.exchanged if finds_unused else self.exchanged[-1:]:
             parameter.register_post_accumulate_grad_hook(self._take_along)  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """(output, the carrier): DDP takes for unused what it does not find behind one of them."""
+        """Return (output, carrier). DDP treats parameters as unused if no returned tensor depends on them."""
         if self.is_settling:
             zeros = [_zero_through(p, sparse) for p, sparse in self._with_kinds()]
             return (torch.stack([zero.to(self.carrier.device) for zero in zeros]).sum(),)
@@ -66,7 +69,7 @@ class _Carrying(nn.Module):
         return self.model(*inputs, **named), _Used(self.carrier.view_as(self.carrier))
 
     def _take_along(self, _parameter: Tensor) -> None:
-        """In a backward pass: the numbers go aboard once, then zeros, however often the model was called."""
+        """Add the values in a backward pass: once, then zeros, however often the model was called."""
         if self.is_due:
             self.is_due = False
             numbers = torch.zeros_like(self.carrier) if self.has_taken else self._passenger.numbers.clone()
@@ -74,14 +77,14 @@ class _Carrying(nn.Module):
             self.carrier.backward(numbers)  # type: ignore[no-untyped-call]
 
     def _with_kinds(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """What is exchanged, and whether DDP waits for a sparse gradient of it."""
+        """Yield the exchanged parameters, and whether DDP expects a sparse gradient for each."""
         layers = (m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
         sparse = {id(layer.weight) for layer in layers if layer.sparse}
         yield from ((p, id(p) in sparse) for p in [*self.exchanged, self.carrier])
 
 
 def _zero_through(parameter: nn.Parameter, sparse: bool) -> Tensor:
-    """A scalar zero that gives `parameter` a gradient of zeros."""
+    """Return a scalar zero that gives `parameter` a gradient of zeros."""
     if sparse:
         row = torch.zeros(1, dtype=torch.long, device=parameter.device)
         values = nn.functional.embedding(row, parameter, sparse=True)
@@ -91,7 +94,7 @@ def _zero_through(parameter: nn.Parameter, sparse: bool) -> Tensor:
 
 
 def give_rank_0s_weights(model: nn.Module, group: ProcessGroup) -> None:
-    """Make a model that nothing is exchanged of equal on all ranks."""
+    """Give all ranks the weights of rank 0, for a model without communication."""
     if group.size > 1:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -99,7 +102,7 @@ def give_rank_0s_weights(model: nn.Module, group: ProcessGroup) -> None:
 
 
 class Replica(DistributedDataParallel):
-    """A model on this rank, with rank 0's weights. What DDP does not know is looked for in the model."""
+    """A model on this rank, with rank 0's weights. Attributes that DDP does not have are the model's."""
 
     def __init__(
         self, model: nn.Module, group: ProcessGroup, passenger: Passenger, exchange: ExchangeConfig
@@ -117,11 +120,11 @@ class Replica(DistributedDataParallel):
         self._settle()
 
     def _settle(self) -> None:
-        """A backward pass of zeros, whose order of gradients follows from the parameters alone.
+        """Run a backward pass of zeros, in which the order of gradients depends only on the parameters.
 
-        DDP reduces its first step in initial buckets, and later ones in buckets rebuilt by the order in which
-        gradients came; another layout sums in another order (seen from 3 ranks on). So that a resumed run has
-        the buckets of an undisturbed one, this is the first step for both.
+        DDP reduces its first step in initial buckets, and later ones in buckets rebuilt in the order in which
+        gradients arrived. A different layout adds in a different order (observed with 3 or more ranks). This
+        pass is the first step of both a new and a resumed run, so that both have the same buckets.
         """
         self.module.is_settling = True
         self().backward()
@@ -130,29 +133,29 @@ class Replica(DistributedDataParallel):
             parameter.grad = None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's own output."""
+        """Return the model's own output."""
         return super().forward(*inputs, **named)[0]  # type: ignore[no-untyped-call]
 
     @property
     def model(self) -> nn.Module:
-        """The model itself."""
+        """The model without DDP."""
         model = self.module.model
         assert isinstance(model, nn.Module)
         return model
 
     def begin_backward(self) -> None:
-        """Forget the numbers of the pass before."""
+        """Forget the values of the previous pass."""
         self.module.has_taken = False
         if self.module.carrier.grad is not None:
             self.module.carrier.grad.zero_()
 
     def arrived(self) -> Tensor | None:
-        """The numbers' means over ranks, if the last pass has come through here and exchanged gradients."""
+        """Return the values' means over ranks, if the last pass exchanged gradients through this model."""
         carrier: nn.Parameter = self.module.carrier
         return carrier.grad if self.module.has_taken else None
 
     def exchange_with_next(self, is_last: bool) -> None:
-        """Whether the next forward and backward pass ends in the exchange, or adds up on this rank alone."""
+        """Exchange gradients in the next backward pass (`is_last`), or accumulate them on this rank only."""
         self.require_backward_grad_sync = is_last
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -168,10 +171,11 @@ class Replica(DistributedDataParallel):
         return self.model.load_state_dict(*arguments, **named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy, such as the average of an EMA, is no replica: nothing exchanges its gradients."""
+        """Copy only the model: a copy, such as an EMA average, exchanges no gradients."""
         return copy.deepcopy(self.model, memo)
 
     def __getattr__(self, name: str) -> Any:
+        # Before DDP has registered `module`, looking in the model would recurse without end.
         if name in self.__dict__["_modules"] or "module" not in self.__dict__["_modules"]:
             return super().__getattr__(name)
         try:

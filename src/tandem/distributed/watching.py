@@ -1,4 +1,4 @@
-"""Collectives that a person's own code calls, seen before they are run."""
+"""Observe the collectives that user code calls, before they run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,13 +9,14 @@ from torch.utils._pytree import tree_leaves
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 SAME_SHAPES = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_scatter", "broadcast")
-"""Collectives for which every rank has to bring tensors of the same shapes."""
+"""Collectives for which every rank must pass tensors of the same shapes."""
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, `meet(name, shapes)` is called before each collective; what it raises stops that.
+    """Dispatch mode that calls `meet(name, shapes)` before each collective; an error from it stops the call.
 
-    `shapes` are those of all its tensors, none for a collective whose shapes may differ between ranks.
+    `shapes` has the shapes of all its tensors, or is empty for a collective whose shapes may differ between
+    ranks.
     """
 
     def __init__(self, meet: Callable[[str, list[list[int]]], None]) -> None:

@@ -1,4 +1,4 @@
-"""A state from rank 0 to all ranks, a tensor at a time, each into the memory where it shall be."""
+"""Broadcast a state from rank 0, one tensor at a time, each into its final memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +18,10 @@ NO_ELEMENT = torch.empty(0)
 def broadcast_state(
     world: ProcessGroup, state: dict[str, Any] | None, homes: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Rank 0's state on every rank, one tensor after the other; the others pass None.
+    """Return rank 0's state on every rank; the other ranks pass None.
 
-    A tensor of the state's "model" is received in the one that `homes` has of its name and form, the rest in
-    memory made on the host: nobody holds the state twice for this.
+    A tensor of the state's "model" is received into the tensor of `homes` with the same name, dtype and
+    shape; others into new host memory. No rank needs memory for two states.
     """
     skeleton, tensors = flatten(state or {})
     bare = serialize(unflatten(skeleton, [NO_ELEMENT] * len(tensors))) if world.is_first else None
@@ -45,7 +45,7 @@ def _memory(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tenso
 
 
 def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor) -> None:
-    """Rank 0's values into a tensor, by way of the device in pieces of 64 MiB where it is the host's."""
+    """Broadcast rank 0's values into a tensor; through the device in 64 MiB chunks if it is on the host."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     for piece in torch.split(raw, BROADCAST_CHUNK_BYTES):
         there = piece.to(world.device)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.kubernetes import commands
+from tandem.kubernetes.parameters import JOB
 from tandem.kubernetes.render import KIND, UsageError
 from tandem.kubernetes.spoken import speak_make
 
@@ -16,14 +17,21 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--overlay", default=KIND)
     parser.add_argument("--image", default="")
     parser.add_argument("--namespace", default="")
-    parser.add_argument("--run", default="tandem", help="the run's name: app.kubernetes.io/instance")
+    parser.add_argument("--name", default=JOB, help="the job's name: app.kubernetes.io/instance")
+    parser.add_argument("--nodes", default="", help="the job's pods")
     parser.add_argument("--purge", action="store_true", help="delete the volume as well")
     given = parser.parse_args(words)
     speak_make()
-    asked = commands.Asked(
-        given.verb, "", (given.overlay,), given.image, given.namespace, given.run, given.purge
-    )
     try:
+        asked = commands.Asked(
+            verb=given.verb,
+            components=(given.overlay,),
+            image=given.image,
+            namespace=given.namespace,
+            name=given.name,
+            nodes=commands.nodes_of(given.nodes) if given.nodes else None,
+            purge=given.purge,
+        )
         return commands.run(asked)
     except UsageError as error:
         print(f"tandem k8s: {error}", file=sys.stderr)

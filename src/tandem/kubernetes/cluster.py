@@ -1,6 +1,7 @@
-"""apply, status and delete: kubectl, with the questions asked first. Standard library only.
+"""apply, status and delete: check first, then call kubectl. Uses only the standard library.
 
-Every failure that a person can mend is one line; what kubectl itself says is kept behind it.
+Every failure that a user can fix is a one-line message, with kubectl's own error chained to it where there is
+one.
 """
 
 import json
@@ -10,19 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.kubernetes import seen
+from tandem.kubernetes.parameters import JOB
 from tandem.kubernetes.render import GET_KUBECTL, KIND, UsageError, kinds
 from tandem.kubernetes.spoken import option, typed
 
 QUICK_SECONDS = 20
-DELETE_SECONDS = 240  # longer than the grace period of the pods
+DELETE_SECONDS = 240  # longer than the pods' grace period
 OPERATOR = "github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"
 QUEUE_LABEL, QUEUE_GROUP = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io"
-WARNINGS = 20  # of the newest that are shown
+WARNINGS = 20  # number of newest warnings to show
 
 
 @dataclass(frozen=True)
 class Resource:
-    """A custom kind: its name in the API, and what to do where the cluster does not have it."""
+    """A custom kind: its name in the API, and what to do if the cluster does not have it."""
 
     name: str
     install: str
@@ -54,7 +56,7 @@ CUSTOM = {
     ),
 }
 JOBS = ("PyTorchJob", "TrainJob", "JobSet", "Job")
-REMOVED = {  # kind -> resource; claims are not among them
+REMOVED = {  # kind -> resource; persistent volume claims are not included
     "PyTorchJob": "pytorchjobs.kubeflow.org", "TrainJob": "trainjobs.trainer.kubeflow.org",
     "TrainingRuntime": "trainingruntimes.trainer.kubeflow.org", "JobSet": "jobsets.jobset.x-k8s.io",
     "Job": "jobs.batch", "Service": "services", "NetworkPolicy": "networkpolicies.networking.k8s.io",
@@ -65,23 +67,26 @@ REMOVED = {  # kind -> resource; claims are not among them
 
 @dataclass(frozen=True)
 class Target:
-    """What to work on: the rendered manifest, where, the run's name (app.kubernetes.io/instance), and the
-    selection that was rendered."""
+    """What to work on: rendered manifest, namespace, job's name and selection.
+
+    The name is the label app.kubernetes.io/instance.
+    """
 
     text: str
     namespace: str
-    run: str = "tandem"
+    name: str = JOB
     selection: str = KIND
 
     def command(self, verb: str, **more: str) -> str:
-        """What to type for the same job: `make k8s-logs OVERLAY=trainjob`."""
+        """Return the command to type for the same job: `make k8s-logs OVERLAY=trainjob`."""
         options = {"--with": self.selection} if self.selection != KIND else {}
+        options |= {"--name": self.name} if self.name != JOB else {}
         options |= {"--namespace": self.namespace} if self.namespace else {}
         return typed(verb, {**options, **{f"--{name}": text for name, text in more.items()}})
 
     @property
     def selector(self) -> str:
-        return f"app.kubernetes.io/instance={self.run}"
+        return f"app.kubernetes.io/instance={self.name}"
 
     def kubectl(self, *arguments: str) -> list[str]:
         return ["kubectl", *(["--namespace", self.namespace] if self.namespace else []), *arguments]
@@ -102,7 +107,7 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def preflight(target: Target) -> None:
-    """Is there a cluster, the namespace, and every custom kind of the manifest? Raises UsageError."""
+    """Check that there are a cluster, the namespace, and all custom kinds. Raises UsageError."""
     answer = ask(["kubectl", "version", "--output=json", "--request-timeout=10s"])
     if answer.returncode != 0 or "serverVersion" not in answer.stdout:
         raise UsageError(
@@ -128,7 +133,7 @@ def preflight(target: Target) -> None:
 
 
 def kubectl_json(target: Target, what: str, *more: str, selected: bool = True) -> list[Any]:
-    """The run's objects of a kind, [] where the cluster has none or does not let them be read."""
+    """Return the run's objects of a kind; [] if there are none or they cannot be read."""
     select = ["--selector", target.selector] if selected else []
     done = ask(target.kubectl("get", what, *select, *more, "--output=json"))
     if done.returncode != 0 or not done.stdout.strip():
@@ -138,18 +143,18 @@ def kubectl_json(target: Target, what: str, *more: str, selected: bool = True) -
 
 
 def jobs_of(target: Target) -> list[Any]:
-    """The run's job, of the manifest's kind; more than one where somebody else has labelled so."""
+    """Return the run's jobs of the manifest's kinds; several if other jobs have the same label."""
     return [job for kind in kinds(target.text) if kind in JOBS for job in kubectl_json(target, REMOVED[kind])]
 
 
 def apply(target: Target) -> int:
-    """Apply the manifest where it starts a job. Raises UsageError with what is in its way."""
+    """Apply the manifest if that starts a job. Raises UsageError if something prevents it."""
     preflight(target)
     _check_queue(target)
     pods = kubectl_json(target, "pods")
     for job in jobs_of(target):
         if "deletionTimestamp" in job["metadata"]:
-            continue  # its pods are said below
+            continue  # its pods are reported below
         name, end = f"{job['kind']} {job['metadata']['name']}", seen.outcome(job, pods)
         if end is None:
             raise UsageError(
@@ -162,7 +167,7 @@ def apply(target: Target) -> int:
         )
     if any("deletionTimestamp" in pod["metadata"] for pod in pods):
         raise UsageError(
-            f"pods of an earlier {target.run} are still ending, and a new job would meet them; wait: "
+            f"pods of an earlier {target.name} are still ending, and a new job would meet them; wait: "
             f"kubectl wait --for=delete pod --selector {target.selector} --timeout={DELETE_SECONDS}s"
         )
     _check_claims(target)
@@ -186,7 +191,7 @@ def _check_queue(target: Target) -> None:
 
 
 def _check_claims(target: Target) -> None:
-    """Kubernetes refuses most changes of a claim, when the rest of the manifest is applied already."""
+    """Raise UsageError for a change that Kubernetes would reject after applying the rest of the manifest."""
     there = {claim["metadata"]["name"]: claim for claim in kubectl_json(target, "persistentvolumeclaims")}
     if not there:
         return
@@ -204,7 +209,7 @@ def _check_claims(target: Target) -> None:
 
 
 def _documents(text: str) -> list[Any]:
-    """kubectl writes JSON documents one behind the other, or one List."""
+    """Parse kubectl's JSON output: documents one after another, or one List."""
     decoder, found, at = json.JSONDecoder(), list[Any](), 0
     while text[at:].strip():
         at += len(text[at:]) - len(text[at:].lstrip())
@@ -214,7 +219,7 @@ def _documents(text: str) -> list[Any]:
 
 
 def status(target: Target) -> int:
-    """The job, its pods and claims; each container's reason and code; warnings about them, newest last."""
+    """Print the job, pods, claims, the containers' reasons and exit codes, and warnings, newest last."""
     preflight(target)
     jobs = [REMOVED[kind] for kind in kinds(target.text) if kind in JOBS]
     what = ",".join([*jobs, "pods", "persistentvolumeclaims"])
@@ -243,9 +248,9 @@ def _lost_nodes(target: Target, pods: Sequence[Any]) -> list[str]:
 
 
 def delete(target: Target, purge: bool) -> int:
-    """Remove the job and all but its volume, and wait until its pods are gone: they may be saving.
+    """Delete everything of the job except its volume, and wait for its pods, which may be saving.
 
-    Pods of a node that does not answer cannot end: they are named, not waited for, and the code is 1.
+    Pods on a node that does not answer cannot end. They are reported, not waited for, and the exit code is 1.
     """
     preflight(target)
     pods = kubectl_json(target, "pods")
@@ -254,12 +259,12 @@ def delete(target: Target, purge: bool) -> int:
     present = [REMOVED[kind] for kind in kinds(target.text) if kind in REMOVED]
     what = ",".join([*present, *(["persistentvolumeclaims"] if purge else [])])
     limit = f"--timeout={DELETE_SECONDS}s"
-    # A claim waits for the pods that use it, and with a stuck one it would wait for ever.
+    # A claim waits for the pods that use it, so with a stuck pod it would wait forever.
     wait = ["--wait=false"] if stuck else ["--wait=true", limit]
     code = subprocess.run(target.kubectl("delete", what, "--selector", target.selector, *wait)).returncode
     waiting = [pod["metadata"]["name"] for pod in pods if not seen.has_begun(pod)]
     if idle := [name for name in waiting if name not in stuck]:
-        # The operator's init container is a shell that is deaf to SIGTERM, and nothing there can save.
+        # The operator's init container is a shell that ignores SIGTERM, and it has nothing to save.
         ask(target.kubectl("delete", "pod", *idle, "--grace-period=1", "--ignore-not-found", "--wait=false"))
     ending = [f"pod/{pod['metadata']['name']}" for pod in pods if pod["metadata"]["name"] not in stuck]
     if not stuck:

@@ -5,16 +5,16 @@ import sys
 from dataclasses import dataclass
 
 from tandem.kubernetes import cluster, following, forwarding
+from tandem.kubernetes.parameters import JOB
 from tandem.kubernetes.render import ALIASES, FOLDERS, UsageError, parts_of, render, selection_of
 from tandem.kubernetes.spoken import option
 
 KINDS = (*FOLDERS, *ALIASES)
 VERBS = ("render", "apply", "logs", "status", "forward", "delete")
-RUN = "tandem"
-"""The label app.kubernetes.io/instance in the manifests."""
 READ_BY = {
     "namespace": ("apply", "logs", "status", "forward", "delete"),
-    "run": ("logs", "status", "forward", "delete"),
+    "name": VERBS,
+    "nodes": ("render", "apply"),
     "purge": ("delete",),
     "port": ("forward",),
 }
@@ -22,18 +22,24 @@ READ_BY = {
 PIPE = "or pipe the manifest: tandem k8s render | kubectl apply --namespace NAME --filename -"
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 """A DNS label (RFC 1123)."""
+NEW_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+"""A Service's name begins with a letter, and pods are called NAME-node-0-9999 (at most 63 characters)."""
+OF_OTHER_OBJECTS = ("-metrics", "-egress")
+"""Ends of the names of a job's Services and NetworkPolicies; a job of such a name could replace one."""
+MOST_NODES = 10_000
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was typed: the kind of job and its components, and where."""
+    """The command that was typed: verb, kind of job, components, and where."""
 
     verb: str
     kind: str = ""
     components: tuple[str, ...] = ()
     image: str = ""
     namespace: str = ""
-    run: str = RUN
+    name: str = JOB
+    nodes: int | None = None
     purge: bool = False
     port: int = forwarding.PORT
 
@@ -50,26 +56,54 @@ def _check(asked: Asked) -> None:
                 f"{option(f'--{name}')}: {asked.verb} does not read it; expected only with {', '.join(verbs)}"
                 + (f"; {PIPE}" if name == "namespace" else "")
             )
-        if isinstance(value, str) and not NAME.fullmatch(value):
+        is_new = name == "name" and asked.verb in READ_BY["nodes"]  # a new job's name is checked below
+        if isinstance(value, str) and not is_new and not NAME.fullmatch(value):
             raise UsageError(
                 f"{option(f'--{name}')}: invalid value {value!r}; expected lowercase letters, digits and '-'"
             )
+    if asked.verb in READ_BY["nodes"]:
+        _check_job(asked)
+
+
+def _check_job(asked: Asked) -> None:
+    """Raise UsageError for the name or number of nodes of a job that Kubernetes could not run."""
+    if not NEW_NAME.fullmatch(asked.name) or asked.name.endswith(OF_OTHER_OBJECTS):
+        raise UsageError(
+            f"{option('--name')}: invalid value {asked.name!r}; expected at most 50 lowercase letters, "
+            f"digits and '-', beginning with a letter, not ending with '-' or {' or '.join(OF_OTHER_OBJECTS)}"
+        )
+    if asked.nodes is not None:
+        nodes_of(str(asked.nodes))
+
+
+def nodes_of(text: str) -> int:
+    """Convert the number of nodes. Raises UsageError."""
+    if not re.fullmatch("[1-9][0-9]{0,4}", text) or int(text) > MOST_NODES:
+        raise UsageError(
+            f"{option('--nodes')}: invalid value {text!r}; expected an integer from 1 to {MOST_NODES}"
+        )
+    return int(text)
 
 
 def run(asked: Asked) -> int:
     """Run the verb and return its exit code. Raises UsageError with one line."""
     _check(asked)
     selection = selection_of(asked.kind, asked.components)
-    text = render(selection, asked.image)
+    is_job = parts_of(selection)[0] != "cluster-runtime"
+    if asked.name != JOB and not is_job:
+        raise UsageError(
+            f"{option('--name')}: cluster-runtime is no job; each TrainJob that uses it has its own name"
+        )
+    text = render(selection, asked.image, asked.name, asked.nodes)
     if asked.verb == "render":
         sys.stdout.write(text)
         return 0
-    if asked.verb != "apply" and parts_of(selection)[0] == "cluster-runtime":
+    if asked.verb != "apply" and not is_job:
         raise UsageError(
             f"{asked.verb}: cluster-runtime is no job, and all namespaces share it; use kubectl, such as "
             "kubectl delete clustertrainingruntime tandem"
         )
-    target = cluster.Target(text, asked.namespace, asked.run, selection)
+    target = cluster.Target(text, asked.namespace, asked.name, selection)
     if asked.verb == "delete":
         return cluster.delete(target, asked.purge)
     if asked.verb == "forward":

@@ -1,4 +1,4 @@
-"""`tandem k8s logs`: every pod of a run, those that replace others too, until the job has ended."""
+"""`tandem k8s logs`: show all pods of a run, including replacements, until the job has ended."""
 
 import subprocess
 import time
@@ -9,15 +9,18 @@ from tandem.kubernetes.render import UsageError
 from tandem.kubernetes.seen import container_lines, lives, outcome
 
 POLL_SECONDS = 2.0
-MISSED = 5  # answers in a row that may fail to come while pods are followed
-LAST_WORDS_SECONDS = 10.0  # for the rest of the logs, once the job has ended
-LAST_LINES = 100  # of a pod that has written before this began
+MISSED = 5  # how many consecutive answers may be missing while pods are followed
+LAST_WORDS_SECONDS = 10.0  # for the rest of the logs, after the job has ended
+LAST_LINES = 100  # of a pod that started earlier
 
 Followed = dict[tuple[str, str, int], subprocess.Popen[bytes]]
 
 
 def logs(target: Target) -> int:
-    """Follow the run's pods, each line with its pod's name; the job's own code. Raises UsageError."""
+    """Show the logs of all pods, each line with its pod's name; return the job's exit code.
+
+    Raises UsageError if there is no job.
+    """
     preflight(target)
     followed: Followed = {}
     said, unseen = "", 0
@@ -26,9 +29,7 @@ def logs(target: Target) -> int:
             found = jobs_of(target)
             unseen = 0 if found else unseen + 1
             if unseen > (MISSED if followed else 0):
-                raise UsageError(
-                    f"there is no job of the run {target.run}; start one: {target.command('apply')}"
-                )
+                raise UsageError(f"there is no job {target.name}; start one: {target.command('apply')}")
             if unseen:
                 time.sleep(POLL_SECONDS)
                 continue
@@ -36,7 +37,7 @@ def logs(target: Target) -> int:
             _follow(target, pods, followed)
             if end := outcome(found[0], pods):
                 _wait(followed)
-                print(f"{target.run} has ended: {end}", flush=True)
+                print(f"{target.name} has ended: {end}", flush=True)
                 return end.code
             waiting = "" if followed else _waiting(pods)
             if waiting and waiting != said:
@@ -70,4 +71,4 @@ def _wait(followed: Followed) -> None:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return  # a lost node never closes its log
+            return  # the log of a lost node never closes

@@ -1,4 +1,4 @@
-"""Render a kind of job and components of it with `kubectl kustomize`, which needs no cluster."""
+"""Render a kind of job and its components with `kubectl kustomize`, which needs no cluster."""
 
 import os
 import re
@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from tandem import shipped
 from tandem.errors import ConfigError
+from tandem.kubernetes.parameters import JOB, substituted
 from tandem.kubernetes.spoken import mistake, typed
 
 FOLDERS = {
@@ -19,48 +21,52 @@ FOLDERS = {
     "indexed-job": "kinds/indexed-job",
     "cluster-runtime": "kinds/cluster-runtime",
 }
-"""{kind: its folder below the manifests}."""
+"""{kind: its directory in the manifests}."""
 KIND = "pytorchjob"
-"""The kind of job where none is named."""
+"""The default kind of job."""
 ALIASES = {"job": "indexed-job"}
 ORDER = ("cpu", "gpu", "rdma", "kueue", "script", "monitoring", "network", "elastic")
-"""All components, in the order in which they are applied: `elastic` removes what the others change."""
+"""All components in the order of application: `elastic` removes what others have changed."""
 NEEDS = {"rdma": "gpu"}
 CONTRADICTIONS = (("cpu", "gpu"), ("cpu", "rdma"))
 ALLOWED = {"cluster-runtime": ("cpu", "gpu", "rdma")}
-"""{kind: its components}, where these are fewer than all but those of ONLY."""
+"""{kind: its components}, if it does not have all components other than those of ONLY."""
 ONLY = {"elastic": "pytorchjob"}
-"""{component: the one kind that has it}."""
+"""{component: the only kind that has it}."""
 DEFAULT_IMAGE = "tandem"
 RENDER_SECONDS = 60
 GET_KUBECTL = "on Debian: sudo apt-get install kubernetes-client; elsewhere: kubernetes.io/docs/tasks/tools"
 
 
 class UsageError(ConfigError):
-    """A selection, image or cluster that cannot be used; one line that says what to type next."""
+    """A selection, image or cluster that cannot be used; a one-line message says what to type next."""
 
 
 def manifests() -> Path:
-    """The folder with the manifests: `k8s/` of a checkout, or the copy in the installed package."""
+    """Return the directory with the manifests: `k8s/` of a checkout, or the installed package's copy."""
     return shipped.root() / "k8s"
 
 
 def allowed(kind: str) -> tuple[str, ...]:
-    """The components of a kind."""
+    """Return the components that a kind supports."""
     return ALLOWED.get(kind) or tuple(name for name in ORDER if ONLY.get(name, kind) == kind)
 
 
-def render(selection: str, image: str = "") -> str:
-    """The YAML of `selection`, with `image` (NAME[:TAG][@DIGEST]) instead of tandem:cuda.
+def render(selection: str, image: str = "", name: str = JOB, nodes: int | None = None) -> str:
+    """Return the YAML of `selection`, with `image` (NAME[:TAG][@DIGEST]) instead of tandem:cuda.
 
-    A selection is a kind of job, components of it, or both, in any order: `trainjob,gpu,kueue`.
-    Raises UsageError with one line.
+    A selection is a kind of job, components of it, or both, in any order: `trainjob,gpu,kueue`. `name` and
+    `nodes` replace the name and the number of nodes of the manifests. Raises a one-line UsageError.
     """
-    return render_parts(*parts_of(selection), image)
+    kind, parts = parts_of(selection)
+    text = render_parts(kind, parts, image)
+    if name == JOB and nodes is None:
+        return text
+    return substituted(text, name, nodes, has_master=kind == KIND and "elastic" not in parts)
 
 
 def render_parts(kind: str, parts: Sequence[str], image: str = "") -> str:
-    """The YAML of a kind with exactly these components, in this order; what they need is not added."""
+    """Return the YAML of a kind with exactly these components in this order, without the ones they need."""
     with tempfile.TemporaryDirectory(prefix="tandem-k8s-") as name:
         folder = Path(name).resolve()
         root = manifests()
@@ -74,7 +80,7 @@ def render_parts(kind: str, parts: Sequence[str], image: str = "") -> str:
 
 
 def parts_of(selection: str) -> tuple[str, list[str]]:
-    """The kind and the components of `selection`, with what they need, in an order that works.
+    """Return the kind and the components of `selection`, including required ones, in a valid order.
 
     Raises UsageError.
     """
@@ -83,21 +89,25 @@ def parts_of(selection: str) -> tuple[str, list[str]]:
     kinds = list(dict.fromkeys(part for part in asked if part in FOLDERS))
     parts = {part for part in asked if part not in FOLDERS}
     said = mistake("--with", selection)
-    if not asked or parts - set(ORDER):
-        wrong = ", ".join(sorted(parts - set(ORDER))) or "nothing"
-        raise UsageError(
-            f"{said} {wrong} is unknown; expected one of {', '.join(FOLDERS)}, or components "
-            f"({', '.join(ORDER)}), or both: {typed('render', {'--with': 'gpu,kueue'})}"
-        )
     if len(kinds) > 1:
         raise UsageError(f"{said} {kinds[0]} and {kinds[1]} are two kinds of job; leave one of them out")
     kind = kinds[0] if kinds else KIND
+    choices = f"{kind} allows {', '.join(allowed(kind))}"
+    if unknown := sorted(parts - set(ORDER)):
+        near = get_close_matches(unknown[0], (*allowed(kind), *FOLDERS, *ALIASES), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise UsageError(
+            f"{said} {', '.join(unknown)} is unknown{hint} {choices}; the kinds are {', '.join(FOLDERS)}"
+        )
+    if not asked:
+        example = typed("render", {"--with": "gpu,kueue"})
+        raise UsageError(
+            f"{said} it is empty; {choices}; the kinds are {', '.join(FOLDERS)}; for example: {example}"
+        )
     for part in sorted(parts):
         if part not in allowed(kind):
-            raise UsageError(
-                f"{said} {kind} has no component {part}; expected {', '.join(allowed(kind))}; "
-                f"leave {part} out"
-            )
+            only = f" (only {ONLY[part]} has it)" if part in ONLY else ""
+            raise UsageError(f"{said} {kind} has no component {part}{only}; {choices}; leave {part} out")
     for one, other in CONTRADICTIONS:
         if {one, other} <= parts:
             raise UsageError(f"{said} {one} contradicts {other}; leave one of them out")
@@ -106,7 +116,7 @@ def parts_of(selection: str) -> tuple[str, list[str]]:
 
 
 def selection_of(kind: str, components: Sequence[str]) -> str:
-    """One selection from `--kind` and `--with`."""
+    """Combine `--kind` and `--with` into one selection."""
     return ",".join(part for part in (kind, *components) if part)
 
 
@@ -120,7 +130,7 @@ def _image(image: str) -> list[str]:
 
 
 def kustomize(folder: Path) -> str:
-    """The output of `kubectl kustomize FOLDER`. Raises UsageError."""
+    """Return the output of `kubectl kustomize FOLDER`. Raises UsageError."""
     if shutil.which("kubectl") is None:
         raise UsageError(f"kubectl is not installed; {GET_KUBECTL}")
     try:
@@ -136,5 +146,5 @@ def kustomize(folder: Path) -> str:
 
 
 def kinds(text: str) -> list[str]:
-    """The kinds of the documents of a rendered text, each once, in order."""
+    """Return the kinds of documents in a rendered text, each once, in order."""
     return list(dict.fromkeys(re.findall(r"^kind: (\w+)$", text, re.MULTILINE)))

@@ -1,4 +1,4 @@
-"""What the cluster says of a run, read from kubectl's JSON: its end, its containers, nodes that are gone."""
+"""Read a run's state from kubectl's JSON: result, containers, and lost nodes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LOST_NODE_TAINT = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job has ended: its state, the cluster's words for it, the exit code that stands for it."""
+    """How a job ended: state, the cluster's message, and the corresponding exit code."""
 
     state: str
     message: str
@@ -27,7 +27,10 @@ class Outcome:
 
 
 def outcome(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Outcome | None:
-    """A job's end, None while it goes on. A failed one has node 0's code, else the largest of its pods'."""
+    """Return the result of a job; None while it runs.
+
+    A failed job has the exit code of node 0, or else the largest of all pods.
+    """
     for condition in job.get("status", {}).get("conditions", []):
         if condition.get("status") != "True":
             continue
@@ -40,7 +43,7 @@ def outcome(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Outcom
 
 
 def failed_code(pods: Sequence[Mapping[str, Any]]) -> int:
-    """The exit code that says most of a failed job; 1 where no container has one."""
+    """Return the most informative exit code of a failed job; 1 if no container has one."""
 
     def codes(some: Iterable[Mapping[str, Any]]) -> list[int]:
         return [end["exitCode"] for pod in some for end in _ends(pod) if end["exitCode"]]
@@ -60,7 +63,7 @@ def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def container_statuses(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of its containers; init containers only while they are what the pod waits for."""
+    """Return the container statuses, with init containers only while the pod waits for them."""
     status = pod.get("status", {})
     waiting = [each for each in status.get("initContainerStatuses", []) if not _is_over(each)]
     return [*waiting, *status.get("containerStatuses", [])]
@@ -71,7 +74,7 @@ def _is_over(status: Mapping[str, Any]) -> bool:
 
 
 def lives(pod: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(container, restarts before) of every container of the pod that has begun to write a log."""
+    """Return (container, restart count) for every container of the pod that has started."""
     return [
         (status["name"], int(status.get("restartCount", 0)))
         for status in pod.get("status", {}).get("containerStatuses", [])
@@ -80,12 +83,12 @@ def lives(pod: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def has_begun(pod: Mapping[str, Any]) -> bool:
-    """Whether a container of it runs or ran, so that there may be something to save."""
+    """Return True if a container runs or has run, so that there may be something to save."""
     return bool(lives(pod) or any(status.get("lastState") for status in container_statuses(pod)))
 
 
 def container_lines(pod: Mapping[str, Any]) -> list[str]:
-    """One line per container: what it does, or why it ended or waits, with its exit code and restarts."""
+    """Return a line per container: its state, or why it ended or waits, with exit code and restarts."""
     name, lines = pod["metadata"]["name"], []
     for status in container_statuses(pod):
         said = _state(status.get("state", {}))
@@ -117,7 +120,7 @@ def _state(state: Mapping[str, Any]) -> str:
 
 
 def lost_nodes(pods: Sequence[Mapping[str, Any]], nodes: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """{node that does not answer: its pods of this run}."""
+    """Return {node that does not answer: its pods of this run}."""
     silent = {
         node["metadata"]["name"]
         for node in nodes
@@ -139,7 +142,7 @@ def lost_node_line(node: str, pods: Sequence[str]) -> str:
 
 
 def event_lines(events: Sequence[Mapping[str, Any]], names: set[str]) -> list[str]:
-    """Warnings about the objects of these names, newest last."""
+    """Return the warnings about objects with these names, newest last."""
 
     def when(event: Mapping[str, Any]) -> str:
         made = event["metadata"].get("creationTimestamp")
@@ -163,9 +166,9 @@ def _times(event: Mapping[str, Any]) -> str:
 
 
 def claim_difference(asked: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """What of a claim the manifest would change and Kubernetes refuses to; '' where there is nothing.
+    """Return how the manifest would change a claim in a way that Kubernetes rejects; '' if it would not.
 
-    Only growing is allowed (and then decided by the storage class).
+    Only growing is allowed, and then the storage class decides.
     """
     wanted, found = asked.get("spec", {}), there.get("spec", {})
     for name, key in (("access modes", "accessModes"), ("storage class", "storageClassName")):
@@ -182,7 +185,7 @@ def _words(value: Any) -> str:
 
 
 def _bytes(quantity: str) -> float:
-    """A Kubernetes quantity of storage: 20Gi, 500M, 1e9."""
+    """Convert a Kubernetes storage quantity to bytes: 20Gi, 500M, 1e9."""
     number = quantity.rstrip("KMGTPEkmi")
     unit = quantity[len(number) :]
     powers = {"": 1.0, "m": 1e-3, **{letter: 1000.0**n for n, letter in enumerate("kMGTPE", 1)}}

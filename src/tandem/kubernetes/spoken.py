@@ -1,19 +1,22 @@
-"""The commands that messages name: `make k8s-VERB` for those who typed make, else `tandem k8s VERB`."""
+"""Commands in messages: `make k8s-VERB` for users who typed make, else `tandem k8s VERB`."""
 
 from collections.abc import Mapping
 
-_MAKE = {"--with": "OVERLAY", "--namespace": "NAMESPACE", "--purge": "PURGE", "--image": "IMAGE"}
+_MAKE = {
+    "--with": "OVERLAY", "--namespace": "NAMESPACE", "--purge": "PURGE", "--image": "IMAGE",
+    "--name": "NAME", "--nodes": "NODES",
+}  # fmt: skip
 _by_make = False
 
 
 def speak_make() -> None:
-    """From now on, name make's targets and variables."""
+    """Name make's targets and variables from now on."""
     global _by_make
     _by_make = True
 
 
 def typed(verb: str, options: Mapping[str, str] | None = None) -> str:
-    """What to type: `typed("delete", {"--purge": ""})`."""
+    """Return the command to type: `typed("delete", {"--purge": ""})`."""
     given = options or {}
     if _by_make:
         return " ".join([f"make k8s-{verb}", *(f"{_MAKE[flag]}={text or 1}" for flag, text in given.items())])
@@ -21,10 +24,10 @@ def typed(verb: str, options: Mapping[str, str] | None = None) -> str:
 
 
 def option(flag: str) -> str:
-    """The name of an option: `OVERLAY` or `--with`."""
+    """Return the name of an option: `OVERLAY` or `--with`."""
     return _MAKE[flag] if _by_make else flag
 
 
 def mistake(flag: str, text: str) -> str:
-    """How a message about a wrong value begins."""
+    """Return the beginning of a message about an invalid value."""
     return f"{_MAKE[flag]}={text!r}:" if _by_make else f"{flag}: invalid value {text!r};"

@@ -1,4 +1,4 @@
-"""This node's part of a run. Calling the package, `tandem.launch(function)`, runs a function as a job."""
+"""Supervise this node's ranks. Calling the package, `tandem.launch(function)`, runs a job."""
 
 import sys
 from types import ModuleType
@@ -6,7 +6,11 @@ from typing import Any, cast
 
 
 class _Callable(ModuleType):
-    """`tandem.launch` is this package as soon as a module in it is imported: so the package can be called."""
+    """Module type that makes the package itself callable.
+
+    Importing any module of the package binds `tandem.launch` to the package, which would replace a function
+    of that name.
+    """
 
     def __call__(
         self,

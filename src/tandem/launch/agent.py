@@ -1,4 +1,7 @@
-"""This node's agent: hosts or joins the store, goes on until the job is over, says the node's code."""
+"""Run this node's agent: host or join the store, run generations until the job is over, return the exit code.
+
+docs/architecture.md#who-decides-restarts has the rules that this module and `generations.py` implement.
+"""
 
 import logging
 import os
@@ -31,9 +34,10 @@ log = logging.getLogger("tandem.agent")
 
 @dataclass(frozen=True)
 class AgentReport:
-    """How this node's part of the job ended. `store`: node 0's, there for the others as long as this is.
+    """How this node's part of the job ended.
 
-    `has_left`: the others go on without it.
+    `store` is the agents' store on node 0; the other nodes can read from it while this object is alive.
+    `has_left` means that the other nodes continue without this one.
     """
 
     code: int
@@ -44,7 +48,12 @@ class AgentReport:
 
 
 def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
-    """Run this node's ranks until the job is over, going round again as an agent of this `kind` decides."""
+    """Run this node's ranks until the job is over, with one agent per connection to the store.
+
+    `kind` is the class of the agents: NodeAgent for a task, ScriptAgent for a script.
+    """
+    # Without this, torch starts one more TCPStore on rank 0 and passes its address to the ranks
+    # (dynamic_rendezvous.py, `next_rendezvous`). tandem's ranks use the agents' store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     placement = node.placement
     hasten_rendezvous(paces(placement.nodes).poll_seconds)
@@ -67,6 +76,8 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
     finally:
         watchdog.close(server)
         node.workers.dismiss()
+    # Node 0 has the log with the cause, and a platform cleans up when the first container exits. A node that
+    # the platform restarts (a retried code), or that has left an elastic job, has no reason to wait.
     if placement.node_rank != 0 and not is_retried(report.code) and not report.has_left:
         outstay_node_0(placement, LEAVE_SECONDS + node.view.linger_seconds, lambda: bool(node.stop))
     return report
@@ -75,34 +86,44 @@ def run_agent(node: Node, kind: type[NodeAgent]) -> AgentReport:
 def _run_connections(
     node: Node, kind: type[NodeAgent], watchdog: Watchdog, server: TCPStore | None
 ) -> AgentReport:
-    """One agent after another, as often as the store is lost."""
+    """Run one agent per connection to the store; rejoin the rendezvous when the connection is lost."""
     budget, patience = RestartBudget(node.config.max_restarts), node.config.master_timeout
     while True:
         agent: NodeAgent | None = None
         try:
             store = server or node.place.join(patience, node.stop)
             if not is_let_in(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
+                # Node 0 exited while this node waited to be let in; connect to its successor.
                 continue
             agent = kind(node, store, watchdog, budget)
             code, reason = agent.run_generations()
         except StopRequestedError:
+            # 137, not 143: a stop during the rendezvous saves nothing, and 143 promises a checkpoint.
             code, reason = KILLED, _stopped(node, watchdog.has_ever_trained)
         except VerdictError as verdict:
+            # Every node exits with the same code and reason, whichever node found them.
             code, reason = verdict.code, str(verdict)
         except RendezvousTimeoutError:
             missing = f"not all of {node.placement.nodes} nodes joined within {patience:.0f} s"
             code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
+            # This node reached the store, so the check can read there which nodes are missing.
             _say_what_is_wrong(node, node.place.connect)
         except PeerLostError as error:
             code, reason = error.exit_code, str(error)
+            # This node was not let in. The check opens its own connection, which a gate would refuse.
             _say_what_is_wrong(node)
         except TandemError as error:
             code, reason = error.exit_code, str(error)
         except (StoreLostError, RendezvousConnectionError, DistStoreError, DistNetworkError) as error:
+            # The ranks use the same store. Those of a script may have survived, but cannot meet the next
+            # generation's.
             node.workers.kill()
             if agent is not None:
                 agent.abandon()
             if not watchdog.has_trained:
+                # After a finished step, the loss of the store is node 0's failure and is charged there.
+                # Before one, the same cause would recur at every attempt, so it has to spend this node's
+                # budget.
                 budget.incidents += 1
             if budget.is_spent:
                 return AgentReport(PEER_LOST, f"{budget} is spent", budget.generations)
@@ -115,7 +136,7 @@ def _run_connections(
 
 
 def _stopped(node: Node, has_trained: bool) -> str:
-    """By a signal while nodes were to meet."""
+    """Return the reason for a stop that arrived during the rendezvous."""
     if not has_trained:
         return f"{node.stop.name} came before training started; nothing to save"
     why = f"{node.stop.name} came while the ranks were restarting; nothing new was saved"
@@ -123,7 +144,10 @@ def _stopped(node: Node, has_trained: bool) -> str:
 
 
 def _say_what_is_wrong(node: Node, connect: Connect | None = None) -> None:
-    """What `tandem doctor` would say of nodes that did not meet, in one block."""
+    """Log what `tandem doctor` would find wrong between the nodes, as one block.
+
+    `connect` opens the agents' store, if this node was let in there.
+    """
     found = what_is_wrong(node.placement, os.environ, connect)
     if found:
         log.warning("connectivity problems found on this node:", extra={"table": found})

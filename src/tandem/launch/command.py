@@ -1,4 +1,4 @@
-"""What `tandem launch` and `tandem train` do, from what was given to the code that the process ends with."""
+"""Implement `tandem launch` and `tandem train`, from parsed flags to the process's exit code."""
 
 import logging
 import os
@@ -36,14 +36,14 @@ log = logging.getLogger("tandem.launch")
 Flags = Mapping[str, Given]
 Environment = Mapping[str, str]
 
-# Named, not imported: with it comes torch, which reads variables that the agent sets first.
+# A name, not an import: importing it imports torch, which reads variables that the agent sets first.
 RANK_FUNCTION = "tandem.training.run:run_rank"
 
 
 def launch(flags: Flags, environ: Environment, program: Program | None = None) -> int:
-    """Node level: this node's agent, or all nodes of a laptop, for a task or a `program`.
+    """Run this node's agent, or all simulated nodes of a laptop, and return the exit code.
 
-    Raises TandemError.
+    Trains the task of the settings, or runs `program`. Raises TandemError.
     """
     outlive_the_terminal()
     try:
@@ -58,7 +58,7 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
 
 
 def _launch_replica(flags: Flags, environ: Environment, program: Program | None) -> int:
-    """Under Compose, which restarts on any non-zero exit: exit at once if the last end was permanent."""
+    """Run under Compose, which restarts on any nonzero exit: exit at once if the last end was permanent."""
     run_dir, container = local_folder(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
     code = stay_down_code(run_dir, container)
     if code is not None:
@@ -78,6 +78,7 @@ def _launch_replica(flags: Flags, environ: Environment, program: Program | None)
 def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     stop = StopFlag().install()
     settings, placement, chosen = _begin(flags, environ, program)
+    # Under torchrun or srun, each rank would launch the program again.
     if placement.rank is not None and program is not None:
         raise ConfigError(
             f"{placement.platform} already starts each rank; `tandem launch {program}` would start them "
@@ -88,7 +89,7 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     if program is None:
         refuse_uneven(settings, placement, environ)
     if placement.starts_all:
-        refuse_if_owned(settings.run.place)  # at once; node 0 makes it its own when it has started
+        refuse_if_owned(settings.run.place)  # fail early; node 0 takes the lease only once it has started
         if settings.telemetry.log_format != "json" and not is_quiet():
             print(where(settings.run.place, program is not None), file=sys.stderr)
     placement = with_port(placement)
@@ -105,7 +106,10 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
 
 
 def train(flags: Flags, environ: Environment) -> int:
-    """Rank level: what the environment says, or alone. Raises TandemError."""
+    """Run a single rank, at the position that the environment gives, or alone; return the exit code.
+
+    Raises TandemError.
+    """
     outlive_the_terminal()
     settings, placement, chosen = _begin(flags, environ)
     placement = placement.as_rank()
@@ -129,21 +133,22 @@ def _train(settings: Settings, placement: Placement, chosen: frozenset[str]) -> 
 def _begin(
     flags: Flags, environ: Environment, program: Program | None = None
 ) -> tuple[Settings, Placement, frozenset[str]]:
-    """The settings, this node's place, and the names of the settings that somebody has given a value."""
+    """Return the settings, this node's placement, and the names of the settings that were set explicitly."""
     loaded = resolve(flags, environ)
     settings = loaded.settings
     notes = list(loaded.notes)
     if program is not None:
         settings = settings.replace(task=program.name, task_fields={})
     else:
-        parsed(settings.run.task)  # a slip is told before torch is imported
+        parsed(settings.run.task)  # reports a misspelled name before torch is imported
         notes += filter(None, [untyped(loaded)])
     placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
     setup(None, None, placement.node_rank, True, settings.telemetry.log_format == "json")
     is_simulated = placement.nodes_share_host and not placement.starts_all
     if settings.telemetry.log_format == "json" and not writes_to_file():
         wrap_stderr(placement.node_rank)
-    if not (placement.node_rank or placement.rank or is_simulated):  # whose parent has said it
+    # A simulated node's launcher has logged them.
+    if not (placement.node_rank or placement.rank or is_simulated):
         for note in notes:
             log.info("%s", note)
         for name in sorted(loaded.chosen):
@@ -153,7 +158,10 @@ def _begin(
 
 
 def where(run_dir: PurePath, is_script: bool = False) -> str:
-    """Where a person finds what the run makes (a script's checkpoints are its own affair)."""
+    """Return the lines that tell a person where the run's files are.
+
+    A script stores its checkpoints where it likes, so none are listed for it.
+    """
     folder, run = local_folder(run_dir), shown(run_dir)
     logs = run if folder == run_dir else folder
     checkpoints = "" if is_script else f"checkpoints  {run}/checkpoints\n"

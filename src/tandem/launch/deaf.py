@@ -1,13 +1,14 @@
 """The fork server ignores stop signals from the start and dies with its agent.
 
-A scheduler signals the whole process tree. Were the fork server to die of it, the agent would lose its
-ranks' exit codes while they still save. It was forked with these signals
-blocked (`fork_server.py`), so none can have reached it before. Those that stop a rank stay blocked: Linux
-keeps a signal that is blocked, also where it is ignored, so a rank hears what was sent to it between its
-fork and its own handlers, which let the signals through (`signals.hear_stop_signals`). No torch.
+A scheduler signals the whole process tree. If the fork server died of such a signal, the agent would lose the
+exit codes of its ranks while they still save. `fork_server.py` forks it with these signals blocked, so none
+can arrive before it ignores them. The signals that stop a rank stay blocked: Linux keeps a blocked signal
+pending even if it is ignored, so a rank receives what was sent between its fork and the installation of its
+own handlers, which unblock the signals (`signals.hear_stop_signals`). Imports no torch.
 
-Should multiprocessing start it anew, as an interpreter, importing this is enough. Nothing of the current
-folder is imported there, and what ranks start themselves hears nothing of that.
+If multiprocessing starts the fork server again, as a new interpreter, importing this module is enough. That
+interpreter imports nothing from the current directory; `take_back_safe_path` keeps this from affecting
+processes that ranks start.
 """
 
 import os
@@ -22,10 +23,12 @@ def be_deaf() -> None:
     take_back_safe_path(os.environ)
     ignore_stop_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, set(IGNORED_BY_FORK_SERVER) - set(STOP_SIGNALS))
-    # Its pipe tells it too that the agent is gone, but not while it is stopped, or stuck in C.
+    # The fork server's own pipe also ends with the agent, but the kernel's signal works even while the fork
+    # server is stopped or blocked in C.
     end_with_parent(signal.SIGKILL)
-    adopt_orphans()  # of what was forked from here, so that it is found
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # of one of them
+    adopt_orphans()  # processes that ranks leave behind stay findable below this one
+    # multiprocessing warns when it reaps an adopted orphan.
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 
 be_deaf()

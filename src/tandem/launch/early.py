@@ -1,7 +1,7 @@
-"""A mistake that ends a node before it knows its place: the others, who would wait for it, hear why.
+"""Announce a configuration error to the other nodes before this node knows its own position.
 
-The place is read from the settings that say it, whatever else is wrong. Where these are wrong as well, nobody
-is told, and the others say whom they wait for.
+The position is read from the settings in `PLACE` alone, whatever else is invalid. If these are invalid too,
+nothing is announced, and the other nodes report which node is missing.
 """
 
 import socket
@@ -20,18 +20,18 @@ from tandem.signals import StopFlag
 from tandem.timeouts import ANNOUNCE_SECONDS
 
 PLACE = ("nodes", "node_rank", "elastic", "master")
-"""The settings that say where a node stands."""
+"""The settings that determine a node's position in the job."""
 
 
 def tell_others(words: Sequence[str], environ: Mapping[str, str], mistake: ConfigError) -> None:
-    """Have the nodes end that wait for this one; `words` are those after `tandem launch`.
+    """End the nodes that wait for this one, with the reason; `words` are those after `tandem launch`.
 
-    Those that come within half a minute: nobody knows whether there are any.
+    Reaches the nodes that arrive within ANNOUNCE_SECONDS. Whether there are any is unknown here.
     """
     with suppress(ConfigError, OSError):
         placement, key = place_of(words, environ), take_key(dict(environ))
         if placement is None or (placement.elastic and placement.node_rank):
-            return  # elastic nodes do without it
+            return  # an elastic job can start without this node
         limit = f"for up to {ANNOUNCE_SECONDS:.0f} s; press Ctrl-C to exit now"
         print(f"tandem: telling the other nodes why this one exits, {limit}", file=sys.stderr, flush=True)
         from tandem.launch.meeting_place import MeetingPlace, announce
@@ -40,13 +40,18 @@ def tell_others(words: Sequence[str], environ: Mapping[str, str], mistake: Confi
 
 
 def place_of(words: Sequence[str], environ: Mapping[str, str]) -> Placement | None:
-    """This node among several that have an agent each; None for any other, and where it is not known."""
+    """Return this node's placement if it is one of several nodes with an agent each, else None.
+
+    Also returns None if the position is unknown.
+    """
     with suppress(ConfigError):
+        # The invalid flag may be one of torchrun's; tandem's own flags can be read without the translation.
         words = translated(words, environ)
     flags = _flags(words)
     variables = {SETTINGS[name].variable: environ.get(SETTINGS[name].variable, "") for name in PLACE}
     files = {"TANDEM_CONFIG": environ.get("TANDEM_CONFIG", "")}
     without = {name: given for name, given in flags.items() if name != "config"}
+    # The second attempt leaves out the files, because an unreadable one may be the error to announce.
     for tried in ((flags, variables | files, Path(".env")), (without, variables, None)):
         with suppress(ConfigError):
             asked = resolve(*tried).settings.launch
@@ -57,7 +62,7 @@ def place_of(words: Sequence[str], environ: Mapping[str, str]) -> Placement | No
 
 
 def _flags(words: Sequence[str]) -> dict[str, Given]:
-    """What the words say of the place, beside whatever else they say."""
+    """Return the flags in `words` that determine the position, and skip all others, valid or not."""
     named = {SETTINGS[name].flag: name for name in PLACE} | {"--config": "config"}
     with suppress(ConfigError):
         words, _ = split(words)

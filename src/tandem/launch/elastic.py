@@ -1,7 +1,8 @@
-"""What `--elastic MIN:MAX` adds to an agent: nodes are waited for at the beginning, and one may leave.
+"""Implement `--elastic MIN:MAX`: wait for more nodes at the start, and let nodes leave later.
 
-A node that is asked to stop has all ranks save and stop after the same step, as ever. Then it goes, and the
-others train on without it, as long as they are MIN and node 0, which has the store, is among them.
+When a node is asked to stop, all ranks save and stop after the same step, as in any job. The node then leaves
+the rendezvous, and the others train on if at least MIN remain and node 0, which hosts the store, is one of
+them.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ from tandem.torch_private import leave_rendezvous, stop_keep_alive
 
 
 class LastCall(RendezvousTimeout):
-    """How long the least number of nodes waits for more: to settle in at first, and later for a moment only.
+    """How long MIN nodes wait for more: `settle_seconds` at the start, LAST_CALL_SECONDS later.
 
-    The first generation of a store is that of a job that begins, or whose node 0 was started again: the other
-    nodes are a few seconds away. Later on they are there, or lost.
+    The first generation of a store belongs to a job that starts, or whose node 0 was restarted: the other
+    nodes are a few seconds away. Later, missing nodes are lost.
     """
 
     def __init__(self, join_seconds: float, settle_seconds: float = FIRST_CALL_SECONDS) -> None:
@@ -32,7 +33,7 @@ class LastCall(RendezvousTimeout):
         self._settle, self._has_begun = timedelta(seconds=settle_seconds), False
 
     def has_begun(self) -> None:
-        """A generation has begun since the store is there."""
+        """Record that a generation has started since the store was created."""
         self._has_begun = True
 
     @property
@@ -41,15 +42,16 @@ class LastCall(RendezvousTimeout):
 
 
 class Departures:
-    """Nodes that leave a generation while the others go on."""
+    """Track nodes that leave a generation while the others continue."""
 
     def __init__(self, placement: Placement, store: TCPStore) -> None:
         self._placement, self._store = placement, store
 
     def leaves(self, position: Position) -> None:
-        """This node was asked to stop in the generation of `position`.
+        """Announce that this node was asked to stop in the generation of `position`.
 
-        Without --elastic nobody is asked: node 0 may be frozen, and its store would hold a node that ends.
+        Without --elastic nothing is written. Node 0 may be frozen, and its store would delay a node that only
+        has to exit.
         """
         if self._placement.elastic is None:
             return
@@ -57,7 +59,10 @@ class Departures:
             self._store.add(self._key(position), 1)
 
     def others_go_on(self, position: Position) -> bool:
-        """Whether nodes leave that generation, node 0 not among them, and enough stay."""
+        """Return whether nodes leave that generation and at least MIN remain.
+
+        If node 0 is among them, its job result ends the job before the next rendezvous completes.
+        """
         if self._placement.elastic is None:
             return False
         with contextlib.suppress(RuntimeError, ValueError):
@@ -66,12 +71,12 @@ class Departures:
         return False
 
     def can_leave(self, position: Position) -> bool:
-        """Whether this node can go, and leave the job to the others."""
+        """Return whether this node can leave the job to the others."""
         return self._placement.node_rank != 0 and self.others_go_on(position)
 
     @staticmethod
     def go(handler: DynamicRendezvousHandler) -> None:
-        """Take this node out of the rendezvous, which would else wait for its silence."""
+        """Remove this node from the rendezvous, which would otherwise wait until its heartbeat times out."""
         with contextlib.suppress(RendezvousError):
             stop_keep_alive(handler)
             leave_rendezvous(handler)

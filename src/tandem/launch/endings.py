@@ -1,7 +1,8 @@
 """Root-cause attribution for script failures: own error, killed by a signal, or lost peers.
 
-A program ends with 1 for its own bug and for "my peer is gone" alike. tandem's runner, inside the rank, knows
-an error of a lost peer and ends with 200; the rest is told by who ended first and who was killed. Pure.
+A script exits with 1 both for its own bug and for "my peer is gone". tandem's runner inside the rank
+recognizes the error of a lost peer and exits with 200. The rest follows from who ended first and who was
+killed. Pure functions. See docs/architecture.md#user-scripts.
 """
 
 import json
@@ -20,21 +21,21 @@ from tandem.telemetry.messages import checked
 LINES_SHOWN, LINE_CHARACTERS = 12, 1000
 TASK_FAILED = "the task failed: "
 NO_ERROR = re.compile(r"\d\d:\d\d:\d\d (node|rank) \d+ \| (?!error: )")
-"""A line of our own log that is no error."""
+"""A line of tandem's own log below the level of an error."""
 WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.errors\.\w+: )?")
-"""What torch and a traceback put before the words of an error."""
+"""What torch and a traceback put before an error's message."""
 
 ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Exit)(: |$)")
-"""How the last line of Python's traceback begins."""
+"""The start of the last line of a Python traceback."""
 
 
 def failures(codes: Mapping[int, int | None]) -> dict[int, int]:
-    """{local rank: code} of those that have ended in another way than well or as asked."""
+    """Return {local rank: code} of the ranks that ended with anything but success or a requested stop."""
     return {rank: code for rank, code in codes.items() if code not in (None, FINISHED, STOPPED)}
 
 
 def signal_name(code: int) -> str:
-    """SIGKILL for 137."""
+    """Return the name of the signal behind a shell exit code: SIGKILL for 137."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:
@@ -42,10 +43,12 @@ def signal_name(code: int) -> str:
 
 
 def choose(first: Mapping[int, int], later: Mapping[int, int]) -> tuple[int, int]:
-    """(local rank, code) that explains the end: of those seen first, the killed before the failed.
+    """Return the (local rank, code) that explains the end of a generation.
 
-    Those that only lost their peers explain nothing, as long as there is anybody else.
+    Killed ranks come before failed ones, and those seen `first` before the `later` ones. Ranks that only lost
+    their peers explain nothing unless there are no others.
     """
+    # A rank killed first may have made the others fail; one killed later is a consequence.
     for group in (first, later):
         for explains in (was_killed, is_own):
             for rank, code in group.items():
@@ -56,7 +59,7 @@ def choose(first: Mapping[int, int], later: Mapping[int, int]) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a generation ended, for people: whose end it was and its last words."""
+    """Why a generation ended: the responsible rank, its exit code, and the last lines of its output."""
 
     rank: int
     node: int
@@ -73,12 +76,12 @@ class Cause:
         return f"{who} ended with {self.code}"
 
     def in_one_line(self) -> str:
-        """With the error that ended the rank, where its last line names one."""
+        """Return the cause on one line, with the rank's error if its last line has one."""
         said = WHOSE.sub("", self.lines[-1]) if self.lines else ""
         return f"{self}: {said}" if ERROR.match(said) else str(self)
 
     def told(self) -> str:
-        """With the last lines of its traceback."""
+        """Return the cause with the last lines of the rank's traceback below it."""
         return "\n  ".join([f"{self}{':' if self.lines else ''}", *self.lines])
 
     def to_json(self) -> str:
@@ -86,7 +89,10 @@ class Cause:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Cause":
-        """Raises ValueError for what `to_json` has not given: anyone may have written it."""
+        """Parse the output of `to_json`.
+
+        Raises ValueError for anything else: any client of the store can write there.
+        """
         try:
             words = json.loads(text)
             lines = tuple(_printable(line) for line in words["lines"])[:LINES_SHOWN]
@@ -100,7 +106,7 @@ def _printable(text: str) -> str:
 
 
 def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
-    """The last lines of a rank's traceback, as written down, else of its log; without lines of ~~^^."""
+    """Return the last lines of a rank's traceback file, or else of its log, without the ~~^^ markers."""
     try:
         message = json.loads(error_file.read_text())["message"]
         text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
@@ -113,23 +119,26 @@ def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
 
 
 def run_failed(exitcode: int, lines: Iterable[str]) -> RunFailedError:
-    """The error for a launch that ended with `exitcode` (below 0: by that signal), from its output."""
+    """Return the error for a launch that ended with `exitcode`, with the reason from its output.
+
+    A negative `exitcode` is a signal's number, as in subprocess.
+    """
     code = shell_code(exitcode)
     return RunFailedError(last_error([line for line in lines if line.strip()]) or f"exit code {code}", code)
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """Why a run failed, in one line: its last error, or the end of a script's traceback.
+    """Return why a run failed, on one line: its last error, or the end of a script's traceback.
 
-    The agent of a script says last whose code has ended it; rank 0's own words are just before that, and
-    those of another rank below it.
+    A script's agent logs last which exit code ended the script. Rank 0's own output is just above that line,
+    and another rank's is below it.
     """
     last = next((n for n in reversed(range(len(lines))) if "error: " in lines[n]), len(lines) - 1)
     if lines and "error: ended with code " in lines[last]:
         own = (lines[last + 1 :] or lines[:last])[-1:]
         if own and not NO_ERROR.match(own[0]):
             return WHOSE.sub("", own[0].rpartition("| error: ")[2].strip())
-    # A task's error begins with a few lines of traceback; the line after them says what it is.
+    # A task's error is logged with a few lines of traceback; the line after them has the error's message.
     failed = next((line for line in lines[last:] if line.startswith(TASK_FAILED)), None)
     if failed is not None:
         return failed.removeprefix(TASK_FAILED)

@@ -1,8 +1,9 @@
-"""The process that ranks, and simulated nodes, are forked from: forked itself, from one that has torch.
+"""Fork ranks and simulated nodes from a process that has already imported torch.
 
-torch and what DDP imports lazily are seconds of one core and 400 MB. Here they are imported once for a node,
-and once for all simulated ones; whatever is forked from there, also after a restart, has them at once and
-shares their memory. multiprocessing's own fork server, which this is, would begin as a new interpreter.
+Importing torch, and what DDP imports lazily, takes seconds of one core and 400 MB. Here it happens once per
+node, or once for all simulated nodes. Every process forked from the server, also after a restart, has the
+modules at once and shares their memory. The server is multiprocessing's fork server, but forked from this
+process instead of started as a new interpreter. See docs/architecture.md#design-changes.
 """
 
 import contextlib
@@ -27,62 +28,66 @@ from tandem.silence import still
 
 NAME = "tandem-forks"
 UNKNOWN = 255
-"""multiprocessing's exit code of a process whose fork server cannot say it any more."""
+"""multiprocessing's exit code of a process whose fork server can no longer report it."""
 
 
-DEAF, KEEPER = "tandem.launch.deaf", "tandem.launch.keeper"  # what it is, by importing them
+# Modules that take effect when the server imports them.
+DEAF, KEEPER = "tandem.launch.deaf", "tandem.launch.keeper"
 
 
 def start_fork_server(preload: Sequence[str], folder: Path, keeps: bool = True) -> Callable[[], None]:
-    """Start it; it imports `preload` while the caller, which has imported torch then, goes on.
+    """Fork the server, which imports `preload` while the caller continues.
 
-    `keeps`: all that comes from it ends with the caller (keeper.py).
+    Returns a function that waits until the imports are done.
 
-    What is returned waits until it has, and hears signals meanwhile, which `start` does not.
-    To be called by a process with a single thread. The socket lies in `folder`: multiprocessing's own would
-    be left behind by an agent that is killed. Should it be killed, multiprocessing starts a new interpreter
-    in its place, with the same modules.
+    `keeps`: every process that descends from the server ends with the caller (keeper.py).
+
+    Call it from a process with a single thread. Unlike `start`, the returned function can be interrupted by
+    signals. The server's socket is in `folder`, because multiprocessing's own directory would be left behind
+    by a killed agent. If the server is killed, multiprocessing starts a new interpreter in its place, with
+    the same modules.
     """
     with still("importing torch"):
+        # Before the fork, so that every process forked from the server shares it.
         import torch  # noqa: F401
 
     cast(Any, multiprocessing.current_process())._config["tempdir"] = str(folder)
     modules = [DEAF, *preload, *([KEEPER] if keeps else [])]
     multiprocessing.set_forkserver_preload(modules)
     with _no_current_folder():
-        resource_tracker.ensure_running()  # before: it unblocks signals when it has started its process
+        resource_tracker.ensure_running()  # first, because starting its process unblocks signals
     with _blocked_signals():
         imported = _fork(modules)
 
     def wait() -> None:
-        os.read(imported, 1)  # its end
+        os.read(imported, 1)  # until the end of the pipe
 
     return wait
 
 
 def fork_server_pid() -> int | None:
-    """Its process; none where none was started yet."""
+    """Return the server's process ID, or None if none has been started."""
     pid = cast(Any, forkserver)._forkserver._forkserver_pid
     return None if pid is None else int(pid)
 
 
 def end_fork_server() -> None:
-    """At once, whatever it imports; with it ends what was forked from it. There may be none yet."""
+    """Kill the server at once, and with it everything forked from it. Does nothing if there is none."""
     pid = fork_server_pid()
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
 
 
 def has_gone() -> bool:
-    """Whether it was killed: of what was forked from it, multiprocessing then knows no exit code."""
+    """Return whether the server was killed. multiprocessing then knows no exit code of its children."""
     pid = cast(Any, forkserver)._forkserver._forkserver_pid
     return pid is None or stat_of(pid)[:1] in ([], ["Z"])
 
 
 def start(process: ForkServerProcess) -> None:
-    """Have it forked. Raises PeerLostError where the fork server is gone, or cannot."""
+    """Fork `process` from the server. Raises PeerLostError if the server is gone or cannot fork."""
     try:
-        with _no_current_folder(), _blocked_signals():  # for a new interpreter in its place
+        with _no_current_folder(), _blocked_signals():  # inherited by a new interpreter in the server's place
             process.start()
     except (EOFError, OSError) as error:
         raise PeerLostError(
@@ -92,21 +97,22 @@ def start(process: ForkServerProcess) -> None:
 
 
 def _fork(preload: Sequence[str]) -> int:
-    """What `forkserver.ensure_running` does, by a fork instead of a new interpreter (Python 3.11 to 3.14).
+    """Do what `forkserver.ensure_running` does, but fork instead of starting an interpreter.
 
-    Returns a pipe that ends when it has imported `preload`.
+    Checked against Python 3.11 to 3.14. Returns the read end of a pipe that closes once `preload` has been
+    imported.
     """
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         os.chmod(address, 0o600)
         listener.listen()
-        alive, ours = os.pipe()  # it ends when nobody holds our end any more
+        alive, ours = os.pipe()  # closes when no process holds our end any more
         secret = _secret()
         imported, imports = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # what is shared is not written to by a collection
+        gc.freeze()  # garbage collection would write to shared pages and so copy them
         pid = os.fork()
         if pid == 0:
             os.close(ours)
@@ -121,26 +127,28 @@ def _fork(preload: Sequence[str]) -> int:
 
 
 def _secret() -> bytes | None:
-    """The key without which the fork server of Python 3.14 and newer forks nothing; None before 3.14."""
+    """Return the key that Python 3.14's fork server requires of its clients; None in older versions."""
     length = getattr(forkserver, "_AUTHKEY_LEN", None)
     return None if length is None else os.urandom(length)
 
 
 def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secret: bytes | None) -> NoReturn:
-    """In the new process: nothing of the caller's stack is run to its end here."""
+    """Become the fork server in the new process. Never returns into the caller's stack."""
     code = 1
     try:
         name_process(NAME)
         from tandem.launch.deaf import be_deaf
 
-        be_deaf()  # also where the caller's own fork server had imported it
-        multiprocessing.set_forkserver_preload(["__main__"])  # those of ranks are a person's own: not deaf
+        be_deaf()  # again: its module may have been imported in the caller's own fork server
+        # Fork servers that ranks start must not import deaf.py.
+        multiprocessing.set_forkserver_preload(["__main__"])
         for name in preload:
-            with contextlib.suppress(ImportError):  # as forkserver.main does: a rank says it
+            with contextlib.suppress(ImportError):  # as forkserver.main does; the rank reports it
                 importlib.import_module(name)
         os.close(imports)
         more: dict[str, Any] = {}
         if secret is not None:
+            # forkserver.main reads the key from a pipe, as from its usual parent.
             more["authkey_r"], told = os.pipe()
             os.write(told, secret)
             os.close(told)
@@ -150,12 +158,13 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
     except BaseException:
         traceback.print_exc()
     finally:
+        # Exit handlers and buffered output are the caller's.
         os._exit(code)
 
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """What is started meanwhile hears none of those that a fork server ignores before it can ignore them."""
+    """Block the signals that a fork server ignores, so that a process started meanwhile never dies of one."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_FORK_SERVER)
     try:
         yield
@@ -165,7 +174,7 @@ def _blocked_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_current_folder() -> Iterator[None]:
-    """Interpreters that are started meanwhile import nothing from the current folder."""
+    """Keep interpreters that are started meanwhile from importing modules of the current directory."""
     environ = dict(os.environ)
     os.environ.update(safe_path(environ))
     try:

@@ -1,6 +1,6 @@
 """`tandem.launch(function)`: run a function on every rank of simulated nodes of this machine.
 
-The job is a `tandem launch` in a process of its own, so everything works as on a command line.
+The job is a `tandem launch` in a separate process, so everything works as on the command line.
 """
 
 import os
@@ -38,19 +38,23 @@ from tandem.script.job import FUNCTION
 NOT_HERE = ("task", "node_rank", "master")
 """Settings that `tandem.launch` does not take: it starts all nodes, on this machine."""
 SEE = "See `tandem help settings`"
-LAST_LINES = 100  # of the output; the reason of a failure is among them
+LAST_LINES = 100  # of the output; they include the reason of a failure
 START = (
     "import os, sys; from tandem.process import end_with_parent; end_with_parent(15); "
     "os.getppid() == int(sys.argv.pop(1)) or sys.exit(143); from tandem.cli import main; main()"
 )
-"""`tandem` that saves and stops when the thread that started it ends, which it does with its process."""
+"""Run `tandem` so that it saves and stops when the thread that started it ends.
+
+The kernel's parent-death signal follows the thread, not the process (prctl(2)). That thread is a daemon,
+which ends with its process.
+"""
 
 
 @dataclass(frozen=True)
 class LaunchResult:
     """The outcome of a launch that finished.
 
-    `result`: what the function returned on rank 0. `summary`: the contents of summary.json in `run_dir`.
+    `result` is what the function returned on rank 0. `summary` is the content of summary.json in `run_dir`.
     """
 
     result: Any
@@ -121,7 +125,7 @@ def launch(
 
 
 def _checked(name: str, settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], Path]:
-    """The settings as flags of `tandem launch`, and the run directory. Raises ConfigError."""
+    """Return the settings as flags of `tandem launch`, and the run directory. Raises ConfigError."""
     for key in settings:
         if key in NOT_HERE:
             raise ConfigError(f"{key} has no meaning for tandem.launch, which starts all nodes; remove it")
@@ -208,7 +212,7 @@ class LaunchHandle:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=self._environ,
-            start_new_session=True,  # a terminal's Ctrl-C comes through `stop` alone
+            start_new_session=True,  # Ctrl-C on the terminal must arrive once, through `stop`
         )
         self._started.set()
         lines = deque(_printed(process), maxlen=LAST_LINES)
@@ -220,7 +224,7 @@ class LaunchHandle:
 
 
 def _printed(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Print each line of the output as it comes, and yield it."""
+    """Print each line of the output as it arrives, and yield it."""
     assert process.stdout is not None
     with process.stdout as output:
         for line in output:

@@ -1,8 +1,9 @@
-"""One generation of the ranks after another: torch's elastic agent with our own decisions.
+"""Run the generations of a node's ranks: torch's elastic agent with tandem's own decisions.
 
-A generation is what torchrun calls a restart: all ranks of all nodes, started together by one rendezvous.
-torch's engine gives the rendezvous (who is in, in which order) and the worker group. Stock agents restart
-after every failure; this one decides by the exit codes of its ranks (see `restarts.is_retried`).
+A generation is what torchrun calls a restart: all ranks of all nodes, started together after one rendezvous.
+torch's agent provides the rendezvous (which nodes, in which order) and the worker group. It would restart
+after every failure; this one decides by the exit codes of its ranks (`restarts.is_retried`). See
+docs/architecture.md#who-decides-restarts.
 """
 
 import contextlib
@@ -87,15 +88,18 @@ class NodeAgent(SimpleElasticAgent):
         super().__init__(spec)
 
     def run_generations(self) -> tuple[int, str]:
-        """Start generations until one ends in a way that is not retried: (exit code, why)."""
+        """Run generations until one ends in a way that is not retried; return (exit code, reason)."""
         while True:
             self._await_end_of_last()
             self._joining, self._waiting_since, self._next_word = True, running.now(), 1.0
+            only_saves = bool(self._stop)
             if self._budget.generations:
                 self._node.view.rejoining()
             try:
                 self._initialize_workers(self._worker_group)
             except StopRequestedError:
+                # `_before_poll` raises it only while there is nothing to save. After a departure everything
+                # was saved.
                 if not self._has_saved:
                     raise
                 return STOPPED, f"stopped by {self._stop.name} after all ranks had saved for a departing node"
@@ -104,12 +108,14 @@ class NodeAgent(SimpleElasticAgent):
             membership = Membership(self._is_over)
             try:
                 code = self._watch(membership)
-            except StopRequestedError:  # before a step: nobody has to hear of it
+            except StopRequestedError:  # no step was taken, so `leave` need not wait for others
                 self._positions = {}
                 raise
             finally:
                 membership.close()
             self._watchdog.end_generation(self._root)
+            # Another node of an elastic job leaves. All ranks have saved and stopped with 143; this node
+            # continues with the next one, and its own stop (if a signal arrives now) finds everything saved.
             if code == STOPPED and not self._stop and self._departures.others_go_on(self._positions[0]):
                 log.info(
                     "a node was asked to stop and leaves; the others continue from the step where all stopped"
@@ -120,21 +126,30 @@ class NodeAgent(SimpleElasticAgent):
             self._recovery.failed(self._positions, self._workers.codes(), self._workers.aborted())
             if code is None:
                 self._workers.kill()
+                # None: nodes wait to be let in, or the job ended elsewhere. The latter needs no line here,
+                # because the next rendezvous reads and reports the job's result.
                 if self._ended_elsewhere_since is None:
                     self._recovery.interrupted(self._restart + 2)
                 continue
             if not self._is_retried(code):
-                self._workers.wait(ENDING_SECONDS)  # rank 0 may be saving, and has to say what is wrong
+                # Rank 0 may be saving, and its error is the reason to report.
+                self._workers.wait(ENDING_SECONDS)
             codes = self._workers.kill() or {0: code}
             said = self._said(codes)
+            # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet. Node
+            # 0's memory may have a newer snapshot than the disk: start all ranks once more so that they save
+            # it.
             if self._stop and self._is_retried(code) and code != INTERRUPTED_TWICE:
-                if not self._may_save():
+                # A rank that was started only to save, and said why it could not, would fail again.
+                if not self._may_save() or (only_saves and self._node.view.last_words):
                     return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
                 said = f"{said}; one more start, to save before stopping"
             elif self._stop or not self._is_retried(code):
                 return code, said
+            # A third attempt would hang in the same place.
             if (again := self._same_hang_again()) is not None:
                 return PEER_LOST, again.text
+            # Charge the failure to one node only; see `_is_to_blame`.
             if self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
@@ -145,7 +160,10 @@ class NodeAgent(SimpleElasticAgent):
     _is_retried = staticmethod(is_retried)
 
     def _same_hang_again(self) -> Alarm | None:
-        """The hang that has ended this generation, if one has ended so before: it would come each time."""
+        """Return the hang that ended this generation if the previous one ended in the same way, else None.
+
+        Such a hang would recur at every restart.
+        """
         return self._hang if self._hang is not None and self._hang.again else None
 
     def _may_save(self) -> bool:
@@ -153,23 +171,28 @@ class NodeAgent(SimpleElasticAgent):
         return is_time_to_save(self._node, self._watchdog.has_ever_trained, waits_since)
 
     def _said(self, codes: Mapping[int, int]) -> str:
-        """How a generation ended on this node, in words."""
+        """Describe on one line how a generation ended on this node."""
         shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
         ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))
         said = f"ranks exited with {', '.join(ends)}"
         return f"{said}: {words}" if (words := self._node.view.last_words) else said
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
-        """The node's code, once a rank has failed or all have ended: {local rank: code, if any}."""
+        """Return the node's exit code after a rank failed or all ended. `codes`: {local rank: code, or None}.
+
+        A subclass may wait longer, to find out why.
+        """
         code = job_code([code for code in codes.values() if code is not None])
+        # 200 alone explains nothing. If all peers are on this node, or a rank has reported an error, the
+        # cause is here and its process is about to end.
         if code == PEER_LOST and (self._positions[0].nodes == 1 or self._node.view.last_words):
             return job_code(list(self._await_blame().values()))
         return code
 
     def _await_blame(self) -> dict[int, int]:
-        """The failures on this node, once one of them is more than a lost peer, or BLAME_SECONDS are over.
+        """Return the failures on this node once one of them is more than a lost peer, or after BLAME_SECONDS.
 
-        A rank's connections close before its process ends, so the ranks that lost it may end first.
+        The kernel closes a rank's connections before its process ends, so its peers may end first.
         """
         deadline = running.now() + BLAME_SECONDS
         while True:
@@ -181,11 +204,13 @@ class NodeAgent(SimpleElasticAgent):
             self._workers.pause(MONITOR_SECONDS)
 
     def _is_to_blame(self, code: int) -> bool:
-        """Whether a failure is an incident of this node: one that only lost its peers spends no budget.
+        """Return whether a failure counts against this node's restart budget.
 
-        Unless it never trained: what keeps a generation from beginning comes back every time. A rank may be
-        seen to have lost its peers before the killed one is seen; of a single node all peers are here.
+        A node whose ranks only lost their peers is not charged, unless the generation never trained: what
+        keeps a generation from starting would recur every time. On a single node all peers are local, so the
+        failure is always its own, even if the lost peers are noticed before the killed rank.
         """
+        # The watchdog has identified the node; exit codes say nothing about a hang.
         if self._hang is not None:
             return self._hang.node == self._node.placement.node_rank
         if self._positions[0].nodes == 1:
@@ -194,7 +219,7 @@ class NodeAgent(SimpleElasticAgent):
         return not has_lost_others or not self._watchdog.has_trained
 
     def _watch(self, membership: Membership) -> int | None:
-        """Watch one generation: its exit code on this node, or None when nodes wait to be let in."""
+        """Watch one generation; return its exit code on this node, or None if other nodes end it."""
         self._stopping: Stopping | None = None
         next_fork = running.now() + MEMBERSHIP_SECONDS
         while True:
@@ -203,10 +228,12 @@ class NodeAgent(SimpleElasticAgent):
             now = running.now()
             codes = self._workers.codes()
             ended = [code for code in codes.values() if code is not None]
+            # The first failed rank is enough: its peers fail soon, or block in a collective until a timeout.
             if any(code not in (0, 143) for code in ended) or len(ended) == len(codes):
                 return self._explained(codes)
             if (alarm := self._watchdog.alarm) is not None:
                 return self._end_hang(alarm)
+            # Forward the signal once; a second Ctrl-C is handled below.
             if self._stop and self._stopping is None:
                 self._stopping = Stopping(self._node, self._there)
                 self._workers.signal(handed_on(self._stop.signal_number or 15))
@@ -217,14 +244,16 @@ class NodeAgent(SimpleElasticAgent):
                 return code
             if self._watchdog.has_trained:
                 self._recovery.trains()
+                # Only now: standby processes would compete with a starting generation for the cores.
                 if now > next_fork:
                     next_fork = now + STANDBY_SECONDS
                     self._workers.stand_by(self._node.nproc)
+            # Not while ranks end: their exit codes decide first, and a stop must not be lost to a restart.
             if membership.is_awaited() and not ended and self._stopping is None:
                 return None
 
     def _end_hang(self, alarm: Alarm) -> int:
-        """Say who hangs, and let the ranks write their stacks before they are killed."""
+        """Report the hang, and have the ranks write their stacks before they are killed."""
         log.error("%s", alarm.text)
         self._node.view.hung(alarm)
         self._hang = alarm
@@ -234,9 +263,10 @@ class NodeAgent(SimpleElasticAgent):
         return PEER_LOST
 
     def _await_end_of_last(self) -> None:
-        """No generation begins while a process of the last one lives, which `Workers.kill` has named.
+        """Wait until no process of the last generation is left; `Workers.kill` has reported those that are.
 
-        It may keep what the next one needs, a GPU's memory or a port. Raises StuckError where it stays.
+        A process that is stuck in the kernel may hold a GPU's memory or a port that the next generation
+        needs. Raises StuckError if it is still there after --master-timeout.
         """
         deadline = time.monotonic() + self._node.config.master_timeout
         while left := self._workers.left():
@@ -248,16 +278,19 @@ class NodeAgent(SimpleElasticAgent):
             time.sleep(MEMBERSHIP_SECONDS)
 
     def _is_over(self) -> bool:
-        """Whether these ranks are to end: nodes wait to be let in, or the job has ended elsewhere."""
+        """Return whether these ranks have to end: nodes wait to be let in, or the job has ended elsewhere."""
         return self._nodes_waiting() or self._has_ended_elsewhere()
 
     def _has_ended_elsewhere(self) -> bool:
-        """Whether another node ended the job before a rank here has taken a step.
+        """Return whether another node ended the job before a rank here finished a step.
 
-        Ranks that have met lose their peers; those that wait for them, as in init_process_group, would wait
-        until its timeout. They get UNMET_SECONDS to end by themselves.
+        Ranks that have connected lose their peers and end by themselves. Ranks that still wait for them, for
+        example in init_process_group, would wait until its timeout. They get UNMET_SECONDS to end by
+        themselves.
         """
         verdict = None if self._watchdog.has_trained else verdict_in(self._root)
+        # After a step, lost peers end the ranks. A result of 0 is not acted on, because ranks here may be
+        # about to finish as well.
         if verdict is None or verdict.code == FINISHED:
             self._ended_elsewhere_since = None
             return False
@@ -268,14 +301,16 @@ class NodeAgent(SimpleElasticAgent):
         try:
             return bool(self._handler.num_nodes_waiting() > 0)
         except StopRequestedError:
+            # `_watch` handles the stop.
             return False
         except RendezvousError as error:
             raise StoreLostError from error
 
     def _before_poll(self) -> None:
-        """Called before each look at the rendezvous: signals, the job's verdict, and a word while waiting."""
+        """Check signals and the job result before each poll of the rendezvous, and log what is awaited."""
         if not self._joining or threading.current_thread() is not threading.main_thread():
-            return  # the engine's keep-alive looks, too
+            return  # torch's keep-alive thread polls as well; only the main thread may raise these errors
+        # Without a step in memory, or time to save it, there is no reason to wait for the other nodes.
         if self._stop and not self._may_save():
             raise StopRequestedError
         self._node.claim.check()
@@ -287,31 +322,42 @@ class NodeAgent(SimpleElasticAgent):
             log.info("waiting: %s (%.0f of %.0f s)", here, waited, self._node.config.master_timeout)
 
     def _is_done(self) -> bool:
-        """Whether a verdict of 0 can be: the last step is saved, which only node 0 surely sees."""
+        """Return whether a job result of 0 is plausible, that is, whether the last step is saved.
+
+        Only node 0 is sure to see the checkpoints.
+        """
         if self._node.placement.node_rank != 0:
             return is_confirmed(self._root)
         return is_finished(self._node.view.checkpoints)
 
     def _has_no_time(self) -> bool:
-        """Stopped before any of its ranks began, or by a person who will not wait."""
+        """Return whether to exit without waiting: no rank has trained, or Ctrl-C was pressed twice."""
         return bool(self._stop) and (not self._positions or self._stop.interrupts > 1)
 
     def abandon(self) -> None:
-        """This connection is given up: nothing of it goes on saying that the node lives, into the void."""
+        """Give up this connection, so that its keep-alive thread does not keep talking to a dead store."""
         stop_keep_alive(self._handler)
 
     def leave(self, code: int, reason: str) -> bool:
-        """Tell the others how the job ended; node 0 stays until they have heard it. Whether they go on."""
-        self._joining = False  # what ends it is known: no look at the rendezvous finds another end
+        """Publish how the job ended, and on node 0 wait until the others have read it.
+
+        Returns whether the others continue without this node (--elastic).
+        """
+        self._joining = False  # the outcome is fixed, so `_before_poll` must not raise another one
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
+            # An elastic job continues without this node, so it leaves no result.
             if code == STOPPED and self._positions and self._departures.can_leave(self._positions[0]):
                 self._departures.go(self._handler)
                 return True
+            # A retried code is this node's own: its platform restarts it, and the others rejoin. It ends the
+            # job only if a restart cannot help.
             if not self._is_retried(code) or self._budget.is_spent or self._same_hang_again() is not None:
                 leave_verdict(self._root, code, reason)
         stop_keep_alive(self._handler)
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
             left, placement = self._root.add(LEFT_KEY, 1), self._node.placement
+            # After a success the others may still be finishing their last save, so node 0 waits as long as
+            # for their arrival. Otherwise `stay_until_all_left` has its own limit, LEAVE_SECONDS.
             stays = running.now() + self._node.config.master_timeout * (code == FINISHED)
             while placement.node_rank == 0 and left < placement.nodes:
                 left = stay_until_all_left(self._root, placement.nodes, left, should_stop=self._has_no_time)
@@ -320,16 +366,16 @@ class NodeAgent(SimpleElasticAgent):
                 self._node.view.last_progress = time.time()
         return False
 
-    # What torch's engine asks of an agent.
+    # The methods that torch's SimpleElasticAgent calls.
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         try:
             super()._rendezvous(worker_group)
-        except (ValueError, TypeError, KeyError) as error:  # anyone who reaches the store can write there
+        except (ValueError, TypeError, KeyError) as error:  # any client of the store can write there
             raise StoreLostError(
                 f"the rendezvous data in the store is damaged ({first_line(error)})"
             ) from error
-        group = cast(Any, worker_group)  # torch annotates what it fills in later as None
+        group = cast(Any, worker_group)  # torch annotates as None what it fills in later
         group.store = self._heeding(group.store, group.group_world_size)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, nodes: int, spec: WorkerSpec) -> Any:
@@ -343,9 +389,11 @@ class NodeAgent(SimpleElasticAgent):
         return RoundStore(store, look, paces(nodes).poll_seconds / 10)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Give every local rank its position and fork it."""
+        """Compute the position of every local rank, and start them there."""
         group, placement = cast(Any, worker_group), self._node.placement
         check_all_are_in(placement, group.group_world_size)
+        # The first node of the round reads its own state and decides for all, so that every node handles a
+        # stop in the same way.
         mine = (self._budget.generations, self._what_there_is()) if group.group_rank == 0 else None
         prefix, self._restart, self._there = agree_on_generation(group.store, mine)
         self._budget.generations += 1
@@ -354,6 +402,7 @@ class NodeAgent(SimpleElasticAgent):
         }
         self._node.view.generation_started(self._budget.generations, positions[0])
         pids = self._workers.start(positions)
+        # An elastic job may have nodes with any rank below MAX.
         everyone = range(max(placement.nodes, (placement.elastic or (0, 0))[1]))
         by_rank = {positions[local_rank].rank: pid for local_rank, pid in pids.items()}
         self._node.view.ranks_started(by_rank)

@@ -1,6 +1,6 @@
-"""The GPUs of a machine that plays several nodes: how many there are, and which node has which.
+"""Count a machine's GPUs and divide them among the nodes that it simulates.
 
-No torch in here: what nodes see is decided before anything imports it.
+Imports no torch: CUDA_VISIBLE_DEVICES has to be set before anything imports it.
 """
 
 import ctypes
@@ -18,7 +18,10 @@ NVML = "libnvidia-ml.so.1"
 
 
 def gpus_of(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that torch would see, as CUDA_VISIBLE_DEVICES names them; it ends at a -1."""
+    """Return the GPUs that torch would see, as CUDA_VISIBLE_DEVICES names them.
+
+    Like CUDA, stops at the first -1.
+    """
     if VISIBLE not in environ:
         return [str(index) for index in range(_count())]
     named: list[str] = []
@@ -30,29 +33,29 @@ def gpus_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Those that somebody has chosen, in torch's order; None where all of the machine's are seen."""
+    """Return the selected GPUs, in torch's order, or None if all of the machine's GPUs are visible."""
     return gpus_of(environ) if VISIBLE in environ else None
 
 
 def _count() -> int:
-    """By NVIDIA's library, which is there under WSL2 as well; else by the device files."""
+    """Count GPUs with NVML, which also works under WSL2, or else by the device files."""
     try:
         nvml, count = ctypes.CDLL(NVML), ctypes.c_uint(0)
         if nvml.nvmlInit_v2() == 0:
             has_counted = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
-            nvml.nvmlShutdown()  # nodes are forked from this process, and may ask it themselves
+            nvml.nvmlShutdown()  # nodes are forked from this process and may initialize it again
             if has_counted:
                 return count.value
-    except (OSError, AttributeError):  # no driver here, or one of a kind that answers otherwise
+    except (OSError, AttributeError):  # no driver, or a library with other functions
         pass
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def share_of_replica(gpus: Sequence[str], per_node: str | None, node_rank: int, nodes: int) -> dict[str, str]:
-    """What a node's environment says of its GPUs where Compose gave each of its nodes so many of the host's.
+    """Return the GPU variables of a Compose replica, for `per_node` GPUs of the host per node.
 
-    Compose gives every replica of a service the same devices; "all" leaves them to all. Raises ConfigError
-    where there are not enough.
+    Compose gives every replica of a service the same devices, so tandem divides them. "all" gives every node
+    all of them. Raises ConfigError if there are not enough.
     """
     if not per_node or per_node == "all":
         return {}
@@ -72,10 +75,10 @@ def share_of_replica(gpus: Sequence[str], per_node: str | None, node_rank: int, 
 def shared_out(
     gpus: Sequence[str], nodes: int, nproc: int | None, compute: ComputeConfig
 ) -> list[dict[str, str]]:
-    """What each simulated node's environment says of its GPUs: nothing where there are none to share.
+    """Return the GPU variables of each simulated node; empty if there are no GPUs to divide.
 
-    With fewer GPUs than ranks none gets one, because all ranks train on the same kind of device. Raises
-    ConfigError where GPUs are asked for.
+    If there are fewer GPUs than ranks, no rank gets one, because all ranks must train on the same kind of
+    device. Raises ConfigError if --device asks for GPUs.
     """
     if not gpus or compute.device == "cpu":
         return [{} for _ in range(nodes)]

@@ -1,14 +1,16 @@
-"""Who is heard at the stores of node 0: nodes that have the job's secret, over TLS.
+"""TLS proxies in front of node 0's stores, for jobs with a secret.
 
-With a secret the stores listen on node 0's loopback alone. Other nodes' connections to them go through a gate
-there, at the master's port, and a way to it on each node, at a port of that node's loopback:
+With a secret, the stores listen only on node 0's loopback. Connections from other nodes go through a proxy
+server there (`Gate`), at the master's port, and a proxy client (`Way`) on each node, at a port of that node's
+loopback:
 
     rank, agent -> way (127.0.0.1) -> TLS, proof of the secret -> gate (MASTER:PORT) -> store (127.0.0.1)
 
-Keys come from an anonymous key exchange, and each side proves that it knows the secret and sees the same TLS
-connection ("tls-unique", RFC 5929), with a number of each that was never used before. So whoever stands in
-between, plays something back, or knows no secret, gets no further; there is nothing to fall back to. A gate
-greets before all that, so that a node can tell it from a store: what is greeted proves nothing.
+The TLS keys come from an anonymous key exchange. Each side then proves that it knows the secret and sees the
+same TLS connection ("tls-unique", RFC 5929), with a nonce from each side. A man in the middle, a replay, or a
+peer without the secret therefore gets no further, and there is no fallback. The server sends a greeting
+before TLS, so that a node can tell it from a store; the greeting proves nothing. See
+docs/architecture.md#how-ranks-connect.
 """
 
 import contextlib
@@ -27,23 +29,23 @@ from tandem.timeouts import HANDSHAKE_SECONDS, QUIET_SECONDS
 
 log = logging.getLogger("tandem.agent")
 
-CIPHERS = "AECDH-AES256-SHA:@SECLEVEL=0"  # what proves who it is comes after it
+CIPHERS = "AECDH-AES256-SHA:@SECLEVEL=0"  # anonymous: authentication follows inside the connection
 GREETING = b"tandem: a job with a secret\n"
 NUMBER_BYTES, PROOF_BYTES, PORT_BYTES, CHUNK_BYTES = 32, 32, 2, 65536
 NO_PROOF = bytes(PROOF_BYTES)
 NO_GATE = "no node 0 with a secret answers there"
 STRANGERS = 64
-"""So many that have proved nothing may be connected at once; one more, and one has to go."""
+"""How many unauthenticated connections may be open at once. One more closes one of them."""
 
 
 class RefusedError(OSError):
-    """The other side has not proved that it knows the secret."""
+    """The peer has not proved that it knows the secret."""
 
 
 def _context(is_server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2  # the last with tls-unique
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2  # TLS 1.3 has no tls-unique
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     context.set_ciphers(CIPHERS)
     return context
@@ -67,7 +69,10 @@ def _proof(key: bytes, role: bytes, connection: ssl.SSLSocket, *words: bytes) ->
 
 
 def ask(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
-    """On another node: the connection as one to what listens at `port` on node 0. Raises OSError."""
+    """Authenticate as a node, and return the connection to what listens for `port` on node 0.
+
+    Raises OSError (RefusedError if the secrets differ).
+    """
     plain.settimeout(HANDSHAKE_SECONDS)
     if _exactly(plain, len(GREETING)) != GREETING:
         raise RefusedError(NO_GATE)
@@ -84,7 +89,10 @@ def ask(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
 
 
 def answer(plain: socket.socket, key: bytes) -> tuple[ssl.SSLSocket, int]:
-    """On node 0: the connection of another node, and the port that it is for. Raises OSError."""
+    """Authenticate as node 0, and return a node's connection and the store that it asks for.
+
+    Raises OSError (RefusedError if the secrets differ).
+    """
     plain.settimeout(HANDSHAKE_SECONDS)
     plain.sendall(GREETING)
     connection = _context(True).wrap_socket(plain, server_side=True)
@@ -111,7 +119,10 @@ def _closed_at_an_error(connection: socket.socket) -> Iterator[None]:
 
 
 def is_gate(address: tuple[str, int]) -> bool:
-    """Whether what listens there asks for a secret. A store says nothing, and ends what asks nothing."""
+    """Return whether a gate listens at `address`.
+
+    A store sends nothing first, and closes a connection whose client has stopped sending.
+    """
     with contextlib.suppress(OSError), socket.create_connection(address, HANDSHAKE_SECONDS) as plain:
         plain.shutdown(socket.SHUT_WR)
         return _exactly(plain, len(GREETING)) == GREETING
@@ -119,7 +130,7 @@ def is_gate(address: tuple[str, int]) -> bool:
 
 
 def carry(one: ssl.SSLSocket, other: socket.socket) -> None:
-    """Bytes both ways, until a side has ended; both are closed then."""
+    """Copy bytes both ways until one side closes, then close both."""
     with one, other, selectors.DefaultSelector() as selector, contextlib.suppress(OSError):
         for each in (one, other):
             each.setblocking(True)
@@ -128,6 +139,7 @@ def carry(one: ssl.SSLSocket, other: socket.socket) -> None:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             selector.register(each, selectors.EVENT_READ)
         while True:
+            # TLS may have decrypted bytes buffered, for which select() does not wake up.
             ready = [one] if one.pending() else [key.fileobj for key, _ in selector.select()]
             for source, target in ((one, other), (other, one)):
                 if source in ready:
@@ -138,7 +150,7 @@ def carry(one: ssl.SSLSocket, other: socket.socket) -> None:
 
 
 class _Door:
-    """A port where each connection is served by a thread of its own."""
+    """Serve every connection to a port in a separate thread."""
 
     def __init__(self, listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
         self._listener, self._serve, self._name = listener, serve, name
@@ -150,23 +162,24 @@ class _Door:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                threading.Event().wait(0.1)  # no descriptor is free
+                threading.Event().wait(0.1)  # out of file descriptors
                 continue
             try:
                 threading.Thread(target=self._one, args=(connection,), name=self._name, daemon=True).start()
-            except RuntimeError:  # no thread is free
+            except RuntimeError:  # out of threads
                 connection.close()
 
     def _one(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):  # ssl's, of a connection that is closed
+        # Ssl raises ValueError for a closed connection.
+        with connection, contextlib.suppress(OSError, ValueError):
             self._serve(connection)
 
 
 class Gate:
-    """On node 0: lets connections of nodes that know the secret through to stores on its loopback."""
+    """Proxy server on node 0: forwards authenticated nodes to stores on its loopback."""
 
     def __init__(self, port: int, key: bytes) -> None:
-        """Listens at `port` on all interfaces. Raises OSError."""
+        """Listen at `port` on all interfaces. Raises OSError."""
         self._key, self._stores = key, dict[int, int]()
         self._strangers, self._lock = dict[socket.socket, str](), threading.Lock()
         self._has_said = False
@@ -176,7 +189,7 @@ class Gate:
         self.port = _Door(listener, self._serve, "tandem-gate").port
 
     def open(self, name: int, port: int) -> None:
-        """Who asks for `name` gets what listens at `port` on this host's loopback."""
+        """Forward nodes that ask for the store `name` to `port` on this host's loopback."""
         self._stores[name] = port
 
     def close(self, name: int) -> None:
@@ -185,7 +198,7 @@ class Gate:
     def _serve(self, plain: socket.socket) -> None:
         address = str(plain.getpeername()[0]).removeprefix("::ffff:")
         self._make_room(plain, address)
-        copy = plain.dup()  # what TLS takes over; `plain` stays for whoever has to end it
+        copy = plain.dup()  # TLS takes the copy over; `plain` stays open for `_make_room` to shut down
         try:
             connection, name = answer(copy, self._key)
         except RefusedError as error:
@@ -194,14 +207,18 @@ class Gate:
         finally:
             with self._lock:
                 self._strangers.pop(plain, None)
-            copy.close()  # nothing, where TLS has it
+            copy.close()  # does nothing once TLS has taken it over
         with connection:
             port = self._stores.get(name)
             if port is not None:
                 carry(connection, socket.create_connection((LOOPBACK, port), HANDSHAKE_SECONDS))
 
     def _make_room(self, plain: socket.socket, address: str) -> None:
-        """One more stranger; where they are too many, the oldest of the address that most come from goes."""
+        """Count one more unauthenticated connection; if there are too many, shut one down.
+
+        The oldest connection of the address with the most connections is closed, so that one attacker cannot
+        crowd out the nodes.
+        """
         with self._lock:
             self._strangers[plain] = address
             if len(self._strangers) <= STRANGERS:
@@ -221,9 +238,9 @@ class Gate:
 
 
 class Way:
-    """On another node: a port of its loopback that leads through node 0's gate to one store there.
+    """Proxy client on another node: a loopback port that leads through node 0's gate to one store there.
 
-    `name` is what the gate is asked for; what comes after a change of it goes there.
+    `name` is the store that new connections ask for; existing ones keep theirs.
     """
 
     def __init__(self, master: tuple[str, int], key: bytes, name: int) -> None:
@@ -231,13 +248,14 @@ class Way:
         self.port = _Door(socket.create_server((LOOPBACK, 0), backlog=256), self._serve, "tandem-way").port
 
     def check(self) -> None:
-        """Raises OSError, with why, where there is no gate of this job."""
+        """Raise OSError, with the reason, if no gate of this job answers."""
         if not is_gate(self._master):
             raise RefusedError(NO_GATE)
         self._through().close()
 
     def _through(self) -> ssl.SSLSocket:
-        there = socket.create_connection(self._master, HANDSHAKE_SECONDS)  # resolved anew each time
+        # Resolved each time, because a new pod has a new address.
+        there = socket.create_connection(self._master, HANDSHAKE_SECONDS)
         try:
             return ask(there, self._key, self.name)
         except RefusedError:
@@ -245,7 +263,7 @@ class Way:
         except OSError as error:
             raise RefusedError(f"{type(error).__name__} during the handshake") from error
         finally:
-            there.close()  # nothing, where TLS has it
+            there.close()  # does nothing once TLS has taken it over
 
     def _serve(self, plain: socket.socket) -> None:
         carry(self._through(), plain)

@@ -1,12 +1,12 @@
-"""The fork server of a node keeps all that its ranks start, and ends it with the agent, however that ends.
+"""Make the fork server end all descendants of its ranks when the agent ends, however it ends.
 
-Each rank leads a session of its own, below the fork server, which leads one too: nothing that is meant for
-the agent's process group ends it. What is left when a rank ends becomes the fork server's child (a subreaper,
-see deaf.py), also what has made itself a daemon: so the agent finds it, and ends it. When the agent dies,
-however it does, the kernel sends the fork server SIGCONT, which it hears even where somebody has stopped it.
-(The end of the pipe that multiprocessing gives a fork server would come too late: ranks hold it, too.)
+Each rank leads a session, and so does the fork server, so no signal to the agent's process group reaches
+them. What a rank leaves behind becomes a child of the fork server, which is a subreaper (deaf.py), even if it
+has daemonized: the agent can find and end it. When the agent dies, the kernel sends the fork server SIGCONT,
+which is delivered even to a stopped process. (multiprocessing's pipe closes too late for this, because ranks
+hold its other end, too.)
 
-Importing this is enough, as for deaf.py, and only a fork server does; last, when it has imported all else.
+Importing this module installs it. Only a fork server imports it, after everything else.
 """
 
 import os
@@ -25,7 +25,7 @@ def _end_with_agent(_number: int, _frame: FrameType | None) -> None:
 
 
 KEEPER, AGENT = os.getpid(), os.getppid()
-with suppress(PermissionError):  # it leads one already
+with suppress(PermissionError):  # it leads a session already
     os.setsid()
 signal.signal(signal.SIGCONT, _end_with_agent)
 end_with_parent(signal.SIGCONT)

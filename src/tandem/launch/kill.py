@@ -1,8 +1,9 @@
-"""`tandem kill`: a signal to one rank or node of one run on this machine, and to nothing else.
+"""Implement `tandem kill`: signal one rank or node of one run on this machine, and nothing else.
 
-A name such as tandem-rank-1 is also that of another run's rank, and the beginning of tandem-rank-10. What
-only one process tree has is this run's RUN/log/rank-1.log, open for writing: its topmost process is meant.
-No link counts: neither one in the run that leads to another's logs, nor one in another run that leads here.
+A process name is not enough: another run has a tandem-rank-1 too, and tandem-rank-1 is a prefix of
+tandem-rank-10. The rank is therefore the topmost process that has RUN/log/rank-1.log open for writing. Links
+do not count, neither one in this run that leads to another run's logs, nor one in another run that leads
+here.
 """
 
 import os
@@ -20,7 +21,10 @@ WRITES = os.O_WRONLY | os.O_RDWR
 
 
 def kill(run_dir: Path, kind: str, number: int, name: str) -> str:
-    """Send SIG`name` to rank or node (`kind`) `number` of a run; a line about it. Raises ConfigError."""
+    """Send SIG`name` to rank or node (`kind`) `number` of a run; return a line about it.
+
+    Raises ConfigError if no such process runs on this machine.
+    """
     if (run_dir / "log").is_symlink():
         raise ConfigError(f"{run_dir}/log is a link to another run's logs; give that run's directory")
     if not (run_dir / "log").is_dir():
@@ -43,7 +47,7 @@ def kill(run_dir: Path, kind: str, number: int, name: str) -> str:
 
 
 def processes_of(run_dir: Path) -> dict[tuple[str, int], int]:
-    """{("rank", 1): pid, ("node", 0): pid, ...}: who writes the logs of a run on this machine."""
+    """Return {("rank", 1): pid, ("node", 0): pid, ...}: the local processes that write a run's logs."""
     folder = os.path.realpath(run_dir / "log")
     writers: dict[tuple[str, int], set[int]] = {}
     others: set[int] = set()
@@ -52,6 +56,8 @@ def processes_of(run_dir: Path) -> dict[tuple[str, int], int]:
             place, name = os.path.split(path)
             if (match := LOG.fullmatch(name)) is None:
                 continue
+            # realpath() of this run's log directory, and the kernel's own path of the open file: links do not
+            # count.
             if place == folder:
                 writers.setdefault((match[1], int(match[2])), set()).add(pid)
             elif os.path.basename(place) == "log":
@@ -62,7 +68,10 @@ def processes_of(run_dir: Path) -> dict[tuple[str, int], int]:
 
 
 def _is_own(pid: int, agents: set[int], others: set[int]) -> bool:
-    """False for a process of another run, one of whose logs is a link to here: its agent has a log there."""
+    """Return False for a process of another run whose log links to this run.
+
+    Its agent writes a log of that run.
+    """
     while pid > 1 and pid not in agents:
         if pid in others:
             return False
@@ -71,10 +80,11 @@ def _is_own(pid: int, agents: set[int], others: set[int]) -> bool:
 
 
 def _written_by(pid: int) -> Iterator[str]:
-    """Files that a process has open for writing; none of one that has ended or is another user's."""
+    """Yield the files that a process has open for writing; none if it is gone or another user's."""
     try:
         for number in os.listdir(f"/proc/{pid}/fd"):
             flags = re.search(r"^flags:\s*(\d+)$", Path(f"/proc/{pid}/fdinfo/{number}").read_text(), re.M)
+            # `tail -f` has a log open for reading only. fdinfo has the flags in octal (proc(5)).
             if flags and int(flags[1], 8) & WRITES:
                 yield os.readlink(f"/proc/{pid}/fd/{number}")
     except OSError:
@@ -82,11 +92,13 @@ def _written_by(pid: int) -> Iterator[str]:
 
 
 def _topmost(pids: set[int], name: str) -> int:
-    """The one whose parent is not among them: the others are its children, who inherit what is open.
+    """Return the process whose parent is not in `pids`.
 
-    Where a person's program writes there, too, it is the one that is called `name`.
+    The others are its children, which inherit open files. If a user's program writes to the file as well, the
+    process called `name` is preferred.
     """
     tops = [pid for pid in pids if _parent(pid) not in pids] or list(pids)
+    # The kernel keeps 15 characters of a name (prctl(2)).
     return min(tops, key=lambda pid: (_name(pid) != name[:15], pid))
 
 

@@ -1,9 +1,9 @@
-"""Who lives, by this node's own clock: the rendezvous state as a node may judge it.
+"""Judge which nodes are alive by this node's own clock.
 
-torch's rendezvous writes the wall clock of each node into the shared state and compares it with the reader's.
-A node six seconds behind is then dead to all others at once, and the rest trains without it. Here a heartbeat
-is as old as it is long ago, by the time in which this node ran, that it was first seen to be new; what other
-nodes have written is put back unchanged when this one writes.
+torch's rendezvous writes each node's wall clock into the shared state and compares it with the reader's
+clock. A node whose clock is six seconds behind would be dead to all others at once, and they would train
+without it. Here the age of a heartbeat is the time since this node first saw it change, measured while this
+node was running (running.py). When this node writes the state, it restores the other nodes' original values.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -16,18 +16,18 @@ DEADLINE = "deadline"
 
 
 class OwnClock:
-    """Translates the rendezvous state of torch's dynamic rendezvous; one for each handler.
+    """Translate the times in the state of torch's dynamic rendezvous; one object per handler.
 
-    `last_call` is told when a generation has begun, which the state says to each node.
+    The state also shows whether a generation has started, which `last_call` needs to know.
     """
 
     def __init__(self, last_call: LastCall) -> None:
         self._last_call = last_call
-        self._seen: dict[Any, tuple[datetime, float]] = {}  # what was written, and when that was first read
-        self._given: dict[Any, datetime] = {}  # what this node's rendezvous was told instead
+        self._seen: dict[Any, tuple[datetime, float]] = {}  # what was written, and when it was first read
+        self._given: dict[Any, datetime] = {}  # what this node's rendezvous received instead
 
     def received(self, state: Any) -> Any:
-        """The state as it was read, with each time in it as if this node's clock had written it."""
+        """Return the state as read, with every time converted as if this node's clock had written it."""
         if state.round or state.complete:
             self._last_call.has_begun()
         beats = state.last_heartbeats
@@ -39,7 +39,7 @@ class OwnClock:
         return state
 
     def sent(self, state: Any) -> Any:
-        """The state as it is to be written: with what this node did not change as the others wrote it."""
+        """Return the state to write, with the others' times as they wrote them."""
         beats = state.last_heartbeats
         state.last_heartbeats = {node: self._restore(node, told) for node, told in beats.items()}
         if state.deadline is not None:

@@ -1,4 +1,4 @@
-"""One rank without an agent: under torchrun, srun or mpirun, started by hand, or all alone."""
+"""Run one rank without an agent: under torchrun, srun or mpirun, started by hand, or alone."""
 
 import contextlib
 import multiprocessing
@@ -32,9 +32,10 @@ Decide = Callable[[], ResumeDecision]
 def run_lone_rank(
     settings: Settings, placement: Placement, rank_function: Callable[..., int], chosen: frozenset[str]
 ) -> int:
-    """Train as the rank that the environment says; its exit code. Rank 0 also hosts page and metrics.
+    """Train as the rank that the environment sets, and return its exit code.
 
-    `chosen`: the names of the settings that somebody has given a value.
+    Rank 0 also hosts the page and the metrics. `chosen` has the names of the settings that were set
+    explicitly.
     """
     with contextlib.closing(LoneRank(settings, placement, lambda: decide(settings))) as rank:
         code = rank_function(TaskJob(settings.to_dict(), chosen), rank.position, hear=rank.hear)
@@ -43,9 +44,10 @@ def run_lone_rank(
 
 
 class LoneRank:
-    """A rank without an agent, from its place in the world to `close`: rank 0 hosts page and metrics.
+    """A rank without an agent, from its position in the job until `close`.
 
-    Rank 0 asks for the `decision` once the run directory is its own; none: the program decides by itself.
+    Rank 0 hosts the page and the metrics. It calls `decision` once it holds the lease on the run directory;
+    without one, the script decides by itself where it resumes.
     """
 
     def __init__(
@@ -65,7 +67,8 @@ class LoneRank:
         with contextlib.ExitStack() as opened:
             if self.position.rank == 0:
                 self._open_on_first_rank(opened, placement, decision)
-            elif not self.position.init.startswith("file:"):  # there the process group waits for the others
+            # With a file, init_process_group waits for the others.
+            elif not self.position.init.startswith("file:"):
                 patience = settings.launch.master_timeout
                 wait_for_master(met.master_host, met.master_port, patience, lambda: False)
             self._opened = opened.pop_all()
@@ -84,7 +87,7 @@ class LoneRank:
         folder = opened.enter_context(scratch())
         self._view = NodeView(settings, placement, None, folder, run_dir, access)
         opened.callback(self._view.close)
-        if resume is None or resume.kind != "complete":  # each start is one of the run's, as under an agent
+        if resume is None or resume.kind != "complete":  # counts as a start of the run, as under an agent
             self._view.generation_started(1, self.position)
         self._tracker = opened.enter_context(TrackerProcess(settings, run_dir))
         self.position = replace(
@@ -95,7 +98,7 @@ class LoneRank:
         )
 
     def ended(self, code: int, reason: str) -> None:
-        """The training is over: rank 0 shows it, and waits for the last scrape, if there was any."""
+        """Record the end of the training; rank 0 shows it, and waits for a last scrape if there were any."""
         for stopping in self._stopping:
             stopping.is_over = True
         if self._view is not None:
@@ -109,17 +112,17 @@ class LoneRank:
             self._view.linger(self._stop)
 
     def hear(self, stop: StopFlag) -> None:
-        """From here on a stop is said, and a second Ctrl-C ends this process (main thread only)."""
+        """Report a stop from now on, and end this process at a second Ctrl-C (main thread only)."""
         self._stop = stop
         self._stopping.append(LoneStop(stop, self._settings, self.position, self._leave_at_once))
 
     def _leave_at_once(self, code: int, reason: str) -> None:
-        """End this process, whatever its main thread is at; nothing that it has opened is left behind."""
+        """End this process, whatever its main thread is doing, without leaving files or processes behind."""
         last = threading.Timer(AT_ONCE_SECONDS, os._exit, (code,))
         last.daemon = True
         last.start()
-        with contextlib.suppress(Exception):  # of what the main thread is closing as well
-            for child in multiprocessing.active_children():  # loader processes
+        with contextlib.suppress(Exception):  # the main thread may be closing the same things
+            for child in multiprocessing.active_children():  # DataLoader workers
                 child.kill()
             if self._view is not None and self._claim.look():
                 self._view.ended(code, reason)
@@ -133,7 +136,7 @@ class LoneRank:
 
 
 def position_of(placement: Placement, launch: LaunchConfig) -> Position:
-    """The rank's position; how many ranks share its host is known when its platform started them."""
+    """Return the rank's position. How many ranks share its host is known only if a platform started them."""
     world_size = placement.world_size or 1
     init = "alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master"
     if world_size > 1 and launch.master is not None and not os.environ.get("MASTER_ADDR"):

@@ -1,4 +1,7 @@
-"""What a stop is to a rank without an agent: nobody else says what happens, or ends what is in its way."""
+"""Handle a stop of a rank without an agent, which has to report it and to end what blocks it.
+
+See docs/architecture.md#a-sigterm.
+"""
 
 import logging
 import time
@@ -18,9 +21,12 @@ log = logging.getLogger("tandem.run")
 
 
 class LoneStop:
-    """Says at the first signal what is saved, and ends the process where nothing is, or at a second Ctrl-C.
+    """Report at the first signal what will be saved; end the process if nothing can be.
 
-    `leave(code, reason)` ends it at once; both come from the flag's own thread.
+    A second Ctrl-C also ends it.
+
+    `leave(code, reason)` ends the process at once. Both callbacks run in the flag's own thread, so they work
+    while the main thread is blocked in C.
     """
 
     def __init__(
@@ -31,7 +37,7 @@ class LoneStop:
         self._run_dir = local_folder(settings.run.place)
         self._place = shown(settings.run.place)
         self.is_over = False
-        """Whether the run has ended: what is left is to show it."""
+        """Whether the run has ended and only its result remains to be shown."""
         stop.is_torchruns = position.platform == "torchrun"
         stop.listen(self._first, self._second)
 
@@ -39,6 +45,7 @@ class LoneStop:
         if self.is_over:
             return
         deadline = time.monotonic() + START_STOP_SECONDS
+        # Training may be about to take its first step, after which it can save.
         while not self._stop.is_heeded and time.monotonic() < deadline:
             time.sleep(MONITOR_SECONDS)
         if not self._stop.is_heeded:
@@ -49,7 +56,7 @@ class LoneStop:
             log.info(text, self._stop.name, self._place, self._how_long(), again)
 
     def _how_long(self) -> str:
-        """What is known of it in advance."""
+        """Return what is known in advance about the duration of the save."""
         took = [
             event.get("seconds") for event in read_events(self._run_dir) if event.get("kind") == "checkpoint"
         ]

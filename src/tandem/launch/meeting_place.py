@@ -1,4 +1,7 @@
-"""Where this node reaches the stores of node 0: as they are, or with a secret through the gate there."""
+"""Reach node 0's stores: directly, or through its TLS proxy if the job has a secret.
+
+docs/architecture.md#how-ranks-connect describes both ways.
+"""
 
 import contextlib
 import logging
@@ -38,27 +41,28 @@ from tandem.timeouts import (
 log = logging.getLogger("tandem.agent")
 
 AGENTS_STORE = 0
-"""What other nodes ask the gate for; a store of ranks they ask for by its port."""
+"""The number of the agents' store at the gate. A store of ranks has its port as number."""
 
 
 class MeetingPlace:
-    """The stores of one job as one node reaches them. `key` is that of the job's secret, if it has one.
+    """The stores of one job, as one node reaches them; `key` is derived from the job's secret, if it has one.
 
-    Another node has one way for its agent's store, and one for the store of its ranks, which is a new one in
-    each generation of a script.
+    Other nodes have one proxy client for the agents' store, and one for the store of their ranks. A script
+    has a new store in each generation, so that client's target changes.
     """
 
     def __init__(self, placement: Placement, key: bytes | None) -> None:
         self.asked, self.placement = placement, placement.by_loopback()
+        # Nothing leaves a single host, so its stores listen on loopback and need no secret.
         self._key = key = None if placement.is_one_host else key
         self._agents_way = Way(self._master, key, AGENTS_STORE) if key and placement.node_rank else None
         self._ranks_way: Way | None = None
         self._gate: Gate | None = None
-        self._agents_port = self._ranks_port = 0  # of the stores that are here, with a gate before them
+        self._agents_port = self._ranks_port = 0  # of the stores on this host behind the gate
 
     @property
     def is_open(self) -> bool:
-        """Whether anyone on the network who reaches its port is heard."""
+        """Return whether any host that reaches the port is served."""
         return self._key is None and not self.placement.is_one_host
 
     @property
@@ -67,23 +71,28 @@ class MeetingPlace:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where this node's agent and ranks find the agents' store; on node 0 after `host`."""
+        """Return the address of the agents' store for this node's agent and ranks.
+
+        On node 0 it is valid after `host`.
+        """
+        # Node 0 connects by loopback: its own name may be published only once it is ready.
         if self.placement.node_rank == 0 and not self.placement.is_one_host:
             return LOOPBACK, self._agents_port or self.placement.master_port
         return (LOOPBACK, self._agents_way.port) if self._agents_way else self._master
 
     def of_ranks(self, host: str, port: int) -> tuple[str, int]:
-        """The same for a store that node 0 has made for ranks, and said to be there."""
+        """Return the same for the store at `host`:`port` that node 0 hosts for ranks."""
         if self._key is None:
             return host, port
         if self.placement.node_rank == 0:
             return LOOPBACK, port
+        # One client for all generations: only the store that it asks for changes.
         self._ranks_way = self._ranks_way or Way(self._master, self._key, port)
         self._ranks_way.name = port
         return LOOPBACK, self._ranks_way.port
 
     def host(self) -> TCPStore:
-        """The agents' store, on node 0. Raises PeerLostError."""
+        """Start the agents' store, on node 0. Raises PeerLostError if the port is taken."""
         if self._key is None:
             return host_store(self.placement)
         store = host_store(self._here())
@@ -99,11 +108,12 @@ class MeetingPlace:
         return store
 
     def host_for_ranks(self) -> tuple[TCPStore, str]:
-        """A store for the ranks of one generation, on node 0, and its address as nodes tell each other."""
+        """Start a store on node 0 for the ranks of one generation; return it and its public address."""
         if self._gate is None:
             store = serve(self.placement, 0)
         else:
             store = serve(self._here(), 0)
+            # Ranks of the last generation must not reach the new one, nor keep the old store alive.
             if self._ranks_port:
                 self._gate.close(self._ranks_port)
             self._ranks_port = int(store.port)
@@ -114,7 +124,7 @@ class MeetingPlace:
         return replace(self.placement, master_host=LOOPBACK, master_port=0, nodes_share_host=True)
 
     def join(self, timeout_seconds: float, stop: StopFlag) -> TCPStore:
-        """The agents' store, from another node, once node 0 answers and lets it in.
+        """Connect to the agents' store from another node, once node 0 answers and admits it.
 
         Raises StoreLostError, StopRequestedError, TandemError.
         """
@@ -124,6 +134,7 @@ class MeetingPlace:
             left = max(0.0, ends - time.monotonic())
             try:
                 return self._join(left, stop)
+            # Retried: the secret may be on its way to one of the nodes, or too many nodes connect at once.
             except RefusedError as error:
                 why = f"{host}:{port} refused this node: {error}"
             if not left:
@@ -134,12 +145,13 @@ class MeetingPlace:
             time.sleep(min(REFUSED_RETRY_SECONDS, left))
 
     def _join(self, seconds: float, stop: StopFlag) -> TCPStore:
-        """One attempt. Raises RefusedError, and what `join` raises."""
+        """Try once. Raises RefusedError, and what `join` raises."""
         wait_for_master(*self._master, seconds, lambda: bool(stop))
         if stop:
             raise StopRequestedError
         if self._agents_way is not None:
             self._agents_way.check()
+        # torch's client would retry against a gate for a minute, with a stack trace for each attempt.
         elif self.is_open:
             with still("waiting for an answer from {}:{}".format(*self._master)):
                 has_gate = is_gate(self._master)
@@ -148,15 +160,15 @@ class MeetingPlace:
         return join_store(self.placement, self.address, seconds, lambda: bool(stop))
 
     def connect(self) -> TCPStore:
-        """One more connection to the agents' store."""
+        """Open one more connection to the agents' store."""
         return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
 
 
 def announce(place: MeetingPlace, code: int, reason: str = "", stop: StopFlag | None = None) -> None:
-    """This node ends the job before it began: tell the nodes that come within half a minute, and why.
+    """Tell the nodes that arrive within ANNOUNCE_SECONDS why this node ends the job before it began.
 
-    A node other than 0 tells node 0 of a mistake. It ends nobody's job but its own, none whose nodes are all
-    there, and no elastic one, which can do without it.
+    A node other than 0 reports an error to node 0. It can only end its own job: not one whose nodes are all
+    present, nor an elastic one, which can start without this node.
     """
     placement = place.placement
     if placement.nodes == 1:
@@ -172,15 +184,16 @@ def announce(place: MeetingPlace, code: int, reason: str = "", stop: StopFlag | 
         elif placement.elastic is None and stop is not None:
             deadline = time.monotonic() + ANNOUNCE_SECONDS
             store = place.join(ANNOUNCE_SECONDS, stop)
+            # With another number of nodes, node 0 may belong to another launch.
             if store.get(NODES_KEY) == str(placement.nodes).encode() and _is_missed(store, stop, deadline):
                 leave_verdict(store, code, f"node {placement.node_rank}: {reason}")
                 store.add(LEFT_KEY, 1)
 
 
 def _is_missed(store: TCPStore, stop: StopFlag, deadline: float) -> bool:
-    """Whether nodes wait for this one: those that train do not, unless they have just lost it.
+    """Return whether nodes wait for this one. Those that train do not, unless they have just lost it.
 
-    Raises ValueError.
+    Waits for up to `deadline` (monotonic seconds) while they train. Raises ValueError for an invalid state.
     """
     while store.check([STATE_KEY]) and is_complete(store.get(STATE_KEY)):
         if stop or time.monotonic() > deadline:

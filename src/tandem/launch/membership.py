@@ -1,6 +1,7 @@
-"""Whether nodes wait to be let in, asked from a thread of its own.
+"""Poll from a separate thread whether nodes wait to be let in.
 
-The store of an agent that is stopped does not answer; the agent here looks after its ranks meanwhile.
+The store of a stopped agent does not answer. The thread blocks then, while the agent here still watches its
+ranks.
 """
 
 import threading
@@ -10,7 +11,7 @@ from tandem.timeouts import MEMBERSHIP_SECONDS
 
 
 class Membership:
-    """Looks at the rendezvous during one generation, from construction to `close`."""
+    """Poll the rendezvous during one generation, from construction to `close`."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask, self._closing = ask, threading.Event()
@@ -19,19 +20,19 @@ class Membership:
         threading.Thread(target=self._look, name="tandem-membership", daemon=True).start()
 
     def is_awaited(self) -> bool:
-        """Whether nodes waited at the last look; raises what that raised."""
+        """Return whether nodes waited at the last poll; raise what the poll raised."""
         if self._error is not None:
             raise self._error
         return self._found
 
     def close(self) -> None:
-        """No more looks; one that does not end is left to itself."""
+        """Stop polling. A poll that is blocked is left alone; its thread is a daemon."""
         self._closing.set()
 
     def _look(self) -> None:
         while not self._closing.wait(MEMBERSHIP_SECONDS):
             try:
                 self._found = self._ask()
-            except Exception as error:  # for the agent, which decides what it means
+            except Exception as error:  # re-raised in the agent's thread, which decides what it means
                 self._error = error
                 return

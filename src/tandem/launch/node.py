@@ -1,4 +1,4 @@
-"""`tandem launch` on one node: from its placement to its exit code, once per node of the job."""
+"""Run `tandem launch` on one node: from its placement to its exit code, once per node of the job."""
 
 import contextlib
 import logging
@@ -46,7 +46,11 @@ log = logging.getLogger("tandem.launch")
 
 
 class Work(NamedTuple):
-    """What a node's ranks do: functions ("module:name") that get `job`; modules that are imported before."""
+    """What a node's ranks run.
+
+    `rank_function` and `warm_up` are "module:name"; both receive `job`. The fork server imports `preload`
+    before it forks the first rank.
+    """
 
     rank_function: str
     warm_up: str
@@ -56,16 +60,16 @@ class Work(NamedTuple):
 
 
 def task_work(rank_function: str, settings: Settings, chosen: Collection[str]) -> Work:
-    """Train a task. `chosen`: the names of the settings that somebody has given a value."""
+    """Return the work of training a task. `chosen`: the names of the settings that were set explicitly."""
     module = rank_function.partition(":")[0]
     job = TaskJob(settings.to_dict(), frozenset(chosen))
     return Work(rank_function, f"{module}:warm_up", job, ["tandem.launch.warm", module])
 
 
 def script_work(program: Program, settings: Settings, chosen: Collection[str]) -> Work:
-    """Run a program of a person's own; for a new interpreter the fork server imports only what starts it.
+    """Return the work of running a user script; `chosen` as for `task_work`.
 
-    `chosen` as for `task_work`.
+    For a new interpreter the fork server imports only what starts it, because exec drops the modules.
     """
     job, module = job_of(program, settings, chosen), "tandem.script.rank"
     cold = job.cold or program.kind == "command"
@@ -76,11 +80,12 @@ def script_work(program: Program, settings: Settings, chosen: Collection[str]) -
 def run_this_node(
     settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
 ) -> int:
-    """Everything one node does in a run; the exit code (see `errors`)."""
+    """Do everything that one node does in a run, and return its exit code (see `errors`)."""
     name_process(f"tandem-node-{placement.node_rank}")
-    key = take_key(os.environ)  # ranks need none
+    key = take_key(os.environ)  # the variable goes; ranks must not see the secret
     set_for_ranks(placement.is_one_host, work.is_script)
-    with run_folder(settings, not placement.node_rank), scratch() as folder:  # and its umask is the ranks'
+    # Sets the umask, which ranks inherit.
+    with run_folder(settings, not placement.node_rank), scratch() as folder:
         return _run_in(folder, settings, placement, work, state_dir, stop, key)
 
 
@@ -93,17 +98,19 @@ def _run_in(
     stop: StopFlag,
     key: bytes | None,
 ) -> int:
-    """The same, with a folder for sockets."""
+    """Do the same in `folder`, a temporary directory for sockets."""
     with contextlib.ExitStack() as opened:
         with _saying_that_it_starts(settings, state_dir), still("importing torch"):
             import torch  # noqa: F401
-        start_fork_server(work.preload, folder)  # while there is one thread
+        start_fork_server(work.preload, folder)  # must happen while this process has one thread
         with _saying_that_it_starts(settings, state_dir):
             with still("importing torch.distributed"):
                 from tandem.launch.meeting_place import MeetingPlace, announce
 
             place = MeetingPlace(placement, key)
             try:
+                # Node 0 takes the lease on the run directory before it reads anything there: another launch
+                # may be writing.
                 mine = Claim(settings.run.place)
                 if placement.node_rank == 0:
                     mine = opened.enter_context(owned(settings, placement, lambda: bool(stop)))
@@ -112,6 +119,7 @@ def _run_in(
             except TandemError as error:
                 log.error("%s", error)
                 leave_word(str(error))
+                # Without this, the other nodes would wait for this one until --master-timeout.
                 announce(place, error.exit_code, str(error), stop)
                 return error.exit_code
             if prepared.decision.kind == "complete":
@@ -121,7 +129,7 @@ def _run_in(
 
 
 def _saying_that_it_starts(settings: Settings, state_dir: Path | None) -> AbstractContextManager[object]:
-    """For the probes, while what takes seconds is done."""
+    """Keep the health probes informed while this node does something that takes seconds."""
     if state_dir is None:
         return contextlib.nullcontext()
     return contextlib.closing(Starting(state_dir, Limits.asked(settings.launch, settings.reliability)))
@@ -131,11 +139,11 @@ class _Prepared(NamedTuple):
     claim: Claim
     decision: ResumeDecision = ResumeDecision("fresh")
     access: Access | None = None
-    copies: Copies | None = None  # of what this node writes, when the run directory is an object store
+    copies: Copies | None = None  # copies what this node writes to the object store
 
 
 def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
-    """What can be wrong before any rank starts; the first node also decides where the run begins.
+    """Check what can be wrong before any rank starts; on node 0, also decide where the run resumes.
 
     Raises TandemError.
     """
@@ -157,14 +165,14 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
         prepared = _Prepared(mine, decision, access)
     with still(f"importing the task {run.task}"):
         load_task(run.task, run.task_fields, data.data_dir, data.download)
-    if placement.node_rank == 0:  # a mistake until here leaves no folder behind
+    if placement.node_rank == 0:  # last, so that an error until here leaves no directory behind
         prepared = prepared._replace(copies=prepare_run_dir(settings, mine, prepared.decision))
     _log_of_first_node(settings, placement)
     return prepared
 
 
 def _prepare_script(settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
-    """The same for a program: where it begins is its own affair. Raises TandemError."""
+    """Do the same for a script, which decides by itself where it resumes. Raises TandemError."""
     if placement.node_rank != 0:
         return _Prepared(mine)
     if settings.launch.warm_gpu:
@@ -190,7 +198,7 @@ def _run_agent(
     stop: StopFlag,
     prepared: _Prepared,
 ) -> int:
-    """The agent, and beside it what shows the run to the outside."""
+    """Run the agent, together with what shows the run to the outside."""
     with still("importing the agent"):
         from tandem.launch.agent import run_agent
         from tandem.launch.generations import NodeAgent
@@ -200,7 +208,7 @@ def _run_agent(
 
     placement, run_dir = place.placement, local_folder(settings.run.place)
     nproc = placement.nproc or _ranks_for_gpus(settings)
-    memories = [NodeMemory() for _ in range(2 * nproc)]  # see `Position.memories`
+    memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Position.memories`
     bound_to = place_of if work.is_script else gpu_of if settings.launch.warm_gpu else nothing_of
     workers = Workers(work.rank_function, work.job, memories, work.warm_up, bound_to)
     stop_together(workers.signal_all)
@@ -217,6 +225,7 @@ def _run_agent(
             report = _run_counted(node, agent, Starts(settings.run.place, mine.look))
         else:
             report = run_agent(node, agent)
+        # After a takeover, the run directory belongs to another launch: write nothing more there.
         if mine.look():
             with reporting("show how the run ended"):
                 view.ended(report.code, report.reason)
@@ -227,7 +236,7 @@ def _run_agent(
                 if prepared.copies is not None:
                     prepared.copies.push()
         if report.code not in (FINISHED, STOPPED):
-            said_already = (  # by rank 0, which is here
+            said_already = (  # by rank 0, whose log is on this terminal
                 report.code in (1, 2)
                 and report.generations > 0
                 and placement.node_rank == 0
@@ -241,7 +250,7 @@ def _run_agent(
 
 
 def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "AgentReport":
-    """The agent of node 0, unless its starts have saved nothing new for too long."""
+    """Run the agent of node 0, unless earlier starts have saved nothing new for too long."""
     from tandem.launch.agent import AgentReport, run_agent
     from tandem.launch.meeting_place import announce
 
@@ -256,7 +265,10 @@ def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "Age
 
 
 def _ranks_for_gpus(settings: Settings) -> int:
-    """`--nproc auto`: one rank for its GPU or GPUs, else one; one as well for what is a single process."""
+    """Return the number of ranks for `--nproc auto`: one per GPU (or group of GPUs), else one.
+
+    A strategy that uses a single process gets one rank, too.
+    """
     if settings.compute.device == "cpu" or settings.compute.strategy_name in ONE_PROCESS:
         return 1
     import torch
@@ -268,10 +280,10 @@ _reserved: list[socket.socket] = []
 
 
 def with_port(placement: Placement) -> Placement:
-    """A node alone, and simulated ones, need no agreed port: take a free one, and keep it.
+    """Reserve a free port as the master's, for a single node or simulated ones, which need no agreed port.
 
-    A socket that is bound and does not listen keeps others from being given the port; the store, which sets
-    SO_REUSEADDR as well, may listen there (Linux: ip(7), socket(7)).
+    A bound socket that does not listen keeps the kernel from giving the port away. The store also sets
+    SO_REUSEADDR, so it may listen there (Linux: ip(7), socket(7)).
     """
     if placement.master_port:
         return placement

@@ -1,4 +1,4 @@
-"""What an agent works with: this node's part of a job."""
+"""Define what an agent works with: this node's part of a job."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,9 @@ from tandem.signals import StopFlag
 
 @dataclass(frozen=True)
 class Node:
-    """This node's part of a job, as every agent of it works with it.
+    """This node's part of a job, which all its agents share.
 
-    `claim` is that of node 0 on the run directory; other nodes' has no token.
+    `claim` is the lease on the run directory; only node 0's has a token.
     """
 
     placement: Placement
@@ -32,7 +32,10 @@ class Node:
     place: MeetingPlace
 
     def position(self, worker: Any, group: Any, prefix: str, restart: int) -> Position:
-        """That of one of its ranks, a `worker` of torch's `group`, whose ranks meet below `prefix`."""
+        """Return the position of one local rank: a `worker` of torch's `group`.
+
+        The ranks of the generation connect below `prefix` in the store.
+        """
         placement = self.placement
         return Position(
             rank=worker.global_rank,

@@ -1,4 +1,4 @@
-"""`tandem launch [settings] PROGRAM [its arguments]`: where ours ends and a person's own program begins."""
+"""Split `tandem launch [settings] PROGRAM [arguments]` into tandem's words and the user's program."""
 
 import ast
 import importlib.machinery
@@ -20,16 +20,16 @@ _SWITCHES = {
     for setting in SETTINGS.values()
     if setting.is_switch
 }
-"""Flags that need no value, and the words after them that are one."""
+"""Flags that need no value, with the words that are a value if they follow."""
 _ALONE = ("-h", "--help", "-v", "--verbose", "-q", "--quiet", "--json")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
-    """(tandem's own words, the program after them); None where there is none, and a task is trained.
+    """Return (tandem's own words, the program after them); None as program means that a task is trained.
 
-    The program begins with the first word that is neither a setting nor a setting's value, with `-m` or with
-    `--`; everything after that is its own, whatever it looks like. `FILE.py:CLASS` is a task, and
-    settings may follow it. Raises ConfigError.
+    The program begins with the first word that is neither a setting nor a setting's value, with `-m`, or with
+    `--`. Everything after it belongs to the program. `FILE.py:CLASS` is a task, and settings may follow it.
+    Raises ConfigError.
     """
     index = 0
     while index < len(words):
@@ -39,6 +39,7 @@ def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
             if not rest:
                 raise ConfigError(f"{word} needs a {'module' if word == '-m' else 'command'} after it. {SEE}")
             return ours, Program("module" if word == "-m" else "command", rest[0], tuple(rest[1:]))
+        # A script's file name may contain a colon.
         if TASK.fullmatch(word) and not Path(word).exists():
             return [*ours, "--task", word, *words[index + 1 :]], None
         if not word.startswith("-"):
@@ -48,16 +49,16 @@ def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
 
 
 def takes_next(flag: str, following: Sequence[str]) -> bool:
-    """Whether the word after `flag` is its value."""
+    """Return whether the word after `flag` is its value."""
     if "=" in flag or flag.startswith("--no-") or flag in _ALONE:
         return False
     return flag not in _SWITCHES or (bool(following) and following[0] in _SWITCHES[flag])
 
 
 def to_verify(script: str | None, program: Program | None, flags: Mapping[str, Given]) -> Program | None:
-    """What `tandem verify-resume` runs in place of a task; `script` is --script's. Raises ConfigError.
+    """Return what `tandem verify-resume` runs, None for a task; `script` is the value of --script.
 
-    After `--script FILE`, the script's own words follow `--`.
+    After `--script FILE`, the script's own arguments follow `--`. Raises ConfigError.
     """
     verb = "tandem verify-resume"
     if script is not None:
@@ -83,7 +84,7 @@ def to_verify(script: str | None, program: Program | None, flags: Mapping[str, G
 
 
 def is_own_loop(path: Path) -> bool:
-    """Whether a file is a script that calls tandem.start() and defines no task."""
+    """Return whether a file is a script that calls tandem.start() and defines no task."""
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -94,7 +95,7 @@ def is_own_loop(path: Path) -> bool:
 
 
 def check(program: Program, flags: Mapping[str, Given]) -> None:
-    """Refuse what cannot start before anything does. Raises ConfigError, one line."""
+    """Reject a program that cannot start, before anything does. Raises ConfigError with one line."""
     tasks = [given.name for key, given in flags.items() if key == "task" or key.startswith("task.")]
     if tasks:
         raise ConfigError(f"{tasks[0]} names a task, but {program} is a program; give only one of them")
@@ -102,6 +103,7 @@ def check(program: Program, flags: Mapping[str, Given]) -> None:
         _check_script(Path(program.target))
     elif program.kind == "module":
         top = program.target.partition(".")[0]
+        # Looking up a submodule would import its parent package, so only the top level is checked.
         if not top or importlib.machinery.PathFinder.find_spec(top) is None:
             if not Path(top).with_suffix(".py").is_file() and not Path(top or "/").is_dir():
                 raise ConfigError(f"-m {program.target}: no module {top!r} found here. {SEE}")
@@ -126,7 +128,7 @@ def _check_script(path: Path) -> None:
 
 
 def _only_task(path: Path) -> str | None:
-    """The name of the one task that a file defines, if the file does nothing else."""
+    """Return the name of the only task that a file defines, if the file does nothing else."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -145,7 +147,7 @@ def _is_task(found: ast.ClassDef) -> bool:
 
 
 def job_of(program: Program, settings: Settings, chosen: Collection[str]) -> Job:
-    """What the ranks of this node need to know; `chosen` as for `variables_of`."""
+    """Return what the ranks of this node need to run the program; `chosen` as for `variables_of`."""
     hang = settings.reliability.hang_timeout
     return Job(
         program=program,
@@ -160,10 +162,10 @@ def job_of(program: Program, settings: Settings, chosen: Collection[str]) -> Job
 
 
 def variables_of(settings: Settings, chosen: Collection[str]) -> dict[str, str]:
-    """The settings as variables, for a program that asks for them: those that were `chosen`, with whatever
-    value, and where the run writes.
+    """Return settings as variables for a program that uses tandem: the chosen ones and the run directory.
 
-    Not the task, which there is none of, nor what is the agent's: nodes and ranks, and the metrics page.
+    Leaves out the task, because there is none, and what belongs to the agent: nodes, ranks and the metrics
+    page.
     """
     texts = settings.to_dict()
     ours = {name for name, setting in SETTINGS.items() if setting.slice in ("launch", "metrics")}
@@ -172,5 +174,5 @@ def variables_of(settings: Settings, chosen: Collection[str]) -> dict[str, str]:
 
 
 def text_of_setting(value: object) -> str:
-    """A setting's value as a variable or a flag has it."""
+    """Return a setting's value as text, as a variable or a flag has it."""
     return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)

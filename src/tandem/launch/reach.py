@@ -1,6 +1,6 @@
-"""What keeps nodes from meeting, as one of them can see it: names, the port, interfaces, clocks, WORLD_SIZE.
+"""Check what keeps nodes from connecting: names, the port, interfaces, clocks, WORLD_SIZE.
 
-`tandem doctor` makes these checks, and so does an agent that has waited for the others in vain.
+`tandem doctor` runs these checks, and so does an agent whose wait for the other nodes timed out.
 """
 
 import os
@@ -32,14 +32,14 @@ from tandem.timeouts import (
 NETWORKS = Path("/sys/class/net")
 IS_UP = 1  # IFF_UP of netdevice(7)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-FIRST_TIME = 1_700_000_000  # 2023: a clock that is behind it was never set
+FIRST_TIME = 1_700_000_000  # 2023; a clock before that was never set
 
 Environment = Mapping[str, str]
 Connect = Callable[[], TCPStore]
 
 
 class Finding(NamedTuple):
-    """What one check has found, and what a person can do about it."""
+    """The result of one check, with what a person can do about it."""
 
     name: str
     state: Literal["pass", "warn", "fail"]
@@ -50,18 +50,18 @@ class Finding(NamedTuple):
 def what_is_wrong(
     placement: Placement, environ: Environment, connect: Connect | None = None
 ) -> dict[str, str]:
-    """{name: what, and what to do} for nodes that did not meet; node 0 holds its port itself.
+    """Return {name: problem and remedy} for nodes that did not connect; node 0's own port counts as taken.
 
-    `connect` gives the store to a node that was let in there.
+    `connect` opens the store, if this node was admitted there.
     """
     found = [*names(placement, environ), *interfaces(environ), *others(placement, True, connect)]
     return {each.name: f"{each.said}; {each.remedy}" for each in found if each.state != "pass"}
 
 
 def others(placement: Placement, waited: bool = False, connect: Connect | None = None) -> Iterator[Finding]:
-    """The port where nodes meet, and what the store there says, which a gate shows to nobody but its nodes.
+    """Check the port where nodes connect, and what the store there says; a gate shows it only to its nodes.
 
-    `waited`: an agent asks that has waited for the others; on node 0 it is the one that holds the port.
+    `waited` means that an agent calls which has waited for the others. On node 0 that agent holds the port.
     """
     addresses, skews = addresses_of(placement.master_host), dict[str, float]()
     if addresses and placement.node_rank == 0 and not waited:
@@ -83,7 +83,7 @@ def others(placement: Placement, waited: bool = False, connect: Connect | None =
 
 
 def names(placement: Placement, environ: Environment) -> Iterator[Finding]:
-    """Whether the master's name and this host's own are known here."""
+    """Check that the master's name and this host's own name resolve here."""
     host = placement.master_host
     found = addresses_of(host)
     name = "MASTER_ADDR"
@@ -95,6 +95,7 @@ def names(placement: Placement, environ: Environment) -> Iterator[Finding]:
         yield Finding(name, "warn", said, "use node 0's own name, unless this is NAT")
     else:
         yield Finding(name, "pass", f"{host} is {', '.join(found)}")
+    # gloo uses the address of the host's own name, unless an interface is set.
     if placement.is_one_host or any(environ.get(each) for each in INTERFACES):
         return
     own = socket.gethostname()
@@ -108,7 +109,10 @@ def names(placement: Placement, environ: Environment) -> Iterator[Finding]:
 
 
 def interfaces(environ: Environment, networks: Path = NETWORKS) -> Iterator[Finding]:
-    """Whether what gloo and NCCL are told to use is there, and up; NCCL takes prefixes, =NAME and ^NAME."""
+    """Check that the interfaces set for gloo and NCCL exist and are up.
+
+    NCCL takes prefixes, =NAME (exact) and ^NAME (exclude).
+    """
     there = {path.name: _is_up(path) for path in networks.iterdir()} if networks.is_dir() else {}
     wrong, said = "", []
     for variable in INTERFACES:
@@ -127,9 +131,10 @@ def interfaces(environ: Environment, networks: Path = NETWORKS) -> Iterator[Find
 
 
 def world_size(environ: Environment, placement: Placement | None, nproc: int) -> Finding | None:
-    """Where WORLD_SIZE counts pods (a PyTorchJob whose nprocPerNode is no number) and ranks are more.
+    """Check for a WORLD_SIZE that counts pods although there are more ranks.
 
-    `placement` is None where it contradicts the rest; None where it has nothing to do with pods.
+    This happens in a PyTorchJob whose nprocPerNode is not a number. Pass None as `placement` if it could not
+    be read. Returns None if the problem is another one.
     """
     stated, pods = environ.get("WORLD_SIZE", ""), environ.get("PET_NNODES", "")
     each = environ.get("PET_NPROC_PER_NODE", "")
@@ -142,7 +147,7 @@ def world_size(environ: Environment, placement: Placement | None, nproc: int) ->
 
 
 def clock(skews: Mapping[str, float]) -> Finding:
-    """`skews`: seconds that this node is ahead of others, by name."""
+    """Check the clock; `skews` has the seconds by which this node is ahead of others, by name."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(RENDEZVOUS_POLL_SECONDS)
     stepped = (time.time() - wall) - (time.monotonic() - steady)
@@ -167,7 +172,7 @@ def _is_up(path: Path) -> bool:
 
 
 def _free(placement: Placement, address: str) -> Finding:
-    """Whether node 0 could listen where the others look for it."""
+    """Check whether node 0 could listen where the others look for it."""
     port = placement.master_port
     with socket.socket(family_of(address)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -207,8 +212,9 @@ def _store(placement: Placement) -> TCPStore:
 
 
 def _told(placement: Placement, connect: Connect) -> tuple[set[int], dict[str, float]]:
-    """Which nodes are in the store, and how far this clock is ahead of theirs: each writes its time there
-    once a second while it lives. Raises PeerLostError where no store answers.
+    """Return which nodes are in the store, and by how many seconds this clock is ahead of theirs.
+
+    Each live node writes its time there once a second. Raises PeerLostError if no store answers.
     """
     here = {placement.node_rank}
     skews: dict[str, float] = {}
@@ -222,6 +228,7 @@ def _told(placement: Placement, connect: Connect) -> tuple[set[int], dict[str, f
                 if not (number := re.match(r"[0-9]{6}(?=\.)", node.addr)):
                     continue
                 here.add(rank := int(number[0]))
+                # Only a heartbeat that changes during this check is recent enough to compare.
                 if before.get(node.addr, beat) != beat and rank != placement.node_rank:
                     skew = time.time() - beat.timestamp()
                     skews[f"node {rank}"] = min(skew, skews.get(f"node {rank}", skew), key=abs)

@@ -1,7 +1,7 @@
-"""Which rank was killed, and what it cost: one line on node 0's terminal, an event, and so a row of the page.
+"""Report which rank was killed and what it cost: a line on node 0's terminal, an event, a row of the page.
 
-A killed rank's peers only see that it is gone. Its own agent sees the signal, and leaves word of it in the
-agents' store before it goes into the next rendezvous; node 0 reads that when all train again.
+A killed rank's peers only notice that it is gone. Its own agent sees the signal and writes it to the agents'
+store before it joins the next rendezvous. Node 0 reads it when all ranks train again.
 """
 
 import contextlib
@@ -25,16 +25,18 @@ from tandem.words import lasting
 log = logging.getLogger("tandem.agent")
 
 ABORTED = -signal.SIGABRT
-"""What is noted for a rank that SIGABRT has ended. It explains nothing where another rank was killed: NCCL's
-watchdog aborts the ranks that have lost it."""
+"""The code noted for a rank that SIGABRT ended.
+
+It explains nothing if another rank was killed: NCCL's watchdog aborts ranks that have lost a peer.
+"""
 
 
 class Recovery:
-    """From the end of a generation to the first step of the next one, on one node."""
+    """Track, on one node, the time from the end of a generation to the first step of the next."""
 
     def __init__(self, node: Node, store: TCPStore) -> None:
         self._node, self._store = node, store
-        self._since: float | None = None  # when the last generation failed, until it has been told
+        self._since: float | None = None  # when the last generation failed, until it is reported
         self._step, self._keys = 0, list[str]()
         self._is_aborted = False
 
@@ -44,14 +46,15 @@ class Recovery:
         codes: Mapping[int, int | None],
         aborted: Collection[int] = (),
     ) -> None:
-        """A generation of ranks {local rank: position} has ended, with these codes so far.
+        """Record that a generation of ranks {local rank: position} has ended, with these codes so far.
 
-        `aborted`: the local ranks that SIGABRT has ended.
+        `aborted`: the local ranks that SIGABRT ended.
         """
         first = positions[0]
         prefix = f"{first.store[2] if first.store else ''}/killed/"
         self._since, self._step = time.monotonic(), self._node.view.rank_zeros_step()
         self._keys = [f"{prefix}{node}" for node in range(first.nodes)]
+        # Only if all others lost their peers: a rank that failed by itself explains the abort.
         self._is_aborted = bool(aborted) and all(
             rank in aborted or code in (None, PEER_LOST) for rank, code in codes.items()
         )
@@ -61,13 +64,13 @@ class Recovery:
             if code and was_killed(code)
         ]
         if killed:
-            with contextlib.suppress(RuntimeError):  # the store is gone: there is nobody to read it
+            with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
                 self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
 
     def has_lost_others(self) -> bool:
-        """Whether the ranks here were aborted because a rank of another node was killed or has failed.
+        """Return whether the ranks here were aborted because a rank of another node was killed or failed.
 
-        Its agent has seen that before the watchdogs of the others; its word may still be on its way.
+        That node's agent saw it before the watchdogs here; its message may still be on its way.
         """
         deadline = time.monotonic() + OTHERS_SECONDS
         while self._is_aborted and len(self._keys) > 1:
@@ -79,18 +82,18 @@ class Recovery:
         return False
 
     def interrupted(self, number: int) -> None:
-        """It has ended for a node that waits to be let in: say whether one is new, or has lost a rank.
+        """Log that a generation was ended for a waiting node: a new one, or one that lost a rank.
 
-        A rank between two collectives, or one that computes for long, has not heard of it.
+        A rank that computes for long, or is between two collectives, has not noticed the lost peer.
         """
         killed = ", ".join(_told(*each) for each in self._killed())
         level, why = (logging.WARNING, killed) if killed else (logging.INFO, "a node wants to join")
         log.log(level, "%s; restarting all ranks (generation %d)", why, number)
 
     def trains(self) -> None:
-        """The next generation has finished a step: node 0 says what it cost, and who was killed, if any was.
+        """Report on node 0, at the next generation's first step, what the failure cost and who was killed.
 
-        A script's steps are its own affair: nobody knows which of them it takes again.
+        Which steps a script repeats is unknown, so its lost steps are not reported.
         """
         since, self._since = self._since, None
         if since is None or self._node.placement.node_rank != 0:
@@ -105,12 +108,12 @@ class Recovery:
             log.warning("%s; %s", _told(rank, node, code), again)
             told = {"rank": rank, "node": node, "signal": signal_name(shell_code(code))}
             self._node.view.event("rank_killed", **told, **fields)
-        if not killed:  # a hang, a lost or a new node, a stop of one: said when it came
+        if not killed:  # after a hang, a lost node or a new one, which was logged when it happened
             log.info("%s", again)
             self._node.view.event("recovered", **fields)
 
     def _killed(self) -> list[tuple[int, int, int]]:
-        """(rank, node, code) of all that were killed, as far as anybody has left word."""
+        """Return (rank, node, code) of all killed ranks, as far as their agents have written it."""
         found = []
         with contextlib.suppress(RuntimeError, ValueError, TypeError):
             for node, key in enumerate(self._keys):

@@ -1,6 +1,6 @@
-"""Where nodes meet: the store on node 0, torch's rendezvous made quick, and the job's verdict.
+"""Provide the store on node 0 and the job result in it, and wait for the master.
 
-Each wait here looks at signals and at whether another node has ended the job.
+Every wait here checks signals and whether another node has ended the job.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ NODES_KEY = "tandem/nodes"
 
 
 class StopRequestedError(Exception):
-    """A stop signal came while the agent waited for other nodes."""
+    """A stop signal arrived while the agent waited for other nodes."""
 
 
 class VerdictError(Exception):
@@ -55,23 +55,24 @@ class VerdictError(Exception):
 
 
 class StoreLostError(Exception):
-    """The store on node 0 is gone, or what it holds is not of use."""
+    """The store on node 0 is gone, or its content is unusable."""
 
     def __init__(self, why: str = "the store on node 0 is gone") -> None:
         super().__init__(why)
 
 
 def raise_verdict(store: TCPStore) -> None:
-    """Raises VerdictError once another node has ended the job, StoreLostError."""
+    """Raise VerdictError if another node has ended the job. Raises StoreLostError."""
     verdict = verdict_in(store)
     if verdict is not None:
         raise verdict
 
 
 def verdict_in(store: TCPStore) -> VerdictError | None:
-    """How the job was ended, if it was. Raises StoreLostError.
+    """Return the job result, or None while there is none. Raises StoreLostError.
 
-    Anyone who reaches the store can write there: what is no exit code is a failure that nothing mends.
+    Any client of the store can write there, so a value that is not an exit code counts as a permanent
+    failure.
     """
     try:
         if not store.check([VERDICT_KEY]):
@@ -87,25 +88,27 @@ def verdict_in(store: TCPStore) -> VerdictError | None:
 
 
 def leave_verdict(store: TCPStore, code: int, reason: str) -> None:
-    """End the job for the other nodes, with why; the first one counts, but a failure more than a good end."""
+    """Publish the job result with its reason. The first one counts, but a failure replaces a success."""
     said = f"{code} {one_line(reason)}".strip()
     before = store.compare_set(VERDICT_KEY, "", said)
+    # A node whose ranks succeeded may have published that before another node failed.
     if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():
         store.compare_set(VERDICT_KEY, before.decode(errors="replace"), said)
 
 
 def one_line(reason: str) -> str:
-    """What may be long, or come from anybody, as a line for people: the first, with the last one."""
+    """Return a long or untrusted reason as one printable line: its first line, with the last one."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
     text = lines[0] if len(lines) == 1 else f"{lines[0].removesuffix(':')}: {lines[-1]}"
     return printable(text)[:REASON_CHARACTERS]
 
 
 def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[], bool]) -> None:
-    """Wait until node 0's port is closed, but no longer than `seconds`.
+    """Wait until node 0's port is closed, but at most `seconds`.
 
-    What ends first decides what a platform cleans up, and node 0 has the only log that says why. Asked by a
-    connection of its own: torch's store writes a stack trace when one of its reads ends so.
+    A platform cleans up when the first container exits, and node 0 has the only log that explains the end.
+    This uses separate connections, because torch's store writes a stack trace when a read of it ends this
+    way.
     """
     deadline = running.now() + seconds
     with contextlib.suppress(OSError):
@@ -116,19 +119,24 @@ def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[
 
 
 def read_all(store: TCPStore, keys: Sequence[str], there: set[str]) -> dict[str, bytes]:
-    """What the store has under `keys`, in one round trip for all that are `there`; new ones are added."""
+    """Return the values of `keys`, in one round trip for the keys in `there`; add new ones to `there`."""
     new = [key for key in keys if key not in there]
     if new:
+        # check() only answers whether all keys exist, so it is repeated for each if some are missing.
         there.update(new if store.check(new) else [key for key in new if store.check([key])])
     found = [key for key in keys if key in there]
     return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
 
 
 def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
-    """As `raise_verdict`, but 0 needs a job that `is_done`; else it is taken out of the store."""
+    """Do the same as `raise_verdict`, but accept a result of 0 only if the job `is_done`; else delete it.
+
+    Another client of the store, or an earlier launch, may have written it.
+    """
     try:
         raise_verdict(store)
     except VerdictError as verdict:
+        # A result of 0 ends this node for good, so it has to be true. A failure is believed.
         if verdict.code != FINISHED or is_done():
             raise
         log.warning("the store says that the job has finished, but it has not; continuing")
@@ -137,7 +145,8 @@ def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
 
 
 def is_confirmed(store: TCPStore) -> bool:
-    """Whether a verdict of 0 still stands when node 0, which sees the checkpoints, has had time to look."""
+    """Return whether a result of 0 is still there after node 0 had time to check the checkpoints."""
+    # Node 0 deletes a result of 0 that is not true (`heed_verdict`).
     time.sleep(OTHERS_SECONDS)
     with contextlib.suppress(RuntimeError):
         return bool(store.check([VERDICT_KEY]))
@@ -145,12 +154,14 @@ def is_confirmed(store: TCPStore) -> bool:
 
 
 def serve(placement: Placement, port: int) -> TCPStore:
-    """A store on node 0, for this host alone where all nodes are here. Raises RuntimeError, OSError.
+    """Start a store on node 0; on a single host it listens on that host's address only.
 
-    Node 0 reaches it by loopback: its own name may be published only when it is seen to live.
+    Node 0 connects by loopback, because its own name may be published only once it is ready. Raises
+    RuntimeError, OSError.
     """
     host, here = LOOPBACK, None
     if placement.is_one_host:
+        # torch's store binds to all interfaces, unless it gets a descriptor that already listens on one.
         here, port = listen(placement.master_host, port)
         host = placement.master_host
     return TCPStore(
@@ -165,7 +176,7 @@ def serve(placement: Placement, port: int) -> TCPStore:
 
 
 def host_store(placement: Placement) -> TCPStore:
-    """The store that all agents and ranks meet at; raises PeerLostError when its port is taken."""
+    """Start the store that all agents and ranks use. Raises PeerLostError if its port is taken."""
     try:
         store = serve(placement, placement.master_port)
         store.set(VERSION_KEY, __version__)
@@ -185,7 +196,10 @@ def join_store(
     patience: float,
     should_stop: Callable[[], bool],
 ) -> TCPStore:
-    """The store on node 0, which answers there. Raises StoreLostError, TandemError."""
+    """Connect to node 0's store at `reached_at`, and check that it belongs to this job and version.
+
+    Raises StoreLostError, TandemError.
+    """
     host, port = placement.master_host, placement.master_port
     try:
         timeout = timedelta(seconds=STORE_READ_SECONDS)
@@ -194,6 +208,7 @@ def join_store(
         version = store.get(VERSION_KEY).decode() if store.check([VERSION_KEY]) else "an older version"
     except (RuntimeError, ValueError) as error:
         raise StoreLostError from error
+    # Two jobs whose ports collide would otherwise share a store.
     if job != placement.job:
         raise PeerLostError(
             f"{host}:{port} belongs to {job or 'another job'}, not to {placement.job or 'this one'}; "
@@ -201,6 +216,7 @@ def join_store(
         )
     if version != __version__:
         why = f"node {placement.node_rank} has tandem {__version__}, but node 0 has {version[:40]}"
+        # Without a result, the other nodes would wait for this one, which can never join.
         with contextlib.suppress(RuntimeError):
             leave_verdict(store, MISCONFIGURED, why)
         raise ConfigError(f"{why}; install the same version, or use one image, on all nodes of a job")
@@ -210,11 +226,12 @@ def join_store(
 def is_let_in(
     store: TCPStore, placement: Placement, seconds: float, stop: StopFlag, was_in: bool = False
 ) -> bool:
-    """Whether node 0 was started for as many nodes as this one; if not, a job is resized, or it is a mistake.
+    """Return whether node 0 was started for as many nodes as this one; otherwise the job is being resized.
 
-    One node more in the rendezvous, or one less, and nobody trains. A node that `was_in` ends, so that its
-    platform starts it with the number of today; one that comes waits until node 0 ends (False: look again),
-    and the others train on. Raises PeerLostError, StopRequestedError, VerdictError.
+    With one node more or less in the rendezvous, no node could train. A node that `was_in` exits, so that its
+    platform restarts it with the current number. A new node waits until node 0 exits while the others train
+    on; False means that the caller has to check again. Raises PeerLostError, StopRequestedError,
+    VerdictError.
     """
     if placement.elastic is not None or not store.check([NODES_KEY]):
         return True
@@ -231,6 +248,7 @@ def is_let_in(
             raise StopRequestedError
         try:
             raise_verdict(store)
+        # Node 0 has exited, so the caller connects to its successor.
         except StoreLostError:
             return False
         time.sleep(MASTER_RETRY_SECONDS)
@@ -238,15 +256,16 @@ def is_let_in(
 
 
 def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: Callable[[], bool]) -> None:
-    """Wait until the master's name resolves and its port answers, saying every few seconds for what.
+    """Wait until the master's name resolves and its port answers, and log every few seconds what is missing.
 
-    The name is resolved at every try: a pod made anew has a new address. Returns early when
-    `should_stop()` says so; raises PeerLostError after `timeout_seconds`.
+    The name is resolved at every attempt, because a recreated pod has a new address. Returns early if
+    `should_stop()` is true. Raises PeerLostError after `timeout_seconds`.
     """
     started = running.now()
     next_word = started + 1.0
     while not should_stop():
         try:
+            # A plain connection: a store's client would wait in C, where no signal is handled.
             socket.create_connection((host, port), timeout=MASTER_ANSWER_SECONDS).close()
             return
         except OSError as error:
@@ -272,7 +291,7 @@ def stay_until_all_left(
     seconds: float = LEAVE_SECONDS,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Until so many nodes have left, but no longer than `seconds`; how many have."""
+    """Wait until `nodes` nodes have left, but at most `seconds`; return how many have."""
     deadline = running.now() + seconds
     while left < nodes and running.now() < deadline and not should_stop():
         time.sleep(LEFT_POLL_SECONDS)

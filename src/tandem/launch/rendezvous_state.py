@@ -1,7 +1,7 @@
-"""The state that nodes share while they meet, as data: torch keeps it as a pickle, which runs what it holds.
+"""Keep the shared rendezvous state as JSON, because torch keeps it as a pickle.
 
-Whoever reaches the store can write there, and torch's own backend would run it. In the store there is JSON
-instead, and what comes from there is checked field by field before the engine sees any of it.
+Any client of the store can write there, and torch's own backend would unpickle it, which can run code. Here
+every field is checked before torch's engine sees it. See docs/security.md.
 """
 
 import json
@@ -36,9 +36,9 @@ from tandem.torch_private import handler_pace, hasten_handler, nodes_here, rende
 log = logging.getLogger("tandem.agent")
 
 STATE_KEY, NO_STATE = "tandem/rendezvous", b"none"
-FEW_NODES = 16  # that look at the shared state as often as the table of times says
+FEW_NODES = 16  # the largest number of nodes that poll as often as timeouts.py says
 MOST_BYTES = 16 * 2**20
-"""Far more than ten thousand nodes need."""
+"""More than ten thousand nodes need."""
 NODES_NAMED = 8
 FLAGS, WAITING = ("complete", "closed"), ("wait_list", "redundancy_list")
 
@@ -46,8 +46,8 @@ FLAGS, WAITING = ("complete", "closed"), ("wait_list", "redundancy_list")
 class WatchfulBackend(RendezvousBackend):
     """The state of the rendezvous in the agents' store.
 
-    Each poll of a waiting node also looks at signals and at the job's verdict. Whether others live is judged
-    by this node's own clock (`liveness.py`). What is no state, or is gone, is replaced by the last that was.
+    Each poll of a waiting node also checks signals and the job result. Which nodes are alive is judged by
+    this node's own clock (`liveness.py`). An invalid or missing state is replaced by the last valid one.
     """
 
     def __init__(self, store: TCPStore, last_call: LastCall, before_poll: Callable[[], None]) -> None:
@@ -59,29 +59,32 @@ class WatchfulBackend(RendezvousBackend):
         return "tandem"
 
     def get_state(self) -> Any:
-        """(state, token), or None where there is none yet."""
+        """Return (state, token), or None if there is none yet."""
         self._before_poll()
+        # An exchange that expects no value reads the state, and restores it if the key is gone.
         return self._received(self._replace(b"", self._last))
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
-        """(state, token, whether it is this one), or None."""
-        text, expected = to_text(self._clock.sent(pickle.loads(state))), token or NO_STATE  # the engine's own
+        """Return (state, token, whether it is this one), or None."""
+        # Pickled by torch's engine in this process, so it is trusted.
+        text, expected = to_text(self._clock.sent(pickle.loads(state))), token or NO_STATE
         found = self._replace(expected, text)
-        if found == expected and found != text:  # the store says so of a key that is gone
+        if found == expected and found != text:  # compare_set returns the expected value if the key is gone
             found = self._replace(b"", text)
         read = self._received(found)
         return None if read is None else (*read, found == text)
 
     def _replace(self, expected: bytes, text: bytes) -> bytes:
-        """Write `text` where there is what was `expected`, or nothing for b""; what is there then."""
+        """Write `text` if the value is `expected` (b"": none yet); return the value that is then there."""
         try:
             return bytes(self._store.compare_set(STATE_KEY, expected, text))  # type: ignore[arg-type]
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError("the store on node 0 does not answer") from error
 
     def _received(self, found: bytes) -> Any:
-        """(state by this node's clock, token), or None."""
-        for _ in range(3):  # others mend it as well
+        """Return (state by this node's clock, token), or None."""
+        for _ in range(3):  # other nodes repair it as well
+            # No node has written a state yet.
             if found == self._last == NO_STATE:
                 return None
             try:
@@ -101,11 +104,11 @@ class WatchfulBackend(RendezvousBackend):
 def handler_of(
     placement: Placement, store: TCPStore, asked: LaunchConfig, before_poll: Callable[[], None]
 ) -> DynamicRendezvousHandler:
-    """torch's handler for the nodes of this job, who wait for each other as it was `asked`."""
+    """Return torch's rendezvous handler for the nodes of this job, with the timeouts of `asked`."""
     low, high = placement.elastic or (placement.nodes, placement.nodes)
     timeout = LastCall(asked.master_timeout)
     pace = paces(high)
-    # The engine orders nodes by the text of their address: the node rank in front keeps rank 0 on node 0.
+    # The engine orders nodes by the text of their address. The node rank in front keeps rank 0 on node 0.
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         RUN_ID,
         store,
@@ -121,7 +124,7 @@ def handler_of(
 
 
 class Pace(NamedTuple):
-    """Between two looks at who is there; between two signs of life; at most, after a write that came late."""
+    """Seconds between polls, between heartbeats, and the longest wait after a write that came late."""
 
     poll_seconds: float
     alive_seconds: int
@@ -129,12 +132,12 @@ class Pace(NamedTuple):
 
 
 def paces(nodes: int) -> Pace:
-    """How often so many nodes look at, and write into, the state that they share.
+    """Return how often `nodes` nodes poll and write the state that they share.
 
-    Each sign of life is written into it, and read by all: what that costs them together grows with the square
-    of their number, and is kept from growing so up to where torch's own times begin. A write counts only
-    where nobody else wrote meanwhile; many that began at once would keep each other from it, so each waits
-    for a time of its own.
+    Every heartbeat is written into the state and read by all, so the total cost grows with the square of the
+    number of nodes. Longer intervals keep it constant, up to torch's own intervals. A write counts only if no
+    other node wrote in between. Many nodes that start at once would keep invalidating each other's writes, so
+    each waits for a random time.
     """
     if nodes <= FEW_NODES:
         return Pace(RENDEZVOUS_POLL_SECONDS, KEEP_ALIVE_SECONDS, 0.0)
@@ -145,7 +148,10 @@ def paces(nodes: int) -> Pace:
 
 
 def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
-    """How many nodes have come, and of a fixed number who has not. This one is there, joined or not."""
+    """Return how many nodes have joined and, for a fixed number, which are missing.
+
+    This node counts as joined.
+    """
     here = nodes_here(handler)
     if here is None or placement.elastic is not None:
         return f"{'some' if here is None else len(here)} of {placement.nodes} nodes have joined"
@@ -157,21 +163,27 @@ def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
 
 
 def others_live(handler: DynamicRendezvousHandler, placement: Placement) -> bool:
-    """Whether other nodes live, who would begin anew without the store. Raises RendezvousError."""
+    """Return whether other nodes are alive, which would start over without the store.
+
+    Raises RendezvousError.
+    """
     handler.num_nodes_waiting()  # reads the state
     mine = f"{placement.node_rank:06d}."
     return any(not address.startswith(mine) for address in nodes_here(handler) or ())
 
 
 def check_all_stay(handler: DynamicRendezvousHandler, nodes: int) -> None:
-    """`nodes` have come, and none is taken for dead. Raises StoreLostError: go round again without it."""
+    """Raise StoreLostError if fewer than `nodes` nodes are alive after all had joined.
+
+    The caller then rejoins the rendezvous.
+    """
     here = nodes_here(handler)
     if here is not None and len(here) < nodes:
         raise StoreLostError(f"a node joined and left again: {len(here)} of {nodes} remain")
 
 
 def to_text(state: Any) -> bytes:
-    """A state of the engine, for the store."""
+    """Return a state of the engine as text for the store."""
     words: dict[str, Any] = {name: getattr(state, name) for name in ("round", *FLAGS)}
     words["deadline"] = state.deadline and state.deadline.isoformat()
     words["participants"] = [[*_words_of(node), rank] for node, rank in state.participants.items()]
@@ -182,7 +194,7 @@ def to_text(state: Any) -> bytes:
 
 
 def from_text(text: bytes) -> Any:
-    """The state of which `to_text` has given `text`. Raises ValueError for anything else."""
+    """Parse the output of `to_text`. Raises ValueError for anything else."""
     state_kind, _ = rendezvous_kinds()
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text)} bytes")
@@ -203,7 +215,7 @@ def from_text(text: bytes) -> Any:
 
 
 def is_complete(text: bytes) -> bool:
-    """Whether all nodes have come, and begun. Raises ValueError for what `to_text` has not given."""
+    """Return whether all nodes have joined and started. Raises ValueError for an invalid state."""
     return bool(from_text(text).complete)
 
 

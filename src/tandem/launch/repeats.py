@@ -1,7 +1,8 @@
-"""The same end twice: what comes back at the same step has a cause, and it is shown on node 0's terminal.
+"""Show on node 0's terminal the logs of ranks that ended twice in the same way at the same step.
 
-A rank that is killed or aborts writes its last words to its own log, on its own node, and the others only see
-that it is gone. Restarts hide that, until their budget is spent.
+A failure that recurs at one step has a cause. A rank that is killed or aborts writes its last output to its
+own log, on its own node, and the other nodes only notice that it is gone. Restarts would hide the cause until
+their budget is spent.
 """
 
 import contextlib
@@ -26,14 +27,14 @@ Words = tuple[Cause, str]
 
 
 class Repeats:
-    """Compares the end of each generation that is followed by another with the end before it."""
+    """Compare the end of each generation that is followed by another with the end before it."""
 
     def __init__(self, node: Node, store: TCPStore) -> None:
         self._node, self._store = node, store
         self._last: tuple[int, int] | None = None
 
     def ended(self, code: int, positions: Mapping[int, Position], codes: Mapping[int, int]) -> None:
-        """A generation has ended with `code` here, and its ranks {local rank: code} with theirs."""
+        """Record that a generation ended with `code` on this node; `codes` has its ranks' by local rank."""
         first = positions[0]
         prefix = f"{first.store[2] if first.store else ''}/words/"
         mine = [
@@ -41,7 +42,7 @@ class Repeats:
             for rank, code in codes.items()
             if rank in positions and code not in (FINISHED, STOPPED)
         ]
-        with contextlib.suppress(RuntimeError):  # the store is gone: there is nobody to read it
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
             told = [[cause.to_json(), where] for cause, where in mine]
             self._store.set(f"{prefix}{first.node_rank}", json.dumps(told))
         this = code, self._node.view.rank_zeros_step()
@@ -55,7 +56,7 @@ class Repeats:
         return Cause(position.rank, position.node_rank, position.node_name, code, lines)
 
     def _of_others(self, prefix: str, nodes: int) -> list[Words]:
-        """What the other nodes have left word of, within a short time."""
+        """Return what the other nodes have written within OTHERS_SECONDS."""
         found, missing = list[Words](), set(range(1, nodes))
         deadline = time.monotonic() + OTHERS_SECONDS
         with contextlib.suppress(RuntimeError):
@@ -64,14 +65,14 @@ class Repeats:
                     missing.discard(node)
                     with contextlib.suppress(
                         ValueError, TypeError, AttributeError
-                    ):  # anybody may write there
+                    ):  # any client of the store can write there
                         told = json.loads(self._store.get(f"{prefix}{node}"))
                         found += [(Cause.from_json(cause), str(where)[:100]) for cause, where in told]
                 time.sleep(MONITOR_SECONDS * bool(missing))
         return found
 
     def _show(self, words: list[Words]) -> None:
-        """Those of the ranks that did more than lose their peers, if there are any."""
+        """Log the ends of the ranks that did more than lose their peers, or of all if there are none."""
         own = [each for each in words if each[0].code != PEER_LOST] or words
         for cause, where in own:
             lines = "\n  ".join(["", *cause.lines])

@@ -1,4 +1,8 @@
-"""What exit codes mean: for the job, and for whether ranks are started again. Standard library only."""
+"""Define what exit codes mean for the job and for restarts.
+
+Standard library only. docs/architecture.md#who-decides-restarts has the reasons; docs/exit-codes.md lists the
+codes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +11,10 @@ from tandem.errors import FINISHED, KILLED, MISCONFIGURED, PEER_LOST, STOPPED, i
 
 
 def job_code(codes: Sequence[int]) -> int:
-    """The code of a whole from those of its parts.
+    """Return the exit code of a whole from those of its parts.
 
-    The first present in: 2, the program's own (1..127, 255), 137/139/134, other 128+n, 200, 143, 0.
+    It is the first code present in this order: 2, the script's own (1..127, 255), 137/139/134, other 128+n,
+    200, 143, 0.
     """
 
     def order(code: int) -> int:
@@ -25,12 +30,12 @@ def job_code(codes: Sequence[int]) -> int:
 
 
 def is_retried(code: int) -> bool:
-    """Whether ranks are started again after this code: 128+n of a signal and 200, but not 143."""
+    """Return whether ranks are restarted after this code: 128+n of a signal, and 200, but not 143."""
     return code == PEER_LOST or was_killed(code)
 
 
 def shell_code(exitcode: int | None) -> int:
-    """multiprocessing's exit code (-9) as a shell's (137)."""
+    """Convert multiprocessing's exit code (-9) to a shell's (137)."""
     if exitcode is None:
         return KILLED
     return 128 - exitcode if exitcode < 0 else exitcode
@@ -38,7 +43,10 @@ def shell_code(exitcode: int | None) -> int:
 
 @dataclass
 class RestartBudget:
-    """What this node has used of it in this launch. An incident is a failure, however many ranks it ends."""
+    """The restart budget that this node has used in this launch.
+
+    A failure counts once, however many ranks it ends.
+    """
 
     incidents_allowed: int
     incidents: int = 0

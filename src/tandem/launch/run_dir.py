@@ -20,16 +20,21 @@ from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.report.trackers import check
 from tandem.report.tracking import FILE_NAME
+from tandem.telemetry.health import Limits, record, write_run_health
 from tandem.telemetry.journal import write_json_atomic
 
 log = logging.getLogger("tandem.launch")
 
 STARTED_ONCE = ("kubeflow-v1", "kubeflow-v2", "jobset", "indexed-job", "compose")
-"""Platforms that start a node again only after its last start has ended."""
+"""Platforms that restart a node only after its last start has ended."""
 
 
 def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Settings:
-    """The settings with an absolute run directory; the default with the time in it is for laptops only."""
+    """Return the settings with an absolute run directory.
+
+    The default name, with the time in it, is only for a laptop: other nodes would pick another time. Raises
+    ConfigError elsewhere if no run directory is set.
+    """
     run_dir = settings.run.run_dir
     if run_dir is None:
         if placement.platform != "none":
@@ -46,9 +51,9 @@ def resolve_run_dir(settings: Settings, placement: Placement, now: float) -> Set
 
 
 def open_run_folder(settings: Settings) -> None:
-    """Make the run directory with mode 700 where it is missing; what cannot be is said by who writes there.
+    """Create the run directory with mode 700 if it is missing. Errors are left to the code that writes there.
 
-    Its files need no modes of their own, because no other user gets there.
+    Its files need no modes of their own, because no other user can enter the directory.
     """
     folder = local_folder(settings.run.place)
     if folder != settings.run.place:
@@ -60,21 +65,21 @@ def open_run_folder(settings: Settings) -> None:
 
 @contextmanager
 def run_folder(settings: Settings, is_first: bool = True) -> Iterator[None]:
-    """`open_run_folder`; the first node takes folders away that it has made and nothing has come into."""
+    """Call `open_run_folder`; at the end, the first node removes empty directories that it created."""
     folder = local_folder(settings.run.place)
     made = [each for each in (folder, *folder.parents) if is_first and not exists(each)]
     open_run_folder(settings)
     try:
         yield
     finally:
-        with suppress(OSError):  # not empty, or gone with the claim on it
+        with suppress(OSError):  # not empty, or removed together with the lease on it
             for each in made:
                 if exists(each):
                     each.rmdir()
 
 
 def open_log_folder(run_dir: Path) -> bool:
-    """Make it for nodes that write there, all on this host; whether it is new. Raises ConfigError."""
+    """Create the log directory for simulated nodes; return whether it is new. Raises ConfigError."""
     folder = run_dir / "log"
     is_new = not exists(folder)
     try:
@@ -85,18 +90,23 @@ def open_log_folder(run_dir: Path) -> bool:
 
 
 def forget_mistake(run_dir: Path) -> None:
-    """Nodes have found a mistake, each in its log, and said it on the terminal: no run, no logs of one."""
+    """Remove the logs of a launch that found only a configuration error, which the terminal has shown.
+
+    Without config.json there was no run.
+    """
     if not exists(run_dir / "config.json"):
         shutil.rmtree(run_dir / "log", ignore_errors=True)
 
 
 def of_this_job(settings: Settings, placement: Placement) -> Settings:
-    """The settings, where the scheduler starts a job several times, or many alike, in one run directory.
+    """Adjust the settings if a scheduler starts a job repeatedly, or many alike, in one run directory.
 
-    Every task of a job array has a run directory of its own: the first that comes writes its name down, and
-    for the others this raises ConfigError; they would save over each other, or find the run complete. All
-    nodes look, where they see the folder: one that waited for a refused node 0 would end with 200, and come
-    back. A job that comes back after `--resume never` goes on, or it would never end.
+    Every task of a job array needs its own run directory: they would overwrite each other's checkpoints, or
+    find the run complete. The first task writes its number down; the others get a ConfigError. Every node
+    checks this if it can see the directory, because a node that waited for a refused node 0 would exit with
+    200 and be restarted.
+
+    A job that the scheduler restarts resumes despite `--resume never`, or it would never end.
     """
     folder, never = local_folder(settings.run.place), settings.checkpoint.resume == "never"
     if folder != settings.run.place:
@@ -128,10 +138,10 @@ def of_this_job(settings: Settings, placement: Placement) -> Settings:
 
 
 def _noted(note: Path, text: str) -> str:
-    """`text`, if it is the first to be written down there, else what was before."""
+    """Return `text` if this call is the first to write it to `note`, else what is there already."""
     note.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with note.open("x", encoding="ascii") as file:  # exclusive, on NFS as well
+        with note.open("x", encoding="ascii") as file:  # exclusive creation works on NFS, too
             file.write(text)
         return text
     except FileExistsError:
@@ -147,15 +157,16 @@ def _unwritable(where: PurePath, error: OSError) -> ConfigError:
 def owned(
     settings: Settings, placement: Placement, should_stop: Callable[[], bool] = lambda: False
 ) -> Iterator[Claim]:
-    """The run directory is this launch's alone meanwhile. Raises ConfigError where it is another's."""
+    """Hold the lease on the run directory in this block. Raises ConfigError if another launch holds it."""
     with closing(claim(settings.run.place, _restarted_as(placement), should_stop)) as mine:
         yield mine
 
 
 def _restarted_as(placement: Placement) -> str:
-    """What names this job wherever its platform starts it again, after its last start has ended; "": nothing.
+    """Return a name of this job that survives a restart of its nodes; "" if there is none.
 
-    A pod's own name is that of one job, and its successor is made when it is gone.
+    It is used only on platforms that restart a node after its last start has ended. A pod's name belongs to
+    one job, and its successor is created only once it is gone.
     """
     if placement.job or placement.platform not in STARTED_ONCE:
         return placement.job
@@ -165,10 +176,10 @@ def _restarted_as(placement: Placement) -> str:
 
 
 def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | None) -> Copies:
-    """Make the run directory, write config.json; the copies of what the run writes. Raises ConfigError.
+    """Create the run directory and write config.json; return the copies of the files that the run writes.
 
-    The last launch's summary goes, unless the run is complete. A run that does not go on from where it was is
-    another one for a tracker. Without a `decision` the run is a program's, which decides by itself.
+    Removes the last launch's summary, unless the run is complete. A run that does not resume is a new one for
+    a tracker. Without a `decision`, a script decides by itself where it resumes. Raises ConfigError.
     """
     is_new = settings.checkpoint.resume == "never" or (decision is not None and decision.moved_to is not None)
     where, copies = settings.run.place, Copies(settings.run.place)
@@ -183,6 +194,8 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | 
         copies.begin((folder / "config.json").read_bytes(), keeps_summary=over)
         if not over:
             (folder / "summary.json").unlink(missing_ok=True)
+            limit = Limits.asked(settings.launch, settings.reliability).of("starting")
+            write_run_health(folder, record("starting", 0, time.time(), limit))
         if is_new:
             (folder / FILE_NAME).unlink(missing_ok=True)
     except OSError as error:
@@ -193,7 +206,10 @@ def prepare_run_dir(settings: Settings, mine: Claim, decision: ResumeDecision | 
 
 
 def decide(settings: Settings) -> ResumeDecision:
-    """Where the run begins, decided once on node 0 before any rank starts, and said in a line each."""
+    """Decide where the run resumes, and log it.
+
+    Called once, on node 0, before any rank starts.
+    """
     run_dir = settings.run.place
     decision = decide_resume(settings, CheckpointStore(run_dir / "checkpoints"))
     if decision.kind == "complete":

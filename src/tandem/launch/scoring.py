@@ -1,4 +1,4 @@
-"""`tandem eval` from its words to its line: alone, as ranks of this machine, or as one rank of a platform."""
+"""Implement `tandem eval`: as a single process, as several local ranks, or as one rank of a platform."""
 
 import contextlib
 import logging
@@ -35,13 +35,16 @@ from tandem.timeouts import SUPERVISE_SECONDS
 log = logging.getLogger("tandem.run")
 
 OF_THIS_MACHINE = ("data_dir", "download", "device", "threads", "workers", "eval_batch_size", "nproc")
-"""Settings that variables and files may say, too; all others are the checkpoint's unless a flag says them."""
+"""Settings that variables and files may also set. All others are the checkpoint's unless a flag sets them."""
 NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "compile")
-"""Settings of the training that mean nothing for a score, or another machine."""
+"""Settings of the training that do not apply to an evaluation, or to another machine."""
 
 
 def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str], as_json: bool) -> int:
-    """Evaluate the newest whole checkpoint at `place`, or the step it names. Raises TandemError."""
+    """Evaluate the newest valid checkpoint at `place`, or the step that it names; return the exit code.
+
+    Raises TandemError.
+    """
     store, step = locate(place)
     step, info = _newest(store) if step is None else (step, store.info(step))
     settings, said = settings_of(store.directory, info, given, environ)
@@ -54,6 +57,7 @@ def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str],
             f"`tandem eval` starts ranks on one node only, and here are {placement.nodes}; start each rank "
             "with torchrun or srun, or use --nproc N on one machine"
         )
+    # No platform has started ranks, so this process starts them and waits.
     if placement.rank is None and nproc not in ("auto", 1):
         return _start_ranks(exactly, given, environ, int(nproc), as_json)
     setup(None, placement.rank or 0, placement.node_rank, True, settings.telemetry.log_format == "json")
@@ -84,7 +88,7 @@ def _as_rank(settings: Settings, position: Position, store: CheckpointStore, ste
 
 
 def told(store: CheckpointStore, step: int, scores: Mapping[str, float], ranks: int, as_json: bool) -> str:
-    """What `tandem eval` prints."""
+    """Return what `tandem eval` prints."""
     if as_json:
         facts = {"checkpoint": str(store.path(step)), "step": step, "ranks": ranks, "eval": dict(scores)}
         return to_json(facts)
@@ -96,10 +100,11 @@ def told(store: CheckpointStore, step: int, scores: Mapping[str, float], ranks: 
 def settings_of(
     directory: PurePath, info: Mapping[str, Any], given: Mapping[str, Given], environ: Mapping[str, str]
 ) -> tuple[Settings, str]:
-    """Those that a checkpoint in `directory` was trained with, but for its launch, and what is given now.
+    """Return the settings that a checkpoint in `directory` was trained with, changed by what is given now.
 
-    And a line to print before the task is imported, where it is the checkpoint that names it. Raises
-    ConfigError, also for a task that lies in the run's own directory and that nobody has typed.
+    The launch settings are not taken over. Also returns a line to print before the task is imported, if the
+    checkpoint names the task. Raises ConfigError, also for a task file in the run directory itself that the
+    user has not typed: anyone who can write there could run code.
     """
     ran = Settings.from_dict(info.get("settings", {}), tolerant=True)
     default = Settings()
@@ -140,7 +145,10 @@ def _newest(store: CheckpointStore) -> tuple[int, dict[str, Any]]:
 def _start_ranks(
     place: str, given: Mapping[str, Given], environ: Mapping[str, str], count: int, as_json: bool
 ) -> int:
-    """`count` ranks on this machine, which meet in a file; rank 0 has the terminal. The code of all."""
+    """Start `count` ranks on this machine that connect through a file; return the exit code of all.
+
+    Rank 0 has the terminal.
+    """
     own = {name: each for name, each in given.items() if name not in ("nproc", "nodes")}
     with scratch() as folder, contextlib.ExitStack() as opened:
         words = [
@@ -156,7 +164,7 @@ def _start_ranks(
         ]
         codes = _wait(ranks)
         code = job_code(codes)
-        if codes[0] != code:  # what is wrong, another rank has said
+        if codes[0] != code:  # another rank's output explains the failure
             print(
                 (folder / f"rank-{codes.index(code)}.txt").read_text(errors="replace"),
                 end="",
@@ -166,7 +174,7 @@ def _start_ranks(
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """The codes of all; when one fails the others, which would wait for it, are ended."""
+    """Return the exit codes of all ranks; if one fails, terminate the others, which would wait for it."""
     while any(rank.poll() is None for rank in ranks):
         time.sleep(SUPERVISE_SECONDS)
         if any(rank.poll() not in (None, FINISHED) for rank in ranks):

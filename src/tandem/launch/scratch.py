@@ -9,18 +9,19 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 
-SOCKET_BYTES = 107  # unix(7): 108 with the zero at the end
-LONGEST_NAME = len("/listener-12345678")  # as multiprocessing calls its socket
+SOCKET_BYTES = 107  # unix(7): 108 with the terminating zero
+LONGEST_NAME = len("/listener-12345678")  # the name that multiprocessing gives its socket
 ELSEWHERE = ("/tmp", "/dev/shm")
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder of this process, removed at the end; short enough for the name of a socket in it.
+    """Create a temporary directory of this process, and remove it at the end.
 
-    Its name says whose it is: the process, and the PID namespace that this number counts in, because
-    containers may share a temporary directory. Those of processes that are no more are swept before and
-    after: a launch may have killed a node that it simulates. Raises ConfigError where there is no place.
+    Its path is short enough for the name of a socket in it. Its name has the process ID and the PID namespace
+    in which the ID counts, because containers may share a temporary directory. Directories of processes that
+    are gone are removed before and after, because a launch may have killed a simulated node. Raises
+    ConfigError if no directory can be created.
     """
     prefix = f"tandem-{os.stat('/proc/self/ns/pid').st_ino}-"
     parents = _parents(f"{prefix}{os.getpid()}-12345678")
@@ -36,10 +37,10 @@ def scratch() -> Iterator[Path]:
 
 
 def _parents(name: str) -> list[Path]:
-    """Where such a folder may be: the temporary directory, others where its path is too long."""
+    """Return where such a directory may be: the temporary directory, or others if its path is too long."""
     try:
         wanted = [tempfile.gettempdir(), *ELSEWHERE]
-    except OSError:  # none can be written to
+    except OSError:  # no candidate is writable
         wanted = [*ELSEWHERE]
     return [
         Path(each) for each in wanted if len(os.fsencode(f"{each}/{name}")) + LONGEST_NAME <= SOCKET_BYTES
@@ -50,7 +51,7 @@ def _sweep(parent: Path, prefix: str) -> None:
     for old in parent.glob(f"{prefix}*"):
         owner = old.name.removeprefix(prefix).partition("-")[0]
         if not Path("/proc", owner).exists():
-            shutil.rmtree(old, ignore_errors=True)  # another user's stays
+            shutil.rmtree(old, ignore_errors=True)  # another user's cannot be removed
 
 
 def _make(parents: list[Path], prefix: str) -> Path:

@@ -1,7 +1,8 @@
-"""A script as a rank: where it gets its settings and its place in the world, and how its process ends.
+"""Make a script's process a rank: find its settings and position, and control how the process exits.
 
-Where an agent runs the script, its place is known (`position.launched`), and the agent's side decides how the
-process ends. Elsewhere the environment says it, as for `tandem train`, and the end is decided here.
+Under an agent, the position is known (`position.launched`), and the agent's side controls the exit
+(`script/rank.py`). Elsewhere, the environment gives the position, as for `tandem train`, and the exit is
+controlled here.
 """
 
 import atexit
@@ -38,10 +39,13 @@ log = logging.getLogger("tandem.run")
 
 
 class ScriptRank:
-    """This process as a rank of a script. `chosen`: the settings that somebody has given a value."""
+    """This process as a rank of a script.
+
+    `chosen` has the names of the settings that were set explicitly.
+    """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        """Raises TandemError."""
+        """Find the settings and the position. Raises TandemError."""
         self._ending: Ending | None = None
         self._launched = positions.launched
         loaded = resolve(Parser("train", "", "").read(argv).given, os.environ)
@@ -49,6 +53,7 @@ class ScriptRank:
         named = loaded.settings.replace(task=Path(sys.argv[0]).stem or "script")
         if self._launched is not None:
             self.settings = named
+            # The script's environment has this generation's store, as torchrun would set it.
             self.position = replace(self._launched.position, init="env")
             self._launched.hand_over()
             return
@@ -60,6 +65,7 @@ class ScriptRank:
                 "start it with torchrun"
             )
         setup(None, None, placement.node_rank, True, loaded.settings.telemetry.log_format == "json")
+        # Under an agent, the agent has done this for all its ranks.
         if loaded.settings.telemetry.log_format == "json":
             wrap_stderr(placement.node_rank)
         with said_by_rank_0(placement):
@@ -70,28 +76,28 @@ class ScriptRank:
         self._ending = Ending(lone, self.position.world_size)
 
     def end_with(self, close: Callable[[int], int]) -> None:
-        """Have `close(code)` called when the script is over: it gives the code to end with."""
+        """Register `close(code)`, which is called when the script is over and returns the exit code."""
         if self._launched is not None:
             self._launched.close = close
         elif self._ending is not None:
             self._ending.close = close
 
     def hear(self, stop: StopFlag) -> None:
-        """`stop` is installed: where no agent does, this process says what a stop does, and hears a 2nd."""
+        """Report stops of `stop` and exit at a second Ctrl-C, unless an agent does that."""
         if self._ending is not None:
             self._ending.hear(stop)
 
     @property
     def is_launched(self) -> bool:
-        """Whether an agent runs the script, which has then set up its log."""
+        """Whether an agent runs the script and has set up its log."""
         return self._launched is not None
 
 
 @contextmanager
 def said_by_rank_0(placement: Placement) -> Iterator[None]:
-    """Of a ConfigError that all ranks find, let rank 0 alone print the line; the others end with its code.
+    """Let rank 0 alone print a ConfigError that all ranks find; the others exit with the same code.
 
-    They wait meanwhile: torchrun ends all ranks as soon as one has failed.
+    They wait first, because torchrun ends all ranks as soon as one has failed.
     """
     try:
         yield
@@ -103,10 +109,10 @@ def said_by_rank_0(placement: Placement) -> Iterator[None]:
 
 
 class Ending:
-    """What happens between a script's last line and the end of its process.
+    """Control what happens between a script's last line and the end of its process.
 
-    `close(code)` is called when the script is over, and gives the code to end with. An error of tandem's is
-    one line and its own code, a lost peer 200, any other error a traceback and 1.
+    `close(code)` is called when the script is over and returns the exit code. An error of tandem prints one
+    line and has its own code, a lost peer is 200, and any other error prints a traceback and is 1.
     """
 
     def __init__(self, lone: LoneRank, world_size: int) -> None:
@@ -115,6 +121,7 @@ class Ending:
         self.hear = lone.hear
         self._code, self._reason = FINISHED, "the script finished"
         self._show = sys.excepthook
+        # atexit runs after the hook, so it knows how the script ended.
         sys.excepthook = self._uncaught
         atexit.register(self._at_exit)
 
@@ -129,7 +136,7 @@ class Ending:
             log.error("%s", error)
 
     def _show_own(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """The script's lines on the terminal, all of the traceback in the rank's log."""
+        """Show the script's own frames on the terminal, and write the whole traceback to the rank's log."""
         if not isinstance(error, Exception):
             self._show(kind, error, trace)
             return
@@ -148,13 +155,14 @@ class Ending:
         sys.stdout.flush()
         sys.stderr.flush()
         drain()
+        # os._exit skips the interpreter's finalization, which may abort and change the code.
         if self._code != FINISHED:
             os._exit(self._code)
         leave_without_destructors()
 
 
 def code_of(error: BaseException, world_size: int) -> int:
-    """The exit code for an error that nobody has caught (see `errors`)."""
+    """Return the exit code for an uncaught error (see `errors`)."""
     if isinstance(error, TandemError):
         return error.exit_code
     killed = killed_helper(error)
@@ -166,10 +174,11 @@ def code_of(error: BaseException, world_size: int) -> int:
 
 
 def leave_without_destructors() -> None:
-    """From here on, the process ends with whatever code it ends, but without running C++ destructors.
+    """Let the process end without running C++ destructors, whatever its exit code.
 
-    Threads of gloo and of the store abort some interpreters in them. glibc calls what on_exit was given last
-    first, with the code; where there is no on_exit, the process ends as it does.
+    Threads of gloo and of the store make some interpreters abort in them. glibc calls the functions
+    registered with on_exit in reverse order and passes them the exit code. Without on_exit (musl, for
+    example), nothing changes.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):

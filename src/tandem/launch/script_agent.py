@@ -1,7 +1,7 @@
-"""The agent of a person's own program: who is to blame, what is started again, and one account of it.
+"""Run the agent of a user script: attribute failures, decide what is restarted, and report one cause.
 
-Its ranks meet at a store of their own for each generation, as torchrun's do: `env://` uses no prefix that
-would keep the addresses of the dead away.
+Its ranks use a new store in each generation, as torchrun's do: `env://` adds no prefix, so ranks would read
+the addresses of dead ranks in an older store. See docs/architecture.md#user-scripts.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ CAUSE_KEY = "tandem/cause"
 
 
 class ScriptAgent(NodeAgent):
-    """Restarts what was killed, hangs or has lost its peers, and with --restart-on-error all failures."""
+    """Restart what was killed, hangs or has lost its peers, and with --restart-on-error every failure."""
 
     _meeting: TCPStore | None = None
     _cause: Cause | None = None
@@ -49,6 +49,8 @@ class ScriptAgent(NodeAgent):
             if code == FINISHED and self._node.placement.nodes > 1:
                 self._await_other_nodes()
         except VerdictError as verdict:
+            # Another node's ranks succeeded before they knew of the failure here. 0 would tell the platform
+            # that the job is done.
             if verdict.code == FINISHED and self._cause is not None:
                 return FAILED, f"the ranks on other nodes finished without it: {self._cause.told()}"
             raise VerdictError(verdict.code, self._told_by_others() or str(verdict)) from None
@@ -59,15 +61,16 @@ class ScriptAgent(NodeAgent):
         return code, reason
 
     def _what_there_is(self) -> str:
-        return TRAINED  # a program hears a stop wherever it is, and knows itself what is to be saved
+        return TRAINED  # a script handles a stop wherever it is, and knows itself what has to be saved
 
     def _may_save(self) -> bool:
-        return False  # of a program nothing is in the agent's memory
+        return False  # the agent has no state of a script in memory, so one more start would save nothing
 
     def _await_other_nodes(self) -> None:
-        """The ranks here have ended well, and the program when those of all nodes have: node 0 waits for it.
+        """Wait on node 0 until the ranks of all nodes have succeeded; the ranks here have.
 
-        As long as for their coming. Raises VerdictError where others end in another way.
+        Other nodes return at once. The wait lasts up to --master-timeout. Raises VerdictError if other nodes
+        end in another way.
         """
         position, config, heard = self._positions[0], self._node.config, running.now()
         key = f"{position.store[2] if position.store else ''}/well"
@@ -75,18 +78,22 @@ class ScriptAgent(NodeAgent):
             self._root.add(key, 1)
         if self._node.placement.node_rank != 0:
             return
-        leave_verdict(self._root, FINISHED, "")  # who comes back finds it
+        # A node that is restarted meanwhile reads it and exits with 0.
+        leave_verdict(self._root, FINISHED, "")
         deadline, next_word = heard + config.master_timeout, heard + WAITING_WORD_SECONDS
         while (well := self._root.add(key, 0)) < position.nodes:
+            # A failure replaces the success in the store, whichever node was first.
             if (verdict := verdict_in(self._root)) is not None and verdict.code != FINISHED:
                 raise verdict
             now = running.now()
             if others_live(self._handler, self._node.placement):
                 heard, self._node.view.last_progress = now, time.time()
+            # A stop during this wait must not outlast the time that ranks have to stop.
             if self._stop and self._stopping is None:
                 self._stopping = Stopping(self._node, self._there)
                 deadline = min(deadline, now + config.shutdown_timeout)
             if now > min(deadline, heard + LEAVE_SECONDS) or self._stop.interrupts > 1:
+                # No node may read a success any more.
                 self._root.delete_key(VERDICT_KEY)
                 said = f"the ranks on {well} of {position.nodes} nodes finished, the others did not"
                 why = "they may be lost, or need a longer --master-timeout"
@@ -98,31 +105,35 @@ class ScriptAgent(NodeAgent):
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
         first = failures(codes)
+        # No rank failed here: the code is 0 or 143.
         if not first:
             return self._asked_to_stop(job_code([code for code in codes.values() if code is not None]))
         later = self._await_blame()
         local_rank, code = choose(first, later)
         if self._stop and code == PEER_LOST and STOPPED in self._workers.codes().values():
-            return STOPPED  # it lost the one that heard the signal first
+            return STOPPED  # it lost the rank that handled the signal first
         self._cause = cause = self._cause_of(local_rank, code)
         if self._node.placement.nodes > 1 and not self._stop:
             with contextlib.suppress(RuntimeError):
                 self._root.set(self._ended_key(self._positions[local_rank]), cause.to_json())
+                # A rank that was killed here is the cause. A failed one may only be the consequence of a kill
+                # elsewhere.
                 self._cause = cause = cause if was_killed(code) else self._explained_elsewhere(cause)
                 code = cause.code
         if code == PEER_LOST and FINISHED in self._workers.codes().values():
-            self._cause = replace(cause, code=FAILED)  # nobody was lost: the others went too early
+            self._cause = replace(cause, code=FAILED)  # no rank was lost: some ranks returned too early
             return FAILED
         return code
 
     def _asked_to_stop(self, code: int) -> int:
-        """143 is a stop that was asked for; where nobody asked this agent, somebody killed its ranks.
+        """Return 143 for a requested stop, and 137 if the ranks stopped without a request to this agent.
 
-        Some programs, such as Lightning's, end well when they are asked to stop. 0 would tell the platform
+        Some frameworks, such as Lightning, exit with 0 when they are asked to stop. 0 would tell the platform
         that the job is done.
         """
         if code == FINISHED and self._stopping is not None:
             return STOPPED
+        # The signal may reach the ranks before their agent.
         deadline = running.now() + OTHERS_SECONDS
         while code == STOPPED and not self._stop:
             if running.now() > deadline:
@@ -131,7 +142,10 @@ class ScriptAgent(NodeAgent):
         return code
 
     def _explained_elsewhere(self, ours: Cause) -> Cause:
-        """What other nodes say of their ranks may explain ours: one that was killed, then one that failed."""
+        """Return the cause that other nodes have published, if it explains ours.
+
+        A killed rank explains most, then a failed one.
+        """
         position, found = self._positions[0], ours
         others = [replace(position, node_rank=node) for node in range(position.nodes)]
         keys = [self._ended_key(each) for each in others if each.node_rank != position.node_rank]
@@ -159,7 +173,7 @@ class ScriptAgent(NodeAgent):
         return Cause(position.rank, position.node_rank, position.node_name, code, words)
 
     def _told(self, cause: Cause) -> str:
-        """Its traceback once: rank 0 has shown its own on the terminal that node 0 writes to."""
+        """Return the cause with its traceback, unless rank 0 has shown that on node 0's terminal already."""
         return cause.in_one_line() if cause.rank == 0 else cause.told()
 
     def _told_by_others(self) -> str:
@@ -170,14 +184,20 @@ class ScriptAgent(NodeAgent):
         return ""
 
     def _is_done(self) -> bool:
-        """Only the program knows; where a rank here has failed, `run_generations` does not believe it."""
+        """Accept a job result of 0, which only the script can check.
+
+        If a rank here has failed, `run_generations` rejects it.
+        """
         return True
 
     def _is_retried(self, code: int) -> bool:
         return is_retried(code) or (self._node.config.restart_on_error and is_own(code))
 
     def _is_to_blame(self, code: int) -> bool:
-        """Every restart counts, on all nodes alike, as with torchrun: nobody knows of what comes back."""
+        """Charge every restart to every node, as torchrun does.
+
+        A failure that recurs cannot be told from bad luck.
+        """
         return True
 
     def _said(self, codes: Mapping[int, int]) -> str:
@@ -186,6 +206,8 @@ class ScriptAgent(NodeAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group = cast(Any, worker_group)
         self._cause = None
+        # The first node of the round hosts the generation's store. The store of the last generation is
+        # dropped with its reference.
         if group.group_rank == 0:
             self._meeting, address = self._node.place.host_for_ranks()
             group.store.set("tandem/master", address)

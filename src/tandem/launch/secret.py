@@ -1,6 +1,6 @@
-"""The secret of a job, as somebody gives it: a variable or a file, the same on all nodes.
+"""Read the secret of a job: a variable or a file, the same on all nodes.
 
-Either may stand in .env, too, which counts where the environment has neither.
+Both may also be in .env, which counts if the environment has neither.
 """
 
 import ctypes
@@ -17,7 +17,10 @@ SHORTEST_SECRET, LONGEST_SECRET = 16, 4096
 
 
 def take_key(environ: MutableMapping[str, str]) -> bytes | None:
-    """The key that the job's secret gives, None without one; the secret itself goes. Raises ConfigError."""
+    """Derive the key from the job's secret and remove the secret from `environ`; None if there is no secret.
+
+    Raises ConfigError.
+    """
     if environ is os.environ:
         _wipe(SECRET)
     text, file = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
@@ -50,9 +53,9 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
 
 
 def _wipe(name: str) -> None:
-    """Zeros over a variable in the memory that this process began with.
+    """Overwrite a variable with zeros in this process's initial environment.
 
-    /proc/PID/environ goes on showing that, of this process and of all that are forked from it.
+    /proc/PID/environ keeps showing that memory, for this process and for all that are forked from it.
     """
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p

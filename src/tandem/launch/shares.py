@@ -1,4 +1,4 @@
-"""A batch that ranks cannot share evenly is refused before anything starts, where their number is known."""
+"""Reject a batch that the ranks cannot share evenly before anything starts, if their number is known."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +13,10 @@ from tandem.platforms.placement import Placement
 
 
 def refuse_uneven(settings: Settings, placement: Placement, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where the ranks would, in their words; what is not sure is left to them.
+    """Raise ConfigError if the ranks would later; leave what is uncertain to them.
 
-    Only node 0 asks: whether the run goes on from a checkpoint, which may be shared out unevenly, the others
-    need not see.
+    Only node 0 checks. A run that resumes from a checkpoint may share its batch unevenly, and the other nodes
+    may not see the checkpoints.
     """
     ranks = _ranks(settings, placement, environ)
     if ranks is None or placement.node_rank != 0 or settings.data.batch_shares is not None:
@@ -26,18 +26,24 @@ def refuse_uneven(settings: Settings, placement: Placement, environ: Mapping[str
 
 
 def _ranks(settings: Settings, placement: Placement, environ: Mapping[str, str]) -> int | None:
-    """Of the whole job; None where only its nodes will know. A strategy of one process has its own word."""
+    """Return the number of ranks of the job, or None if only its nodes will know.
+
+    A strategy with a single process has its own check.
+    """
     if placement.elastic is not None or settings.compute.strategy_name in ONE_PROCESS:
         return None
     nproc = placement.nproc
-    if nproc is None:  # by the GPUs of each node
+    if nproc is None:  # depends on the GPUs of each node
         has_none = settings.compute.device == "cpu" or (placement.is_one_host and not gpus_of(environ))
         nproc = 1 if has_none else None
     return None if nproc is None else placement.nodes * nproc
 
 
 def _begins_afresh(settings: Settings) -> bool:
-    """Whether that is sure: no checkpoint is looked at, and an object store is not asked."""
+    """Return whether the run certainly starts fresh.
+
+    No checkpoint is read, and no object store is queried.
+    """
     run_dir, resume = settings.run.place, settings.checkpoint.resume
     if resume == "never":
         return True

@@ -1,7 +1,7 @@
-"""Simulated nodes: `tandem launch --nodes N` on a laptop starts N processes that are told they are nodes.
+"""Simulate nodes: `tandem launch --nodes N` on a laptop starts N processes that act as nodes.
 
-Each is placed by hand at a loopback address of its own, as a cluster would place it. All are forked from one
-process that has torch: it is imported once, and in memory once.
+Each is placed by hand at its own loopback address, as a cluster would place it. All are forked from one
+process, so torch is imported once and is in memory once.
 """
 
 import logging
@@ -45,8 +45,9 @@ from tandem.timeouts import DEAF_NODE_SECONDS, LEAVE_SECONDS, SUPERVISE_SECONDS,
 
 log = logging.getLogger("tandem.launch")
 
-AGENT, PROGRAM = "tandem.launch.agent", "tandem.cli:main"  # named, not imported: torch, and what is above
-ENDING_SECONDS = LEAVE_SECONDS + TRACKER_END_SECONDS  # beyond its ranks' end, until a node has left
+# Names, not imports: one imports torch, the other is in a higher layer.
+AGENT, PROGRAM = "tandem.launch.agent", "tandem.cli:main"
+ENDING_SECONDS = LEAVE_SECONDS + TRACKER_END_SECONDS  # from the end of its ranks until a node has exited
 
 
 def simulate(
@@ -58,10 +59,11 @@ def simulate(
     preload: Sequence[str],
     program: Program | None = None,
 ) -> int:
-    """Run `placement.nodes` nodes on this machine; the job's exit code. `preload`: what ranks import.
+    """Run `placement.nodes` nodes on this machine, and return the job's exit code.
 
-    Node 0 keeps the terminal, the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
-    started again, as a cluster's platform would, up to --max-restarts times.
+    `preload` has the modules that ranks import. Node 0 keeps the terminal; the others write to
+    RUN_DIR/log/node-N.log. A node killed by a signal is restarted, as a cluster's platform would do, up to
+    --max-restarts times.
     """
     run_dir = local_folder(settings.run.place)
     shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
@@ -92,17 +94,17 @@ def simulate(
         _supervise(nodes, settings.launch, stop)
         code = job_code([code for node in nodes if (code := node.code()) is not None])
         if was_killed(code) and nodes[0].code() == PEER_LOST:
-            code = PEER_LOST  # a node was lost for good; node 0's summary says so
+            code = PEER_LOST  # a node was lost for good, as node 0's summary says
         if code == MISCONFIGURED and has_new_logs:
             forget_mistake(run_dir)
         return code if stop.interrupts < 2 else INTERRUPTED_TWICE
 
 
 def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: StopFlag) -> None:
-    """Until all have ended: hand a stop signal on, start again what was killed.
+    """Wait until all nodes have ended; forward stop signals, and restart killed nodes.
 
-    A second Ctrl-C kills the nodes, and so does the time that they have to stop, sooner where one is frozen
-    and hears nothing. What they have started ends with them.
+    Nodes are killed by a second Ctrl-C, and after the time that they have to stop; earlier if one is frozen
+    and cannot handle the signal. What they have started ends with them.
     """
     restarts_left, stops_at = config.max_restarts, float("inf")
     while any(node.code() is None for node in nodes):
@@ -111,6 +113,7 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
             stops_at = time.monotonic() + config.shutdown_timeout + DEAF_NODE_SECONDS
             for node in nodes:
                 node.signal(handed_on(stop.signal_number or signal.SIGTERM))
+        # No process can report how those nodes end any more, so the job cannot be supervised.
         if stops_at == float("inf") and any(node.is_cut_off() for node in nodes):
             lost = "the process that forks the nodes was killed, probably because memory ran out"
             log.error("%s; the nodes save and stop; run the same command again to resume", lost)
@@ -129,36 +132,41 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
             _wait(nodes)
             return
         for index, node in enumerate(nodes):
+            # While processes of a killed node are left, a successor could not take over its position.
             is_to_start = node.was_killed() and not stop and restarts_left > 0 and _others_run(nodes, index)
             if is_to_start and not _left_of(nodes):
                 restarts_left -= 1
                 log.warning("node %d was killed (%s); restarting it", index, node.code())
-                node.start("--resume", "auto")  # whatever this launch began with, it goes on now
+                node.start("--resume", "auto")  # whatever --resume this launch started with
 
 
 def _wait(nodes: Sequence["SimulatedNode"]) -> None:
-    """Until killed nodes have ended: what they leave in the temporary folder goes with this launch."""
+    """Wait until killed nodes have ended.
+
+    This launch then removes what they leave in the temporary directory.
+    """
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(node.code() is None for node in nodes) and time.monotonic() < deadline:
         time.sleep(SUPERVISE_SECONDS)
 
 
 def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
-    """What killed nodes have left behind, which ends by itself in a moment (keeper.py).
+    """Return what killed nodes have left behind; it ends by itself in a moment (keeper.py).
 
-    The writers of JSON logs do not count: they are orphans of all nodes, and a live node keeps its own.
+    Writers of JSON logs do not count: they are orphans of all nodes, and a live node keeps its own.
     """
     left = below(fork_server_pid() or 0, {node.pid for node in nodes if node.code() is None})
     return [each for each in left if each.name != WRITER]
 
 
 def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
+    # A restarted node would wait in vain for nodes that have ended by themselves.
     others = [node for position, node in enumerate(nodes) if position != index]
     return not others or any(node.code() is None or node.was_killed() for node in others)
 
 
 class SimulatedNode:
-    """A process that stands for a node: `tandem launch` with these arguments, `variables`, and its output."""
+    """A process that acts as a node: `tandem launch` with `arguments`, `variables`, and its own output."""
 
     def __init__(
         self,
@@ -188,7 +196,7 @@ class SimulatedNode:
         code = None if self._process is None else self._process.exitcode
         if self.is_cut_off():
             return None if self._state() else PEER_LOST
-        if code == -signal.SIGTERM:  # before it could hear of it; 143 is a stop with all that belongs to it
+        if code == -signal.SIGTERM:  # before it could handle the signal; 143 promises a complete stop
             return KILLED
         return code if code is None else shell_code(code)
 
@@ -196,7 +204,7 @@ class SimulatedNode:
         return self._process is not None and (self._process.exitcode or 0) < 0
 
     def is_cut_off(self) -> bool:
-        """Whether nobody can say any more how it ends; it has got SIGTERM for that."""
+        """Return whether no process can report its exit code any more; it has received SIGTERM then."""
         return self._process is not None and self._process.exitcode == UNKNOWN and has_gone()
 
     def is_frozen(self) -> bool:
@@ -208,7 +216,7 @@ class SimulatedNode:
                 os.kill(self._process.pid, number)
 
     def _state(self) -> str:
-        """Of its process, as proc(5) has it; nothing where it has ended."""
+        """Return the state of its process, as in proc(5), or "" if it has ended."""
         fields = stat_of(self._process.pid) if self._process is not None and self._process.pid else []
         return fields[0] if fields and fields[0] not in "ZX" else ""
 
@@ -216,12 +224,12 @@ class SimulatedNode:
 def _be_a_node(
     words: Sequence[str], output: Path | None, variables: Mapping[str, str], hears_hangups: bool
 ) -> None:
-    """In a new process, forked by the launcher's fork server."""
+    """Become a node, in a new process forked by the launcher's fork server."""
     stop_with_parent()
     launcher = multiprocessing.parent_process()
-    if launcher is not None and not launcher.is_alive():  # they ended before
+    if launcher is not None and not launcher.is_alive():  # they ended before `stop_with_parent` took effect
         os._exit(PEER_LOST)
-    default_handlers(hears_hangups)  # the first signal is heard by `tandem launch`, which can say so
+    default_handlers(hears_hangups)  # `tandem launch` installs its own handlers, which can report the signal
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -236,5 +244,5 @@ def _be_a_node(
 
 
 def stop_with_parent() -> None:
-    """In the child: get SIGTERM when the launcher, or the fork server that ends with it, dies."""
+    """Make the kernel send this process SIGTERM when the launcher, or its fork server, dies."""
     end_with_parent(signal.SIGTERM)

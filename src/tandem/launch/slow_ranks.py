@@ -1,7 +1,7 @@
-"""Who holds the others back in a script, judged on node 0 from what the ranks' heartbeats say.
+"""Find the rank that slows down a script, on node 0, from the ranks' heartbeats.
 
-A task's ranks gather their times in a collective (`telemetry/stragglers.py`); a script's collectives are its
-own.
+A task's ranks exchange their times in a collective (`telemetry/stragglers.py`); a script's collectives are
+its own. See docs/architecture.md#measuring-a-ranks-own-time.
 """
 
 import logging
@@ -19,14 +19,14 @@ log = logging.getLogger("tandem.run")
 
 
 class SlowRanks:
-    """Tells the times of all ranks to `tell`; to the log and to `event` who holds the others back."""
+    """Report the times of all ranks to `tell`, and a straggler to the log and to `event`."""
 
     def __init__(self, tell: Callable[[Message], object], event: Callable[..., object]) -> None:
         self._tell, self._event = tell, event
         self._watch, self._looked_at = StragglerWatch(), 0.0
 
     def look(self, beats: Sequence[Beat]) -> None:
-        """At what is known of all ranks now; does nothing most of the time, and where they are a task's."""
+        """Compare the ranks every SLOW_RANKS_SECONDS; do nothing in between, or if they train a task."""
         if time.monotonic() - self._looked_at < SLOW_RANKS_SECONDS:
             return
         known = {beat.rank: beat for beat in beats if beat.own is not None and beat.quick is not None}
@@ -47,5 +47,5 @@ class SlowRanks:
 def _times(beat: Beat, seconds: float) -> RankTimes:
     own, quick = beat.own or 0.0, beat.quick or 0.0
     phases = tuple(own if name == "other" else 0.0 for name in PHASES)
-    # How long a whole step is a script's rank does not say: at least its own time.
+    # A script's rank does not report how long a whole step takes. It is at least its own time.
     return RankTimes(beat.rank, beat.node, own, quick, own, seconds, phases, beat.doing or "")

@@ -1,4 +1,4 @@
-"""Asks the ranks of a node that hangs for their stacks, and says which ranks have written them."""
+"""Request stacks from the ranks of a node that hangs, and report which ranks have written them."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tandem.timeouts import MONITOR_SECONDS, NO_ANSWER_SECONDS, STACKS_SECONDS
 
 
 def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) -> str:
-    """Have the ranks {local rank: rank} write their stacks; a sentence about what is there to read."""
+    """Have the ranks {local rank: rank} write their stacks; return a sentence about the files."""
     pids, began, asks_again = workers.pids(), time.monotonic(), True
     files = {each: stacks_file(log_folder, ranks[each]) for each in pids}
     sizes = {each: _bytes(path) for each, path in files.items()}
@@ -21,7 +21,8 @@ def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) 
     while (waited := time.monotonic() - began) < STACKS_SECONDS:
         silent = [each for each in silent if _bytes(files[each]) <= sizes[each]]
         if waited > NO_ANSWER_SECONDS and all(_is_stopped(pids[each]) for each in silent):
-            break  # not before: ranks write torch's flight recorder by themselves
+            break  # not earlier: ranks write torch's flight recorder on their own
+        # Python's handler does not run while the main thread is blocked in C; the handler in C does.
         if waited > NO_ANSWER_SECONDS and asks_again:
             asks_again = False
             send(LAST_RESORT, [pids[each] for each in silent if has_handler(pids[each], LAST_RESORT)])

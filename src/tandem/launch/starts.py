@@ -1,7 +1,7 @@
-"""A crash that comes back: starts that have saved nothing new are counted in the run directory.
+"""Stop crash loops: count starts that have saved nothing new, in the run directory.
 
-Out of memory is a new pod every few seconds, and a segmentation fault at the first step ends with 200, which
-a platform starts again for ever. Node 0 waits longer before each such start, and gives up after
+With too little memory there is a new pod every few seconds, and a segmentation fault at the first step ends
+with 200, which a platform restarts forever. Node 0 waits longer before each such start, and gives up after
 --max-crash-loops.
 """
 
@@ -29,12 +29,12 @@ log = logging.getLogger("tandem.launch")
 
 NAME = "starts.json"
 AT_ONCE = 2
-"""So many starts without anything new are nothing unusual: a node is drained twice in a row."""
+"""Up to this many starts without anything new are normal: a node may be drained twice in a row."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the file holds: so many starts since `step` was saved, and why the last one ended."""
+    """The content of the file: how many starts since `step` was saved, and why the last one ended."""
 
     starts: int = 0
     step: int = 0
@@ -42,7 +42,7 @@ class Record:
 
     @classmethod
     def parse(cls, raw: bytes | None) -> "Record":
-        """Nothing counted, for what is no record."""
+        """Parse the file; an invalid record counts as none."""
         with suppress(ValueError):
             found = typed(parsed(raw or b"{}"), STARTS)[0]
             return cls(found["starts"], found["step"], printable(found["reason"], 1000))
@@ -50,7 +50,7 @@ class Record:
 
 
 class Starts:
-    """The starts of the run in `run_dir`, one of them this launch's; `is_ours` is asked before a write."""
+    """The starts of the run in `run_dir`, including this launch's. `is_ours` is checked before each write."""
 
     def __init__(self, run_dir: PurePath, is_ours: Callable[[], bool] = lambda: True) -> None:
         self._run_dir, self._is_ours = run_dir, is_ours
@@ -61,10 +61,10 @@ class Starts:
         self._timer.daemon = True
 
     def begin(self, allowed: int, should_stop: Callable[[], bool]) -> None:
-        """Count this start, after the wait that those before it ask for. Raises CrashLoopError."""
+        """Count this start, after waiting as long as the earlier ones require. Raises CrashLoopError."""
         before = self._before
         if before.starts >= allowed:
-            self._forget()  # what comes next was started by a person, who has read this
+            self._forget()  # the next start is a person's, who has read this error
             raise CrashLoopError(
                 f"{before.starts} starts in a row have saved nothing new after step {before.step}; the last "
                 f"one: {before.reason or 'it was killed'}. Check log/ in {self._run_dir}, fix that and "
@@ -83,9 +83,12 @@ class Starts:
         self._timer.start()
 
     def end(self, code: int, reason: str, generations: int) -> None:
-        """The launch has ended: only an end that the platform starts again counts, after ranks have begun."""
+        """Record how the launch ended.
+
+        Only an end that the platform restarts counts, and only after ranks have started.
+        """
         self._timer.cancel()
-        if code < 128 or code == STOPPED:  # a platform starts it again after 255, too
+        if code < 128 or code == STOPPED:  # 255 as well: a platform restarts it
             self._forget()
         elif generations == 0:
             self._write(self._before)
@@ -103,7 +106,7 @@ class Starts:
         self._put((json.dumps(asdict(record)) + "\n").encode() if record.starts else None)
 
     def _forget(self) -> None:
-        """This start is steady, or has ended for good: those before it count no more."""
+        """Reset the count: this start is stable, or has ended for good."""
         self._put(None)
 
     def _put(self, record: bytes | None) -> None:
@@ -125,7 +128,7 @@ class Starts:
 
 
 def backoff_seconds(starts: int) -> float:
-    """The wait after so many starts that have saved nothing new."""
+    """Return the wait after `starts` starts that have saved nothing new."""
     if starts <= AT_ONCE:
         return 0.0
     doublings = min(starts - AT_ONCE - 1, 16)

@@ -1,4 +1,7 @@
-"""What a stop is to the ranks of a generation: they save and end, or just end where no step was finished."""
+"""Stop the ranks of a generation: they save and exit, or just exit if no step was finished.
+
+See docs/architecture.md#a-sigterm.
+"""
 
 import logging
 
@@ -11,22 +14,25 @@ from tandem.timeouts import MEET_TO_SAVE_SECONDS, START_STOP_SECONDS
 log = logging.getLogger("tandem.agent")
 
 THERE = NOTHING, SAVED, TRAINED = "nothing", "saved", "trained"
-"""What there is of a run when a generation begins: nothing; the checkpoint that it goes on from; or more, in
-the memory of node 0, which a stop must not lose."""
+"""What there is of a run when a generation starts.
+
+Nothing, the checkpoint that it resumes from, or newer state in node 0's memory, which a stop must not lose.
+"""
 
 
 def what_there_is(node: Node) -> str:
-    """Node 0 says it for all."""
+    """Return the state of the run; node 0 determines it for all nodes."""
     if node.view.plan is not None:
         return TRAINED
     return SAVED if node.resume.kind == "resume" else NOTHING
 
 
 def is_time_to_save(node: Node, has_trained: bool, waits_since: float | None) -> bool:
-    """Whether ranks are started once more though this node was asked to stop: only then can they save.
+    """Return whether to start the ranks once more, despite a stop, so that they can save.
 
-    Between two generations node 0's memory may have steps that no checkpoint has. It is the same time that
-    ranks have to save and stop, less for nodes that do not come (`waits_since`); a second Ctrl-C ends it.
+    Between two generations, node 0's memory may have steps that no checkpoint has. The limit is the time that
+    ranks have to save and stop, and less if other nodes do not arrive (`waits_since`). A second Ctrl-C ends
+    the attempt.
     """
     if not has_trained or node.stop.at is None or node.stop.interrupts > 1:
         return False
@@ -37,10 +43,10 @@ def is_time_to_save(node: Node, has_trained: bool, waits_since: float | None) ->
 
 
 class Stopping:
-    """From the signal on: what is said to a person, and how long the ranks are waited for.
+    """Handle a stop from the signal on: what is logged, and how long to wait for the ranks.
 
-    They hear a stop at a step. Before the first one there is nothing to be saved, and what they are at (data,
-    a model, a wait for each other) may take minutes: they are ended at once.
+    Ranks react to a stop after a step. Before the first one there is nothing to save, and what they are doing
+    (loading data, building a model, waiting for each other) may take minutes, so they are killed at once.
     """
 
     def __init__(self, node: Node, what_there_is: str) -> None:
@@ -48,7 +54,10 @@ class Stopping:
         self._since, self._has_said = node.stop.at or running.now(), False
 
     def code(self, has_trained: bool) -> int | None:
-        """What the generation ends with, if it is to end now. Raises StopRequestedError: nothing is saved."""
+        """Return the code that ends the generation, or None to keep waiting.
+
+        Raises StopRequestedError if nothing is saved at all.
+        """
         seconds, name = running.now() - self._since, self._node.stop.name
         limit = self._node.config.shutdown_timeout
         if not self._has_said and (has_trained or self._there == TRAINED):

@@ -1,4 +1,4 @@
-"""Where Kubernetes looks for why a container ended: `kubectl describe pod` and the job's events show it."""
+"""Write a container's termination message, which `kubectl describe pod` and the job's events show."""
 
 import contextlib
 import os
@@ -6,11 +6,11 @@ import stat
 from pathlib import Path
 
 TERMINATION_LOG = Path("/dev/termination-log")
-LARGEST_BYTES = 4096  # what Kubernetes takes of it
+LARGEST_BYTES = 4096  # Kubernetes reads no more
 
 
 def leave_word(reason: str) -> None:
-    """Write the reason there, where the kubelet has put such a file; nowhere else is there one."""
+    """Write the reason to the file, if the kubelet has mounted it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(TERMINATION_LOG, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

@@ -19,7 +19,7 @@ SAME = ("--node-rank", "--max-restarts", "--numa-binding", "--shutdown-timeout")
 READ = ("--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-backend")
 SWITCHES = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 SILENT = ("--rdzv-id", "--role", "--monitor-interval")
-"""Dropped without a line: a script cannot tell the difference."""
+"""Dropped silently: a script cannot tell the difference."""
 OUTPUT = "--log-dir --redirects --tee --local-ranks-filter --logs-specs"
 OUTPUT += " --log-line-prefix-template --duplicate-stdout-filters --duplicate-stderr-filters"
 OTHERS = "--rdzv-conf --local-addr --start-method --event-log-handler --signals-to-handle"
@@ -44,7 +44,7 @@ def translated(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """(tandem's words, torchrun's {flag: value}, the program with its arguments)."""
+    """Return (tandem's words, torchrun's {flag: value}, the program with its arguments)."""
     ours, theirs = list[str](), dict[str, str]()
     index = 0
     while index < len(words) and (words[index].startswith("-") and words[index] not in ("-m", "--")):
@@ -95,7 +95,7 @@ def _nodes(theirs: Mapping[str, str], ours: Sequence[str], environ: Mapping[str,
 
 
 def _master(theirs: Mapping[str, str]) -> str | None:
-    """The rendezvous address, HOST:PORT, if the flags give one."""
+    """Return the rendezvous address, HOST:PORT, if the flags contain one."""
     if endpoint := theirs.get("--rdzv-endpoint"):
         return endpoint if endpoint.rpartition(":")[2].isdigit() else f"{endpoint}:{RENDEZVOUS_PORT}"
     if "--master-addr" in theirs or "--master-port" in theirs:
@@ -114,7 +114,7 @@ def _ranks(theirs: Mapping[str, str]) -> list[str]:
 
 
 def _is_placed(environ: Mapping[str, str]) -> bool:
-    """Whether the environment gives this node's rank."""
+    """Return whether the environment contains this node's rank."""
     from tandem.platforms import by_hand, laptop
     from tandem.platforms.placement import of_this_process, platforms
 
@@ -124,7 +124,10 @@ def _is_placed(environ: Mapping[str, str]) -> bool:
 
 
 def _node_rank(where: str, nodes: str) -> int:
-    """The rank of this node: the host of the endpoint is node 0. (torchrun ranks nodes as they arrive.)"""
+    """Return the rank of this node: the host of the endpoint is node 0.
+
+    torchrun ranks nodes as they arrive.
+    """
     host = where.rpartition(":")[0].strip("[]")
     if any(map(is_local, addresses_of(host))):
         return 0

@@ -1,5 +1,8 @@
-"""The process beside node 0's agent that sends the run to a tracker: what it imports, waits for or breaks is
-its own affair. It hears of the end by its standard input, and of a launch that was killed as well."""
+"""Run the process that sends the run to a tracker, next to node 0's agent.
+
+It is a separate process so that what a tracker's client imports, waits for or breaks does not affect the
+agent. It learns of the launch's end, even of a killed launch, when its standard input closes.
+"""
 
 import logging
 import os
@@ -23,11 +26,11 @@ PATIENCE = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(TRACKER_REQUEST_SECONDS),
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
-"""A server that is away is asked again by us, and at the end of a run nobody waits minutes for it."""
+"""tandem itself retries a server that is down. At the end of a run, these limits avoid a wait of minutes."""
 
 
 class TrackerProcess:
-    """From its making to `ended`; nothing where the run has no tracker."""
+    """The tracker's process, from construction to `ended`; does nothing if the run has no tracker."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._name, self._folder = settings.telemetry.remote_tracker, folder
@@ -47,11 +50,11 @@ class TrackerProcess:
                 command,
                 stdin=subprocess.PIPE,
                 env=safe_path({**PATIENCE, **os.environ}),
-                preexec_fn=ignore_stop_signals,  # the agent's end is its end, and the last rows come before
+                preexec_fn=ignore_stop_signals,  # it ends with the agent, after the last rows
             )
 
     def ended(self, code: int, has_no_time: Callable[[], bool]) -> None:
-        """The launch has ended: wait for the last rows, not for ever, nor when a second Ctrl-C has come."""
+        """Wait for the last rows after the launch has ended, with a limit, and not after a second Ctrl-C."""
         if self._process is None or self._process.stdin is None:
             return
         with suppress(OSError):
@@ -67,7 +70,7 @@ class TrackerProcess:
             log.warning(say, self._name, self._folder)
 
     def close(self) -> None:
-        """Where nobody has said how it ended."""
+        """Close the process's input if `ended` was not called."""
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()

@@ -1,10 +1,11 @@
-"""What a node's agent shows of the run: health on every node; metrics, events and the summary on node 0."""
+"""Show the run to the outside: health on every node; metrics, events and the summary on node 0."""
 
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tandem import running
@@ -32,13 +33,13 @@ from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Sam
 from tandem.telemetry.metrics import FINAL_STATES
 from tandem.telemetry.registry import Registry
 from tandem.telemetry.restarts import Restarts
-from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, VOLUME_SECONDS
+from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, RUN_HEALTH_SECONDS, VOLUME_SECONDS
 
 log = logging.getLogger("tandem.node")
 
 
 class NodeView:
-    """Receives its ranks' messages from construction to `close`; serves them on node 0."""
+    """Receive the messages of this node's ranks, from construction to `close`; on node 0, serve them."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class NodeView:
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         self._limits = health.Limits.asked(settings.launch, settings.reliability)
-        self.last_words = ""  # what the first rank that failed said
+        self.last_words = ""  # the reason given by the first rank that failed
         self._state, self.last_progress = "starting", time.time()
         self._health_file = life.HealthFile(state_dir)
         self._stop = stop
@@ -84,11 +85,14 @@ class NodeView:
         self._receiver = Receiver(self.socket_path, self.receive, self.metrics.count_error)
         self._thread = threading.Thread(target=self._tick, name="tandem-node", daemon=True)
         self._thread.start()
-        # Asking a volume or a driver can hang, so nobody waits for this thread.
+        # A call to a volume or a driver can hang, so no code waits for this thread.
         threading.Thread(target=self._watch_hardware, name="tandem-hardware", daemon=True).start()
+        self._health_thread = threading.Thread(target=self._show_health, name="tandem-health", daemon=True)
+        if placement.node_rank == 0:
+            self._health_thread.start()
 
     def _open_on_first_node(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
-        """Node 0: journal, history and server."""
+        """Open the journal, the history and the server, on node 0."""
         self._journal, self._history = Journal(run_dir), History(run_dir, self.checkpoints)
         self._replays = life.Replays(self._history.last_step)
         self._restarts = Restarts(read_events(run_dir))
@@ -104,7 +108,7 @@ class NodeView:
         )
 
     def _info(self) -> Sample:
-        """The run's name, for alerts about runs that end early; rank 0 knows the rest."""
+        """Return the run's name, for alerts about runs that end early; rank 0 sets the other labels."""
         return metrics.RUN_INFO.says(
             run=self.run_dir.name,
             task=self._settings.run.task,
@@ -115,13 +119,13 @@ class NodeView:
         )
 
     def rejoining(self) -> None:
-        """The ranks of a generation have ended, and the agent waits for the other nodes."""
+        """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
         self.last_progress, self._state = time.time(), "rendezvous"
         if self._journal is not None:
             self._enter("rendezvous")
 
     def generation_started(self, number: int, position: Position) -> None:
-        """The agent is about to start its ranks."""
+        """Record that the agent is about to start its ranks."""
         self.last_progress, self.last_words = time.time(), ""
         if self._journal is None:
             return
@@ -131,11 +135,11 @@ class NodeView:
         self._enter("rendezvous")
 
     def ranks_started(self, pids: Mapping[int, int]) -> None:
-        """The processes {rank: pid} of this node have begun."""
+        """Record the processes {rank: pid} of this node."""
         self._pids = dict(pids)
 
     def event(self, kind: str, **fields: object) -> None:
-        """A line of events.jsonl, and on the page; on node 0."""
+        """Write an event to events.jsonl and to the page; node 0 only."""
         assert self._journal is not None and self._history is not None
         self._journal.event(kind, **fields)
         self._history.take(Event(kind, time.time(), fields))
@@ -144,22 +148,22 @@ class NodeView:
             self.metrics.apply([restarts.sample(reason)])
 
     def _enter(self, state: str) -> None:
-        """The run is in this state from now on, and time is charged to it."""
+        """Enter a state of the run; time is charged to it from now on."""
         self._activities.enter(state, time.monotonic())
         self._state = state
         self.metrics.apply([metrics.RUN_STATE.enter(state)])
 
     def hung(self, alarm: Alarm) -> None:
-        """The watchdog named a rank; the next generation is about to begin."""
+        """Record the rank that the watchdog identified; the next generation is about to begin."""
         if self._journal is not None:
             named = ("rank", "node", "phase", "step", "seconds")
             self.event("hang", **{name: getattr(alarm, name) for name in named})
 
     def ended(self, code: int, reason: str) -> None:
-        """The job is over: final state, and the summary where rank 0 has not written one."""
+        """Record that the job is over: the final state, and the summary if rank 0 has not written one."""
         state = {FINISHED: "succeeded", STOPPED: "stopped"}.get(code, "failed")
         if code in (KILLED, INTERRUPTED_TWICE) and self._stop and self.plan is None:
-            state = "stopped"  # before there was anything to save
+            state = "stopped"  # there was nothing to save yet
         if self._journal is None:
             self._state = state
             return
@@ -168,6 +172,7 @@ class NodeView:
         self._ending = {"state": ending, "exit_code": code, "reason": reason}
         if ending == "failed" or not summary.exists():
             self.event(ending, exit_code=code, reason=reason)
+            # The summary of the previous launch still describes the run, which this launch has not touched.
             if code == MISCONFIGURED and self.plan is None and summary.exists():
                 log.info("kept %s of the previous launch, because this launch was refused", summary)
             else:
@@ -178,10 +183,10 @@ class NodeView:
             self.metrics.write_last_page(self.run_dir / "metrics.prom")
 
     def linger(self, stop: StopFlag) -> None:
-        """Give Prometheus the chance to see the final state, if it has ever looked.
+        """Wait until Prometheus has seen the final state, if it has ever scraped this run.
 
-        A stopped run waits as well, within --shutdown-timeout: unseen, a stop looks like a lost node. A
-        second Ctrl-C ends that, and so does a signal that only comes now.
+        A stopped run waits as well, within --shutdown-timeout, because a stop that was not seen looks like a
+        lost node. A second Ctrl-C ends the wait, and so does a signal that arrives only now.
         """
         if self._server is None:
             return
@@ -197,12 +202,17 @@ class NodeView:
         self._closing.set()
         self._receiver.close()
         self._thread.join()
-        self._health_file.write(self._health())  # how it ended, were it shorter than a tick
+        if self._health_thread.is_alive():
+            self._health_thread.join(NODE_TICK_SECONDS)
+        self._health_file.write(self._health())  # records the end of a run shorter than a tick
         if self._server is not None:
             self._server.close()
 
     def status(self) -> dict[str, object]:
-        """The run as `/api/run` and the live page show it. Times are Unix seconds, durations seconds."""
+        """Return the run as `/api/run` and the live page show it.
+
+        Times are Unix seconds, durations are seconds.
+        """
         healthy, says = health.judge(self._health(), time.time())
         step, rate = self.rank_zeros_step(), self._done.samples_per_second
         planned = self.plan.steps_planned if self.plan is not None else None
@@ -230,11 +240,11 @@ class NodeView:
         }
 
     def _log(self) -> Mapping[str, object]:
-        """The end of the log: of the rank that failed, if one has, else rank 0's."""
+        """Return the end of a log: of the rank that failed, if one has, or else of rank 0."""
         return self._about.log(self.last_words or str((self._ending or {}).get("reason", "")))
 
     def receive(self, message: Message) -> None:
-        """What a rank here says, or is said of all ranks, whoever it is for."""
+        """Handle a message from one of this node's ranks."""
         if self._history is not None:
             self._history.take(message)
         match message:
@@ -265,14 +275,14 @@ class NodeView:
         self._state = beat.activity
 
     def _count_steps(self, unreported: int, again: int) -> None:
-        """Steps that rank 0 had no time to report before it was killed, and those done again."""
+        """Count the steps that a killed rank 0 could not report, and the steps that are repeated."""
         samples = unreported * self._settings.data.batch_size
         self.metrics.apply([
             metrics.STEPS.inc(unreported), metrics.SAMPLES.inc(samples), metrics.STEPS_REPLAYED.inc(again),
         ])  # fmt: skip
 
     def _bring_up_to_date(self) -> None:
-        """Counters that grow by themselves (wall time and signals), and what the ranks weigh."""
+        """Update the counters that grow on their own (wall time, signals), and the ranks' memory use."""
         if self._journal is not None:
             received = {} if self._stop is None else self._stop.received
             signals = life.signal_increments(received, self._signals_counted)
@@ -294,17 +304,25 @@ class NodeView:
             if self._closing.wait(seconds):
                 return
 
+    def _show_health(self) -> None:
+        """Write to the run directory, for `tandem health RUN_DIR`, in a thread: the volume may hang."""
+        while True:
+            with suppress(OSError):  # the journal and the saves say what is wrong with the volume
+                health.write_run_health(self.run_dir, self._health())
+            if self._closing.wait(RUN_HEALTH_SECONDS):
+                return
+
     def _health(self) -> dict[str, object]:
-        """This node's state, as `health.judge` reads it."""
+        """Return this node's state as `health.judge` reads it."""
         step = max((beat.step for beat in self._beats.values()), default=0)
         return health.record(self._state, step, self.last_progress, self._limits.of(self._state))
 
     def rank_zeros_step(self) -> int:
-        """How many steps it had done when it was last heard."""
+        """Return the number of steps that rank 0 had finished at its last heartbeat."""
         return self._beats[0].step if 0 in self._beats else 0
 
     def whereabouts(self, rank: int) -> str:
-        """Where a rank of this node was when it was last heard."""
+        """Return where a rank of this node was at its last heartbeat."""
         beat = self._beats.get(rank)
         return f"(in {beat.phase or beat.activity} of step {beat.step})" if beat is not None else ""
 
@@ -312,7 +330,7 @@ class NodeView:
         asleep = time.monotonic() - running.now()
         while not self._closing.wait(NODE_TICK_SECONDS):
             before, asleep = asleep, time.monotonic() - running.now()
-            self.last_progress += asleep - before  # while this process was stopped nobody could get on
+            self.last_progress += asleep - before  # no progress was possible while this process was stopped
             self._bring_up_to_date()
             renew_outputs()
             self._health_file.write(self._health())

@@ -1,15 +1,16 @@
-"""Hangs, by name: which rank, on which node, in which phase of which step, and since when.
+"""Detect hangs: which rank, on which node, in which phase of which step, and for how long.
 
-Ranks tell their agent where they are (`heartbeat.py`); agents tell node 0 through the store; node 0's agent
-judges. None of this is in the path of a collective, and each part that may block has a thread of its own:
+Ranks report their position to their agent (`heartbeat.py`), agents report to node 0 through the store, and
+node 0's agent judges. None of this is in the path of a collective. Each part that may block has its own
+thread:
 
-    exchange    talks with the store: publishes this node's ranks, the metrics that it alone has, and the
-                alarm (node 0: reads the others')
-    judge       looks at what is known, never waits; on a node that cannot reach the store it cuts the
-                store's connections, which wakes the agent out of any read it hangs in
+    exchange    talks to the store: publishes this node's ranks, its own metrics, and the alarm
+                (node 0: reads the other nodes')
+    judge       looks at what is known and never waits; on a node that cannot reach the store, it shuts
+                down the connections to it, which wakes the agent from any blocked read
 
-Steps need all ranks. While those that are heard get on, an agent that cannot be heard is just that, and its
-ranks do not hang.
+Steps need all ranks. While the ranks that can be heard finish steps, a silent agent is only that, and its
+ranks do not hang. See docs/architecture.md#hangs.
 """
 
 import json
@@ -44,15 +45,16 @@ from tandem.timeouts import (
 log = logging.getLogger("tandem.watchdog")
 
 NODES_AT_ONCE = 16
-"""Whose metrics node 0 takes in at one look: all of 1,024 nodes within 13 s, before any is called stale."""
+"""How many nodes' metrics node 0 reads at once: all of 1,024 nodes within 13 s, before any is stale."""
 STOPPED, ENDED = ("T", "t"), ("Z", "X", "x")
 
 
 @dataclass
 class _Heard:
-    """The last heartbeat of a rank here, or of all ranks of another node, and when it came (`running.now`).
+    """The last heartbeat of a local rank, or of all ranks of another node, and when it arrived.
 
-    `used` is the CPU time of a rank that says nothing, and `looked_at` when that was so.
+    Times are seconds of `running.now`. `used` is the CPU time of a silent rank, and `looked_at` when it was
+    measured.
     """
 
     beats: list[Beat]
@@ -63,7 +65,7 @@ class _Heard:
     worked_at: float = 0.0
 
     def look(self, ticks: int, now: float) -> None:
-        """A rank that says nothing has used so much CPU time: it computes, where that grows."""
+        """Record the CPU time of a silent rank, in clock ticks: while it grows, the rank computes."""
         if now - self.looked_at > NODE_TICK_SECONDS:
             if self.looked_at and ticks > self.used:
                 self.worked_at = now
@@ -72,7 +74,7 @@ class _Heard:
 
 @dataclass(frozen=True)
 class _NodeWords:
-    """What a node says of its ranks: a number that makes it new, their beats, and what its clock shows."""
+    """A node's report of its ranks: a number that changes with each report, the beats, and its wall clock."""
 
     number: int
     beats: list[dict[str, Any]]
@@ -80,10 +82,11 @@ class _NodeWords:
 
 
 class Watchdog:
-    """One node's part. `hear` is called from any thread; the agent begins and ends generations.
+    """One node's part of hang detection.
 
-    `registry` is this node's: what it alone knows goes to node 0 by the same way, where it is shown.
-    `on_beats` is called on node 0, several times a second, with what is known of all ranks.
+    `hear` may be called from any thread; the agent begins and ends generations. `registry` is this node's:
+    metrics that only this node has go to node 0 the same way, and are shown there. `on_beats` is called on
+    node 0, several times a second, with what is known of all ranks.
     """
 
     def __init__(
@@ -92,7 +95,8 @@ class Watchdog:
         self._node, self._name, self._port, self._connect = node, node_name, port, connect
         self._registry = registry
         self._samples_heard: dict[int, tuple[bytes, float]] = {}
-        self._there, self._turn = set[str](), 0  # keys that the store has; nodes whose metrics were read
+        # Keys that exist in the store; where the next read of metrics begins.
+        self._there, self._turn = set[str](), 0
         self._clocks_compared: set[int] = set()
         self._lock = threading.Lock()
         self._generation = ""
@@ -100,14 +104,14 @@ class Watchdog:
         self._heartbeats: dict[int, _Heard] = {}
         self._nodes: dict[int, _Heard] = {}
         self._other_nodes: list[int] = []
-        self._last_exchange: float | None = None  # None: not reached since it was last given up
-        self._advanced_at = 0.0  # when a rank that is heard has last finished a step
-        self._unheard = set[int]()  # nodes whose agents cannot be heard while their ranks train
+        self._last_exchange: float | None = None  # None: no answer since it was last given up
+        self._advanced_at = 0.0  # when a rank that can be heard last finished a step
+        self._unheard = set[int]()  # nodes whose agents are silent while their ranks train
         self._past = NOTHING_BEFORE
         self._alarm: Alarm | None = None
         self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
         self.has_trained = False  # a rank here has finished a step of the last generation
-        self.has_ever_trained = False  # or of one before
+        self.has_ever_trained = False  # or of an earlier one
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"tandem-{work.__name__.strip('_')}", daemon=True)
@@ -119,7 +123,7 @@ class Watchdog:
             thread.start()
 
     def close(self, store: TCPStore | None) -> None:
-        """End; on node 0, where `store` is, after the last words of the others."""
+        """Stop; on node 0, where `store` is set, first read the last metrics of the other nodes."""
         self._closing.set()
         if store is not None:
             with suppress(RuntimeError):
@@ -136,7 +140,7 @@ class Watchdog:
             self._generation, self._pids, self._alarm = generation, dict(pids), None
             self._heartbeats, self._nodes, self.has_trained = {}, {}, False
             self._advanced_at, self._unheard = 0.0, set()
-            self._last_exchange = running.now()  # the store has just answered the agent
+            self._last_exchange = running.now()  # the agent has just used the store
             self._other_nodes = [node for node in nodes if node != self._node]
 
     def end_generation(self, store: TCPStore) -> None:
@@ -151,7 +155,7 @@ class Watchdog:
             self._generation, self._alarm = "", None
 
     def hear(self, beat: Heartbeat) -> None:
-        """A rank of this node said where it is."""
+        """Record a heartbeat of a rank of this node."""
         with self._lock:
             if beat.rank in self._pids:
                 here = Beat(**vars(beat), node=self._node, node_name=self._name)
@@ -162,6 +166,7 @@ class Watchdog:
                 self.has_ever_trained = self.has_ever_trained or beat.trained
 
     def _note_steps(self, before: _Heard | None, heard: _Heard) -> None:
+        # Only a step later than the last one counts: a heartbeat alone is no progress.
         steps = {beat.rank: beat.step for beat in before.beats} if before is not None else {}
         for beat in heard.beats:
             if beat.step > steps.get(beat.rank, beat.step):
@@ -171,10 +176,12 @@ class Watchdog:
         beats = []
         for rank, heard in self._heartbeats.items():
             silent, state = now - heard.at, "R"
+            # A rank whose thread cannot send heartbeats may still compute, for example in a C call that holds
+            # the GIL.
             if silent > 1.0:
                 state, *more = stat_of(self._pids.get(rank, 0)) or ["X"]
                 heard.look(sum(map(int, more[10:12])), now)
-            if state not in ENDED:  # the agent looks after those
+            if state not in ENDED:  # the agent handles ranks that have ended
                 idle = now - max(heard.at, heard.worked_at)
                 beats += [beat.later(silent, idle, state in STOPPED) for beat in heard.beats]
         return beats
@@ -182,6 +189,7 @@ class Watchdog:
     def _remote_beats(self, now: float) -> list[Beat]:
         beats = []
         for heard in self._nodes.values():
+            # While steps are finished anywhere, every rank is part of them, heard or not.
             silent = now - max(heard.at, self._advanced_at)
             beats += [beat.later(silent, silent, beat.halted or silent > beat.hang) for beat in heard.beats]
         return beats
@@ -190,7 +198,7 @@ class Watchdog:
         while not self._closing.wait(WATCHDOG_TICK_SECONDS):
             try:
                 self._look(running.now())
-            except Exception:  # without this thread no hang would ever be named
+            except Exception:  # without this thread, no hang would be detected
                 log.exception("hang detection failed; retrying")
                 self._closing.wait(STORE_RETRY_SECONDS)
 
@@ -201,6 +209,7 @@ class Watchdog:
                 self._alarm = judge(beats, self._past)
             limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
             since = self._last_exchange
+            # Not while ranks here finish steps, which need the ranks of node 0 as well.
             lost = self._node != 0 and since is not None and now - max(since, self._advanced_at) > limit
             if lost:
                 self._last_exchange = None
@@ -208,6 +217,7 @@ class Watchdog:
             if self._node != 0 and since is not None and not lost:
                 heard_at[0] = since
             silent = {node: now - at for node, at in heard_at.items() if now - at > limit}
+            # A hang explains the silence, and between generations nothing is expected.
             silent = {} if self._alarm is not None or not self._generation else silent
         if self._node == 0 and self._generation:
             self.on_beats(beats)
@@ -217,7 +227,7 @@ class Watchdog:
             cut_connections(self._port)
 
     def _tell_unheard(self, silent: Mapping[int, float]) -> None:
-        """Say once of each agent that it cannot be heard, which is no hang of its ranks, and that it can."""
+        """Log once for each agent that it is silent, which is no hang of its ranks, or heard again."""
         for node in sorted(silent.keys() - self._unheard):
             text = "node %d's agent has sent no heartbeat for %.1f s; its ranks are still training"
             log.warning(text, node, silent[node])
@@ -248,7 +258,7 @@ class Watchdog:
                     if running.now() - told_at > NODE_TICK_SECONDS:
                         told_at = running.now()
                         self._tell_samples(store)
-            except Exception as error:  # whatever a store that goes away raises; the judge counts the time
+            except Exception as error:  # a lost store raises many types; the judge measures the time
                 log.debug("the store does not answer the watchdog: %s", error)
                 store = None
                 self._there.clear()
@@ -277,7 +287,7 @@ class Watchdog:
             store.set(f"{generation}/alarm", json.dumps(asdict(alarm)))
 
     def _compare_clocks(self, node: int, theirs: float) -> None:
-        """Say once that a node's clock differs: nothing here depends on it, but its log lines mislead."""
+        """Log once that a node's clock differs. Nothing here depends on it, but times in logs mislead."""
         if node not in self._clocks_compared:
             self._clocks_compared.add(node)
             if abs(skew := theirs - time.time()) > CLOCK_SKEW_SECONDS:
@@ -289,7 +299,7 @@ class Watchdog:
         if generation:
             self._tell_beats(store, generation, beats)
         alarm = None
-        with suppress(ValueError, RecursionError):  # what is no alarm is none
+        with suppress(ValueError, RecursionError):  # an invalid alarm counts as none
             alarm = checked(Alarm, json.loads(store.get(key))) if store.check([key]) else None
         with self._lock:
             self._last_exchange = running.now()
@@ -301,18 +311,22 @@ class Watchdog:
         store.set(f"{generation}/pulse/{self._node}", json.dumps(asdict(words)))
 
     def _tell_samples(self, store: TCPStore) -> None:
-        """Whether a generation runs or not: the last words of a run count too."""
+        """Publish this node's metrics.
+
+        This happens between generations, too, because the last values of a run count.
+        """
         store.set(f"metrics/{self._node}", pack_samples(self._registry.own()))
 
     def _read_samples(self, store: TCPStore, others: Sequence[int]) -> None:
-        """Show what other nodes say; gauges of a node that says nothing any more go."""
+        """Apply the metrics of other nodes, and remove the gauges of a node that is silent."""
         now = running.now()
         keys = {f"metrics/{node}": node for node in others}
         for key, said in read_all(store, list(keys), self._there).items():
             node, (before, at) = keys[key], self._samples_heard.get(keys[key], (b"", now))
             if said != before:
                 self._samples_heard[node] = (said, now)
-                differs = said.partition(b",")[2] != before.partition(b",")[2]  # behind what makes it new
+                # A counter that makes each report new precedes the comma.
+                differs = said.partition(b",")[2] != before.partition(b",")[2]
                 if differs or now - at > STALE_SECONDS:
                     self._registry.apply_node(node, unpack_samples(said))
             elif now - at > STALE_SECONDS:
@@ -320,7 +334,10 @@ class Watchdog:
 
 
 def cut_connections(port: int) -> None:
-    """Shut down this process's connections to `port`: a thread that reads from one gets an error at once."""
+    """Shut down this process's connections to `port`, so that a thread that reads from one gets an error.
+
+    shutdown() wakes a blocked read; close() would not.
+    """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError, ValueError):
             descriptor = int(name)

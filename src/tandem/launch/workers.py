@@ -1,4 +1,7 @@
-"""The worker processes of one node: forked from a warm server, each on a pipe that ends with its agent."""
+"""Run the worker processes of one node: forked from a warm server, each with a pipe from its agent.
+
+docs/architecture.md#who-decides-restarts describes standby processes.
+"""
 
 import contextlib
 import importlib
@@ -52,7 +55,7 @@ RankFunction = Callable[[Any, Any], int]
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """ "package.module:function" -> the function."""
+    """Return the function that "package.module:function" names."""
     module, _, attribute = name.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return function
@@ -66,22 +69,25 @@ def _worker_main(
     lifeline: Connection,
     expected: Any,
 ) -> None:
-    """Entry of every worker process: warms up, waits for its position, then is that rank.
+    """Enter a worker process: warm up, wait for a position, then be that rank.
 
-    `expected` is the position that it will most likely get, where one is known.
+    `expected` is the position that it will most likely get, if known.
     """
-    os.setsid()  # what it starts is known by that
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # the fork server's own (keeper.py)
-    end_with_parent(signal.SIGKILL)  # the fork server, which ends with the agent: the pipe needs a free GIL
+    os.setsid()  # the session identifies what it starts
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # replaces the fork server's own handler (keeper.py)
+    # The fork server ends with the agent. Its signal works where the pipe's reader would need the GIL.
+    end_with_parent(signal.SIGKILL)
     agent = multiprocessing.parent_process()
-    if agent is not None and not agent.is_alive():  # they ended before, on a busy machine
+    # They ended before the call above took effect, on a busy machine.
+    if agent is not None and not agent.is_alive():
         os._exit(PEER_LOST)
     name_process("tandem-warming")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
-            resolve(warm_up)(job, expected)  # what fails here fails again, and is reported, in the rank
+            resolve(warm_up)(job, expected)  # what fails here fails again in the rank, and is reported there
     name_process("tandem-standby")
     try:
+        # This wait is the standby: it ends with a position, or with the pipe.
         position = replace(lifeline.recv(), memories=memories)
     except (EOFError, OSError):
         os._exit(PEER_LOST)
@@ -89,13 +95,13 @@ def _worker_main(
     heed(lifeline.fileno())
     try:
         code = resolve(function)(job, position)
-    except RuntimeError as error:  # of torch's handler of SIGCHLD, in the code that ends the rank
+    except RuntimeError as error:  # raised by torch's SIGCHLD handler, in the code that ends the rank
         killed = killed_helper(error)
         if killed is None:
             raise
         log.error("%s; ending the rank as if it had been killed", killed[0])
         code = killed[1]
-    if code != FINISHED:  # what it has started may never end, and would be waited for
+    if code != FINISHED:  # multiprocessing would wait at exit for children that may never end
         for child in multiprocessing.active_children():
             child.kill()
     sys.stdout.flush()
@@ -104,21 +110,24 @@ def _worker_main(
 
 
 def place_of(position: Any) -> tuple[int, ...] | None:
-    """What a program may look at while it is imported."""
+    """Return what a script may read about its rank when it is imported: a standby key for scripts."""
     return position and (position.rank, position.local_rank, position.world_size, position.nodes)
 
 
 def gpu_of(position: Any) -> int | None:
-    """Whose GPU a rank has: that of its number on the node."""
+    """Return the number of a rank's GPU: a standby key for processes with an open CUDA context."""
     return position and int(position.local_rank)
 
 
 def nothing_of(_position: Any) -> None:
-    """Any process may become any rank."""
+    """Return the same key for every rank: a standby process may then become any rank."""
 
 
 def _code_of(exitcode: int | None) -> int | None:
-    """A rank's shell exit code. Those of a fork server that was killed have ended with it."""
+    """Return a rank's shell exit code.
+
+    If the fork server was killed, its ranks were killed with it, and their codes are lost.
+    """
     if exitcode is None:
         return None
     return KILLED if exitcode == UNKNOWN and has_gone() else shell_code(exitcode)
@@ -128,30 +137,32 @@ def _code_of(exitcode: int | None) -> int | None:
 class _Worker:
     process: ForkServerProcess
     lifeline: Connection
-    expected: Any  # the position that it was warmed up for
-    asked: list[int] = field(default_factory=list)  # below it, to stop
+    expected: Any  # the position that it was prepared for
+    # Processes below it that received a stop signal and have a handler.
+    asked: list[int] = field(default_factory=list)
 
     @property
     def code(self) -> int | None:
-        """Its shell exit code; None while it, or what was asked to stop below it, runs.
+        """Its shell exit code; None while it runs, or a process below it that was asked to stop.
 
-        A wrapper may end before its program has saved.
+        A wrapper may exit before its program has saved.
         """
         code = _code_of(self.process.exitcode)
         return None if code in (FINISHED, STOPPED) and any(map(is_alive, self.asked)) else code
 
 
 def _exited(rank: _Worker, exitcode: int) -> bool:
-    """Whether a rank ended so, as multiprocessing says it: a signal is below 0."""
+    """Return whether a rank ended with this multiprocessing exit code (a signal is negative)."""
     return rank.process.exitcode == exitcode
 
 
 class Workers:
     """This node's ranks of one generation after another, running `function` ("module:name"). Not thread-safe.
 
-    Each rank is a new process; while a generation trains, `stand_by` forks those of the next in advance,
-    which call `warm_up(job, expected position)` ("module:name") before they wait. `bound_to` says what of its
-    expected position a standby is bound to by that: it is taken for no other.
+    Each rank is a new process. While a generation trains, `stand_by` forks the processes of the next one in
+    advance; they call `warm_up(job, expected position)` ("module:name") before they wait. `bound_to` maps a
+    position to a standby key: a standby process only becomes a rank whose position has the same key, because
+    it has already read its rank or opened its GPU.
     """
 
     def __init__(
@@ -168,12 +179,12 @@ class Workers:
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Worker] = {}
         self._standby: list[_Worker] = []
-        adopt_orphans()  # of a fork server that is killed
+        adopt_orphans()  # of a fork server that was killed
 
     def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
-        """Start one process per local rank; {local rank: pid}."""
+        """Start one process per local rank; return {local rank: pid}."""
         self._ranks, self._positions = {}, positions
-        with still("importing modules for the ranks"):  # the process that they are forked from is at it
+        with still("importing modules for the ranks"):  # the fork server is importing them
             for local_rank, position in positions.items():
                 self._ranks[local_rank] = rank = self._take_standby(position) or self._fork(position)
                 rank.lifeline.send(position)
@@ -182,19 +193,23 @@ class Workers:
     def stand_by(self, count: int) -> None:
         """Fork one more process for the next generation, unless `count` are waiting (takes about 30 ms).
 
-        One that is bound to what no rank of this generation has (its node has another place now) leaves.
+        Discards processes whose key no rank of this generation has, because this node's ranks have changed.
         """
         bounds = {self._bound_to(position) for position in self._positions.values()}
         for worker in [each for each in self._standby if self._bound_to(each.expected) not in bounds]:
             worker.lifeline.close()
             self._standby.remove(worker)
+        # One per call, so that a training generation keeps its cores.
         if len(self._standby) < count:
+            # A position that no standby process is prepared for; without one, the process only imports
+            # modules.
             taken = {place_of(worker.expected) for worker in self._standby}
             free = [each for each in self._positions.values() if place_of(each) not in taken]
             self._standby.append(self._fork(free[0] if free else None))
 
     def _take_standby(self, position: Any) -> "_Worker | None":
         for worker in list(self._standby):
+            # It died while it waited: it ran out of memory, or was killed.
             if worker.process.exitcode is not None:
                 self._standby.remove(worker)
                 worker.lifeline.close()
@@ -204,6 +219,8 @@ class Workers:
         return None
 
     def _fork(self, expected: Any = None) -> "_Worker":
+        # The agent keeps only the sending end. When the agent ends, however it ends, the kernel closes the
+        # pipe.
         theirs, ours = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_worker_main, args=(*self._arguments, theirs, expected))
         start(process)
@@ -211,28 +228,31 @@ class Workers:
         return _Worker(process, ours, expected)
 
     def codes(self) -> dict[int, int | None]:
-        """{local rank: shell exit code, or None while it runs}."""
+        """Return {local rank: shell exit code, or None while it runs}."""
         return {local_rank: rank.code for local_rank, rank in self._ranks.items()}
 
     def aborted(self) -> frozenset[int]:
-        """Local ranks that SIGABRT has ended. NCCL's watchdog sends it where a peer is lost; a rank whose own
-        GPU fails exits with the same number."""
+        """Return the local ranks that SIGABRT ended.
+
+        NCCL's watchdog sends it after a peer is lost. A rank whose own GPU fails exits with the same number
+        in a shell, but not by a signal.
+        """
         return frozenset(
             local_rank for local_rank, rank in self._ranks.items() if _exited(rank, -signal.SIGABRT)
         )
 
     def pause(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until one of those that run ends."""
+        """Sleep for `seconds`, or until a running rank ends."""
         running = [rank.process.sentinel for rank in self._ranks.values() if rank.process.exitcode is None]
         connection.wait(running, seconds)
 
     def signal(self, number: int) -> None:
-        """Send a stop signal to all ranks that still run, and to what they have started."""
+        """Send a stop signal to all running ranks and to the processes that they have started."""
         for local_rank, pid in self.pids().items():
             self._ranks[local_rank].asked += ask(pid, number)
 
     def pids(self) -> dict[int, int]:
-        """{local rank: process} of those that run."""
+        """Return {local rank: process ID} of the running ranks."""
         return {
             local_rank: rank.process.pid
             for local_rank, rank in self._ranks.items()
@@ -240,33 +260,38 @@ class Workers:
         }
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to all ranks and all that they have started, and to those on standby."""
+        """Send a signal to all ranks, to everything that they have started, and to standby processes."""
         forks = fork_server_pid()
         send(number, below(forks) if forks is not None else ())
 
     def ask_for_stacks(self) -> None:
-        """Have the ranks that run write what their threads stand in; a program that is no script does not."""
+        """Ask the running ranks for the stacks of their threads.
+
+        A program that is not Python ignores this.
+        """
         for rank in self._ranks.values():
             with contextlib.suppress(OSError):
                 rank.lifeline.send_bytes(b"stacks")
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until all have ended; False when the time is over first."""
+        """Wait until all ranks have ended; return False if the timeout expires first."""
         deadline = time.monotonic() + timeout_seconds
         for rank in self._ranks.values():
             rank.process.join(max(0.0, deadline - time.monotonic()))
         return all(code is not None for code in self.codes().values())
 
     def kill(self) -> dict[int, int]:
-        """End what still runs, at once (their peers are gone, there is nothing to save); the codes of all.
+        """Kill what still runs, with everything that it has started, and return the exit codes of all ranks.
 
-        With them ends all that they have started.
+        The ranks' peers are gone, so there is nothing to save.
         """
         ended = [rank.code for rank in self._ranks.values()]
+        # First by process: a rank that has just been forked does not lead its process group yet.
         for pid in self.pids().values():
             send(signal.SIGKILL, [pid])
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        # Only after a good end: what a failed rank has started is killed with it.
         if ended and all(code in (FINISHED, STOPPED) for code in ended):
             self._end_helpers()
         self._end_left(KILLED_SECONDS)
@@ -276,11 +301,14 @@ class Workers:
         has_lost_gpu = any(_exited(rank, GPU_FAILED) for rank in self._ranks.values())
         self._ranks = {}
         if has_lost_gpu and self._bound_to is gpu_of:
-            self.dismiss()  # the GPU may have failed for those that have opened it, too
+            self.dismiss()  # other standby processes may have the failed GPU open, too
         return codes
 
     def left(self) -> list[Process]:
-        """What lives of ranks, and of all that they have started; after `kill` only what cannot be ended."""
+        """Return what is left of ranks and of everything that they have started.
+
+        After `kill`, only what cannot be ended.
+        """
         alive, ours, forks = living(), os.getpid(), fork_server_pid()
         spared = {int(worker.process.pid or 0) for worker in self._standby}
         for each in alive.values():  # what this process itself has started stays in its session
@@ -289,9 +317,9 @@ class Workers:
         return [each for each in below(ours, spared, alive) if each.pid != forks]
 
     def _end_helpers(self) -> None:
-        """Ranks have ended as they should: what they have left running gets a moment to end, too.
+        """Give the processes that successful ranks have left running a moment to end by themselves.
 
-        A fork server of multiprocessing ends by itself, just after the rank that has started it.
+        A fork server of multiprocessing ends by itself, just after the rank that started it.
         """
         deadline = time.monotonic() + JUST_AFTER_SECONDS
         while self.left() and time.monotonic() < deadline:
@@ -304,7 +332,7 @@ class Workers:
                 time.sleep(END_LOOK_SECONDS)
 
     def _end_left(self, limit_seconds: float) -> None:
-        """SIGKILL until nothing is left; what cannot be ended is said."""
+        """Send SIGKILL until nothing is left, and log what cannot be ended."""
         deadline = time.monotonic() + limit_seconds
         self.wait(limit_seconds)
         while left := self.left():
@@ -314,7 +342,7 @@ class Workers:
                 return
             send(signal.SIGKILL, left)
             time.sleep(END_LOOK_SECONDS)
-            for each in left:  # of a fork server that was killed
+            for each in left:  # adopted from a fork server that was killed; reap it
                 if each.parent == os.getpid():
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(each.pid, os.WNOHANG)
@@ -326,12 +354,12 @@ class Workers:
         return f"{process}, started by a rank,"
 
     def dismiss(self) -> None:
-        """Those on standby leave: there is no next generation, or it has to begin with new processes."""
+        """End the standby processes: there is no next generation, or it needs new processes."""
         for worker in self._standby:
             worker.lifeline.close()
         deadline = time.monotonic() + DISMISSED_SECONDS
         for worker in self._standby:
             worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.exitcode is None:  # it imports, or opens a GPU that hangs
+            if worker.process.exitcode is None:  # it is importing, or opens a GPU that hangs
                 worker.process.kill()
         self._standby = []

@@ -1,1 +1,1 @@
-"""A loop of one's own: `tandem.start()` and what it gives, see `run.Run`."""
+"""Custom training loops: `tandem.start()` and the `run.Run` that it returns."""

@@ -1,4 +1,7 @@
-"""The backward passes of a step: the exchange that goes along with them, and what is not finite kept out."""
+"""Run a step's backward passes with the exchange between ranks, and keep non-finite values out.
+
+docs/architecture.md#the-telemetry-parameter describes the exchange.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,17 +35,17 @@ from tandem.training.nonfinite import can_be_told, gradients_by_type, note_all_n
 from tandem.training.step import device_memory
 
 ASKED = "asked"
-"""A pair beside the fixed slots: how many ranks have new names for the log, how many want to end the run."""
+"""A pair next to the fixed slots: how many ranks have new names for the log, and want to end the run."""
 LOOKS_AT = 2
-"""Steps of a process in which a second backward pass without an optimizer's step is looked for: a mistake."""
+"""How many steps of a process are checked for a second backward pass without an optimizer step."""
 
 
 class Backward:
-    """Runs the script's backward passes, and tells after each step what all ranks know."""
+    """Run the script's backward passes, and return after each step what all ranks know."""
 
     def __init__(self, group: ProcessGroup, strategy: Strategy, clock: Clock, policy: str) -> None:
         self._group, self._strategy, self._clock, self._policy = group, strategy, clock, policy
-        self._broken = (-1, "")  # the last step that was not finite, and its first tensor
+        self._broken = (-1, "")  # the last step with a non-finite value, and the first such tensor
         self.passenger = Passenger(torch.zeros(SLOTS + 2, device=group.device))
         self.models: list[nn.Module] = []
         self.numbers = Numbers(group)
@@ -61,32 +64,35 @@ class Backward:
         self._has_stepped = False
         """Whether an optimizer has stepped since the last backward pass."""
         self._optimized = set[int]()
-        """Parameters of optimizers that have stepped. Others keep their gradients, as with plain DDP."""
+        """IDs of parameters of optimizers that have stepped; others keep their gradients, as with DDP."""
         self._is_stepping = False
         self._scaled: tuple[Tensor, Tensor, Tensor] | None = None
-        """What a GradScaler has made last, of what, and its scale."""
+        """(result, input, scale) of the GradScaler's last call."""
         self.is_scaled = False
-        """Whether the last loss was scaled: a GradScaler looks at the gradients itself."""
+        """Whether the last loss was scaled. A GradScaler then checks the gradients itself."""
         self.watch_optimizers()
 
     def watch(self, model: nn.Module) -> None:
-        """One more wrapped model takes part."""
+        """Let one more wrapped model take part."""
         self.models.append(model)
         self._plain.watch(model)
 
     def exchange_with_next(self, is_last: bool) -> None:
-        """Whether the next forward and backward pass is the last of its batch, in which ranks exchange."""
+        """Set whether the next forward and backward pass is the last of its batch.
+
+        In the last one, ranks exchange gradients.
+        """
         for model in self.models:
             if isinstance(model, Replica):
                 model.exchange_with_next(is_last)
 
     def watch_optimizers(self) -> None:
-        """Let no optimizer use gradients that are not finite; the script may still read them."""
+        """Keep optimizers from using non-finite gradients; the script may still read them."""
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
 
     def watch_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """A loss that `scaler` has scaled is shown unscaled, and what overflows is left to it."""
+        """Report losses that `scaler` has scaled without the scale, and leave overflows to it."""
         scale = scaler.scale
 
         def scaled(outputs: Any) -> Any:
@@ -98,14 +104,16 @@ class Backward:
         scaler.scale = scaled  # type: ignore[method-assign]
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """On GPUs the host does not know yet whether it may step: it is told on the device.
+        """Leave out the step if a value was not finite; on GPUs, decide that on the device.
 
-        Raises ConfigError for gradients that `run` has not made.
+        The host does not know the result there yet, and does not wait for it. Raises ConfigError for
+        gradients that did not come from `run`.
         """
         self._plain.before_optimizer(p for group in optimizer.param_groups for p in group["params"])
         self._is_stepping = True
-        if self._found is None or hasattr(optimizer, "found_inf"):  # a GradScaler has told it
+        if self._found is None or hasattr(optimizer, "found_inf"):  # a GradScaler decides
             return
+        # torch's fused optimizers read `found_inf` on the device, where a GradScaler sets it.
         if self._found.is_cuda and can_be_told(optimizer):
             optimizer.found_inf = self._found  # type: ignore[attr-defined]
         elif bool(self._found):
@@ -121,7 +129,7 @@ class Backward:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
     def begin_step(self, step: int, stop: bool, decisions: int) -> None:
-        """Before the script gets its batch: what this rank brings into the step's exchange."""
+        """Prepare this rank's part of the step's exchange, before the script gets its batch."""
         self._step, self._exchanged, self._found = step, None, None
         self._slots = proposal_slots(stop, decisions).to(self._group.device, non_blocking=True)
         self._so_far = torch.zeros((), device=self._group.device)
@@ -129,9 +137,9 @@ class Backward:
             self._buffers.keep()
 
     def run(self, loss: Tensor, weight: float, is_last: bool) -> None:
-        """Backward from `loss`, weighed; gradients and the step's numbers are exchanged where `is_last`.
+        """Run backward from `loss` times `weight`; exchange gradients and the step's numbers if `is_last`.
 
-        Raises ConfigError for gradients left from before.
+        Raises ConfigError for gradients left from an earlier step.
         """
         looks = self._steps < LOOKS_AT and not self._is_in_parts
         before = self._first_gradients() if looks else []
@@ -144,7 +152,8 @@ class Backward:
             replica.begin_backward()
         self.passenger.numbers = numbers
         self._clock.enter_backward(loss)
-        # A loss that is not finite makes all gradients so: every rank sees it in the exchanged ones.
+        # A non-finite loss makes all gradients non-finite through this factor, so every rank sees it in the
+        # exchanged gradients.
         gradient = (value * 0 + weight).to(loss.dtype).reshape(loss.shape)
         self._plain.is_ours = True
         try:
@@ -154,6 +163,8 @@ class Backward:
         self._clock.enter("optimizer")
         self._look_for_a_missing_step(before)
         if not is_last:
+            # No wrapped model took part in this pass, for example in a single process: use one small
+            # all-reduce.
             return
         arrived = next((means for each in replicas if (means := each.arrived()) is not None), None)
         self._take(self._group.mean(numbers) if arrived is None else arrived)
@@ -162,7 +173,7 @@ class Backward:
         asked = torch.tensor([float(self.numbers.has_new), float(self.wants_end)])
         asked = asked.to(
             self._group.device, non_blocking=True
-        )  # as a tensor made there, it would wait for it
+        )  # a tensor created on the device would make the host wait
         return pack(self._slots, torch.cat([self._so_far.reshape(1), asked]))
 
     def _take(self, means: Tensor) -> None:
@@ -171,37 +182,45 @@ class Backward:
             note_all_nonfinite(gradients, found, self._one)
         exchanged = torch.cat([means, found.reshape(1)])
         self._refuse(exchanged)
-        if self._exchanged is not None:  # by an earlier backward of this step, whose loss counts
+        if self._exchanged is not None:  # by an earlier backward pass of this step, whose loss is reported
             loss = self._exchanged[LOSS]
             exchanged = torch.maximum(self._exchanged, exchanged)
             exchanged[LOSS] = loss
         self._exchanged = exchanged
 
     def _refuse(self, exchanged: Tensor) -> None:
-        """Where loss or gradients are not finite, no optimizer may step: on CPUs known now."""
+        """Keep optimizers from stepping if the loss or gradients are not finite.
+
+        On CPUs that is known now.
+        """
         skip = left_out(exchanged)
         if self._policy == "stop" and not self.is_scaled and not skip.is_cuda and bool(skip):
             self._broken = self._step, self._first_broken(exchanged)
         leaves_out = not self.is_scaled and (skip.is_cuda or bool(skip))
         self._found = skip if leaves_out else None
         if leaves_out and self._is_stepping and bool(skip):
-            self._drop_gradients()  # in a closure: its optimizer reads them next
+            self._drop_gradients()  # in a closure, whose optimizer reads them next
         if self._policy == "skip":
             self._buffers.put_back(skip)
 
     def _unscaled(self, loss: Tensor) -> Tensor:
-        """What `loss` was before a GradScaler scaled it, also where it has overflowed by that."""
+        """Return the loss before a GradScaler scaled it, even if the scaled loss has overflowed."""
         scaled, self._scaled = self._scaled, None
         self.is_scaled = scaled is not None
         if scaled is None:
             return loss.detach()
         made, before, scale = scaled
+        # The script may have changed the scaled loss, for example divided it by a number of parts. Divide by
+        # the scale, unless that has overflowed.
         if made is loss:
             return before
         return torch.where(torch.isfinite(loss.detach()), loss.detach() / scale, before)
 
     def culprit(self, step: int) -> str | None:
-        """The first tensor that was not finite in `step`, in words; None on GPUs, which nothing waits for."""
+        """Return which tensor was the first non-finite one in `step`.
+
+        Returns None on GPUs, where nothing waits for it.
+        """
         broken_at, name = self._broken
         return name if broken_at == step else None
 
@@ -213,9 +232,9 @@ class Backward:
         return f"the gradient of {next(broken, 'a parameter')}"
 
     def end_step(self) -> Consensus | None:
-        """What the ranks agreed on in the step (on GPUs: in the one before)."""
+        """Return what the ranks agreed on in the step (on GPUs: in the previous one)."""
         had_backward = self._exchanged is not None
-        if self._exchanged is None:  # the script has left this batch out
+        if self._exchanged is None:  # no backward pass: the script has skipped this batch
             means = self._group.mean(self._packed())
             means[LOSS] = torch.nan
             self._exchanged = torch.cat([means, torch.zeros_like(means[:1])])
@@ -224,17 +243,17 @@ class Backward:
         return self._noted(self._reader.read(self._step, self._exchanged))
 
     def drain(self) -> Consensus | None:
-        """What the last step on a GPU agreed on."""
+        """Return what the ranks agreed on in the last step on a GPU."""
         return self._noted(self._reader.drain())
 
     def read(self) -> Readings:
-        """Everything for a line of the log, and the script's own numbers to the recorder."""
+        """Return everything for a log line, and pass the script's own numbers to the recorder."""
         self.flush()
         hidden = max((hidden_sync_seconds(m) for m in self.models if isinstance(m, Replica)), default=0.0)
         return Readings(None, None, 0, hidden, device_memory(self._group.device))
 
     def flush(self) -> None:
-        """The numbers of this and earlier steps become part of the open log interval, on all ranks."""
+        """Add the numbers of this and earlier steps to the open log interval, on all ranks."""
         if self._flushed_at != self._step and self.recorder is not None:
             self._flushed_at = self._step
             self.recorder.logged(self.numbers.reduced())
@@ -251,17 +270,17 @@ class Backward:
         return [p for model in self.models for p in model.parameters() if p.grad is not None]
 
     def _drop_gradients(self) -> None:
-        """An optimizer passes over parameters without a gradient: no update, no momentum, no decay."""
+        """Remove all gradients: an optimizer then skips the parameters, with momentum and weight decay."""
         for parameter in self._parameters():
             parameter.grad = None
 
     def _first_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Of each model the first parameter to train, and a copy of its gradient."""
+        """Return the first trainable parameter of each model, with a copy of its gradient."""
         first = [next(p for p in model.parameters() if p.requires_grad) for model in self.models]
         return [(p, None if p.grad is None else p.grad.clone()) for p in first]
 
     def _look_for_a_missing_step(self, before: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
-        """Raise ConfigError where a backward pass has added to gradients that no optimizer has used yet."""
+        """Raise ConfigError if a backward pass has added to gradients that no optimizer has used yet."""
         for parameter, gradient in before:
             if parameter.grad is None or (gradient is not None and torch.equal(parameter.grad, gradient)):
                 continue

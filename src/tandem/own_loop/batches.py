@@ -1,4 +1,4 @@
-"""The `for` over a run's batches: what comes before a step, what follows it, and the end of the run."""
+"""Iterate over a run's batches: what precedes a step, what follows it, and the end of the run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from tandem.training.loop import Course, after_step
 
 @dataclass
 class Batches(Iterator[Any]):
-    """Gives out the batch of each step; asked for the next one, it does what follows the step before.
+    """Yield each step's batch; when asked for the next one, finish the previous step.
 
-    `finish(finished)` ends the run. Raises SystemExit when a signal has ended it: the script's own lines
-    after the loop are for a run that is through.
+    `finish(finished)` ends the run. Raises SystemExit after a stop signal, so that the script's lines after
+    the loop run only after a complete run.
     """
 
     course: Course
@@ -54,9 +54,10 @@ class Batches(Iterator[Any]):
         return batch
 
     def _end_step(self) -> bool:
-        """The step's consequences; whether a signal ends the run."""
+        """Finish the step; return whether a signal ends the run."""
         course, consensus = self.course, self.backward.end_step()
         rate = float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
+        # A save contains the log's sums, which all ranks have to reduce first.
         if "save" in course.timetable.due(course.step + 1, consensus):
             self.backward.flush()
         return after_step(course, consensus, rate, is_first=course.step == self.first)
@@ -64,5 +65,5 @@ class Batches(Iterator[Any]):
     def _end(self, finished: bool) -> None:
         self.is_over = True
         self.finish(finished)
-        if finished:  # else the process ends, and a second Ctrl-C may still have to end it
+        if finished:  # otherwise the process exits, and a second Ctrl-C may still have to end it
             self.stop.uninstall()

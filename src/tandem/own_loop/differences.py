@@ -1,4 +1,4 @@
-"""Is what ranks keep in common the same on all of them? A checkpoint holds rank 0's alone."""
+"""Check that values that should be equal on all ranks are: a checkpoint contains only rank 0's."""
 
 import hashlib
 import logging
@@ -14,13 +14,13 @@ log = logging.getLogger("tandem.run")
 
 
 class Differences:
-    """Compares kept values over ranks by checksums, and says each name that differs once."""
+    """Compare kept values between ranks by checksums, and report each name that differs once."""
 
     def __init__(self, world: ProcessGroup) -> None:
         self._world, self._said = world, set[str]()
 
     def look(self, values: Mapping[str, Any], recorder: Recorder, step: int) -> None:
-        """Compare `values`, by name; all ranks call this at the same step."""
+        """Compare `values`, by name. All ranks call this at the same step."""
         if self._world.size == 1:
             return
         ranks = self._world.gather_json({name: digest_of(value) for name, value in values.items()})
@@ -41,7 +41,7 @@ class Differences:
 
 
 def digest_of(value: Any) -> str:
-    """A few digits that differ where two values do."""
+    """Return a short hash that differs if two values differ."""
     skeleton, tensors = flatten({"": value})
     total = hashlib.sha256(repr(skeleton).encode(errors="replace"))
     for tensor in tensors:

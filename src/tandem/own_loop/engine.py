@@ -1,4 +1,4 @@
-"""Behind `Run`: the same parts as behind a task's run, put together for a loop that the script writes."""
+"""Implement `Run` with the same parts as a task's run, for a loop that the script writes."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ from tandem.data.shares import equal_shares
 from tandem.data.source import Reader, TrainingData
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
-from tandem.errors import FINISHED, STOPPED, ConfigError, StoppedError, TandemError
+from tandem.errors import FINISHED, STOPPED, ConfigError, TandemError
 from tandem.launch.run_dir import decide
 from tandem.launch.script import ScriptRank
 from tandem.log import reporting
@@ -49,14 +49,14 @@ from tandem.training.summary import Facts, forget_summary, open_displays, write_
 log = logging.getLogger("tandem.run")
 
 NO_END = 2**62
-"""Steps of a run whose end is not known yet: the script says it after the decision to resume."""
+"""The number of steps of a run whose end is not known yet; the script sets it after the resume decision."""
 
 
 class Engine:
-    """An open process group, and from `begin` and `loop` on a run."""
+    """An open process group, and after `begin` and `loop` a run."""
 
     def __init__(self, here: ScriptRank) -> None:
-        """Raises TandemError."""
+        """Open the process group. Raises TandemError."""
         self._began = time.monotonic()
         self.settings, self._chosen, position = here.settings, here.chosen, here.position
         check_settings(self.settings)
@@ -69,7 +69,7 @@ class Engine:
             count_log_messages(self._send)
         compute, reliability = self.settings.compute, self.settings.reliability
         common = self.settings.common_fields()
-        # Nothing is there yet to be saved, and without an agent nobody else could end the wait.
+        # There is nothing to save yet, and without an agent no other process could end the wait.
         with nullcontext() if position.store is not None else ended_by_stop_signals():
             self.clock, self.world, self._threads = open_world(
                 compute, reliability, common, position, self._send, self._run_dir / "log"
@@ -85,16 +85,16 @@ class Engine:
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return self._batches.course.step if self._batches else self.beginning.step
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the script has a batch in its hands."""
+        """Whether the script holds a batch."""
         return self._batches is not None and self._batches.is_open
 
     def begin(self, state: KeptState, redistribute: Redistribute | None = None) -> None:
-        """Load the newest state, as --resume says. What rank 0 finds wrong all ranks raise."""
+        """Load the newest state, as --resume says. An error on rank 0 is raised on all ranks."""
         with self.clock.phase("resume"):
             problem, position = "", self.world.position
             if self.world.is_first:
@@ -129,11 +129,15 @@ class Engine:
         collate: Callable[[list[Any]], Any] | None,
         asked: Mapping[str, int | None],
     ) -> Batches:
-        """The batches that are left. `asked`: what the script says, below what a person has set."""
+        """Return the remaining batches.
+
+        `asked` has the script's arguments, which explicit settings override.
+        """
         settings = self._settled(asked)
         self.world.check_same_settings(settings.common_fields())
         with hints_as_arguments(self._chosen):
             reader = self._reader(settings, collate)
+            # A run that resumes with another number of ranks may share its batch unevenly.
             if self.beginning.state is None:
                 reader.check_shares()
         check_batch_size(settings.data.batch_size, self.beginning.state)
@@ -160,7 +164,10 @@ class Engine:
         return self._batches
 
     def close(self, code: int) -> int:
-        """The script is over with `code`: the code to end with. Raises LoopLeftError if its loop is not."""
+        """Return the exit code of a script that is over with `code`.
+
+        Raises LoopLeftError if its loop has not ended.
+        """
         batches = self._batches
         end_loaders()
         if batches is None:
@@ -168,10 +175,12 @@ class Engine:
         if not batches.is_over:
             batches.course.saver.settle()
             if code == FINISHED:
+                # Without this error, the script would exit with 0 and the platform would not resume the run.
                 raise LoopLeftError(
                     f"the script left its loop after step {self.step}, before the end of the run; "
                     "to end a run early, call run.stop() and let the loop finish"
                 )
+        # After a failure, closing the group could wait for ranks that are gone.
         elif code == FINISHED:
             self.world.close()
         return code or self._code
@@ -198,7 +207,7 @@ class Engine:
         planned: int,
         of_data: Mapping[str, Any],
     ) -> Course:
-        """What follows each step, from the settings and the state that was loaded."""
+        """Assemble what follows each step, from the settings and the loaded state."""
         world, saved, first = self.world, self.beginning.state or {}, self.beginning.step
         recorder = self.backward.recorder = self._recorder(settings)
         data.load(saved.get("data", {}))
@@ -211,8 +220,10 @@ class Engine:
             "batch_size": settings.data.batch_size,
             "ended": self.backward.ends,
         }
+        # run.stop() ended the run, so a restart must not continue it.
         planned = min(planned, first) if saved.get("ended") else planned
-        given = self.settings.replace(steps=NO_END)  # what `decide` compares with; it knows no others
+        # `decide` compares with these; the script's arguments are unknown to it.
+        given = self.settings.replace(steps=NO_END)
         self._facts = facts = Facts(
             run=settings.run,
             batch_size=settings.data.batch_size,
@@ -265,7 +276,7 @@ class Engine:
             ),
             step=first,
         )
-        if first >= planned:
+        if first >= planned and not self._is_unsaved:
             log.info(
                 "the run in %s already finished at step %d; raise epochs or steps to continue",
                 self._run_dir,
@@ -280,26 +291,34 @@ class Engine:
         return course
 
     def _finish(self, state: KeptState, course: Course, finished: bool) -> None:
-        """The end of the run: what is being written is waited for, then the summary."""
+        """End the run: wait for the save that is being written, then write the summary."""
         self.clock.begin("drain")
-        if course.step == self._facts.first_step and finished:
-            return  # it was complete
+        if course.step == self._facts.first_step and finished and not self._is_unsaved:
+            return  # it was already complete
         self._code = FINISHED if finished else STOPPED
         saver = course.saver
         with saver:
             pass
-        if finished and self.world.broadcast_json(saver.last_step != course.step):  # ended early
+        # Ended early, between two saves.
+        if finished and self.world.broadcast_json(saver.last_step != course.step):
             with saver:
                 saver.save(course.step)
         if self.world.is_first:
-            if not saver.kept(course.step, finished):
-                raise StoppedError(f"stopped at step {course.step}, but the checkpoint could not be written")
+            saver.end(course.step, finished)
             write_summary(self._facts, course.recorder, state.weights(), saver.last_step, self._code)
         with reporting("close the displays"):
             course.recorder.close()
 
+    @property
+    def _is_unsaved(self) -> bool:
+        """True if this generation began from a snapshot in memory: no checkpoint may have that step."""
+        return self.beginning.slot is not None
+
     def _decision(self) -> ResumeDecision:
-        """Once a launch: after a restart, what this launch has saved counts."""
+        """Return where to resume, decided once per launch.
+
+        After a restart, what this launch has saved counts, even with --resume never.
+        """
         if self.world.position.restart and self.settings.checkpoint.resume == "never":
             return ResumeDecision("fresh")
         return decide(self.settings.replace(steps=NO_END))
@@ -317,7 +336,7 @@ class Engine:
 
 
 class LoopLeftError(TandemError):
-    """The script ended, and its loop had not."""
+    """The script ended before its loop did."""
 
 
 def _trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:

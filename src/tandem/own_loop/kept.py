@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a loop of one's own: whatever the script has named to `Run.keep`."""
+"""Define what a checkpoint of a custom loop contains: everything that the script passed to `Run.keep`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -41,23 +41,23 @@ from tandem.training.resume import check_shapes
 
 
 class Kept(SimpleNamespace):
-    """What is kept, by the names given to `Run.keep`; a number is changed by assigning to it."""
+    """The kept values, by the names given to `Run.keep`. Assign to a number to change it."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**{name: converted(value) for name, value in values.items()})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises ConfigError for a value of another kind than the one before."""
+        """Assign a value. Raises ConfigError if its kind differs from the previous value's."""
         here = vars(self)
         super().__setattr__(name, assigned(name, here[name], value) if name in here else value)
 
 
 class KeptState:
-    """The kept objects as a state by part.
+    """The kept objects as a state with parts.
 
-    "model": tensors of all modules, by their own names where there is one module, else by "NAME.their name".
-    "tensors": other tensors. "objects": what has a state_dict(). "numbers". The rest is what `live` gives.
-    What is named in `per_rank` is in none of them: see `own`.
+    "model": tensors of all modules, by their own names if there is one module, else as "NAME.their name".
+    "tensors": other tensors. "objects": what has a state_dict(). "numbers": numbers. The rest is what `live`
+    returns. Values in `per_rank` are in none of these; see `own`.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class KeptState:
         world: ProcessGroup,
         per_rank: Sequence[str] = (),
     ) -> None:
-        """Raises ConfigError for what cannot be kept, and for a model that trains but is not `wrapped`."""
+        """Check and collect the values.
+
+        Raises ConfigError for values that cannot be kept, and for a trained model that is not in `wrapped`.
+        """
         self._kept, self._wrapped, self._world = kept, wrapped, world
         self.per_rank = list(per_rank)
         self._shared = [name for name in vars(kept) if name not in self.per_rank]
@@ -77,33 +80,35 @@ class KeptState:
             self._check(name, value, trained)
         self._forms = {n: form_of(v) for n, v in vars(kept).items() if kind_of(v) == TENSOR}
         self._differences = Differences(world)
+        # Fails here, rather than at the first save, if a state cannot be written.
         flatten({**self.whole(), PER_RANK: self.own()})
 
     @property
     def keeps_own(self) -> bool:
-        """Whether something is kept for each rank."""
+        """Whether something is kept per rank."""
         return bool(self.per_rank)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The kept modules, without what wraps them."""
+        """The kept modules, without their wrappers."""
         return {name: unwrapped(value) for name, value in self._of(MODEL).items()}
 
     @property
     def together(self) -> nn.Module:
-        """The kept modules as one, whose names are those of `weights`."""
+        """The kept modules as one, with the same names as `weights`."""
         modules = self.modules
         return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The kept optimizers, in the order of naming."""
+        """The kept optimizers, in the order in which they were named."""
         return list(self._optimizers().values())
 
     def whole(self) -> dict[str, Any]:
-        """All that ranks have in common, "model" first. Exchanges nothing: every rank has everything.
+        """Return everything that ranks have in common, "model" first.
 
-        Raises ConfigError for a tensor that is no longer of the form it had.
+        Exchanges nothing, because every rank has all of it. Raises ConfigError for a tensor whose dtype or
+        shape has changed.
         """
         objects = {name: state_of(value) for name, value in self._of(OBJECT).items()}
         tensors = {name: self._tensor(name, value) for name, value in self._of(TENSOR).items()}
@@ -111,7 +116,7 @@ class KeptState:
         return {**parts, **self.live()}
 
     def own(self) -> dict[str, Any]:
-        """What this rank has of its own, by name. Exchanges nothing."""
+        """Return what this rank keeps for itself, by name. Exchanges nothing."""
         found = dict[str, Any]()
         for name in self.per_rank:
             value = getattr(self._kept, name)
@@ -122,9 +127,9 @@ class KeptState:
         return found
 
     def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
-        """Names of the optimizers' parameters, and what every rank has of its own; all ranks call this.
+        """Return the names of the optimizers' parameters, and every rank's own values.
 
-        At the first save at which ranks differ in what they have in common, rank 0 says so.
+        All ranks call this. At the first save at which common values differ between ranks, rank 0 logs it.
         """
         groups = {name: self._groups(optimizer) for name, optimizer in self._optimizers().items()}
         self._differences.look(self._comparable(), recorder, step)
@@ -134,7 +139,7 @@ class KeptState:
         return {"groups": groups, PER_RANK: [deserialize(part)[PER_RANK] for part in parts]}
 
     def _comparable(self) -> dict[str, Any]:
-        """What should be equal on all ranks, by name, and is not compared as replicas are."""
+        """Return what should be equal on all ranks and is not covered by the replica checks, by name."""
         values = {
             **self._of(NUMBER),
             **{name: self._tensor(name, value) for name, value in self._of(TENSOR).items()},
@@ -149,7 +154,7 @@ class KeptState:
         return values
 
     def weights(self) -> dict[str, Any]:
-        """The part "model"."""
+        """Return the part "model"."""
         modules = self.modules
         if len(modules) == 1:
             return dict(next(iter(modules.values())).state_dict())
@@ -158,19 +163,22 @@ class KeptState:
         }
 
     def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """Which tensors of the flattened state rank 0 alone has right: buffers, and what is not trained."""
+        """Return the places in the flattened state where only rank 0's tensor counts.
+
+        These are buffers and untrained parameters.
+        """
         return places_beside({**state["model"], "": state["tensors"]}, self._ranks_share)
 
     @cached_property
     def _ranks_share(self) -> frozenset[str]:
-        """The names in "model" of the parameters that ranks train together."""
+        """Names in "model" of the parameters that ranks train together."""
         replicated, modules = {id(unwrapped(each)) for each in self._wrapped}, self.modules
         prefixes = {name: "" if len(modules) == 1 else f"{name}." for name in modules}
         trained = {n: parameter_names(m) for n, m in modules.items() if id(m) in replicated}
         return frozenset(prefixes[n] + name for n, names in trained.items() for name in names)
 
     def load(self, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Put back what `whole` and `own` gave. Raises ConfigError where it is of other objects."""
+        """Restore what `whole` and `own` returned. Raises ConfigError if it belongs to other objects."""
         modules = self.modules
         parts = {
             name: _part(saved.get("model", {}), "" if len(modules) == 1 else f"{name}.") for name in modules
@@ -185,6 +193,7 @@ class KeptState:
                     f"the checkpoint has different {part}: {_listed(theirs)} in it, {_listed(mine)} here; "
                     "keep the same values, or use another --run-dir or --resume never"
                 )
+        # All checks precede the first change, so that an error leaves the objects as they were.
         for name, optimizer in self._optimizers().items():
             theirs_of = saved.get("groups", {}).get(name)
             check_groups(name, saved[OBJECT][name], theirs_of, optimizer, self._groups(optimizer))
@@ -213,7 +222,7 @@ class KeptState:
                 ) from error
 
     def _of(self, kind: str) -> dict[str, Any]:
-        """The values of one kind that ranks have in common."""
+        """Return the common values of one kind."""
         values = {name: getattr(self._kept, name) for name in self._shared}
         return {name: value for name, value in values.items() if kind_of(value) == kind}
 
@@ -247,12 +256,12 @@ class KeptState:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model that `Run.wrap` was given."""
+    """Return the model that `Run.wrap` received."""
     return module.model if isinstance(module, Replica) else module
 
 
 def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """What is under `prefix`, without it."""
+    """Return the entries below `prefix`, without it."""
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 

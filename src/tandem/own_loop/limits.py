@@ -1,4 +1,4 @@
-"""What a loop of one's own cannot be asked for, each with what to do instead."""
+"""Reject what a custom loop does not support, and say what to do instead."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from tandem.errors import ConfigError
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for what a loop of one's own does by itself."""
+    """Raise ConfigError for settings of things that a custom loop does itself."""
     compute = settings.compute
     if compute.strategy not in ("ddp", "single"):
         raise ConfigError(
@@ -33,7 +33,10 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_batch_size(batch_size: int, saved: Any) -> None:
-    """The position in the data is a step: it means the same samples only with the same batch size."""
+    """Raise ConfigError if the batch size has changed.
+
+    The position in the data is a step, which means the same samples only with the same batch size.
+    """
     before = batch_size if saved is None else saved.get("batch_size", batch_size)
     if before != batch_size:
         raise ConfigError(
@@ -43,7 +46,7 @@ def check_batch_size(batch_size: int, saved: Any) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise ConfigError for what gives batches, or nothing at all, in place of samples."""
+    """Raise ConfigError for an object that yields batches, or nothing, instead of samples."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise ConfigError(f"run.batches: got a {kind}; expected a dataset: pass loader.dataset")
@@ -55,7 +58,7 @@ def check_dataset(dataset: Any) -> None:
 
 @contextmanager
 def hints_as_arguments(chosen: Collection[str]) -> Iterator[None]:
-    """Name arguments of run.batches in errors, in place of the flags that nobody has typed (`chosen`)."""
+    """Name arguments of run.batches in errors, instead of flags that are not in `chosen`."""
     try:
         yield
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Numbers that a script logs: added up on the device, summed over ranks when a line of the log is due.
+"""Collect the numbers that a script logs: summed on the device, and over ranks when a log line is due.
 
-Ranks have to sum the same names. A rank that has met a new one says so in the step's exchange; at the next
-line all of them exchange the names they know, so it takes no collective before there is something to settle.
+Ranks must sum the same names. A rank with a new name reports that in the step's exchange, and at the next
+line all ranks exchange their names. No collective is needed until there is something to settle.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 
 
 class Numbers:
-    """{name: (sum, count)} since the last line, of this rank."""
+    """{name: (sum, count)} of this rank since the last line."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -22,10 +22,13 @@ class Numbers:
         self._settled: list[str] = []
         self.has_new = False
         self.everyone_settles = True
-        """At the first line, and when some rank had a new name in a step that all ranks know of."""
+        """True before the first line, and after some rank had a new name in a step that all ranks know of."""
 
     def add(self, name: str, value: Any) -> None:
-        """Raises ConfigError for what is no single real number. Never waits for the device."""
+        """Add a value. Never waits for the device.
+
+        Raises ConfigError if it is not a single real number.
+        """
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_complex():
                 raise ConfigError(
@@ -41,14 +44,14 @@ class Numbers:
         self.has_new = self.has_new or name not in self._settled
 
     def state(self) -> list[str]:
-        """The settled names, for a checkpoint."""
+        """Return the settled names, for a checkpoint."""
         return self._settled
 
     def load(self, names: list[str]) -> None:
         self._settled, self.everyone_settles = list(names), not names
 
     def reduced(self) -> dict[str, tuple[float, float]]:
-        """The sums and counts of all ranks, which begin anew. All ranks call this at the same step."""
+        """Return the sums and counts of all ranks, and reset them. All ranks call this at the same step."""
         if self.everyone_settles:
             known = self._group.gather_json(sorted({*self._settled, *self._sums}))
             self._settled = sorted({name for names in known for name in names})
@@ -57,13 +60,14 @@ class Numbers:
             return {}
         mine = [self._sums.pop(name, (0.0, 0)) for name in self._settled]
         pairs = [(float(total), float(count)) for total, count in mine]
+        # One non-finite value would hide the mean of all others.
         finite = [pair if abs(pair[0]) < float("inf") else (0.0, 0.0) for pair in pairs]
         totals = self._group.sum([number for pair in finite for number in pair])
         return dict(zip(self._settled, zip(totals[::2], totals[1::2], strict=True), strict=True))
 
 
 def _real(name: str, value: Any) -> float:
-    """Anything that is one number: Python's, NumPy's, a Decimal, an array of one element."""
+    """Convert anything that is one number: Python's, NumPy's, a Decimal, an array of one element."""
     is_array_of_one = getattr(value, "size", 1) == 1
     try:
         if not is_array_of_one or not hasattr(type(value), "__float__"):

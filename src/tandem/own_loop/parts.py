@@ -1,4 +1,4 @@
-"""A batch in parts: several backward passes, whose gradients add up to those of one over the whole batch."""
+"""Split a batch into several backward passes whose gradients add up to those of the whole batch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,10 @@ from tandem.own_loop.backward import Backward
 
 
 class Parts:
-    """Which part of the batch the script is at. `share`: this rank's samples, in ranks' even shares."""
+    """Track which part of the batch the script is at.
+
+    `share` is this rank's number of samples relative to an equal share.
+    """
 
     def __init__(self, seed: int, rank: int, backward: Backward) -> None:
         self._seed, self._rank, self._backward = seed, rank, backward
@@ -19,11 +22,11 @@ class Parts:
 
     @property
     def weight(self) -> float:
-        """Of the next loss, so that the mean over ranks is that over all samples."""
+        """The weight of the next loss, so that the mean over ranks is the mean over all samples."""
         return self.share * self._part_of_batch
 
     def of(self, batch: Any, count: int, step: int) -> Iterator[Any]:
-        """Raises ConfigError where `batch` has fewer than `count` samples."""
+        """Yield the parts. Raises ConfigError if `batch` has fewer than `count` samples."""
         size = batch_size_of(batch)
         if not 1 <= count <= size:
             raise ConfigError(

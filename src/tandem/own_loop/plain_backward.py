@@ -1,8 +1,7 @@
-"""Find `loss.backward()` where a loop needs `run.backward(loss)`.
+"""Detect `loss.backward()` where a loop needs `run.backward(loss)`.
 
-Such gradients are not checked, and the loss of the step is not reported.
-
-A hook on each parameter tells which backward pass has added to its gradient last.
+Such gradients are not checked, and the step's loss is not reported. A hook on each parameter records which
+backward pass added to its gradient last.
 """
 
 import logging
@@ -19,22 +18,22 @@ from tandem.errors import ConfigError
 log = logging.getLogger("tandem.run")
 
 INSTALLED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Beginnings of file names that are not part of the script."""
+"""Prefixes of file names that do not belong to the script."""
 WATCHED_STEPS = 2
-"""Steps of a process after which a parameter that run.backward has reached is not watched any longer."""
+"""The number of steps after which parameters that run.backward has reached are no longer watched."""
 
 
 class PlainBackward:
-    """Which gradients come from a backward pass that is not `run.backward`'s."""
+    """Track which gradients come from a backward pass other than `run.backward`."""
 
     def __init__(self) -> None:
         self.is_ours = False
         """Whether `run.backward` is running."""
         self._handles = dict[int, Any]()
         self._reached, self._plain = set[int](), set[int]()
-        self._place = ""  # of the last plain backward
+        self._place = ""  # where in the script the last plain backward pass was
         self._is_used = self._has_warned = False
-        """Whether this step has used or made gradients without `run.backward`; whether one was warned of."""
+        """Whether this step used or made gradients without `run.backward`; whether that was logged once."""
 
     def watch(self, model: nn.Module) -> None:
         """Watch the parameters of one more wrapped model."""
@@ -67,7 +66,10 @@ class PlainBackward:
             self._is_used = True
 
     def end_step(self, step: int, had_backward: bool, steps: int) -> None:
-        """Warn once if `step` trained by means that cannot be judged; `steps` are those of this process."""
+        """Warn once if `step` trained in a way that cannot be checked.
+
+        `steps` counts the steps of this process.
+        """
         if not had_backward and self._is_used and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -83,7 +85,10 @@ class PlainBackward:
 
 
 def _place_in_script() -> str:
-    """`train.py line 12`; empty in a thread of the engine, which has no frame of the script."""
+    """Return `train.py line 12`, or "" in a thread of the autograd engine.
+
+    Such a thread has no frame of the script.
+    """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(INSTALLED):
         if frame.f_back is None:

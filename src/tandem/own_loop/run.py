@@ -1,4 +1,4 @@
-"""`tandem.start()` and the run that it gives: what a training loop of one's own is written with."""
+"""The public API of custom loops: `tandem.start()` and the run that it returns."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -245,7 +245,10 @@ class Run:
 
 
 def _tells(engine: Engine) -> Callable[..., None]:
-    """A hook that tells the clock; a function, so that a copy of the model does not copy the engine."""
+    """Return a hook that notifies the clock.
+
+    It is a function, so that a copy of the model does not copy the engine.
+    """
 
     def forward_begins(*_: Any) -> None:
         if engine.is_in_step and torch.is_grad_enabled():

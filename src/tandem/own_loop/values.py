@@ -1,4 +1,4 @@
-"""Values that a script names to `Run.keep`: what each is, and how its state is taken and put back."""
+"""Handle the values that a script passes to `Run.keep`: determine their kind, save and restore them."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ VALID = (
     "load_state_dict()"
 )
 MODEL, TENSOR, NUMBER, OBJECT = "model", "tensors", "numbers", "objects"
-"""Kinds of kept values, by the part of the state that they are in."""
+"""Kinds of kept values; each is a part of the state."""
 
 
 def kind_of(value: object) -> str | None:
-    """One of the kinds; None for what cannot be kept."""
+    """Return the value's kind, or None if it cannot be kept."""
     if isinstance(value, nn.Module):
         return MODEL
     if isinstance(value, Tensor | np.ndarray):
@@ -33,7 +33,7 @@ def kind_of(value: object) -> str | None:
 
 
 def number_of(value: object) -> bool | int | float | None:
-    """A number, NumPy's or a tensor or array of one as well, as Python's own; None for what is none."""
+    """Return a Python number for a number, a NumPy number, or a tensor or array of one element; else None."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
             return None
@@ -44,13 +44,16 @@ def number_of(value: object) -> bool | int | float | None:
 
 
 def converted(value: Any) -> Any:
-    """A number of NumPy's as Python's own; everything else as it is."""
+    """Convert a NumPy number to a Python number; return anything else unchanged."""
     plain = number_of(value) if isinstance(value, np.generic) else None
     return value if plain is None else plain
 
 
 def assigned(name: str, before: Any, value: Any) -> Any:
-    """`value` in place of what was kept as `name`. Raises ConfigError for one of another kind or form."""
+    """Return `value` as the new value of what was kept as `name`.
+
+    Raises ConfigError if its kind, dtype or shape differs from the previous value's.
+    """
     kind = kind_of(before)
     if kind == NUMBER:
         number = number_of(value) if not isinstance(value, bool | int | float) else converted(value)
@@ -67,12 +70,12 @@ def assigned(name: str, before: Any, value: Any) -> Any:
 
 
 def form_of(value: Any) -> tuple[str, tuple[int, ...]]:
-    """(dtype, shape) of a tensor or array."""
+    """Return the (dtype, shape) of a tensor or array."""
     return str(value.dtype).removeprefix("torch."), tuple(value.shape)
 
 
 def check_form(name: str, form: tuple[str, tuple[int, ...]], value: Any) -> None:
-    """Raise ConfigError where a kept tensor or array is no longer of the dtype and shape that it had."""
+    """Raise ConfigError if a kept tensor or array no longer has its dtype and shape."""
     now = form_of(value) if kind_of(value) == TENSOR else None
     if now != form:
         got = "of type " + type(value).__name__ if now is None else "{} of shape {}".format(*now)
@@ -85,12 +88,12 @@ def check_form(name: str, form: tuple[str, tuple[int, ...]], value: Any) -> None
 
 
 def tensor_in(value: Any) -> Tensor:
-    """A kept tensor or array as a tensor that shares its memory. Raises RefusedError."""
+    """Return a kept tensor or array as a tensor that shares its memory. Raises RefusedError."""
     return value.detach() if isinstance(value, Tensor) else tensor_of(value)
 
 
 def put(value: Any, saved: Tensor) -> None:
-    """`saved`'s elements into a kept tensor or array, in place."""
+    """Copy `saved` into a kept tensor or array, in place."""
     if isinstance(value, Tensor):
         with torch.no_grad():
             value.copy_(saved)
@@ -99,7 +102,7 @@ def put(value: Any, saved: Tensor) -> None:
 
 
 def check_array(name: str, value: object) -> None:
-    """Raise ConfigError for an array that cannot be saved, or not be restored in place."""
+    """Raise ConfigError for an array that cannot be saved or restored in place."""
     if isinstance(value, np.ndarray):
         try:
             tensor_of(value)
@@ -112,14 +115,14 @@ def check_array(name: str, value: object) -> None:
 
 
 def state_of(value: Any) -> Any:
-    """The state of an object: its state_dict(), or a random generator's."""
+    """Return the state of an object: its state_dict(), or a random generator's state."""
     if type(value) in _GENERATORS:
         return _GENERATORS[type(value)][0](value)
     return value.state_dict()
 
 
 def restore(value: Any, state: Any) -> None:
-    """Put back what `state_of` gave."""
+    """Restore what `state_of` returned."""
     if type(value) in _GENERATORS:
         _GENERATORS[type(value)][1](value, state)
     else:
@@ -131,7 +134,7 @@ def _has_state(value: object) -> bool:
 
 
 def _alike(before: Any, value: Any) -> Any:
-    """A tensor where a tensor was, an array where an array was."""
+    """Convert between tensor and array to match the kept value."""
     if isinstance(before, Tensor) and isinstance(value, np.ndarray):
         return torch.from_numpy(value).to(before.device)
     if isinstance(before, np.ndarray) and isinstance(value, Tensor):
@@ -157,4 +160,4 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
 }
-"""Random generators: how the state of each kind is taken, and put back."""
+"""How the state of each kind of random generator is read and set."""

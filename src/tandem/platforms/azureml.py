@@ -1,9 +1,9 @@
-"""Azure Machine Learning, distribution PyTorch: one process per instance, or one per GPU.
+"""Read the position from Azure Machine Learning's variables (distribution PyTorch).
 
 "Azure ML will set the MASTER_ADDR, MASTER_PORT, WORLD_SIZE, and NODE_RANK environment variables on each node,
 and set the process-level RANK and LOCAL_RANK" (Microsoft's "Distributed GPU training guide"). With one
-process per instance that process is the node's agent, as a task of Slurm is; with several each is a rank.
-AZUREML_RUN_ID is in every job, AZUREML_NODE_COUNT says how many instances there are.
+process per instance, that process is the node's agent, like a Slurm task; with several, each is a rank. Every
+job has AZUREML_RUN_ID, and AZUREML_NODE_COUNT is the number of instances.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from dataclasses import replace
 from tandem.errors import ConfigError
 from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set, said
 
-ORDER = 45  # it sets RANK and MASTER_ADDR, as by hand; its distribution MPI is Open MPI's mpirun
+ORDER = 45  # before by-hand, because it sets RANK and MASTER_ADDR; its distribution MPI is Open MPI's mpirun
 MARKS = ("AZUREML_NODE_COUNT", "AZUREML_RUN_ID")
 COLUMNS = Columns(nodes=("AZUREML_NODE_COUNT",), node_rank=("NODE_RANK",))
 
@@ -41,12 +41,14 @@ def read(facts: Facts) -> Placement:
         facts.number("port", DEFAULT_PORT),
         local_name=host if node_rank == 0 else facts.hostname,
     )
+    # WORLD_SIZE counts processes. If it equals the number of instances, each has one process, the node's
+    # agent.
     world = facts.variable("WORLD_SIZE") if facts.environ.get("WORLD_SIZE") else nodes
     return placement if world == nodes else _rank(facts, placement, world)
 
 
 def _rank(facts: Facts, placement: Placement, world: int) -> Placement:
-    """Several processes per instance: this is one of them."""
+    """Return the placement of one of several processes per instance."""
     rank, local_rank = facts.variable("RANK"), facts.variable("LOCAL_RANK")
     here = world // max(1, placement.nodes)
     is_even = here * placement.nodes == world and rank == placement.node_rank * here + local_rank

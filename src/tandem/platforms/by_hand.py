@@ -1,9 +1,9 @@
-"""Set by hand: one node (`--node-rank`, `--master`, or NNODES, NODE_RANK), or one rank (RANK, WORLD_SIZE).
+"""Read a position set by hand: one node (`--node-rank`, `--master` or NNODES, NODE_RANK), or one rank (RANK).
 
-Ranks are what torch's tutorials teach: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each
-process, and nothing else. How many ranks share this host they do not say: all of them when the master is
-the loopback address, otherwise LOCAL_WORLD_SIZE or NNODES has to. Under a PyTorchJob, whose PET_* variables
-tell it apart, RANK without LOCAL_RANK is a node (kubeflow.py).
+Ranks set what torch's tutorials teach: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each
+process, and nothing else. These do not include the number of ranks on this host. It is the world size if the
+master is a loopback address; otherwise LOCAL_WORLD_SIZE or NNODES is required. Under a PyTorchJob, which has
+PET_* variables, RANK without LOCAL_RANK is a node (kubeflow.py).
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from tandem.platforms.environment import (
     loopback_name,
 )
 
-ORDER = 90  # every platform may set MASTER_ADDR, NODE_RANK or RANK
+ORDER = 90  # late, because every platform may set MASTER_ADDR, NODE_RANK or RANK
 MARKS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 RANK_MARKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 COLUMNS = Columns(("NNODES",), ("NODE_RANK",))
@@ -31,7 +31,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def unplaced(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what places a node or rank by hand."""
+    """Return the environment without the variables that place a node or rank by hand."""
     return {name: value for name, value in environ.items() if name not in (*MARKS, *RANK_MARKS)}
 
 
@@ -42,13 +42,17 @@ def read(facts: Facts) -> Placement:
 
 
 def _node(facts: Facts) -> Placement:
-    """From the flags, or NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT; one node needs fewer."""
+    """Read a node's position from the flags, or NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+
+    A single node needs fewer of them.
+    """
     nodes = facts.number("nodes")
     alone = nodes == 1
     host = facts.text("host") or (LOOPBACK if alone else None)
     if host is None:
         raise facts.missing("host")
     node_rank = facts.number("node_rank", 0 if alone else None)
+    # With a loopback master, all nodes are on this host, so each needs its own address.
     shared = host.startswith("127.") and not alone
     name = loopback_name(node_rank) if shared else host if node_rank == 0 else facts.hostname
     return Placement(
@@ -80,7 +84,7 @@ def _rank(facts: Facts) -> Placement:
 
 
 def _ranks_here(facts: Facts, world: int, host: str) -> int:
-    """How many ranks each node has. Never guessed: raises ConfigError where nothing says it."""
+    """Return the number of ranks per node. It is never guessed: raises ConfigError if it is unknown."""
     is_one_host = world == 1 or host == "localhost" or host.startswith("127.")
     stated = facts.nproc()
     if not facts.environ.get("LOCAL_RANK") and (stated is not None or not is_one_host):

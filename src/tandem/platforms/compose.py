@@ -1,11 +1,11 @@
-"""Docker Compose: one replica of the service `node` (replica.py finds out which)."""
+"""Read the position of a replica of the Docker Compose service `node`; replica.py finds its index."""
 
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
 from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set
 
-ORDER = 80  # its variables are tandem's own: before what is set by hand is all that matters
+ORDER = 80  # its variables are tandem's own, so it only has to precede by-hand
 MARKS = ("TANDEM_COMPOSE_NODES", "TANDEM_COMPOSE_INDEX", "TANDEM_COMPOSE_PROJECT")
 COLUMNS = Columns(("TANDEM_COMPOSE_NODES",), host=(), port=())
 
@@ -15,7 +15,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: Facts) -> Placement:
-    """Replicas are named <project>-node-<index>, counted from 1."""
+    """Read the position; replicas are named <project>-node-<index>, counted from 1."""
     facts = facts.on("compose", MARKS, COLUMNS)
     project, index = facts.environ.get("TANDEM_COMPOSE_PROJECT"), facts.variable("TANDEM_COMPOSE_INDEX")
     if not project:

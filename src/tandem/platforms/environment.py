@@ -1,7 +1,7 @@
-"""What every platform's reader works with: the placement it gives, and the facts that it may look at.
+"""Define what every platform's reader works with: its input `Facts` and its result `Placement`.
 
-Every variable that says the same thing stands in the same column, together with the flag for it: those that
-are set must agree. No name is resolved and no connection opened here.
+Variables with the same meaning are in the same column, together with the flag for it; those that are set must
+agree. Nothing here resolves a name or opens a connection.
 """
 
 import re
@@ -15,21 +15,24 @@ LOOPBACK = "127.0.0.1"
 
 
 NAMELESS = ("none", "by-hand")
-"""Platforms that the log does not name: there is nothing to know about them."""
+"""Platforms that the log does not name, because the name would tell nothing."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One node's position. `nodes` is the upper bound when `elastic` is set; `master_port` 0 = any free one.
+    """One node's position in the job.
 
-    `nproc` None means auto: the GPUs of the node, else 1. `rank`, `local_rank` and `world_size` are set only
-    where the platform already started one process per rank (torchrun, Slurm with several tasks per node,
-    Open MPI, ranks set by hand). Node rank 0 hosts the rendezvous at `master_host`; `local_name` is this
-    node's name there. `starts_all`: this process starts all nodes itself, on this host, so no port has to be
-    agreed on (a laptop, or a Slurm allocation without srun). `one_task`: the platform started this process
-    once on every node, and nothing else. `job` names what the nodes have in common where several jobs may
-    share a host, `array` is (array, task) where a job is one of many alike, `restarts` how often the platform
-    has started this job again, and `device` this rank's own among the GPUs that it sees.
+    `nodes` is the upper bound if `elastic` is set. `nproc` is the number of ranks per node; None means one
+    per GPU, or 1. `master_port` 0 means any free port. `rank`, `local_rank` and `world_size` are set only if
+    the platform already started one process per rank (torchrun, Slurm with several tasks per node, Open MPI,
+    ranks set by hand). Node rank 0 hosts the rendezvous at `master_host`; `local_name` is this node's name
+    there.
+
+    `starts_all`: this process starts all nodes itself, on this host, so the nodes need no agreed port (a
+    laptop, or a Slurm allocation without srun). `one_task`: the platform started this process once on every
+    node. `job` identifies the job if several may share a host. `array` is (array, task) for a task of a job
+    array. `restarts` is how often the platform has restarted this job. `device` is the index of this rank's
+    GPU among those that it sees.
     """
 
     platform: str
@@ -52,9 +55,9 @@ class Placement:
     device: int | None = None
 
     def as_rank(self) -> "Placement":
-        """This process as a rank: where the platform started one on every node, that is a rank as it is.
+        """Return this process's placement as a rank: the only task of a node is a rank as it is.
 
-        Raises ConfigError for what only a node's agent can do.
+        Raises ConfigError for settings that need a node's agent.
         """
         if self.rank is not None or not self.one_task or self.nodes == 1:
             return self
@@ -68,11 +71,11 @@ class Placement:
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all nodes are on this host, and nobody else is to be heard."""
+        """Whether all nodes are on this host, so that no other host has to be served."""
         return self.nodes_share_host or (self.nodes == 1 and (self.elastic or (1, 1))[1] == 1)
 
     def by_loopback(self) -> "Placement":
-        """The same, with a master that is met on this host alone where all nodes are here."""
+        """Return the placement with a loopback master if all nodes are on this host."""
         is_named = self.is_one_host and not self.nodes_share_host
         return replace(self, master_host=LOOPBACK) if is_named else self
 
@@ -88,7 +91,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Columns:
-    """Variables by meaning; those set must agree with each other and with the flag of that name."""
+    """The variables for each value; those set must agree with each other and with the flag of that name."""
 
     nodes: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
@@ -99,9 +102,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a platform's reader may look at: variables, host name and flags (as text, by column).
+    """What a platform's reader may use: variables, the host name, and flags (as text, by column).
 
-    `marks` are the variables that tell the platform, for messages; a reader begins with `on(...)`.
+    `marks` are the variables that identify the platform, for messages. A reader starts with `on(...)`.
     """
 
     environ: Mapping[str, str]
@@ -113,18 +116,25 @@ class Facts:
     columns: Columns = Columns(host=(), port=())
 
     def on(self, platform: str, marks: tuple[str, ...], columns: Columns) -> "Facts":
-        """The same facts as this platform names them."""
+        """Return the same facts with this platform's names."""
         return replace(self, platform=platform, marks=marks, columns=columns)
 
     def sources(self, column: str) -> dict[str, str]:
-        """Where this column is given: flag or variable -> text, empty variables left out."""
+        """Return the flags and variables that set this column, with their text.
+
+        Empty variables are left out.
+        """
         names: tuple[str, ...] = getattr(self.columns, column)
         found = {name: value for name in names if (value := self.environ.get(name))}
         flag = "--master" if column in ("host", "port") else "--" + column.replace("_", "-")
+        # The flag comes first, so that error messages start with what the user typed.
         return {flag: self.flags[column], **found} if column in self.flags else found
 
     def text(self, column: str) -> str | None:
-        """The one value all sources of a column agree on; None when nothing gives it."""
+        """Return the value that all sources of a column agree on, or None if there is none.
+
+        Raises ConfigError if they contradict each other.
+        """
         sources = self.sources(column)
         if len(set(sources.values())) > 1:
             raise ConfigError(
@@ -133,7 +143,10 @@ class Facts:
         return next(iter(sources.values()), None)
 
     def number(self, column: str, default: int | None = None) -> int:
-        """A whole number of a column; ConfigError when nothing gives it and there is no default."""
+        """Return a column as an integer, or `default`.
+
+        Raises ConfigError if there is neither.
+        """
         value = self.text(column)
         if value is None:
             if default is None:
@@ -154,7 +167,11 @@ class Facts:
         return host
 
     def nproc(self) -> int | None:
-        """Processes per node; None for auto. The platform's `auto` is a default, so a flag may fill it in."""
+        """Return the number of processes per node, or None for auto.
+
+        A platform's `auto` is a default, so a flag may override it. Raises ConfigError for contradictions.
+        """
+        # "auto" and "gpu" are torchrun's words, which PET_NPROC_PER_NODE may contain.
         sources = {
             name: value for name, value in self.sources("nproc").items() if value not in ("auto", "gpu")
         }
@@ -173,7 +190,7 @@ class Facts:
         )
 
     def seen(self) -> str:
-        """The variables and flags that made this platform, for the head of a message."""
+        """Return the variables and flags that identified this platform, as the start of a message."""
         marks = {name: value for name in self.marks if (value := self.environ.get(name))}
         flags = [
             flag for flag, on in (("--master", "host"), ("--node-rank", "node_rank")) if on in self.flags
@@ -202,6 +219,7 @@ def value_range(name: str, value: str) -> tuple[int, int]:
 
 def split_address(name: str, value: str) -> tuple[str, str]:
     host, _, port = value.rpartition(":")
+    # IPv6 addresses need brackets, as in URLs.
     if not host.strip("[]") or not port or (":" in host and not host.startswith("[")):
         raise ConfigError(
             f"{name}: invalid value {value!r}; expected HOST:PORT, such as {name} node1:{DEFAULT_PORT}"
@@ -214,5 +232,5 @@ def loopback_name(index: int) -> str:
 
 
 def any_set(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    """Whether one of these variables is set and not empty."""
+    """Return whether one of these variables is set to a nonempty value."""
     return any(environ.get(name) for name in names)

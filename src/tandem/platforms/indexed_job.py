@@ -1,11 +1,14 @@
-"""Kubernetes' Indexed Job says only the pod's index; the manifest or the flags say how many and where."""
+"""Read the position of a pod of a Kubernetes Indexed Job.
+
+Kubernetes sets only the pod's index. The number of nodes and the master come from the manifest or from flags.
+"""
 
 from collections.abc import Mapping
 
 from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set
 from tandem.platforms.pods import pod_name
 
-ORDER = 70  # what is made of Indexed Jobs has been asked before
+ORDER = 70  # after the kinds of job that are built from Indexed Jobs
 MARKS = ("JOB_COMPLETION_INDEX",)
 COLUMNS = Columns(("NNODES",), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
 

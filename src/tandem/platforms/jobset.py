@@ -1,4 +1,7 @@
-"""JobSet: the manifest sets JOBSET_NAME, REPLICATED_JOB_NAME and NODES; pod names follow from them."""
+"""Read the position of a JobSet's pod.
+
+The manifest sets JOBSET_NAME, REPLICATED_JOB_NAME and NODES; the pods' names follow from them.
+"""
 
 from collections.abc import Mapping
 
@@ -6,7 +9,7 @@ from tandem.errors import ConfigError
 from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set
 from tandem.platforms.pods import pod_name
 
-ORDER = 60  # its pods are pods of an Indexed Job
+ORDER = 60  # before the Indexed Job, whose pods it uses
 MARKS = ("JOBSET_NAME",)
 COLUMNS = Columns(("NODES", "NNODES"), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
 

@@ -1,7 +1,7 @@
-"""Kubeflow's training operator: the pods of a PyTorchJob (v1) and of a TrainJob (v2).
+"""Read the position of a pod of Kubeflow's training operator: of a PyTorchJob (v1) or a TrainJob (v2).
 
-Both set PET_* variables, those that torchrun takes for its flags. A PyTorchJob also sets RANK, which is the
-pod's index, and WORLD_SIZE, which counts processes.
+Both set PET_* variables, which torchrun reads as its flags. A PyTorchJob also sets RANK, which is the pod's
+index, and WORLD_SIZE, which counts processes.
 """
 
 import re
@@ -22,7 +22,7 @@ from tandem.platforms.environment import (
 )
 from tandem.platforms.pods import pod_name
 
-ORDER = 50  # before the Indexed Job that the pods of a TrainJob belong to
+ORDER = 50  # before the Indexed Job, to which a TrainJob's pods belong
 ONLY_V1 = ("RANK", "WORLD_SIZE", "PET_RDZV_ENDPOINT")
 MARKS = ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NNODES", "PET_NPROC_PER_NODE")
 COLUMNS = Columns(
@@ -39,8 +39,10 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: Facts) -> Placement:
-    """With a Master the store is at MASTER_ADDR also under an elasticPolicy, where PET_RDZV_ENDPOINT names
-    worker 0: node rank 0, whose end decides the job, is the master's pod and has to host it.
+    """Read the position.
+
+    With a Master replica, the store is at MASTER_ADDR, even under an elasticPolicy, where PET_RDZV_ENDPOINT
+    names worker 0. Node rank 0 is the master's pod, whose end decides the job, so it has to host the store.
     """
     is_v1 = any_set(facts.environ, ONLY_V1)
     facts = facts.on("kubeflow-v1" if is_v1 else "kubeflow-v2", ONLY_V1 if is_v1 else MARKS, COLUMNS)
@@ -50,11 +52,13 @@ def read(facts: Facts) -> Placement:
     elastic = (low, high) if ":" in facts.environ.get("PET_NNODES", "") else None
     endpoint = facts.environ.get("PET_RDZV_ENDPOINT")
     host = facts.text("host")
+    # A Master replica, or a TrainJob: the address and the rank are set.
     if host is not None:
         node_rank, port = facts.number("node_rank"), facts.number("port")
     elif endpoint:
         host, text = split_address("PET_RDZV_ENDPOINT", endpoint)
         port, node_rank = whole("PET_RDZV_ENDPOINT", text), facts.number("node_rank", _ordinal(facts))
+    # A single pod needs no rendezvous.
     elif high == 1 and not facts.sources("node_rank"):
         host, port, node_rank = LOOPBACK, DEFAULT_PORT, 0
     elif facts.sources("node_rank"):
@@ -81,7 +85,11 @@ def _kubeflow_range(facts: Facts) -> tuple[int, int]:
 
 
 def _check_world_size(facts: Facts, nodes: int, elastic: tuple[int, int] | None) -> None:
-    """WORLD_SIZE = pods x nprocPerNode, where a nprocPerNode that is no number counts as 1."""
+    """Raise ConfigError unless WORLD_SIZE = pods x nprocPerNode.
+
+    The operator counts an nprocPerNode that is not a number as 1.
+    """
+    # With an elasticPolicy, the number of pods may change.
     if not facts.environ.get("WORLD_SIZE") or elastic:
         return
     stated = facts.environ.get("PET_NPROC_PER_NODE") or facts.flags.get("nproc", "auto")
@@ -99,7 +107,7 @@ def _check_world_size(facts: Facts, nodes: int, elastic: tuple[int, int] | None)
 
 
 def _ordinal(facts: Facts) -> int:
-    """Elastic workers get no rank, but their pods are named <job>-worker-<rank>."""
+    """Return the rank in a pod's name. Elastic workers get no rank, but are named <job>-worker-<rank>."""
     match = re.search(r"-worker-([0-9]+)$", facts.hostname.split(".")[0])
     if match is None:
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""No platform: one node, or `--nodes N` on this host. `--node-rank` and `--master` place it by hand."""
+"""Place one node, or `--nodes N` on this host, where no platform is detected.
+
+`--node-rank` and `--master` place it by hand.
+"""
 
 from collections.abc import Mapping
 
@@ -6,7 +9,7 @@ from tandem.errors import ConfigError
 from tandem.platforms import by_hand
 from tandem.platforms.environment import LOOPBACK, Columns, Facts, Placement, loopback_name
 
-ORDER = 100  # where nothing else stands
+ORDER = 100  # last: it detects anything
 COLUMNS = Columns(host=(), port=())
 SIMULATED_NODES_LIMIT = 154  # 127.0.0.101 to 127.0.0.254
 
@@ -22,7 +25,7 @@ def read(facts: Facts) -> Placement:
 
 
 def alone(facts: Facts) -> Placement:
-    """All nodes on this host, each simulated one under a loopback address of its own."""
+    """Place all nodes on this host; each simulated node gets its own loopback address."""
     nodes = int(facts.flags.get("nodes", facts.elastic[1] if facts.elastic else 1))
     if nodes > SIMULATED_NODES_LIMIT:
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""Open MPI: `mpirun` starts every rank."""
+"""Read the position of a rank started by Open MPI's `mpirun`."""
 
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
 from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set
 
-ORDER = 20  # mpirun starts its ranks with Slurm's and the clouds' means
+ORDER = 20  # before Slurm and the clouds, which mpirun uses to start its ranks
 MARKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 COLUMNS = Columns(nproc=("OMPI_COMM_WORLD_LOCAL_SIZE",))
 
@@ -15,7 +15,10 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: Facts) -> Placement:
-    """`mpirun` gives no address and no node rank: ranks must be laid out node by node, evenly."""
+    """Read the position.
+
+    `mpirun` sets no address and no node rank, so ranks must be laid out node by node, evenly.
+    """
     facts = facts.on("openmpi", MARKS, COLUMNS)
     prefix = "OMPI_COMM_WORLD_"
     rank, world, local_rank, nproc = (

@@ -1,18 +1,18 @@
-"""Where this node stands: environment -> `Placement`, by the platform that it is on.
+"""Find this node's `Placement` from the environment, by the platform that it runs on.
 
-Each platform is one module of this package, and whoever adds one touches nothing else. It declares
+Each platform is one module of this package; adding one changes no other file. It declares
 
-    ORDER                         when it is asked: the first that stands here is the one
-    COLUMNS                       its names for what all platforms say
-    detect(environ) -> bool       whether it stands here
-    read(facts) -> Placement      what it says; raises ConfigError
+    ORDER                         when it is checked: the first that detects itself is used
+    COLUMNS                       its variables for the values that all platforms have
+    detect(environ) -> bool       whether this process runs on it
+    read(facts) -> Placement      the position; raises ConfigError
 
-The order is from the most specific to the most general: what may run inside another is asked before it, and
-beside each ORDER stands its reason. No two are equal.
+The order is from the most specific platform to the most general: what may run inside another is checked
+before it. A comment next to each ORDER has the reason. No two are equal.
 
-What is missing or contradicts is a `ConfigError` that names the variables; a cluster never becomes a silent
-world of one. No name is resolved and no connection opened here; a list of hosts that a scheduler has put into
-a file may be read.
+Missing or contradictory values are a `ConfigError` that names the variables. A cluster never silently becomes
+a job of one node. Nothing here resolves a name or opens a connection; a scheduler's file with a list of hosts
+may be read.
 """
 
 import functools
@@ -38,7 +38,7 @@ from tandem.platforms.environment import (
 )
 from tandem.platforms.replica import with_index
 
-BY_ITSELF = LaunchConfig()  # nothing asked for: the platform alone says
+BY_ITSELF = LaunchConfig()  # no flags, so the platform alone decides
 
 __all__ = ["Placement", "detect", "of_this_process", "on_this_host", "outside_steps", "platforms"]
 
@@ -55,7 +55,7 @@ class Platform(Protocol):
 
 @functools.cache
 def platforms() -> Sequence[Platform]:
-    """Every platform, in the order of asking."""
+    """Return every platform, in the order in which they are checked."""
     names = (module.name for module in pkgutil.iter_modules(tandem.platforms.__path__))
     modules = (importlib.import_module(f"tandem.platforms.{name}") for name in names if name != "placement")
     found = [cast(Platform, module) for module in modules if hasattr(module, "ORDER")]
@@ -63,9 +63,9 @@ def platforms() -> Sequence[Platform]:
 
 
 def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_ITSELF) -> Placement:
-    """This node's placement from the environment, the host's name and what was asked for.
+    """Return this node's placement from the environment, the host name, and the launch settings `asked`.
 
-    Raises ConfigError, one line, naming the variables that are missing, malformed or contradict each other.
+    Raises ConfigError, one line, which names the variables that are missing, malformed or contradictory.
     """
     flags = {"nodes": asked.nodes, "node_rank": asked.node_rank}
     given = {name: str(value) for name, value in flags.items() if value is not None}
@@ -73,7 +73,7 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
         given["nproc"] = str(asked.nproc)
     if asked.master is not None and asked.master.startswith("file:"):
         _check_file(asked.master, environ)
-        given |= {"host": hostname, "port": str(DEFAULT_PORT)}  # a file needs none, and this stands in for it
+        given |= {"host": hostname, "port": str(DEFAULT_PORT)}  # a file needs no address, so any will do
     elif asked.master is not None:
         given["host"], given["port"] = split_address("--master", asked.master)
     bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
@@ -83,7 +83,7 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
 
 
 def of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment with what only this host knows: the replica's index, and which Slurm step this is.
+    """Return the environment with what only this host knows: the replica's index, and the real Slurm step.
 
     Raises ConfigError.
     """
@@ -91,19 +91,19 @@ def of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def outside_steps(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """As `of_this_process`, without the allocation of a shell or batch script: Slurm places only steps.
+    """Return the same as `of_this_process`, but without a Slurm allocation around a shell or batch script.
 
-    For verbs that need one host. Raises ConfigError.
+    For verbs that need only this host: Slurm places only steps. Raises ConfigError.
     """
     environ = of_this_process(environ)
     return slurm.without_job(environ) if slurm.detect(environ) and not slurm.in_step(environ) else environ
 
 
 def on_this_host(verb: str, environ: Mapping[str, str], hostname: str) -> Mapping[str, str]:
-    """The environment for runs that a verb starts itself on this host, also inside a Slurm allocation.
+    """Return the environment for runs that a verb starts itself on this host, even in a Slurm allocation.
 
-    Raises ConfigError where the platform has started this process for each node or rank: each would start its
-    own.
+    Raises ConfigError if the platform started this process for each node or rank, because each would start
+    its own run.
     """
     environ = outside_steps(environ)
     placement = detect(environ, hostname)
@@ -115,7 +115,7 @@ def on_this_host(verb: str, environ: Mapping[str, str], hostname: str) -> Mappin
 
 
 def _check_file(master: str, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where ranks do not meet in a file."""
+    """Raise ConfigError unless these ranks can connect through a file."""
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         raise ConfigError(
             f"--master {master} is for ranks started by hand: set RANK, WORLD_SIZE and "
@@ -128,7 +128,7 @@ def _check_file(master: str, environ: Mapping[str, str]) -> None:
 
 
 def _checked(placement: Placement, facts: Facts) -> Placement:
-    """Bounds that hold on every platform."""
+    """Check the limits that hold on every platform, and apply --elastic. Raises ConfigError."""
     given = said({**facts.sources("nodes"), **facts.sources("node_rank")}) or str(placement)
     if placement.nodes < 1 or placement.node_rank >= placement.nodes:
         raise ConfigError(
@@ -141,6 +141,7 @@ def _checked(placement: Placement, facts: Facts) -> Placement:
             "expected 1 to 65535"
         )
     is_single = placement.nodes == 1 and (placement.world_size or 1) == 1
+    # Only this process needs to know a port that the kernel chooses.
     if placement.master_port == 0 and not (placement.starts_all or is_single):
         raise ConfigError(
             f"invalid master port 0 ({said(facts.sources('port'))}); expected 1 to 65535, the same on all "

@@ -1,10 +1,13 @@
-"""What the platforms on Kubernetes share: the names that pods resolve by."""
+"""Name pods so that other pods can resolve them; shared by the Kubernetes platforms."""
 
 import re
 
 
 def pod_name(hostname: str, master: str) -> str:
-    """The pod's name with the master's domain, where both are pods of one set: short ones do not resolve."""
+    """Return the pod's name, with the master's domain if both belong to one set.
+
+    Short names do not resolve there.
+    """
     pod, (first, _, domain) = hostname.split(".")[0], master.partition(".")
     same_set = re.sub(r"(-[0-9]+)+$", "", pod) == re.sub(r"(-[0-9]+)+$", "", first)
     return f"{pod}.{domain}" if domain and same_set else pod

@@ -1,9 +1,9 @@
-"""One replica of a Compose service: which one it is, and that it stays down when a retry cannot help.
+"""Find out which replica of a Compose service this is, and keep it down when a retry cannot help.
 
-Compose gives all replicas the same environment. Docker's resolver knows better: the name that belongs to a
-container's own address is <project>-node-<index>. Docker's restart policy in turn knows only zero and not
-zero; an end that no retry can fix is therefore written down, and the container that is started again
-within `STAY_DOWN_SECONDS` leaves at once with the same code.
+Compose gives all replicas the same environment, but Docker's resolver knows the name of a container's own
+address: <project>-node-<index>. Docker's restart policy distinguishes only zero and nonzero. An end that no
+retry can fix is therefore recorded, and a container that is restarted within `STAY_DOWN_SECONDS` exits at
+once with the same code. See docs/architecture.md#containers.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ _PTR, _INTERNET, _POINTER = 12, 1, 0xC0
 
 
 def with_index(environ: Mapping[str, str], resolver: tuple[str, int] = RESOLVER) -> Mapping[str, str]:
-    """The environment with TANDEM_COMPOSE_INDEX where Compose started this container, else as it is.
+    """Return the environment with TANDEM_COMPOSE_INDEX if Compose started this container, else unchanged.
 
-    Raises ConfigError when the resolver does not know this container as a replica of the project.
+    Raises ConfigError if the resolver does not know this container as a replica of the project.
     """
     project = environ.get("TANDEM_COMPOSE_PROJECT")
     if not project or environ.get("TANDEM_COMPOSE_INDEX"):
@@ -47,22 +47,23 @@ def with_index(environ: Mapping[str, str], resolver: tuple[str, int] = RESOLVER)
 
 
 def names_of(address: str, resolver: tuple[str, int] = RESOLVER) -> list[str]:
-    """The names that a resolver has for an IPv4 address (RFC 1035, query type PTR); [] when it is silent."""
+    """Return the names that a resolver has for an IPv4 address (RFC 1035, type PTR); [] without an answer."""
     question = _encode(".".join(reversed(address.split("."))) + ".in-addr.arpa")
     question += struct.pack(">HH", _PTR, _INTERNET)
     for _ in range(ATTEMPTS):
+        # A random query ID, so that a stray packet is not taken for the answer.
         number = secrets.randbelow(2**16)
         query = struct.pack(">6H", number, 0x0100, 1, 0, 0, 0) + question
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
             channel.settimeout(RESOLVER_SECONDS)
             try:
-                channel.connect(resolver)  # and nobody else is heard
+                channel.connect(resolver)  # a connected socket accepts no other host's answer
                 channel.send(query)
                 answer = channel.recv(4096)
             except OSError:
                 continue
         if answer[:2] == query[:2]:
-            with contextlib.suppress(ValueError, IndexError, struct.error):  # no answer of a resolver's
+            with contextlib.suppress(ValueError, IndexError, struct.error):  # not an answer of a resolver
                 return _pointers(answer, len(query))
     return []
 
@@ -72,7 +73,7 @@ def _encode(name: str) -> bytes:
 
 
 def _pointers(answer: bytes, at: int) -> list[str]:
-    """The names in the answer section, which starts at `at`."""
+    """Return the names in the answer section, which starts at `at`."""
     names = []
     for _ in range(struct.unpack_from(">H", answer, 6)[0]):
         _, at = _decode(answer, at)
@@ -85,14 +86,16 @@ def _pointers(answer: bytes, at: int) -> list[str]:
 
 
 def _decode(message: bytes, at: int) -> tuple[str, int]:
-    """(name at `at`, where the next field begins); a name may end in a pointer to an earlier one.
+    """Return (the name at `at`, the position of the next field).
 
-    Raises ValueError for a pointer that leads nowhere earlier, which could go round for ever.
+    A name may end in a pointer to an earlier one. Raises ValueError for a pointer that does not lead back,
+    which could loop forever.
     """
     labels: list[str] = []
     after, began = None, at
     while length := message[at]:
         if length & _POINTER:
+            # The name continues elsewhere, but the next field follows the pointer.
             after = after or at + 2
             at = struct.unpack_from(">H", message, at)[0] & 0x3FFF
             if at >= began:
@@ -105,7 +108,7 @@ def _decode(message: bytes, at: int) -> tuple[str, int]:
 
 
 def stay_down_code(run_dir: Path, container: str, now: float | None = None) -> int | None:
-    """The code to leave with at once, when this container has just ended for good; None to go ahead."""
+    """Return the code to exit with at once if this container has just ended for good; None to continue."""
     for folder, name in _notes(run_dir, container):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = parsed(content(folder, name))
@@ -116,13 +119,13 @@ def stay_down_code(run_dir: Path, container: str, now: float | None = None) -> i
 
 
 def note_start(container: str) -> None:
-    """Forget how this container ended the last time: it may be killed, and leave no code then."""
+    """Remove the exit code of this container's last run: a killed one leaves none."""
     with contextlib.suppress(OSError):
         _code_of(container).unlink(missing_ok=True)
 
 
 def note_code(container: str, code: int) -> None:
-    """Leave the exit code where the service `job` finds it (compose/follow_job.py)."""
+    """Write the exit code where the service `job` reads it (compose/follow_job.py)."""
     with contextlib.suppress(OSError):
         _code_of(container).write_text(json.dumps({"exit_code": code}), encoding="utf-8")
 
@@ -132,9 +135,9 @@ def _code_of(container: str) -> Path:
 
 
 def note_end(run_dir: Path, container: str, code: int) -> None:
-    """Remember an end that no retry can fix (1 to 127, 255); any other end is forgotten.
+    """Record an end that no retry can fix (1 to 127, 255); remove the record for any other end.
 
-    The first place that can be written to has it; without any, Docker's five retries are the limit.
+    The first writable place is used. If there is none, Docker's limit of five retries applies.
     """
     record = json.dumps({"exit_code": code, "time": time.time()})
     with contextlib.suppress(OSError):
@@ -151,6 +154,6 @@ def note_end(run_dir: Path, container: str, code: int) -> None:
 
 
 def _notes(run_dir: Path, container: str) -> list[tuple[Path, str]]:
-    """Where a note may be: the run's volume, a small volume of its own (compose.yaml), the container."""
+    """Return where a record may be: the run's volume, a separate one (compose.yaml), the container."""
     name = f"ended-{container}.json"
     return [(run_dir, f"log/{name}"), (NOTES, name), (Path(tempfile.gettempdir()), name)]

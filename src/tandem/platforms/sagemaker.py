@@ -1,9 +1,9 @@
-"""Amazon SageMaker: one container per instance, each told the names of all.
+"""Read the position on Amazon SageMaker: one container per instance, each with the names of all.
 
 The variables are those of SageMaker's training toolkit (ENVIRONMENT_VARIABLES.md of
-aws/sagemaker-training-toolkit) and of the SageMaker SDK's own set-up of a container: SM_HOSTS, "sorted
-lexicographically", SM_CURRENT_HOST, SM_NUM_GPUS and SM_RESOURCE_CONFIG. TRAINING_JOB_ARN is in every
-training container, also where the toolkit is not.
+aws/sagemaker-training-toolkit) and of the SageMaker SDK's own container setup: SM_HOSTS, "sorted
+lexicographically", SM_CURRENT_HOST, SM_NUM_GPUS and SM_RESOURCE_CONFIG. Every training container has
+TRAINING_JOB_ARN, even without the toolkit.
 """
 
 import json
@@ -13,7 +13,7 @@ from tandem.errors import ConfigError
 from tandem.platforms import by_hand
 from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set, said, whole
 
-ORDER = 40  # the toolkit sets MASTER_ADDR too
+ORDER = 40  # before by-hand, because the toolkit sets MASTER_ADDR
 MARKS = ("SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG", "TRAINING_JOB_ARN")
 COLUMNS = Columns(
     nodes=("SM_HOST_COUNT",),
@@ -28,7 +28,8 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: Facts) -> Placement:
-    """The first host in the order of names is node 0."""
+    """Read the position; the host whose name sorts first is node 0."""
+    # Without the toolkit, the container only tells that this is SageMaker; the flags give the rest.
     if facts.flags.keys() >= {"node_rank", "host"} and not any_set(facts.environ, MARKS[:3]):
         return by_hand.read(facts)
     facts = facts.on("sagemaker", MARKS, COLUMNS)
@@ -45,6 +46,7 @@ def read(facts: Facts) -> Placement:
         "sagemaker",
         nodes,
         node_rank,
+        # SM_NUM_GPUS is 0 on CPU instances, where the number of ranks is auto.
         facts.nproc() or gpus or None,
         host,
         facts.number("port", DEFAULT_PORT),
@@ -53,7 +55,7 @@ def read(facts: Facts) -> Placement:
 
 
 def _hosts(facts: Facts) -> tuple[list[str], str]:
-    """(all hosts in the order of their names, this one), from SM_HOSTS or else SM_RESOURCE_CONFIG."""
+    """Return (all hosts sorted by name, this host), from SM_HOSTS or else SM_RESOURCE_CONFIG."""
     resources = _json(facts, "SM_RESOURCE_CONFIG", "{}")
     resources = resources if isinstance(resources, dict) else {}
     hosts = _json(facts, "SM_HOSTS", json.dumps(resources.get("hosts") or []))

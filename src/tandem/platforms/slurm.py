@@ -1,6 +1,6 @@
-"""Slurm: the tasks of a step, and its own way to write lists of nodes and tasks.
+"""Read the position of a Slurm task, and parse Slurm's lists of nodes and tasks.
 
-What it sets was captured from a real one (tests/fixtures/environments); docs/slurm.md is for people.
+tests/fixtures/environments has variables captured from a real Slurm; docs/slurm.md is for users.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from tandem.platforms.environment import Columns, Facts, Placement, any_set, sai
 from tandem.platforms.laptop import alone
 from tandem.process import stat_of
 
-ORDER = 30  # its steps may be inside nothing but the two before it
+ORDER = 30  # only torchrun and mpirun run inside its steps
 MARKS = ("SLURM_JOB_ID",)
 STEP_PREFIXES = ("SLURM_STEP_", "SLURM_STEPID")
 COLUMNS = Columns(("SLURM_STEP_NUM_NODES",), ("SLURM_NODEID",))
@@ -26,13 +26,14 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether this is a task of `srun`: the batch script and the interactive shell have no step id, or a
-    reserved one.
+    """Return whether this process is a task of `srun`.
 
-    A job that is submitted from a step of another job inherits its variables. A single task of somewhere else
-    is ignored; several may be real, and are refused as a contradiction, lest each becomes a world of one.
+    A batch script and an interactive shell have no step ID, or a reserved one. A job submitted from a step of
+    another job inherits that step's variables: a single task that runs elsewhere is ignored; several tasks
+    may be real and are rejected as a contradiction, so that each does not become a job of one.
     """
     step = environ.get("SLURM_STEP_ID", "")
+    # Slurm numbers its batch, extern and interactive steps from the top of the range.
     if not step.isdigit() or int(step) >= 0xFFFFFF00:
         return False
     counts = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
@@ -45,21 +46,22 @@ def _is_outside_job(environ: Mapping[str, str]) -> bool:
 
 
 def without_inherited_step(environ: Mapping[str, str], pid: int) -> Mapping[str, str]:
-    """The environment without the variables of a step that process `pid` is not in.
+    """Return the environment without the variables of a step that process `pid` does not belong to.
 
-    Both jobs may be on the same node, and then only the daemon that has started the process tells them apart.
-    In a container, where it is out of sight, the variables count as they are.
+    If both jobs are on one node, only the daemon that started the process tells them apart. In a container,
+    where the daemon is not visible, the variables count as they are.
     """
     if not in_step(environ):
         return environ
     around = _step_around(pid)
+    # None: no daemon is visible from here, for example in a container.
     if around in (None, (environ.get("SLURM_JOB_ID"), environ["SLURM_STEP_ID"])):
         return environ
     return {name: value for name, value in environ.items() if not name.startswith(STEP_PREFIXES)}
 
 
 def _step_around(pid: int) -> tuple[str, str] | None:
-    """(Job, step) of the nearest daemon above a process, which is named `slurmstepd: [JOB.STEP]`."""
+    """Return the (job, step) of the nearest daemon above a process, called `slurmstepd: [JOB.STEP]`."""
     while pid > 1:
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
@@ -71,12 +73,12 @@ def _step_around(pid: int) -> tuple[str, str] | None:
 
 
 def without_job(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment for a run that is no part of the job, nor placed by what its script sets by hand."""
+    """Return the environment for a run that is not part of the job, nor placed by its script's variables."""
     return {name: value for name, value in by_hand.unplaced(environ).items() if name not in MARKS}
 
 
 def read(facts: Facts) -> Placement:
-    """One task per node: that task is the node's agent, or its rank. Several: each task is a rank already."""
+    """Read the position: one task per node is the node's agent or its rank; of several, each is a rank."""
     parts = facts.environ.get("SLURM_HET_SIZE") or "1"
     if whole("SLURM_HET_SIZE", parts) > 1:
         raise ConfigError(
@@ -84,6 +86,7 @@ def read(facts: Facts) -> Placement:
             "one part, such as sbatch --nodes=2 --gpus-per-node=1"
         )
     is_task = in_step(facts.environ)
+    # The user places the nodes, and Slurm has not.
     if "node_rank" in facts.flags and not is_task:
         return by_hand.read(facts)
     facts = facts.on("slurm", MARKS, COLUMNS)
@@ -122,8 +125,8 @@ def _placed(facts: Facts) -> Placement:
         raise ConfigError(
             f"{said(facts.sources('host'))} is not the step's first node {names[0]}, where rank 0 is; omit it"
         )
-    # Two jobs, or two steps of one job, may share a node: their stores should not share a port, and where
-    # they do all the same (numbers repeat), `job` keeps them apart.
+    # Two jobs, or two steps of one job, may share a node, so their stores should use different ports. If the
+    # ports are equal anyway (numbers repeat), `job` tells the stores apart.
     job, step = facts.variable("SLURM_JOB_ID"), facts.variable("SLURM_STEP_ID")
     placement = Placement(
         "slurm",
@@ -168,16 +171,17 @@ def _ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placement:
 
 
 def _own_device(environ: Mapping[str, str]) -> int | None:
-    """0 where each task sees only GPUs of its own (--gpus-per-task, --gpu-bind); None: all tasks see all."""
+    """Return 0 if each task sees only its own GPUs (--gpus-per-task, --gpu-bind), or None if all see all."""
     visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     here = environ.get("SLURM_GPUS_ON_NODE") or "0"
+    # Fewer visible GPUs than the node has: Slurm has bound them to this task.
     return 0 if visible and here.isdigit() and len(visible) < int(here) else None
 
 
 def _without_step(facts: Facts) -> Placement:
-    """A batch script or a shell in an allocation: fine for one node, otherwise the other nodes would idle.
+    """Place a batch script or a shell in an allocation: only on one node, because other nodes would be idle.
 
-    Several tasks on one node are fine where the number of ranks is given.
+    Several tasks on one node are allowed if the number of ranks is given.
     """
     names = ["SLURM_JOB_NUM_NODES"]
     if not {"nodes", "nproc"} & set(facts.flags):
@@ -192,9 +196,9 @@ def _without_step(facts: Facts) -> Placement:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Slurm's host list as names in order: `node[1-2,7],gpu-a[01-02]` -> node1 node2 node7 gpu-a01 gpu-a02.
+    """Expand Slurm's host list in order: `node[1-2,7],gpu-a[01-02]` -> node1 node2 node7 gpu-a01 gpu-a02.
 
-    Several brackets in one name multiply, the last varying fastest. Raises ConfigError when malformed.
+    Several brackets in one name multiply; the last one varies fastest. Raises ConfigError if malformed.
     """
     names = [
         name
@@ -224,6 +228,7 @@ def _expand_bracket(bracket: str, whole: str) -> list[str]:
     for entry in bracket[1:-1].split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", entry)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        # The limit keeps a typo from filling the memory.
         if int(last) < int(first) or int(last) - int(first) > 100_000:
             raise ConfigError(f"{whole!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
@@ -231,7 +236,7 @@ def _expand_bracket(bracket: str, whole: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Slurm's tasks per node in node order: `2(x3),1` -> 2 2 2 1. Raises ConfigError when malformed."""
+    """Expand Slurm's tasks per node in node order: `2(x3),1` -> 2 2 2 1. Raises ConfigError if malformed."""
     tasks: list[int] = []
     for entry in text.split(","):
         match = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?", entry)

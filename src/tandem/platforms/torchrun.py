@@ -1,11 +1,11 @@
-"""torchrun: it starts every rank and tells each all there is to know."""
+"""Read the position of a rank started by torchrun, which sets everything."""
 
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
 from tandem.platforms.environment import Columns, Facts, Placement, any_set, said
 
-ORDER = 10  # first: torchrun runs inside Slurm steps, pods and every cloud's job
+ORDER = 10  # first: torchrun runs inside Slurm steps, pods and every cloud's jobs
 MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 COLUMNS = Columns(("GROUP_WORLD_SIZE",), ("GROUP_RANK",), ("LOCAL_WORLD_SIZE",))
 

@@ -1,6 +1,6 @@
-"""What is known of a run beside its numbers: settings, command, commit, versions, hardware, its log's end.
+"""Facts about a run besides its metrics: settings, command, commit, versions, hardware, the end of its log.
 
-Node 0's agent writes `RUN_DIR/about.json` when a launch begins; page and report read it there.
+Node 0's agent writes `RUN_DIR/about.json` when a launch begins; the page and the report read it.
 """
 
 import os
@@ -22,6 +22,7 @@ from tandem.config.settings import SETTINGS
 from tandem.config.sources import PLACES
 from tandem.reading import RunFiles
 from tandem.rotation import tail
+from tandem.script.job import FUNCTION
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import GIT_SECONDS
 
@@ -31,13 +32,13 @@ LOG_LINES, LOG_BYTES, LINE_CHARACTERS = 200, 64 * 1024, 500
 
 
 class About:
-    """What is known of the run whose files lie in `run_dir`; `secrets` are values that nobody is shown."""
+    """Facts about the run with files in `run_dir`; `secrets` are values that must not be shown."""
 
     def __init__(self, run_dir: Path, secrets: Iterable[str] = ()) -> None:
         self._run_dir, self._secrets = run_dir, tuple(secrets)
 
     def write(self, gpus: Sequence[str]) -> None:
-        """Write down this launch: what was typed, where, which code, on what; a full disk is no error."""
+        """Record this launch: command, directory, commit, versions and hardware. A full disk is no error."""
         folder = Path.cwd()
         about = {
             "started": time.time(),
@@ -51,7 +52,7 @@ class About:
             write_json_atomic(self._run_dir / FILE_NAME, about)
 
     def read(self, files: RunFiles | None = None) -> dict[str, Any]:
-        """What was written down, and the settings as `settings_of` has them; `files`: who reads them."""
+        """Return the record, and the settings as in `settings_of`; `files` is the reader to use."""
         files = RunFiles(self._run_dir) if files is None else files
         about, config = files.read(FILE_NAME), files.read("config.json")
         folder = PurePath(about.get("folder") or "")
@@ -59,7 +60,10 @@ class About:
         return {**self.hidden({**about, **place}), "settings": settings_of(config, folder, self._secrets)}
 
     def log(self, reason: str = "") -> dict[str, object]:
-        """{file, lines}: the end of the log of the rank that `reason` names, else of rank 0; bounded."""
+        """Return {file, lines}: the end of the log of the rank named in `reason`, else of rank 0.
+
+        The result has at most LOG_LINES lines.
+        """
         named = re.search(r"\brank (\d{1,6})\b", reason)
         ranks = [named[1], "0"] if named else ["0"]
         for name in [*(f"rank-{rank}.log" for rank in ranks), "node-0.log"]:
@@ -70,20 +74,20 @@ class About:
         return {"file": None, "lines": []}
 
     def hide(self, text: str) -> str:
-        """`text` without secrets."""
+        """Return `text` without secrets."""
         return hide(text, self._secrets)
 
     def hidden(self, value: Any) -> Any:
-        """The same of all text in lists and dicts."""
+        """Return `value` without secrets in any text in lists and dicts."""
         return hidden(value, self._secrets)
 
 
 def settings_of(
     config: Mapping[str, Any], folder: PurePath, secrets: Sequence[str]
 ) -> list[dict[str, object]]:
-    """{name, value, default, differs} of every setting in a config.json, the task's own as `task.NAME`.
+    """Return {name, value, default, differs} for every setting in a config.json; a task's as `task.NAME`.
 
-    `folder`: where the launch was typed; defaults that are paths are below it.
+    `folder` is the directory in which the launch was started; default paths are relative to it.
     """
     rows = []
     for name, value in config.items():
@@ -111,28 +115,31 @@ def _cut(line: str) -> str:
 
 
 def _command() -> str:
-    """What a person typed: of a simulated node, that is its parent's."""
+    """Return the command that the user typed; for a simulated node, the one of its parent process."""
     words = list(sys.argv)
     if "--node-rank" in words:
         with suppress(OSError):
             parent = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1]
             at = next((i for i, word in enumerate(parent) if word == "launch" and _is_tandem(parent[:i])), 0)
             words = ["tandem", *parent[at:]] if at else words
+    if FUNCTION in words:  # no one typed the flags; the settings are shown next to it
+        return f"tandem.launch({PurePath(words[-1]).stem})"
     program = "tandem" if _is_tandem(words[:1]) else f"python {shlex.quote(words[0])}"
     return " ".join([program, *map(shlex.quote, words[1:])])
 
 
 def _is_tandem(words: Sequence[str]) -> bool:
-    """Whether these words, the last of all, start tandem: its program, its package, or -m."""
+    """Return True if the last of these words starts tandem: its program, its package, or -m."""
     return bool(words) and (
         Path(words[-1]).name == "tandem" or Path(words[-1]).parts[-2:] == ("tandem", "__main__.py")
     )
 
 
 def _commit(folder: Path) -> str | None:
-    """The commit that is checked out in `folder`; None where git has none.
+    """Return the commit checked out in `folder`; None if git knows none.
 
-    Whether files differ from it is not asked: to tell, git would run what a folder's own .git/config names.
+    Whether files differ from it is not checked, because git would then run commands from the directory's own
+    .git/config.
     """
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "rev-parse", "--short=12", "HEAD"]
@@ -142,7 +149,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Of packages that are installed, without importing one."""
+    """Return the versions of installed packages without importing them."""
     found = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -151,7 +158,7 @@ def _versions() -> dict[str, str]:
 
 
 def _hardware(gpus: Sequence[str]) -> list[str]:
-    """Node 0's, in words: system, processor with the cores this process may use, memory, GPUs."""
+    """Return node 0's hardware in words: processor and usable cores, memory, GPUs, system."""
     cores = len(os.sched_getaffinity(0))
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]

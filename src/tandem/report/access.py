@@ -1,4 +1,4 @@
-"""Who may look: an optional bearer token and TLS for the metrics server."""
+"""Access control: an optional bearer token and TLS for the metrics server."""
 
 import base64
 import hmac
@@ -11,19 +11,21 @@ from tandem.config.slices import MetricsConfig
 from tandem.errors import ConfigError
 
 OPEN_PATHS = ("/healthz", "/readyz")
-"""Probes of an orchestrator carry no token; they say no more than yes or no to whoever lacks it."""
+"""Probes of an orchestrator send no token; without it, these paths return only yes or no."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """`token` None: everybody may read. `tls` None: plain HTTP."""
+    """`token` None: anyone may read. `tls` None: plain HTTP."""
 
     token: str | None = None
     tls: ssl.SSLContext | None = None
 
     def allows(self, authorization: str | None) -> bool:
-        """Whether an Authorization header carries the token: as bearer, or as the password of Basic,
-        which is what a browser can ask a person for."""
+        """Return True if an Authorization header has the token.
+
+        It may be a bearer token, or the password of Basic authentication, which a browser can ask for.
+        """
         if self.token is None:
             return True
         scheme, _, credentials = (authorization or "").partition(" ")
@@ -38,13 +40,14 @@ class Access:
 
 
 def is_local_name(header: str | None) -> bool:
-    """Whether a Host header is an address, or a name that nobody far away can have given this machine.
+    """Return True if a Host header is an address, or a name that no remote party can have given this machine.
 
-    A foreign page can let its own name point to 127.0.0.1, and its scripts then read what listens there (DNS
-    rebinding). Such a name has a dot; an address is no name, and a name without a dot is of this network.
+    A malicious page can make its own name resolve to 127.0.0.1, and its scripts can then read what listens
+    there (DNS rebinding). Such a name contains a dot. An address is not a name, and a name without a dot
+    belongs to this network.
     """
     if header is None:
-        return True  # no browser
+        return True  # not a browser
     host = header.strip().lower()
     if host.startswith("["):
         host = host[1:].partition("]")[0]
@@ -57,9 +60,9 @@ def is_local_name(header: str | None) -> bool:
 
 
 def load_access(config: MetricsConfig) -> Access:
-    """From --metrics-token-file and --metrics-tls.
+    """Load the access control for --metrics-token-file and --metrics-tls.
 
-    Raises ConfigError when they cannot be used: what was to be protected is never served in the open.
+    Raises ConfigError if they cannot be used: protected data is never served without protection.
     """
     token = None
     if config.metrics_token_file is not None:

@@ -1,4 +1,4 @@
-"""An HTTP server that a crowd of clients can neither fill nor silence."""
+"""An HTTP server that many clients can neither overload nor block."""
 
 import logging
 import socket
@@ -18,15 +18,15 @@ MAX_CONNECTIONS = 32
 
 
 class BoundedServer(ThreadingMixIn, HTTPServer):
-    """At most MAX_CONNECTIONS threads; more clients wait in the kernel's queue, nobody is turned away.
+    """At most MAX_CONNECTIONS threads; further clients wait in the kernel's queue, and none is rejected.
 
-    When all are in use, the client that has been silent for longest has to go: a scraper says what it
-    wants at once, so a crowd that says nothing cannot keep it out.
+    When all threads are in use, the client that has been silent longest is disconnected. A scraper sends its
+    request at once, so silent clients cannot block it.
     """
 
     daemon_threads = True
     block_on_close = False
-    allow_reuse_port = False  # two runs must not share a port silently
+    allow_reuse_port = False  # two runs must not share a port unnoticed
     request_queue_size = 256
 
     def __init__(
@@ -39,34 +39,35 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
         self.address_family = family
         self._tls = tls
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._silent: dict[socket.socket, None] = {}  # in the order they came
+        self._silent: dict[socket.socket, None] = {}  # ordered by arrival
         self._silent_lock = threading.Lock()
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's asks DNS for the host's name, which can hang
+        TCPServer.server_bind(self)  # HTTPServer's own asks DNS for the host's name, which can hang
 
     def get_request(self) -> tuple[socket.socket, Any]:
         if not self._slots.acquire(blocking=False):
             self._drop_longest_silent()
             if not self._slots.acquire(timeout=0.2):
-                raise OSError("all connections are in use")  # serve_forever comes back to it
+                raise OSError("all connections are in use")  # serve_forever tries again
         try:
             connection, address = super().get_request()
-            if self._tls is not None:  # its handshake comes with the first read, in its own thread
+            # The handshake happens at the first read, in the connection's own thread.
+            if self._tls is not None:
                 connection.settimeout(REQUEST_SECONDS)
                 tls = self._tls
                 connection = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         except OSError:
             self._slots.release()
-            time.sleep(0.01)  # out of file descriptors: do not spin
+            time.sleep(0.01)  # if file descriptors ran out, do not spin
             raise
         with self._silent_lock:
             self._silent[connection] = None
         return connection, address
 
     def heard(self, connection: socket.socket) -> None:
-        """This client has said what it wants, or is gone."""
+        """Record that this client has sent its request, or is gone."""
         with self._silent_lock:
             self._silent.pop(connection, None)
 

@@ -1,6 +1,6 @@
-"""What the live page shows beside the present numbers: curves, events, checkpoints, ranks.
+"""The history on the live page: curves, events, checkpoints and ranks.
 
-It outlives rank 0, and an agent that starts anew reads it back from the run directory.
+It outlives rank 0, and a restarted agent reads it back from the run directory.
 """
 
 import threading
@@ -20,17 +20,17 @@ from tandem.timeouts import LIST_SECONDS
 
 MAX_POINTS = 1000
 FULL_POINTS = 200
-"""The newest points that are never thinned out."""
+"""The newest points, which are never thinned out."""
 MAX_EVENTS = 100
 
 
 class History:
-    """Takes rank 0's messages and this agent's events; bounded, thread-safe."""
+    """Collects rank 0's messages and this agent's events; of limited size, thread-safe."""
 
     def __init__(
         self, run_dir: Path, checkpoints: PurePath | None = None, files: RunFiles | None = None
     ) -> None:
-        """`files`: who reads those of `run_dir`, and takes down what is wrong with them."""
+        """`files` is the reader of `run_dir` to use, which also collects problems."""
         files = RunFiles(run_dir) if files is None else files
         self._checkpoints_dir = checkpoints or run_dir / "checkpoints"
         self._lock = threading.Lock()
@@ -50,12 +50,12 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The step of the newest point, 0 without one."""
+        """The step of the newest point; 0 without one."""
         with self._lock:
             return max((int(point["step"]) for point in self._points[-2:]), default=0)
 
     def take(self, message: Message) -> None:
-        """Keep what a page shows; other messages are others' business."""
+        """Keep what the page shows; ignore other messages."""
         with self._lock:
             match message:
                 case RunStarted(step):
@@ -87,12 +87,12 @@ class History:
         self._states = dict(list(self._states.items())[-MAX_EVENTS:])
 
     def curves(self) -> dict[str, object]:
-        """Points oldest first, as metrics.jsonl has them, and the version that `version` counts."""
+        """Return the points of metrics.jsonl, oldest first, and their `version`."""
         with self._lock:
             return {"version": self.version, "points": list(self._points)}
 
     def now(self) -> dict[str, object]:
-        """Events and checkpoints, newest first, the last evaluation's scores, and the rows of ranks."""
+        """Return events and checkpoints, newest first, the last evaluation's scores, and the ranks' rows."""
         with self._lock:
             evaluated = (point["eval"] for point in reversed(self._points) if "eval" in point)
             return {
@@ -105,7 +105,10 @@ class History:
             }
 
     def _checkpoints(self) -> list[dict[str, object]]:
-        """What lies on the volume, looked at every two seconds at most; nobody waits for an object store."""
+        """Return the checkpoints on the volume, listed at most every two seconds.
+
+        An object store is listed in a thread, so no page waits for it.
+        """
         now = time.monotonic()
         if now - self._listed[0] > LIST_SECONDS:
             self._listed = (now, self._listed[1])
@@ -116,13 +119,13 @@ class History:
         return self._listed[1]
 
     def _look(self) -> None:
-        with suppress(CheckpointError):  # as it was, then
+        with suppress(CheckpointError):  # keep the previous list
             self._listed = (time.monotonic(), list(self._list_checkpoints()))
 
     def _list_checkpoints(self) -> Iterator[dict[str, object]]:
         store = CheckpointStore(self._checkpoints_dir)
         for step in store.steps():
-            with suppress(CheckpointError):  # damaged, or just pruned
+            with suppress(CheckpointError):  # damaged or just pruned
                 manifest = store.manifest(step)
                 size = sum(int(file["bytes"]) for file in manifest["files"].values())
                 written, state = float(manifest["written_at"]), self._states.get(step, "written")

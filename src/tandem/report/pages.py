@@ -1,6 +1,6 @@
-"""The two pages a person opens: live, from the server, and the report, a file. Both are self-contained.
+"""The two pages for users: live, from the server, and the report, a file. Both are self-contained.
 
-They are put together from `page/`: one style sheet and one set of parts for both, and uPlot, which draws.
+They are assembled from `page/`: one style sheet and one set of parts for both, and uPlot for the curves.
 """
 
 import base64
@@ -18,7 +18,7 @@ UPLOT = "uplot-1.6.32"
 
 @dataclass(frozen=True)
 class Page:
-    """HTML, and the Content-Security-Policy that lets only its own style and script run."""
+    """HTML, and the Content-Security-Policy that allows only its own style and script."""
 
     html: bytes
     policy: str
@@ -26,7 +26,7 @@ class Page:
 
 @cache
 def live_page() -> Page:
-    """The page that asks /api/run and /api/history, and nobody else."""
+    """Return the page that requests only /api/run and /api/history."""
     style, script = _style(), _script("live.js")
     html = _part("live.html").replace("@STYLE@", style).replace("@SCRIPT@", script)
     policy = (
@@ -37,9 +37,9 @@ def live_page() -> Page:
 
 
 def report_page(data: Mapping[str, object]) -> bytes:
-    """The report of finished runs; `data` is what report.js reads."""
+    """Return the report of finished runs; `data` is what report.js reads."""
     style, script = _style(), _script("report.js")
-    # In a script element only "</script" and "<!--" end or change the text, and both need a "<".
+    # In a script element, only "</script" and "<!--" have a meaning, and both need a "<".
     embedded = to_json(dict(data)).replace("<", "\\u003c")
     html = _part("report.html").replace("@STYLE@", style).replace("@SCRIPT@", script)
     return html.replace("@POLICY@", report_policy()).replace("@DATA@", embedded).encode()
@@ -47,7 +47,7 @@ def report_page(data: Mapping[str, object]) -> bytes:
 
 @cache
 def report_policy() -> str:
-    """The Content-Security-Policy that stands in every report."""
+    """Return the Content-Security-Policy of every report."""
     style, script = _digest(_style()), _digest(_script("report.js"))
     return f"default-src 'none'; style-src '{style}'; script-src '{script}'; img-src data:"
 
@@ -57,7 +57,7 @@ def _style() -> str:
 
 
 def _script(page: str) -> str:
-    """What both pages have, uPlot with the licence it asks for, and what one page has alone."""
+    """Return the code of both pages, uPlot with its required license text, and the code of one page."""
     licence = f"/*\n{_part('uplot-LICENSE')}*/\n"
     own = [_part(name) for name in ("charts.js", "parts.js", page)]
     return "".join([_part("basics.js"), licence, _part(f"{UPLOT}.min.js"), *own])

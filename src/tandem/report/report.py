@@ -1,4 +1,4 @@
-"""`tandem report`: one HTML file of a finished run, or of several side by side, from what lies in RUN_DIR."""
+"""`tandem report`: one HTML file about one finished run, or several side by side, from their RUN_DIRs."""
 
 import re
 import time
@@ -26,21 +26,20 @@ _ACTIVITY = re.compile(
     rf"""^(?:{"|".join(ACTIVITY_SECONDS.wire_names)})\{{[^}}]*\bactivity="(\w+)"[^}}]*\}} (\S+)$""", re.M
 )
 LONGEST, LONGEST_NAME = 400, 120
-"""Characters of a line about a problem, and of a name."""
+"""Maximum number of characters for a message about a problem, and for a name."""
 NOT_COMPARED = ("run_dir", "resume", "metrics", "node_rank", "master")
 
 
 def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] = ()) -> list[str]:
-    """Write the report of `run_dirs`, the first one in full if it is alone; a line for each problem.
+    """Write the report of `run_dirs`, with full details if it is only one; return a message per problem.
 
-    `secrets`: values that it must not show. Raises ConfigError where there is no run, or no place to write.
+    `secrets`: values that must not be shown. Raises ConfigError if there is no run, or `output` cannot be
+    written.
     """
     problems: list[str] = []
     page = make_report(run_dirs, secrets, problems=problems)
     try:
-        if output.parent == local_folder(
-            run_dirs[0]
-        ):  # not there where the run has never been on this machine
+        if output.parent == local_folder(run_dirs[0]):  # missing if the run has never been on this machine
             make_folder(output.parent)
         write_bytes_atomic(output, page)
     except OSError as error:
@@ -55,9 +54,10 @@ def make_report(
     up: str = "",
     problems: list[str] | None = None,
 ) -> bytes:
-    """The page itself; a run that cannot be read is left out, and is one of the `problems`, a line for each.
+    """Return the page; a run that cannot be read is left out and adds a message to `problems`.
 
-    `links` lead to the page of each run alone, `up` to all. Raises ConfigError where no run can be read.
+    `links` lead to the pages of single runs, `up` to the page of all. Raises ConfigError if no run can be
+    read.
     """
     problems = [] if problems is None else problems
     runs: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ def make_report(
 
 
 def read_run(run_dir: Path, secrets: Sequence[str] = ()) -> dict[str, Any]:
-    """What report.js reads of one run. Raises ConfigError if `run_dir` holds none."""
+    """Return what report.js reads of one run. Raises ConfigError if `run_dir` is not a run."""
     try:
         with at_hand(run_dir) as folder:
             return _read_run(address(run_dir), folder, secrets)
@@ -105,7 +105,7 @@ def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[s
     assert isinstance(events, list)
     state = printable(summary.get("state") or "not finished", LONGEST_NAME)
     reason = summary.get("reason") or ""
-    if summary.get("optimizer"):  # what took the steps, whatever the settings said
+    if summary.get("optimizer"):  # the optimizer that was used, whatever the settings say
         parts = [summary["optimizer"], f"lr {summary.get('lr')}", summary.get("schedule")]
         about["optimizer"] = ", ".join(str(part) for part in parts if part)
     values = {str(row["name"]): row["value"] for row in about["settings"]}
@@ -138,13 +138,13 @@ def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[s
 
 
 def _phases(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds by phase over all intervals that are known."""
+    """Return seconds by phase over all known intervals."""
     known = [point["phases"] for point in points if isinstance(point.get("phases"), dict)]
     return {phase: sum(each.get(phase) or 0.0 for each in known) for phase in PHASES}
 
 
 def _activities(page: str) -> list[list[object]]:
-    """[activity, seconds] of the last launch, from the last page of metrics."""
+    """Return [activity, seconds] of the last launch, from the last metrics page."""
     seconds: dict[str, float] = {}
     for activity, value in _ACTIVITY.findall(page):
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""`tandem runs`: the runs in a folder, how each ended, and what it takes up. Reads files alone, no torch."""
+"""`tandem runs`: the runs in a directory, their results and sizes. Reads only files, no torch."""
 
 import os
 import re
@@ -16,30 +16,34 @@ from tandem.checkpoint.storage.copies import RUN_FILES
 from tandem.errors import ConfigError
 from tandem.log import printable
 from tandem.reading import RunFiles
+from tandem.telemetry.health import FILE_NAME, TEMPORARY
 from tandem.timeouts import SETTLED_SECONDS
 
 OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
-"""States of a run without a summary; the rest are those that a summary has."""
-NOTES = frozenset((*RUN_FILES, "report.html"))
-"""The files that tandem writes about a run, by their names in the run's folder."""
+"""States of a run without a summary; otherwise, the state is the summary's."""
+NOTES = frozenset((*RUN_FILES, "report.html", FILE_NAME, TEMPORARY))
+"""Names of the files that tandem writes about a run in its directory."""
 FOLDERS_OF_NOTES = {
     "log": re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
     "profile": re.compile(r"rank-\d+\.json"),
     "wandb": re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),
 }
-"""The folders beside them, and what tandem and wandb call what they write there: the rest is a person's."""
+"""Directories next to them, with the names of files that tandem and wandb write there.
+
+Others are the user's.
+"""
 HEADS = ("run", "state", "step", "saved", "scores", "last update", "MB")
 MOST_FILES, DEEPEST_FOLDER = 100_000, 32
-"""What is measured of one run."""
+"""Limits for measuring one run."""
 LONGEST_CELL, LONGEST_LINE = 80, 300
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run; `state` is that of its summary, or one of those above.
+    """One run; `state` is from its summary, or one of those above.
 
-    `problems`: what is wrong with its files, in a phrase each.
+    `problems`: phrases that describe what is wrong with its files.
     """
 
     path: Path
@@ -49,18 +53,18 @@ class RunRow:
     scores: dict[str, float]
     age_seconds: float
     bytes: int
-    is_all_notes: bool = False  # no checkpoint, damaged or set aside, and no file that is not tandem's own
+    is_all_notes: bool = False  # no checkpoint, damaged or not, and only files that tandem wrote
     problems: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has ended and left nothing to go on from, or to use."""
+        """True if it has ended, and left nothing to resume from or to use."""
         settled = self.state in (OPEN, NOT_BEGUN) and self.age_seconds > SETTLED_SECONDS
         return self.is_all_notes and (settled or self.state in ("failed", "stopped"))
 
 
 def find_runs(folder: Path, now: float | None = None) -> list[RunRow]:
-    """The runs in `folder`, newest first; `folder` itself where it is one. Raises ConfigError."""
+    """Return the runs in `folder`, newest first, or `folder` itself if it is a run. Raises ConfigError."""
     if not folder.is_dir():
         if not folder.exists():
             raise ConfigError(f"{folder} does not exist; expected the directory of your runs")
@@ -74,7 +78,8 @@ def find_runs(folder: Path, now: float | None = None) -> list[RunRow]:
 
 
 def clean(rows: Sequence[RunRow], dry_run: bool = False) -> list[RunRow]:
-    """Remove what `is_empty`; the rows removed, or that would be. Raises ConfigError."""
+    """Remove the runs that are empty; return their rows, or those to remove. Raises ConfigError."""
+    # _is_all_notes is checked again, because a file may have been added since the rows were made.
     doomed = [row for row in rows if row.is_empty and _is_all_notes(row.path)]
     for row in doomed if not dry_run else []:
         try:
@@ -85,7 +90,7 @@ def clean(rows: Sequence[RunRow], dry_run: bool = False) -> list[RunRow]:
 
 
 def table(rows: Sequence[RunRow], folder: Path) -> str:
-    """Aligned lines."""
+    """Format aligned lines."""
     if not rows:
         return f"no runs in {printable(str(folder))}"
     cells = [HEADS, *(_cells(row) for row in rows)]
@@ -118,7 +123,7 @@ def as_json(rows: Sequence[RunRow], folder: Path) -> dict[str, object]:
 
 
 def _is_run(folder: Path) -> bool:
-    """What every run writes before its first rank starts; a link is another folder's run."""
+    """Return True for the file that every run has before its first rank starts; a link is another run."""
     return os.path.lexists(folder / "config.json") and not folder.is_symlink()
 
 
@@ -131,7 +136,7 @@ def _row(folder: Path, now: float) -> RunRow:
         files.problems.append(LINKED)
     if len(measured) >= MOST_FILES:
         files.problems.append(f"more than {MOST_FILES:,} files; only the first are counted")
-    is_elsewhere = "://" in (config.get("run_dir") or "")  # so are its checkpoints
+    is_elsewhere = "://" in (config.get("run_dir") or "")  # and so are its checkpoints
     return RunRow(
         path=folder,
         state=summary.get("state") or _state_of_unended(folder, saved),
@@ -146,7 +151,10 @@ def _row(folder: Path, now: float) -> RunRow:
 
 
 def _state_of_unended(folder: Path, saved: int | None) -> str:
-    """RUNNING: its launch is seen on this machine. NOT_BEGUN: it has saved nothing and logged no step."""
+    """Return the state of a run without a summary.
+
+    RUNNING: its launch is on this machine. NOT_BEGUN: it has saved nothing and logged no step.
+    """
     if owner_here(folder) is not None:
         return RUNNING
     begun = saved is not None or os.path.lexists(folder / "metrics.jsonl")
@@ -154,7 +162,7 @@ def _state_of_unended(folder: Path, saved: int | None) -> str:
 
 
 def _is_all_notes(folder: Path) -> bool:
-    """Whether all there is are files that tandem has written, by their kind and name, and empty folders."""
+    """Return True if there are only files that tandem writes, by type and name, and empty directories."""
     try:
         with os.scandir(folder) as entries:
             return all(_is_note(entry) for entry in entries)
@@ -176,7 +184,7 @@ def _is_note(entry: os.DirEntry[str]) -> bool:
 
 
 def _files(folder: Path) -> Iterator[tuple[int, float]]:
-    """(bytes, last change in Unix seconds) of the files below, links not followed, MOST_FILES at most."""
+    """Yield (bytes, last change in Unix seconds) of at most MOST_FILES files, without following links."""
     folders, found = [(str(folder), 0)], 0
     while folders:
         place, depth = folders.pop()
@@ -188,13 +196,13 @@ def _files(folder: Path) -> Iterator[tuple[int, float]]:
                         return
                     try:
                         facts = entry.stat(follow_symlinks=False)
-                    except OSError:  # it goes meanwhile
+                    except OSError:  # deleted in the meantime
                         continue
                     if not stat.S_ISDIR(facts.st_mode):
                         yield facts.st_size, facts.st_mtime
                     elif depth < DEEPEST_FOLDER:
                         folders.append((entry.path, depth + 1))
-        except OSError:  # the same, or it is somebody else's
+        except OSError:  # also deleted, or not readable
             continue
 
 

@@ -1,4 +1,4 @@
-"""`tandem page`: the reports of runs that have ended, or still train, over HTTP; read anew at each look."""
+"""`tandem page`: reports of finished or running runs over HTTP, created again for each request."""
 
 import os
 import re
@@ -16,12 +16,12 @@ from tandem.report.web import bind
 from tandem.timeouts import SUPERVISE_SECONDS
 
 MOST = 20
-"""Runs on one page; of a folder with more, the newest."""
+"""Maximum number of runs on a page; of a directory with more, the newest."""
 HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 
 
 def runs_in(places: Sequence[Path]) -> list[Path]:
-    """The run directories that are named, and those in folders of runs. Raises ConfigError."""
+    """Return the given run directories, and those in given directories of runs. Raises ConfigError."""
     found = []
     for place in places:
         if "://" in str(place) or any(os.path.lexists(place / name) for name in RUN_FILES):
@@ -35,7 +35,7 @@ def runs_in(places: Sequence[Path]) -> list[Path]:
 
 
 class ReportServer:
-    """Serves the report of one run at /; of several their comparison, and each alone at /1, /2 and so on."""
+    """Serves the report of one run at /; for several, their comparison, and each run at /1, /2, ..."""
 
     policy = report_policy()
 
@@ -48,7 +48,7 @@ class ReportServer:
         self.url = self._http.url
 
     def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]:
-        """HTTP status, content type and body for a path; `allowed`: the reader has the token."""
+        """Return HTTP status, content type and body for a path; `allowed`: the reader has the token."""
         if not allowed:
             return 401, TEXT, b"token required, as a bearer token or password\n"
         if path in OPEN_PATHS:
@@ -62,21 +62,21 @@ class ReportServer:
         links, up = (known[1:], "") if not number else ([], "/")
         try:
             return 200, HTML, make_report(chosen, self._secrets, links, up)
-        except ConfigError as error:  # it went away meanwhile, or is none that can be read
+        except ConfigError as error:  # it was removed, or cannot be read
             return 404, TEXT, f"{error}\n".encode(errors="replace")
 
     def note_read(self, path: str, moment: float, is_sent: bool = True) -> None:
-        """Nobody waits for readers here."""
+        """Do nothing, because the server does not wait for readers."""
 
     def problems(self) -> list[str]:
-        """A line for each run that cannot be read, and for each file of one."""
+        """Return a message for each run and each file that cannot be read."""
         problems: list[str] = []
-        with suppress(ConfigError):  # none can be read: each is a problem
+        with suppress(ConfigError):  # no run can be read: each is a problem
             make_report(self._run_dirs, self._secrets, problems=problems)
         return problems
 
     def serve(self, should_stop: Callable[[], object]) -> None:
-        """Until `should_stop()`."""
+        """Serve until `should_stop()` returns True."""
         self._http.timeout = SUPERVISE_SECONDS
         try:
             while not should_stop():

@@ -1,4 +1,4 @@
-"""Node 0's HTTP server for metrics, health and the live page. Read-only, and bounded in every direction."""
+"""Node 0's HTTP server for metrics, health and the live page. Read-only, with limits on everything."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from tandem.telemetry.registry import Registry
 from tandem.timeouts import HOLD_SECONDS, PAGE_SECONDS
 
 MOST_HELD = 8
-"""Pages whose connection is held until the end, of MAX_CONNECTIONS; others ask now and then."""
+"""Maximum number of pages, of MAX_CONNECTIONS, with a connection that is held until the end; others poll."""
 PATHS = (
     "/",
     "/metrics",
@@ -29,10 +29,10 @@ PATHS = (
 class MetricsServer:
     """Serves PATHS from a thread, from construction to `close`.
 
-    `status()` gives the run as a dict; its keys `healthy` and `ready` (without it: training was reached)
-    decide the probes. `history()` gives the curves of the page, `about()` and `log()` what is known of the
-    run beside them; the log is for loopback, or for who has the token. Never raises for a busy port or a bad
-    host: warns and takes another, see `port`.
+    `status()` returns the run's status as a dict. Its keys `healthy` and `ready` (default: training was
+    reached) decide the probes. `history()` returns the page's curves; `about()` and `log()` return other
+    facts. The log is served only on loopback, or to readers with the token. A busy port or an invalid host
+    never raises: a warning is logged and another one is used, see `port`.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class MetricsServer:
 
     @property
     def scraped(self) -> bool:
-        """True once somebody has read /metrics."""
+        """True once a client has read /metrics."""
         return self._last_read["/metrics"] > float("-inf")
 
     def scraped_since(self, moment: float) -> bool:
-        """True if a whole page was made and sent after `moment` (time.monotonic())."""
+        """Return True if a page was generated and sent completely after `moment` (time.monotonic())."""
         return self._last_read["/metrics"] >= moment
 
     def linger(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until who looks has seen the final state, or `seconds` passed.
+        """Wait until readers have seen the final state, or until `seconds` have passed.
 
-        That is a scraper, if ever there was one, until `stop()`; and a page that is open, for PAGE_SECONDS:
-        its connection is held (`end`), or it has just asked for /api/run.
+        A scraper is awaited if there ever was one, until `stop()` returns True. An open page is awaited for
+        PAGE_SECONDS if its connection is held (`end`) or it has just requested /api/run.
         """
         started = time.monotonic()
         final = self.metrics.final_since
@@ -92,14 +92,15 @@ class MetricsServer:
                 self._read_done.wait(min(left, 0.1))
 
     def _is_awaited(self, moment: float) -> bool:
-        """Whether a page that was open at `moment` has not asked since, and may yet."""
+        """Return True if a page that was open at `moment` has sent no request since, and still may."""
         asked_before = moment - PAGE_SECONDS < self._last_read["/api/run"] < moment
         return (asked_before or self._held > 0) and time.monotonic() < moment + PAGE_SECONDS
 
     def end(self) -> Mapping[str, object]:
-        """Held until the run is over: all that a page shows of it then, for there may be no second answer.
+        """Wait until the run is over; return everything that the page shows of it.
 
-        Empty after HOLD_SECONDS, and at once where MOST_HELD others wait already: threads are few.
+        There may be no second response. Empty after HOLD_SECONDS, and immediately if MOST_HELD others wait
+        already, because threads are few.
         """
         deadline = time.monotonic() + HOLD_SECONDS
         with self._read_done:
@@ -122,7 +123,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where it is, as a person types it."""
+        """The server's URL, as a user types it."""
         return self._http.url
 
     @property
@@ -130,7 +131,7 @@ class MetricsServer:
         return live_page().policy
 
     def status(self) -> dict[str, object]:
-        """The run's status; a status that fails is an unhealthy one, not an error of the server."""
+        """Return the run's status; if that fails, an unhealthy status instead of a server error."""
         try:
             return dict(self._status())
         except Exception as error:
@@ -138,7 +139,7 @@ class MetricsServer:
             return {"healthy": False, "error": f"status is not available: {type(error).__name__}"}
 
     def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]:
-        """HTTP status, content type and body for a path; `allowed`: the reader has the token."""
+        """Return HTTP status, content type and body for a path; `allowed`: the reader has the token."""
         if not allowed and path not in OPEN_PATHS:
             return 401, "text/plain; charset=utf-8", b"token required, as a bearer token or password\n"
         if path == "/metrics":
@@ -167,7 +168,7 @@ class MetricsServer:
         }
 
     def note_read(self, path: str, moment: float, is_sent: bool = True) -> None:
-        """An answer whose making began at `moment` was sent, or could not be."""
+        """Record that a response, generated from `moment` on, was sent or could not be sent."""
         if path == "/api/end":
             with self._read_done:
                 self._held -= 1

@@ -1,6 +1,6 @@
-"""Other people's trackers: what a row of the journal becomes there. Packages are imported when asked for.
+"""Send rows of the journal to MLflow and Weights & Biases; their packages are imported when needed.
 
-Where they are, and who may write there, their own variables say: MLFLOW_TRACKING_URI, WANDB_MODE and so on.
+Their own variables set the server and the credentials: MLFLOW_TRACKING_URI, WANDB_MODE and so on.
 """
 
 import re
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 from tandem.errors import ConfigError
 
 TRACKERS = ("mlflow", "wandb")
-MOST_AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # what an MLflow server takes
+MOST_AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # limits of an MLflow server
 LONGEST = 5000
 OURS = "tandem.run"
 
 
 class Row(NamedTuple):
-    """A line of metrics.jsonl; `number` counts those that a tracker's run has, from 0."""
+    """A line of metrics.jsonl; `number` counts the rows of the tracker's run, from 0."""
 
     step: int
     time: float
@@ -28,9 +28,10 @@ class Row(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """`ours` names the run before the tracker has, `known` is its own name for it, once we have heard it.
+    """What a tracker needs to open a run.
 
-    `folder`: for what is written here.
+    `ours` identifies the run before the tracker has an ID for it; `known` is the tracker's ID, once it is
+    known. `folder` is the directory for local files.
     """
 
     ours: str
@@ -41,19 +42,19 @@ class Beginning(NamedTuple):
 
 
 class Tracker(Protocol):
-    """One run at a tracker, open from its making to `end`. Each call may raise whatever its package does."""
+    """A run at a tracker, open from its creation to `end`. Each call may raise what its package raises."""
 
     id: str
 
     def rows(self, rows: Sequence[Row]) -> None:
-        """Returns when they are the tracker's; rows that it has already do no harm."""
+        """Return when the tracker has the rows; sending rows again does no harm."""
 
     def end(self, state: str, summary: Mapping[str, object]) -> None:
-        """`state`: finished, stopped, failed, or killed for a launch that could not say."""
+        """Close the run. `state`: finished, stopped, failed, or killed for a launch that reported none."""
 
 
 def check(name: str | None) -> None:
-    """Raises ConfigError where the package of this tracker is not installed."""
+    """Raise ConfigError if the package of this tracker is not installed."""
     if name is not None and find_spec(name) is None:
         raise ConfigError(
             f"--tracker {name} needs a package that is not installed here; "
@@ -62,12 +63,12 @@ def check(name: str | None) -> None:
 
 
 def begin(name: str, beginning: Beginning) -> Tracker:
-    """Open the run there, or go on with it."""
+    """Create the run at the tracker, or continue it."""
     return MLflow(beginning) if name == "mlflow" else Wandb(beginning)
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl, named as TensorBoard's are: train/loss, eval/accuracy."""
+    """Return the numbers in a line of metrics.jsonl, named as in TensorBoard: train/loss, eval/accuracy."""
     found: dict[str, object] = {}
     for name, value in record.items():
         if name == "eval":
@@ -84,7 +85,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MLflow:
-    """A run of an MLflow server. A row sent twice is one there: its time is that of the journal."""
+    """A run on an MLflow server. A row that is sent twice appears once, because it has the journal's time."""
 
     def __init__(self, beginning: Beginning) -> None:
         import mlflow
@@ -96,9 +97,9 @@ class MLflow:
             self.id = beginning.known
             self._client.update_run(self.id, status="RUNNING")
             return
-        experiment = mlflow.tracking.fluent._get_experiment_id()  # as MLFLOW_EXPERIMENT_NAME says
+        experiment = mlflow.tracking.fluent._get_experiment_id()  # honors MLFLOW_EXPERIMENT_NAME
         made = self._client.search_runs([experiment], f"tags.`{OURS}` = '{beginning.ours}'")
-        for double in made[1:]:  # by requests that nobody heard the answer of
+        for double in made[1:]:  # created by requests whose responses were lost
             self._client.delete_run(double.info.run_id)
         tags = {OURS: beginning.ours}
         run = made[0] if made else self._client.create_run(experiment, None, tags, beginning.title)
@@ -114,7 +115,10 @@ class MLflow:
         ])  # fmt: skip
 
     def _say_settings(self, settings: Mapping[str, object]) -> None:
-        """As params; these cannot change there, so what a later launch has changed is a tag beside them."""
+        """Send settings as params.
+
+        Those cannot change, so a value that a later launch changed becomes a tag.
+        """
         there = self._client.get_run(self.id).data.params
         texts = {_name(name): str(value)[:LONGEST] for name, value in settings.items()}
         new = [self._entities.Param(name, text) for name, text in texts.items() if name not in there]
@@ -139,15 +143,15 @@ class MLflow:
 
 
 def _name(name: str) -> str:
-    """A name that MLflow takes."""
+    """Return a name that MLflow accepts."""
     return re.sub(r"[^\w./ -]", "_", name)
 
 
 class Wandb:
-    """A run of Weights & Biases, whose package buffers in files of its own.
+    """A run at Weights & Biases, whose package buffers in its own files.
 
-    Its own count of steps is that of rows, for it refuses one that it has had, and a step that was evaluated
-    has two; curves are drawn over `step`.
+    Its step counts rows, because it rejects a repeated step, and a step with an evaluation has two rows.
+    Curves are drawn over `step`.
     """
 
     def __init__(self, beginning: Beginning) -> None:

@@ -1,7 +1,7 @@
-"""A run at a tracker: what its journal has and the tracker has not, sent from a process of its own.
+"""Send to a tracker what the journal has and the tracker lacks; runs in a separate process.
 
-The journal is rewound when a run goes back, so each step stands there once; RUN_DIR/tracker.json says what
-the tracker's run is called and how far it is. A step that was sent is not sent again when it is done again.
+The journal is rewound when a run goes back, so it has each step once. RUN_DIR/tracker.json has the tracker's
+ID of the run, and how far it is. A step that was sent is not sent again when it is repeated.
 """
 
 import fcntl
@@ -31,16 +31,16 @@ log = logging.getLogger("tandem.tracker")
 
 FILE_NAME = "tracker.json"
 KILLED = "killed"
-"""The state of a launch that could not say one."""
+"""The state of a launch that reported none."""
 ROWS_AT_ONCE = 100
 LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a tracker's run is: `sent` rows in all, the last of them the first `rows` of `step`.
+    """How far a tracker's run is: `sent` rows in all; the last is row number `rows` of `step`.
 
-    `ours` and `run`: what we call it, and what the tracker does.
+    `ours` and `run`: the run's ID here, and at the tracker.
     """
 
     ours: str
@@ -51,7 +51,7 @@ class Mark:
 
 
 def _kept(found: Any) -> Mark:
-    """The mark of a file; one that has sent nothing where there is none, or not one that we know."""
+    """Return the mark from a file, or a new one if it is missing or invalid."""
     with suppress(ValueError):
         known, left_out = typed(found, MARK)
         if not left_out:
@@ -60,17 +60,18 @@ def _kept(found: Any) -> Mark:
 
 
 class Journal:
-    """The rows of a metrics.jsonl that grows, and whose last lines are cut off when the run goes back."""
+    """The rows of a metrics.jsonl that grows, and whose last lines are removed when the run goes back."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset, self._last, self._at = 0, b"", (-1, 0)
 
     def read(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-        """((step, which row of that step, from 1), the row) of all that is new to this reader."""
+        """Yield ((step, number of the row in that step, from 1), row) for all new rows."""
         with suppress(OSError), opened(self._path.parent, self._path.name) as file:
             file.seek(self._offset - len(self._last))
-            if file.read(len(self._last)) != self._last:  # cut off; done again, a row has another time
+            # Lines were removed; a repeated row has a different time.
+            if file.read(len(self._last)) != self._last:
                 self._offset, self._last, self._at = 0, b"", (-1, 0)
                 file.seek(0)
             stray = 0
@@ -78,7 +79,7 @@ class Journal:
                 self._offset, self._last = self._offset + len(line), line
                 try:
                     record, _ = typed(parsed(line), POINT)
-                except ValueError:  # torn, its writer was killed
+                except ValueError:  # incomplete, because its writer was killed
                     stray += 1
                     continue
                 step = record["step"]
@@ -87,7 +88,7 @@ class Journal:
 
 
 class Sending:
-    """What is still to be sent of the run in `folder` to the tracker `name`."""
+    """Sends the rest of the run in `folder` to the tracker `name`."""
 
     def __init__(self, folder: Path, name: str, secrets: list[str]) -> None:
         self._folder, self._name, self._about = folder, name, About(folder, secrets)
@@ -98,7 +99,7 @@ class Sending:
         self._waiting: list[tuple[Mark, Row]] = []
 
     def send(self) -> int:
-        """Send what is new; how many rows. Raises whatever the tracker does, and then nothing is lost."""
+        """Send new rows; return how many. Raises the tracker's errors, after which nothing is lost."""
         tracker, before = self._opened(), self._mark.sent
         while waiting := self._next():
             tracker.rows([row for _, row in waiting])
@@ -107,25 +108,25 @@ class Sending:
         return self._mark.sent - before
 
     def end(self, state: str) -> None:
-        """Say there how the run has ended, after `send`."""
-        is_of_this = state != KILLED  # else it is of a launch before
+        """Report the run's final state, after `send`."""
+        is_of_this = state != KILLED  # otherwise, the summary is from an earlier launch
         summary = self._about.hidden(self.files.read("summary.json")) if is_of_this else {}
         scores = {f"eval.{name}": value for name, value in (summary.pop("eval", None) or {}).items()}
         self._opened().end(state, {**summary, **scores, "state": state})
 
     def catch_up(self) -> str:
-        """All of it for a run that has ended, told in a line. Raises TandemError."""
+        """Send all of a finished run; return a one-line result. Raises TandemError."""
         try:
             rows = self.send()
             self.end(self.files.read("summary.json").get("state") or KILLED)
-        except Exception as error:  # of a package, of which nobody can tell what it raises
+        except Exception as error:  # a tracker's package may raise anything
             raise TandemError(
                 f"{self._name} does not accept rows: {self.words(error)}; try again later"
             ) from error
         return f"{rows} rows sent to {self._name}; {self._mark.sent} in total"
 
     def words(self, error: Exception) -> str:
-        """What is wrong, in part of a line; an address may have a password in it."""
+        """Return a short description of the error; it may contain an address with a password."""
         return self._about.hide(" ".join(str(error).split()))[:LONGEST_REASON] or type(error).__name__
 
     def _opened(self) -> Tracker:
@@ -139,7 +140,7 @@ class Sending:
         return self._tracker
 
     def _next(self) -> list[tuple[Mark, Row]]:
-        """The rows that are sent next: those of an attempt that failed, else new ones."""
+        """Return the rows to send next: those of a failed attempt, else new ones."""
         if not self._waiting:
             self._waiting = list(islice(self._unsent(), ROWS_AT_ONCE))
         return self._waiting
@@ -159,9 +160,9 @@ class Sending:
 
 
 def follow(sending: Sending, name: str, until: Callable[[float], str | None]) -> bool:
-    """Send until `until(seconds)` gives the state in which the launch has ended; whether all was sent.
+    """Send until `until(seconds)` returns the launch's final state; return True if everything was sent.
 
-    A tracker that does not answer costs a warning, and is asked again, ever more seldom.
+    A tracker that does not answer costs one warning, and is retried at increasing intervals.
     """
     failing, pause = False, 0.0
     while True:
@@ -174,7 +175,7 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
             if failing:
                 log.info("%s is back; sent %d rows that had been kept", name, rows)
             failing, pause = False, TRACKER_SECONDS
-        except Exception as error:  # of a package, of which nobody can tell what it raises
+        except Exception as error:  # a tracker's package may raise anything
             if not failing:
                 say = "%s does not accept rows (%s); training continues, and unsent rows are kept"
                 log.warning(say, name, sending.words(error))
@@ -184,9 +185,9 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
 
 
 def follow_launch(sending: Sending, name: str, config: Mapping[str, object], folder: Path) -> bool:
-    """`follow` until the launch closes our standard input, where it says how it has ended.
+    """Run `follow` until the launch closes this process's standard input, after writing its final state.
 
-    What the packages print goes to log/tracker.log.
+    What the tracker's packages print goes to log/tracker.log.
     """
     setup(folder / "log" / "node-0.log", None, 0, True, config.get("log_format") == "json")
     said: Queue[str] = Queue()
@@ -204,7 +205,7 @@ def follow_launch(sending: Sending, name: str, config: Mapping[str, object], fol
 
 @contextmanager
 def alone(folder: Path, wait: bool) -> Iterator[None]:
-    """One sender at a time: that of a launch that was killed may be at its last rows. Raises ConfigError."""
+    """Ensure a single sender: that of a killed launch may still be sending. Raises ConfigError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -214,7 +215,7 @@ def alone(folder: Path, wait: bool) -> Iterator[None]:
             f"the launch of {folder} is still sending its rows; wait until it has ended"
         ) from error
     except OSError:
-        pass  # a volume without such locks
+        pass  # the volume has no such locks
     try:
         yield
     finally:
@@ -222,7 +223,7 @@ def alone(folder: Path, wait: bool) -> Iterator[None]:
 
 
 def chosen(config: Mapping[str, object], asked: str | None) -> str:
-    """The tracker that was asked for, else the one of the run. Raises ConfigError."""
+    """Return the requested tracker, else the run's own. Raises ConfigError."""
     name = asked or str(config.get("tracker") or "").removeprefix("tensorboard").lstrip(",")
     if not name:
         raise ConfigError("this run has no tracker; use --tracker mlflow or --tracker wandb")

@@ -1,4 +1,4 @@
-"""HTTP as pages and metrics are served: GET and HEAD alone, each request bounded in size and time."""
+"""HTTP for pages and metrics: only GET and HEAD, with limits on the size and time of each request."""
 
 import ipaddress
 import logging
@@ -23,7 +23,7 @@ NOT_CALLED_SO = (
 
 
 class Answers(Protocol):
-    """Who knows what is served: its answers, the Content-Security-Policy they go with, and who may ask."""
+    """What a server serves: responses, their Content-Security-Policy, and who may read them."""
 
     access: Access
 
@@ -36,7 +36,7 @@ class Answers(Protocol):
 
 
 class WebServer(BoundedServer):
-    """The server as its handler sees it."""
+    """The server, with what its handler needs."""
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily, owner: Answers) -> None:
         self.owner = owner
@@ -45,14 +45,14 @@ class WebServer(BoundedServer):
 
     @property
     def url(self) -> str:
-        """Where it is, as a person types it."""
+        """The server's URL, as a user types it."""
         host, port = str(self.server_address[0]), self.server_address[1]
         scheme = "https" if self.owner.access.tls is not None else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request per connection, its head read whole within size and time limits before it is parsed."""
+    """One request per connection. Its head is read within limits of size and time before it is parsed."""
 
     server: WebServer
     timeout = REQUEST_SECONDS
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         return head
 
     def __getattr__(self, name: str) -> Callable[[], None]:
-        # http.server looks methods up by name and answers 501 itself where there is none.
+        # http.server looks up methods by name, and itself answers 501 if there is none.
         if name.startswith("do_"):
             return self._refuse
         raise AttributeError(name)
@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def bind(host: str, port: int, owner: Answers, what: str = "metrics") -> WebServer:
-    """Listen, if need be on another port or on loopback, with a warning. Raises OSError."""
+    """Listen, if necessary on another port or on loopback, with a warning. Raises OSError."""
     error: Exception | None = None
     for try_host, try_port in ((host, port), (host, 0), ("127.0.0.1", 0)):
         try:

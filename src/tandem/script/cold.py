@@ -1,4 +1,4 @@
-"""`python -m tandem.script.cold JOB`: a rank in an interpreter of its own, which `rank.py` has become."""
+"""`python -m tandem.script.cold JOB`: run a rank in a new interpreter, which `rank.py` becomes by exec."""
 
 import os
 import pickle
@@ -17,5 +17,5 @@ if __name__ == "__main__":
     if lifeline is not None:
         os.set_inheritable(lifeline, False)
         heed(lifeline)
-    name_process(f"tandem-rank-{position.rank}")  # exec has taken it away
+    name_process(f"tandem-rank-{position.rank}")  # exec removes the name
     run_program(job, position)

@@ -1,4 +1,4 @@
-"""The environment of a rank: what torchrun's workers get, variable by variable, and tandem's settings."""
+"""Set a rank's environment: the variables that torchrun's workers get, and tandem's settings."""
 
 import os
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ RUN_ID = "tandem"
 
 
 def error_file(position: Position) -> Path:
-    """Where torch's own `@record`, and tandem's runner, write down what ended the rank."""
+    """Return the path where torch's `@record`, and tandem's runner, record the error that ended the rank."""
     folder = Path(position.sample_socket or ".").parent
     return folder / f"attempt-{position.restart}" / f"rank-{position.rank}" / "error.json"
 
 
 def variables(job: Job, position: Position, given: Mapping[str, str]) -> dict[str, str]:
-    """What is set for the rank at `position`, on top of the node's environment `given`.
+    """Return the variables of the rank at `position`, on top of the node's environment `given`.
 
-    The names and rules are those of torch 2.15's agent; tests/scripts/test_environment.py compares them with
-    a real torchrun. MASTER_ADDR and MASTER_PORT are a store that the agent hosts for this generation alone.
+    Names and rules are those of torch 2.15's agent; tests/scripts/test_environment.py compares them with a
+    real torchrun. MASTER_ADDR and MASTER_PORT are a store that the agent hosts for this generation alone.
     """
     host, port = position.master or ("127.0.0.1", 0)
     found = {
@@ -43,11 +43,12 @@ def variables(job: Job, position: Position, given: Mapping[str, str]) -> dict[st
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }
-    if position.ranks_on_host > 1 and "OMP_NUM_THREADS" not in given:  # as torchrun, which counts on its node
+    # As torchrun does, which counts ranks on its node.
+    if position.ranks_on_host > 1 and "OMP_NUM_THREADS" not in given:
         found["OMP_NUM_THREADS"] = 1
     return {name: str(value) for name, value in found.items()} | dict(job.variables)
 
 
 def set_variables(job: Job, position: Position) -> None:
-    """Make this process's environment the rank's."""
+    """Set the rank's variables in this process."""
     os.environ.update(variables(job, position, os.environ))

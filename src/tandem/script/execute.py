@@ -1,4 +1,4 @@
-"""Run a person's program in this process as python itself would, and leave without gloo's abort."""
+"""Run a user's program in this process as Python itself would, and exit without gloo's abort."""
 
 import atexit
 import builtins
@@ -23,13 +23,14 @@ from tandem.process import is_safe_path_ours
 from tandem.script.job import Program
 from tandem.timeouts import LEAVING_SECONDS
 
-_MAIN_PROCESS = multiprocessing.current_process()  # imported by the fork server, before it forks
+# Imported by the fork server, so it is the object from before the fork.
+_MAIN_PROCESS = multiprocessing.current_process()
 
 
 def forget_the_fork(folder: Path) -> None:
-    """Undo what tells a process forked by multiprocessing from a new interpreter.
+    """Undo what distinguishes a process forked by multiprocessing from a new interpreter.
 
-    Its sockets lie in `folder`, which is removed at last also where this process is killed.
+    multiprocessing's sockets go to `folder`, which is removed even if this process is killed.
     """
     process = cast(Any, multiprocessing.process)
     process._current_process, process._parent_process = _MAIN_PROCESS, None
@@ -37,6 +38,7 @@ def forget_the_fork(folder: Path) -> None:
     cast(Any, _MAIN_PROCESS)._config["tempdir"] = str(folder)
     multiprocessing.set_start_method(cast(Any, None), force=True)  # the fork server made itself the default
     sys.modules.pop("__mp_main__", None)
+    # Otherwise all forks would draw the same numbers.
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -44,16 +46,17 @@ def forget_the_fork(folder: Path) -> None:
 
 
 def execute(program: Program) -> None:
-    """Run the program as `__main__`; what it raises comes out, SystemExit too."""
+    """Run the program as `__main__`; its exceptions propagate, SystemExit too."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     place = os.getcwd() if program.kind == "module" else str(Path(program.target).resolve().parent)
+    # As python does, unless its user asked for a safe path; tandem's own request does not count.
     if not sys.flags.safe_path or is_safe_path_ours():
         sys.path.insert(0, place)
     sys.argv = [program.target, *program.arguments]
     if program.kind == "module":
-        cast(Any, runpy)._run_module_as_main(program.target)  # what `python -m` itself calls
+        cast(Any, runpy)._run_module_as_main(program.target)  # `python -m` itself calls this
         return
     path = os.path.abspath(program.target)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
@@ -62,7 +65,7 @@ def execute(program: Program) -> None:
 
 
 def without_our_frames(error: BaseException) -> BaseException:
-    """The error with the traceback that python would show: it begins in the program's own file."""
+    """Return the error with the traceback that Python would show, starting in the program's own file."""
     ours = {__file__, runpy.__file__, execute.__code__.co_filename}
     trace = error.__traceback__
     while trace is not None and (
@@ -74,7 +77,7 @@ def without_our_frames(error: BaseException) -> BaseException:
 
 
 def code_of(ending: SystemExit) -> int:
-    """What python makes of `sys.exit(...)`; a text is said and is 1."""
+    """Return the exit code that Python derives from `sys.exit(...)`; text is printed and gives 1."""
     if ending.code is None:
         return FINISHED
     if isinstance(ending.code, int):
@@ -84,10 +87,10 @@ def code_of(ending: SystemExit) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as python does, in its order, but for the interpreter's own end.
+    """End this process with Python's own steps in their order, except for the interpreter's finalization.
 
-    Threads of gloo and of the store abort some interpreters there, after all is done: 3 of 12 runs that had
-    ended well were reported as failed. After a failure nobody waits long for threads and exit handlers.
+    Threads of gloo and of the store make some interpreters abort in it, after everything is done: 3 of 12
+    successful runs were reported as failed. After a failure, threads and exit handlers get LEAVING_SECONDS.
     """
     if code != FINISHED:
         timer = threading.Timer(LEAVING_SECONDS, os._exit, (code,))

@@ -1,4 +1,4 @@
-"""What a person's own program is, and what its ranks need to know. The standard library alone."""
+"""Describe a user's program, and what its ranks need to know. Standard library only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ FUNCTION = "tandem.script.function"
 
 @dataclass(frozen=True)
 class Program:
-    """What stands after tandem's own settings: `script.py`, `-m module` or `-- command`, with arguments."""
+    """The words after tandem's own settings: `script.py`, `-m module` or `-- command`, with arguments."""
 
     kind: Literal["script", "module", "command"]
     target: str
@@ -19,13 +19,13 @@ class Program:
 
     @property
     def name(self) -> str:
-        """What the run is called after it."""
+        """The name of a run of this program."""
         if self.target == FUNCTION and self.arguments:
             return PurePath(self.arguments[0]).stem
         return self.target.rpartition(".")[2] if self.kind == "module" else PurePath(self.target).stem
 
     def words(self) -> list[str]:
-        """The same as the end of another command line of ours."""
+        """Return the words that give this program on another `tandem launch` command line."""
         marks = {"script": [], "module": ["-m"], "command": ["--"]}[self.kind]
         return [*marks, self.target, *self.arguments]
 
@@ -35,11 +35,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Job:
-    """The program and what holds for all its ranks on this node.
+    """The program, and what holds for all its ranks on this node.
 
-    `variables`: the settings that were given, as TANDEM_ variables. `hang_timeout` in seconds, None: by the
-    pace of the steps. `patience`: what a start, an evaluation or a save may take. `cold`: each rank is a new
-    interpreter.
+    `variables`: the settings that were given, as TANDEM_ variables. `hang_timeout`: seconds, or None to
+    derive it from the step time. `patience`: seconds that a start, an evaluation or a save may take. `cold`:
+    each rank is a new interpreter.
     """
 
     program: Program
@@ -53,7 +53,7 @@ class Job:
 
 
 def problem_of_script(path: Path) -> str | None:
-    """Why this file cannot be run as a script, in a sentence; None: it can."""
+    """Return why this file cannot be run as a script, as a sentence, or None if it can."""
     try:
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:

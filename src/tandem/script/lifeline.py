@@ -1,4 +1,4 @@
-"""A rank's pipe to its agent: its end is the rank's, and whatever comes on it asks for the rank's stacks."""
+"""Watch a rank's pipe from its agent: the rank exits when it closes, and writes its stacks on any message."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ _descriptor: int | None = None
 
 
 def heed(descriptor: int) -> None:
-    """Read the pipe in a thread from now on."""
+    """Watch the pipe in a thread from now on."""
     global _descriptor
     _descriptor = descriptor
 
@@ -19,6 +19,7 @@ def heed(descriptor: int) -> None:
         try:
             while os.read(descriptor, REQUEST_BYTES):
                 write_stacks()
+        # An error of the pipe is treated like its end: the agent cannot be reached any more.
         except OSError:
             pass
         os._exit(PEER_LOST)
@@ -27,7 +28,7 @@ def heed(descriptor: int) -> None:
 
 
 def descriptor_for_exec() -> int | None:
-    """The pipe, for the program that this process becomes; None where there is no agent."""
+    """Return the pipe, for the program that this process becomes, or None if there is no agent."""
     if _descriptor is not None:
         os.set_inheritable(_descriptor, True)
     return _descriptor

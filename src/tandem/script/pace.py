@@ -1,8 +1,9 @@
-"""How long a rank's steps take without the wait for other ranks, of a program that tells nothing.
+"""Measure how long a script's steps take on this rank without the wait for other ranks.
 
-The wait for gradients is told apart as in `telemetry/clock.py`: DDP waits in a callback at the end of
-backward. One of ours runs before it and one behind; they are queued by a hook on one parameter, which does
-nothing to its gradient. Other waits, such as those for a collective of the program's own, count as work.
+The wait for gradients is measured as in `telemetry/clock.py`: DDP waits in a callback at the end of backward.
+One of tandem's callbacks runs before it and one after it. A hook on one parameter queues them and does
+nothing to its gradient. Other waits, such as the script's own collectives, count as work. See
+docs/architecture.md#user-scripts.
 """
 
 from collections import Counter, deque
@@ -15,11 +16,14 @@ from tandem.telemetry.meter import StepTimes
 
 RECENT_STEPS, FEWEST_STEPS = 50, 10
 MAX_HOOKS = 5
-RECENT_PLACES = 200  # beats, at four a second
+RECENT_PLACES = 200  # heartbeats, of which there are four a second
 
 
 class Pace:
-    """One rank's recent steps. Told by the training thread, read from any. Imports torch when it is told."""
+    """One rank's recent steps.
+
+    The training thread writes it, and any thread may read it. Imports torch on first use.
+    """
 
     def __init__(self) -> None:
         self._timer: Any = None
@@ -28,26 +32,30 @@ class Pace:
         self._hooks, self._has_waited = 0, False
 
     def stepped(self, optimizer: Any) -> None:
-        """A step is over, by this optimizer."""
+        """Record that a step of this optimizer is over."""
         parameter = _parameter(optimizer)
         if self._timer is None:
             self._timer = _timer(parameter)
         else:
             self._timer.mark("optimizer")
             self._times += self._timer.end()
+        # The callbacks have not run in this step: there is no hook yet, or its parameter got no gradient.
         if not self._has_waited and self._hooks < MAX_HOOKS and parameter is not None:
-            self._hooks += 1  # also where the parameters have become others meanwhile
+            self._hooks += 1  # the parameters may have been replaced meanwhile
             with suppress(RuntimeError, AttributeError):
                 parameter.register_post_accumulate_grad_hook(self._in_backward)
         self._has_waited = False
         self._timer.begin()
 
     def seen_at(self, place: str) -> None:
-        """Between two looks, the program was here and waited for nobody."""
+        """Record that the script was at `place`, not waiting for other ranks, at a heartbeat."""
         self._places.append(place)
 
     def typical(self) -> tuple[float | None, float | None, str | None]:
-        """(own time, own time of a quick step, line with most of it); None as long as it is not known."""
+        """Return (own time, own time of a fast step, the line with most of it); None while unknown.
+
+        Times are in seconds.
+        """
         own = sorted(step.own for step in tuple(self._times))
         if len(own) < FEWEST_STEPS:
             return None, None, None
@@ -68,8 +76,9 @@ class Pace:
 
 
 def _parameter(optimizer: Any) -> Any:
-    """One of its parameters that a backward pass comes to."""
+    """Return a parameter that a backward pass reaches."""
     for group in optimizer.param_groups:
+        # In reverse, because backward reaches the last parameters first.
         for parameter in reversed(group["params"]):
             if parameter.requires_grad and parameter.is_leaf:
                 return parameter

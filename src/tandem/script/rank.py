@@ -1,4 +1,7 @@
-"""What a rank of a person's own program does, from its position to its exit code; and its standby."""
+"""Run a user script as a rank, from its position to its exit code, and prepare standby processes.
+
+See docs/architecture.md#user-scripts.
+"""
 
 import importlib
 import io
@@ -43,11 +46,11 @@ log = logging.getLogger("tandem.run")
 
 COLD = "tandem.script.cold"
 OTHER_THREADS = threading.active_count() - 1
-"""In the fork server, when it has imported all it forks with; a fork would lose them."""
+"""Threads of the fork server after its imports; a fork loses them."""
 
 
 def run_rank(job: Job, position: Position) -> NoReturn:
-    """Entry in a process forked by the agent's fork server: be this rank, or become it by exec."""
+    """Become the rank in a process that the agent's fork server forked, by calling the script or by exec."""
     default_signals(spares=job.program.kind != "command")
     set_variables(job, position)
     if job.program.kind == "command":
@@ -67,15 +70,16 @@ def run_rank(job: Job, position: Position) -> NoReturn:
     forget_the_fork(Path(position.sample_socket or ".").parent)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0 and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(int(threads))  # read at import, which was before the fork
+        # Torch reads the variable when it is imported, which was before the fork.
+        sys.modules["torch"].set_num_threads(int(threads))
     run_program(job, position)
 
 
 def warm_up(job: Job, expected: Position | None) -> None:
-    """What a standby does in advance: import what the program has imported, as the rank it will be."""
+    """Prepare a standby process: import what the script has imported, as the rank that it will be."""
     if job.cold or job.program.kind == "command" or expected is None:
         return
-    set_variables(job, expected)  # some packages look at their rank when they are imported
+    set_variables(job, expected)  # some packages read their rank when they are imported
     names = json.loads(imports_file(expected).read_text())
     for name in names:
         with suppress(Exception):
@@ -83,7 +87,7 @@ def warm_up(job: Job, expected: Position | None) -> None:
 
 
 def unfit_to_fork() -> str | None:
-    """Why this process cannot become a rank as it is: what was imported in advance has done too much."""
+    """Return why this process cannot become a rank as it is, or None: the imports have done too much."""
     if OTHER_THREADS:
         return "a preloaded module has started threads"
     torch = sys.modules.get("torch")
@@ -93,7 +97,7 @@ def unfit_to_fork() -> str | None:
 
 
 def run_program(job: Job, position: Position) -> NoReturn:
-    """Run the program under watch, and leave with its code; 200 where it has lost its peers."""
+    """Run the script under watch, and exit with its code, or 200 if it has lost its peers."""
     record = _write_to_log(job, position)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
     keep_stacks(Path(job.run_dir, "log"), position.rank)
@@ -101,7 +105,7 @@ def run_program(job: Job, position: Position) -> NoReturn:
     launched = positions.launched = positions.Launched(position, watch.hand_over)
     code = _run(job, position, record)
     try:
-        code = launched.close(code)  # as the program has set it meanwhile
+        code = launched.close(code)  # `close` as the script has set it meanwhile
     except TandemError as error:
         code = _say(error, position)
     watch.close()
@@ -109,16 +113,17 @@ def run_program(job: Job, position: Position) -> NoReturn:
 
 
 def _run(job: Job, position: Position, record: Any) -> int:
-    """Run the program; the code that it ends with."""
+    """Run the script; return its exit code."""
     try:
         execute(job.program)
         return FINISHED
     except SystemExit as ending:
         code = code_of(ending)
+        # A framework may turn the error of a lost peer into sys.exit(1).
         if code != FINISHED and lost_its_peers(ending, position.world_size):
             return _say_lost(ending, position, record)
         return code if code == FINISHED else _killed(ending) or code
-    except TandemError as error:  # of `tandem.start()` and what it gives
+    except TandemError as error:  # from `tandem.start()` and its objects
         return _say(error, position)
     except BaseException as error:
         killed = _killed(error)
@@ -127,6 +132,7 @@ def _run(job: Job, position: Position, record: Any) -> int:
         if lost_its_peers(error, position.world_size):
             return _say_lost(error, position, record)
         _show(error, position, record)
+        # A killed helper process is no error of the script, so nothing is recorded.
         if killed is not None:
             return killed
         _write_down(error, position)
@@ -136,9 +142,9 @@ def _run(job: Job, position: Position, record: Any) -> int:
 
 
 def _show(error: BaseException, position: Position, record: Any) -> None:
-    """Print Python's own traceback; after tandem.start(), rank 0's terminal gets the script's lines only.
+    """Print Python's own traceback; after tandem.start(), rank 0's terminal shows the script's lines only.
 
-    The log has the full one.
+    The log has the full traceback.
     """
     own_loop = sys.modules.get("tandem.own_loop.run")
     is_ours = own_loop is not None and own_loop._started is not None and isinstance(error, Exception)
@@ -147,13 +153,13 @@ def _show(error: BaseException, position: Position, record: Any) -> None:
         return
     record.write("".join(traceback.format_exception(error)))
     record.flush()
-    with suppress(OSError):  # a terminal that was closed
+    with suppress(OSError):  # the terminal was closed
         sys.stderr.write(f"{script_trace(error)}\n")
         sys.stderr.flush()
 
 
 def lost_its_peers(error: BaseException, world_size: int) -> bool:
-    """Whether `error` says that another rank is gone; without torch there is none to lose."""
+    """Return whether `error` means that another rank is gone. Without torch there are no peers."""
     if "torch" not in sys.modules:
         return False
     from tandem.distributed.peers import is_peer_loss
@@ -162,7 +168,7 @@ def lost_its_peers(error: BaseException, world_size: int) -> bool:
 
 
 def gpu_has_failed(error: BaseException) -> bool:
-    """Whether CUDA says that this rank's own GPU has failed, in a way that a new process may fix."""
+    """Return whether CUDA reports that this rank's GPU failed in a way that a new process may fix."""
     if "torch" not in sys.modules:
         return False
     from tandem.distributed.gpu_failures import is_gpu_failure
@@ -171,7 +177,7 @@ def gpu_has_failed(error: BaseException) -> bool:
 
 
 def _killed(error: BaseException) -> int | None:
-    """The code of a rank that ends because a process which it has started was killed, and a line about it."""
+    """Return the exit code if a process that the rank started was killed, and log it; else None."""
     killed = killed_helper(error)
     if killed is not None:
         log.error("%s; ending the rank as if it had been killed", killed[0])
@@ -179,14 +185,14 @@ def _killed(error: BaseException) -> int | None:
 
 
 def _end_loaders() -> None:
-    """Those of a loop of one's own: they are deaf to what would end them with the program."""
+    """Kill the loader processes of a custom loop, which ignore the signals that end the script."""
     loader = sys.modules.get("tandem.data.loader")
     if loader is not None:
         loader.end_loaders()
 
 
 def _say(error: TandemError, position: Position) -> int:
-    """One line, as everywhere; its exit code."""
+    """Log the error on one line, and return its exit code."""
     error.__traceback__ = error.__cause__ = None
     error.__suppress_context__ = True
     _write_down(error, position)
@@ -195,7 +201,10 @@ def _say(error: TandemError, position: Position) -> int:
 
 
 def _say_lost(error: BaseException, position: Position, record: Any) -> int:
-    """One line; the traceback is the same on all ranks but the one that is to blame, so it is for the log."""
+    """Log one line and return 200.
+
+    The traceback is the same on all ranks but the responsible one, so it goes to the log file only.
+    """
     said = [line for line in traceback.format_exception(error) if line.strip()]
     record.write("".join(said))
     record.flush()
@@ -205,10 +214,10 @@ def _say_lost(error: BaseException, position: Position, record: Any) -> int:
 
 
 def _write_down(error: BaseException, position: Position) -> None:
-    """What ended this rank, as torch's own `@record` writes it, for the agent."""
+    """Record what ended this rank for the agent, in the format of torch's `@record`."""
     path = error_file(position)
     if path.exists():
-        return  # by @record
+        return  # written by @record
     text = "".join(traceback.format_exception(error))
     more = {"py_callstack": text[-20_000:], "timestamp": str(int(time.time()))}
     words = {"message": f"{type(error).__name__}: {text_of(error)}", "extraInfo": more}
@@ -218,7 +227,7 @@ def _write_down(error: BaseException, position: Position) -> None:
 
 
 class _Copied(io.FileIO):
-    """A terminal's descriptor; what is written there goes to a file as well."""
+    """A terminal's descriptor whose output also goes to a file."""
 
     def __init__(self, descriptor: int, copy: Any) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -226,7 +235,7 @@ class _Copied(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         written = len(data)
-        with suppress(OSError):  # a terminal that was closed
+        with suppress(OSError):  # the terminal was closed
             written = super().write(data) or 0
         with suppress(OSError):
             self._copy.write(bytes(data)[:written])
@@ -236,7 +245,8 @@ class _Copied(io.FileIO):
 def _write_to_log(job: Job, position: Position) -> Any:
     """Send this rank's output to RUN_DIR/log/rank-N.log; rank 0 keeps the terminal and copies to its log.
 
-    Returns the log, for text. Native code of rank 0, and a command as rank 0, write to the terminal alone.
+    Returns the log, for text. Output of native code on rank 0, and of a command as rank 0, goes only to the
+    terminal.
     """
     path = Path(job.run_dir, "log", f"rank-{position.rank}.log")
     try:
@@ -246,7 +256,7 @@ def _write_to_log(job: Job, position: Position) -> Any:
             return sys.stderr
         copy = path.open("ab", buffering=0)
         keep_bounded(path, copy.fileno())
-    except OSError:  # a worker needs no volume: without one its words go to the terminal
+    except OSError:  # without a volume, which workers do not need, the output goes to the terminal
         return sys.stderr
     if job.program.kind != "command":
         for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
@@ -255,16 +265,16 @@ def _write_to_log(job: Job, position: Position) -> Any:
 
 
 def _copying(stream: Any, copy: Any) -> io.TextIOWrapper:
-    """A stream like this one, whose bytes go to `copy` as well, and as soon."""
+    """Return a stream like `stream` whose bytes go to `copy` as well, without more delay."""
     raw: Any = _Copied(stream.fileno(), copy)
-    if not stream.write_through:  # with it (python -u, PYTHONUNBUFFERED) there is no buffer at all
+    if not stream.write_through:  # it is unbuffered (python -u, PYTHONUNBUFFERED)
         raw = io.BufferedWriter(raw)
     told = stream.encoding, stream.errors, None, bool(stream.line_buffering), bool(stream.write_through)
     return io.TextIOWrapper(raw, *told)
 
 
 def _exec_cold(job: Job, position: Position) -> NoReturn:
-    """Become a new interpreter, with the same process number."""
+    """Become a new interpreter with the same process ID."""
     path = error_file(position).with_name("job.pickle")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps((job, replace(position, memories=()), descriptor_for_exec())))
@@ -274,6 +284,8 @@ def _exec_cold(job: Job, position: Position) -> NoReturn:
 
 
 def _end_with_fork_server() -> None:
-    """What is not ours can hold no pipe to the agent, so the kernel ends it with the fork server, its parent,
-    which ends with the agent."""
+    """Make the kernel kill this process with the fork server, its parent, which dies with the agent.
+
+    Other programs cannot watch a pipe from the agent.
+    """
     end_with_parent(signal.SIGKILL)

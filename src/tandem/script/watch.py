@@ -1,7 +1,8 @@
-"""What a program that knows nothing of tandem shows of itself: steps, pace, and where it stands.
+"""Observe a script that does not call tandem: its steps, its step time, and where it is.
 
-torch's global hook counts optimizer steps; a thread beside the program sends heartbeats four times a second.
-Where a rank is, its stack says: the innermost line of the program's own, and whether that waits for others.
+torch's global hook counts optimizer steps. A thread next to the script sends heartbeats four times a second.
+The rank's position comes from its stack: the innermost line of the script's own code, and whether that waits
+for other ranks. See docs/architecture.md#user-scripts.
 """
 
 import json
@@ -30,13 +31,13 @@ from tandem.telemetry.messages import Heartbeat, Samples, Send
 from tandem.timeouts import BEAT_SECONDS, PROGRESS_SECONDS
 
 RECENT_STEPS = 50
-MAX_TIMES = 1000  # of steps, in a message of 64 KiB
+MAX_TIMES = 1000  # step times per message, which may have 64 KiB
 INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + "/", "<frozen ")
 OURS = str(Path(__file__).parent.parent) + "/"
 
 
 class Watch:
-    """One rank's steps and signs of life, from construction on."""
+    """Count one rank's steps and send its heartbeats, from construction on."""
 
     def __init__(self, job: Job, position: Position, send: Send) -> None:
         self._job, self._position, self._send = job, position, send
@@ -62,23 +63,23 @@ class Watch:
         threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
 
     def hand_over(self) -> None:
-        """The program says by itself where it is: nothing more from here."""
+        """Stop sending: the script reports its position itself from now on."""
         self._count_steps()
         self._tell_steps()
         self._is_silent = True
 
     def close(self) -> None:
-        """Say the last steps."""
+        """Report the last steps."""
         self._tell_steps()
 
     def imported(self) -> list[str]:
-        """Installed modules that the program has brought in, in the order of their import."""
+        """Return the installed modules that the script has imported, in the order of their import."""
         new = [(name, module) for name, module in list(sys.modules.items()) if name not in self._modules]
         files = ((name, getattr(module, "__file__", None) or "") for name, module in new)
         return [name for name, file in files if any(place in file for place in INSTALLED)]
 
     def _count_steps(self) -> None:
-        """Hook into torch as soon as the program, or the fork server before it, has imported it."""
+        """Hook into torch as soon as the script, or the fork server before it, has imported it."""
         register = getattr(
             sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None
         )
@@ -86,7 +87,7 @@ class Watch:
             self._hook = register(self._after_step)
 
     def _after_step(self, optimizer: object, _args: object, _kwargs: object) -> None:
-        """An optimizer has stepped. With several (a GAN), a step is one of the one that steps most."""
+        """Count a step. With several optimizers (a GAN), the one that steps most often defines the steps."""
         if self._is_silent and self.steps:
             return
         self._counts[id(optimizer)] += 1
@@ -94,7 +95,7 @@ class Watch:
             return
         now = running.now()
         with self._lock:
-            if self.steps:  # what lies before the first end is the start
+            if self.steps:  # the time before the first one belongs to the start
                 self._times.append(now - self._ended_at)
                 self._unsent.append(now - self._ended_at)
                 self._longest = max(self._longest, now - self._ended_at)
@@ -105,7 +106,7 @@ class Watch:
             self._learn()
 
     def _learn(self) -> None:
-        """What the program imports, for the processes that stand by for the next generation."""
+        """Record what the script has imported, for the standby processes of the next generation."""
         path = imports_file(self._position)
         with suppress(OSError):
             path.with_suffix(".new").write_text(json.dumps(self.imported()))
@@ -113,7 +114,7 @@ class Watch:
 
     def _beat(self) -> None:
         while not self._is_silent:
-            with suppress(Exception):  # a rank that nobody speaks for is taken for one that hangs
+            with suppress(Exception):  # a rank without heartbeats would be reported as hung
                 self._speak()
             time.sleep(BEAT_SECONDS)
 
@@ -135,7 +136,8 @@ class Watch:
         if state != self._place:
             self._place, self._since = state, now
         quiet, limits, trains = now - self._since, self._limits, self.steps > 0
-        # A program's evaluation or save looks like a hang: by itself only a collective has to be short.
+        # A script's evaluation or save looks like a hang. Unless a limit is set, only a collective has to be
+        # short.
         short = trains and (waiting or limits.hang_timeout is not None)
         return Heartbeat(
             rank=self._position.rank,
@@ -155,7 +157,7 @@ class Watch:
         )
 
     def _tell_steps(self) -> None:
-        """The new steps; numbers of the run are rank 0's."""
+        """Report the new steps; only rank 0 reports numbers of the run."""
         if self._is_silent:
             return
         with self._lock:
@@ -177,15 +179,15 @@ class Watch:
 
 
 def imports_file(position: Position) -> Path:
-    """Where a node's ranks leave what they have imported."""
+    """Return the path where a node's ranks record what they have imported."""
     return Path(position.sample_socket or ".").parent / "imports.json"
 
 
 def where(frame: FrameType | None) -> tuple[str, bool, bool]:
-    """("train.py:42", in a collective, in autograd) of a thread's innermost frame.
+    """Return ("train.py:42", in a collective, in autograd) for a thread's innermost frame.
 
-    The place is the innermost line of a file that belongs to no installed package, else the innermost
-    line of all. Code that was made as it ran ("<string>", a dataclass's methods) is no file.
+    The place is the innermost line of a file that does not belong to an installed package, or else the
+    innermost line. Generated code ("<string>", a dataclass's methods) is not a file.
     """
     innermost, place, in_autograd = frame, "", False
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Find the files that a checkout has and the wheel ships: Compose files, manifests, a batch script for Slurm.
+"""Locate files that a checkout has and the wheel ships: Compose files, manifests, a Slurm batch script.
 
 A wheel has copies of them in this directory, at the same relative paths (`SHIPPED` in setup.py).
 """

@@ -1,1 +1,1 @@
-"""What is trained: the contract, and the tasks that come with tandem."""
+"""Tasks: their interface, and the ones that come with tandem."""

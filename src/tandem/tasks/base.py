@@ -1,11 +1,11 @@
-"""What a task is, and how one is found by its name.
+"""The interface of a task, and how a task is found by its name.
 
-A task is a plain class; the three methods of `Task` are enough, and tandem owns the sampler, loader, loop,
-precision, DDP, checkpoints and metrics. What it may have besides is said once, by `WholeTask`. A dataclass's
-fields are its settings, given with `--task.FIELD VALUE`; a field named `data_dir` or `download` is filled
-from `--data-dir` and `--download`.
+A task is a plain class. The three methods of `Task` are enough; tandem owns the sampler, loader, loop,
+precision, DDP, checkpoints and metrics. `WholeTask` lists all optional methods. The fields of a dataclass are
+its settings, given with `--task.FIELD VALUE`; a field named `data_dir` or `download` gets the value of
+`--data-dir` or `--download`.
 
-How a dataset answers for many indices at once, and how it augments, is said in `tandem/data/datasets.py`.
+For datasets that return many samples at once, and for augmentation, see `tandem/data/datasets.py`.
 """
 
 import importlib
@@ -33,14 +33,14 @@ from tandem.tasks.mistakes import Sums as Sums
 from tandem.tasks.names import VALID, parsed
 
 NEAR = 0.9
-"""How alike a method's name and an optional one are when it is a slip, as "build_schedule" is."""
+"""How similar a method's name must be to an optional one to count as a typo, such as "build_schedule"."""
 MEANT = {
     "collate_fn": "collate",
     "configure_optimizers": "build_optimizer",
     "build_lr_scheduler": "build_scheduler",
     "eval_batch": "evaluate_batch",
 }
-"""What the same thing is called elsewhere."""
+"""Names of the same methods in other libraries."""
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 
 
@@ -181,7 +181,7 @@ def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bo
 
 
 def task_class(name: str) -> type[Any]:
-    """The class that `name` stands for, imported; ConfigError as `load_task`."""
+    """Import and return the class that `name` refers to. Raises ConfigError like `load_task`."""
     name, location, class_name = asked = parsed(name)
     module = _module_of_file(Path(location)) if asked.is_file else _module_of_name(location, name)
     if not class_name:
@@ -198,7 +198,7 @@ def task_class(name: str) -> type[Any]:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own; its folder joins the search path's end, for its neighbours."""
+    """Import a file under a unique name; its directory is appended to sys.path for its neighbors."""
     path = path.resolve()
     name = f"tandem_task_{path.stem}"
     loaded = sys.modules.get(name)
@@ -208,7 +208,7 @@ def _module_of_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, path
     _search_also(path.parent)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -260,12 +260,15 @@ def _task_classes(module: ModuleType) -> list[type[Any]]:
 
 
 def _absent(found: type[Any]) -> list[str]:
-    """Methods that every task has and this class has not."""
+    """Return the required methods that this class lacks."""
     return [method for method in REQUIRED_METHODS if not callable(getattr(found, method, None))]
 
 
 def _without_near_misses(found: type[Any]) -> type[Any]:
-    """`found`; ConfigError for a method that is nearly one a task may have: it would never be called."""
+    """Return `found`. Raises ConfigError for a method with nearly the name of an optional one.
+
+    Such a method would never be called.
+    """
     optional = [name for name in vars(WholeTask) if name[0] != "_" and not hasattr(found, name)]
     for name, _ in inspect.getmembers(found, inspect.isroutine):
         if name[0] == "_" or hasattr(WholeTask, name) or name in REQUIRED_METHODS:

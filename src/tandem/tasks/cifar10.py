@@ -1,4 +1,4 @@
-"""CIFAR-10, read once through torchvision (which checks the MD5 of every file), served from memory."""
+"""CIFAR-10, read once through torchvision (which checks the MD5 of every file) and kept in memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from tandem.tasks.classification import LossAndSums, cross_entropy, small_resnet
 
 @dataclass
 class Cifar10:
-    """50,000 + 10,000 colour pictures of 32 x 32; trained with random crops and flips."""
+    """50,000 training and 10,000 evaluation color images of 32 x 32; crops and flips in training."""
 
     data_dir: Path = Path("data")
     download: bool = False
@@ -25,7 +25,7 @@ class Cifar10:
     std: ClassVar[tuple[float, float, float]] = (0.2470, 0.2435, 0.2616)
 
     def prepare(self) -> None:
-        """Download the files where that is asked for; those that are there and whole are left alone."""
+        """Download the files if requested; complete files are not downloaded again."""
         if self.download:
             vision = torchvision_for("task cifar10")
             download("cifar10", lambda: vision.datasets.CIFAR10(self.data_dir, download=True))

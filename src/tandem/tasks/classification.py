@@ -1,4 +1,4 @@
-"""What the classification tasks share: the loss with accuracy, and two small networks."""
+"""Code that the classification tasks share: the loss with accuracy, and two small networks."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LossAndSums = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> LossAndSums:
-    """Loss and accuracy of a batch (inputs, int64 labels [B]) for a model that gives logits [B, classes]."""
+    """Return loss and accuracy of a batch (inputs, int64 labels [B]); logits are [B, classes]."""
     inputs, labels = batch
     logits = model(inputs)
     correct = (logits.argmax(dim=1) == labels).sum()
@@ -20,7 +20,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> LossAndSums:
 
 
 def strided_cnn(classes: int = 10) -> nn.Sequential:
-    """Grey 28 x 28 pictures -> logits; three strided convolutions with batch norm, 11,074 parameters."""
+    """Grayscale 28 x 28 images -> logits; three strided convolutions with batch norm, 11,074 parameters."""
     widths = (1, 8, 16, 32)
     layers: list[nn.Module] = []
     for inputs, outputs in zip(widths, widths[1:], strict=False):
@@ -55,7 +55,7 @@ class ResidualBlock(nn.Module):
 
 
 def small_resnet(width: int, classes: int = 10) -> nn.Sequential:
-    """Colour 32 x 32 pictures -> logits; ResNet-20 at width 16."""
+    """Color 32 x 32 images -> logits; ResNet-20 with width 16."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, width, 3, padding=1, bias=False),
         nn.BatchNorm2d(width),

@@ -1,4 +1,4 @@
-"""The default task: digits drawn on this machine, nothing to download."""
+"""The default task: digits drawn on this machine, so there is nothing to download."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ _MEAN, _STD = 0.187, 0.209
 
 @dataclass
 class Digits:
-    """Digits in 28 x 28 grey pixels; `train_samples` below 60,000 makes epochs shorter."""
+    """Digits in 28 x 28 grayscale pixels; `train_samples` below 60,000 shortens epochs."""
 
     data_dir: Path = Path("data")
     train_samples: int = TRAIN_SAMPLES

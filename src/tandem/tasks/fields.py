@@ -1,4 +1,4 @@
-"""A task's own settings: texts from `--task.FIELD VALUE` become values of the dataclass field's type."""
+"""A task's own settings: convert the text of `--task.FIELD VALUE` to the type of the dataclass field."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -26,9 +26,9 @@ _SETTABLE = "int, float, bool, str, Path, Literal and X | None"
 def convert_fields(
     task_class: type[Any], name: str, texts: Mapping[str, str], given: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Keyword arguments for `task_class`: the texts converted, and those of `given` that it has fields for.
+    """Return the keyword arguments of `task_class`: converted texts, and values of `given` with a field.
 
-    Raises ConfigError on an unknown field, a value that does not fit, and a required field without one.
+    Raises ConfigError for an unknown field, an invalid value, and a required field without a value.
     """
     declared = dataclasses.fields(task_class) if dataclasses.is_dataclass(task_class) else ()
     known = {field.name: field for field in declared if field.init}
@@ -63,7 +63,10 @@ def _hints(task_class: type[Any], name: str) -> dict[str, Any]:
 
 
 def _convert(kind: Any, text: str) -> Any:
-    """`text` as a value of `kind`, of the first of a union that it fits; ValueError says what is valid."""
+    """Convert `text` to `kind`, or to the first type of a union that accepts it. Raises ValueError.
+
+    The error's text says what is valid.
+    """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if NoneType in kinds and text.lower() in ("", "none"):
         return None

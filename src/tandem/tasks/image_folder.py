@@ -1,4 +1,4 @@
-"""Your own pictures: one folder for each class, under train/ and val/, and a torchvision model."""
+"""Your own images: a directory per class, under train/ and val/, and a torchvision model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from tandem.tasks.normalised import normalised
 LEFT_BY_TOOLS = frozenset(
     ("__MACOSX", "@eaDir", "lost+found", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information")
 )
-"""Folders that archives, file servers and file systems leave among data; all others begin with a dot."""
+"""Directories that archives, file servers and file systems leave among data; others begin with a dot."""
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 class Pictures(Dataset[tuple[Any, int]]):
-    """The pictures of `folder`/CLASS as torchvision's ImageFolder orders them; an error names its file."""
+    """The images in `folder`/CLASS in the order of torchvision's ImageFolder; errors name the file."""
 
     def __init__(self, folder: Path, classes: Sequence[str], transform: Callable[[Any], Any]) -> None:
-        """Raises FileNotFoundError for a class without a picture."""
+        """Raises FileNotFoundError for a class without images."""
         from torchvision.datasets import folder as pictures
 
         folder = folder.expanduser()
@@ -44,11 +44,11 @@ class Pictures(Dataset[tuple[Any, int]]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """(the transformed picture, its class). Raises OSError for a file that is no whole picture."""
+        """Return (transformed image, class index). Raises OSError for a file that is not a valid image."""
         path, target = self.samples[index]
         try:
             picture = self._load(path)
-        except Exception as error:  # decoders of many formats have many
+        except Exception as error:  # decoders of the many formats raise many types of errors
             raise OSError(
                 f"cannot read {path} as an image ({one_line(error)}); replace or remove it"
             ) from error
@@ -56,13 +56,13 @@ class Pictures(Dataset[tuple[Any, int]]):
 
 
 def is_left_by_tools(name: str) -> bool:
-    """Whether a file or folder of this name was not put there as data."""
+    """Return True if a file or directory of this name is not data."""
     return name.startswith(".") or name in LEFT_BY_TOOLS
 
 
 @dataclass
 class ImageFolder:
-    """`data_dir`/train/CLASS/*.jpg and `data_dir`/val/CLASS/*.jpg; `--workers` decodes them."""
+    """`data_dir`/train/CLASS/*.jpg and `data_dir`/val/CLASS/*.jpg; `--workers` processes decode them."""
 
     data_dir: Path = Path("data")
     model: str = "resnet18"
@@ -102,7 +102,7 @@ class ImageFolder:
     def _folder(self, part: str, classes: Sequence[str], transform: Any) -> Pictures:
         try:
             return Pictures(self.data_dir / part, classes, transform)
-        except FileNotFoundError as error:  # a class without a picture
+        except FileNotFoundError as error:  # a class without images
             raise ConfigError(f"{self.data_dir / part} is incomplete ({one_line(error)})") from error
 
     def _classes(self, part: str) -> list[str]:

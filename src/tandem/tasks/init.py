@@ -1,4 +1,4 @@
-"""`tandem init DIR`: the files of a project around a task of one's own. Standard library only."""
+"""`tandem init DIR`: create a project for a new task. Uses only the standard library."""
 
 import os
 import re
@@ -18,14 +18,14 @@ FILES = {
     "compose.override.yaml": "compose.override.yaml",
     "k8s/kustomization.yaml": "kustomization.yaml",
 }
-"""{what is written: its template in `project/`}."""
+"""{file to write: its template in `project/`}."""
 SLURM = "train.sbatch"
-"""The batch script that `--slurm` adds: tandem's own, whatever the task."""
+"""The batch script that `--slurm` adds: tandem's own, which works for any task."""
 COMPOSE = ("Dockerfile", "compose.override.yaml")
 KUBERNETES = ("Dockerfile", "k8s/kustomization.yaml")
 BASIC = tuple(name for name in FILES if name not in (*COMPOSE, *KUBERNETES))
 NO_CHECKOUT = "PATH-OF-TANDEM"
-"""Stands for the folder of a checkout, whose Compose file the project builds on, where there is none."""
+"""Placeholder for the path of a checkout, which has the Compose file of a project, if there is none."""
 CHILD = "/spec/replicatedJobs/0/template/spec/template/spec"
 PODS = {
     "pytorchjob": (
@@ -36,7 +36,7 @@ PODS = {
     "jobset": ("JobSet", [CHILD]),
     "job": ("Job", ["/spec/template/spec"]),
 }
-"""{choice of --kubernetes: (the kind that has the pods, where)}."""
+"""{choice of --kubernetes: (the kind with the pod templates, their paths)}."""
 SET_TASK = """\
       - op: add
         path: {pod}/containers/0/env/-
@@ -50,8 +50,9 @@ def chosen(compose: bool = False, slurm: bool = False) -> tuple[str, ...]:
 
 
 def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob") -> str:
-    """Write the project, and say what comes next. Raises ConfigError for files that are there already."""
-    there = [name for name in names if os.path.lexists(folder / name)]  # also a link that leads nowhere
+    """Write the project; return the next steps. Raises ConfigError for files that already exist."""
+    # Lexists also finds a broken symbolic link.
+    there = [name for name in names if os.path.lexists(folder / name)]
     if there:
         raise ConfigError(
             f"{folder} has {', '.join(there)} already; choose another directory: tandem init DIR"
@@ -89,16 +90,16 @@ def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorch
 
 
 def _folders(names: Sequence[str]) -> list[str]:
-    """Those below the project's own that files go into."""
+    """Return the subdirectories of the project that contain files."""
     return [parent for name in names if (parent := os.path.dirname(name))]
 
 
 def texts(
     folder: Path, source: Path | None, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob"
 ) -> dict[str, str]:
-    """{file: its text} of a project in `folder` that builds on the checkout `source`, with a job of `kind`.
+    """Return {file: its text} for a project in `folder` with a job of `kind`, based on the checkout `source`.
 
-    Without a checkout, the manifests are those of the installed package.
+    Without a checkout, it uses the manifests of the installed package.
     """
     document, pods = PODS[kind]
     k8s = manifests() if source is None else source / "k8s"
@@ -123,6 +124,6 @@ def texts(
 
 
 def name_of(folder: Path) -> str:
-    """The folder's name as an image and a run may be called: lower case, digits and dashes."""
+    """Return the directory's name in a form valid for images and runs: lower case, digits and dashes."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     return name or "project"

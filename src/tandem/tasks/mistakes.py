@@ -1,6 +1,6 @@
-"""What a task's methods give, held against what they have to give: one line with file and line of the method.
+"""Validate what a task's methods return: a one-line error with file and line of the method.
 
-A method is checked with its first answer, before the first step. Imports nothing of `base`.
+A method is checked on its first return value, before the first step. Does not import `base`.
 """
 
 import inspect
@@ -18,22 +18,22 @@ from tandem.data.loader import tensor_of
 from tandem.errors import ConfigError
 
 Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
-"""{name: (sum over the samples, number of samples)}: tandem adds both up and divides once."""
+"""{name: (sum over the samples, number of samples)}; tandem adds up both and divides once."""
 Outputs = Mapping[str, Any]
-"""{name: a tensor or a list with a row for each sample}."""
+"""{name: a tensor or list with a row per sample}."""
 OUTPUTS = "evaluate_batch returns ({name: (sum, count)}, {name: a tensor or list, a row for each sample})"
 LOSS = "return the mean loss, or (mean loss, {name: (sum, count)})"
 SCORES = "return {name: (sum, count)}, each a number or a tensor with one element"
 
 
 def mistake(method: Callable[..., Any], got: str, valid: str, verb: str = "returns") -> ConfigError:
-    """The error for a method that returns or does something wrong: its place, what is wrong, what to do."""
+    """Return the error for a wrong method: its location, what is wrong, and what to do."""
     return ConfigError(f"{line_of(method)}{getattr(method, '__name__', 'the task')} {verb} {got}; {valid}")
 
 
 @contextmanager
 def at(method: Callable[..., Any]) -> Iterator[None]:
-    """A ConfigError from inside begins with the place of `method`."""
+    """Prefix the location of `method` to a ConfigError raised inside the block."""
     try:
         yield
     except ConfigError as error:
@@ -41,7 +41,7 @@ def at(method: Callable[..., Any]) -> Iterator[None]:
 
 
 def line_of(method: Callable[..., Any]) -> str:
-    """`my_task.py line 12: `, of a method's `def` or first decorator; empty where it has no source."""
+    """Return `my_task.py line 12: `, where a method's `def` or first decorator is; "" without source."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     if code is None:
         return ""
@@ -51,15 +51,15 @@ def line_of(method: Callable[..., Any]) -> str:
 
 
 def where(error: Exception) -> str:
-    """The error on one line, and the last line of code that led to it."""
+    """Return the error on one line, with the last line of code that led to it."""
     if isinstance(error, SyntaxError):
-        return one_line(error)  # says the file and the line itself
+        return one_line(error)  # contains the file and the line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
     return f"{one_line(error)}, {frames[-1].filename} line {frames[-1].lineno}" if frames else one_line(error)
 
 
 def kind(value: Any) -> str:
-    """A value in words: what one sees that it is."""
+    """Describe a value in words."""
     if value is None:
         return "None"
     if isinstance(value, Tensor):
@@ -73,7 +73,7 @@ def kind(value: Any) -> str:
 
 
 def loss_and_sums(method: Callable[..., Any], outcome: Any, trains: bool = False) -> tuple[Tensor, Sums]:
-    """What a task's `loss` gave, as (a scalar, sums). Raises ConfigError for another form."""
+    """Return the result of a task's `loss` as (scalar, sums). Raises ConfigError for any other form."""
     loss: Any = outcome
     sums: Sums = {}
     if isinstance(outcome, tuple):
@@ -97,7 +97,7 @@ def loss_and_sums(method: Callable[..., Any], outcome: Any, trains: bool = False
 
 
 def check_sums(method: Callable[..., Any], sums: Any) -> None:
-    """Raise ConfigError where `sums` are no {name: (sum, count)}."""
+    """Raise ConfigError unless `sums` is {name: (sum, count)}."""
     if not isinstance(sums, Mapping):
         raise mistake(method, kind(sums), SCORES)
     for name, pair in sums.items():
@@ -108,7 +108,10 @@ def check_sums(method: Callable[..., Any], sums: Any) -> None:
 
 
 def sums_and_outputs(method: Callable[..., Any], made: Any, size: int, gathers: bool) -> tuple[Sums, Outputs]:
-    """What a method gave for an evaluation batch of `size`: sums, and outputs where a task gathers them."""
+    """Return (sums, outputs) of an evaluation batch of `size`; outputs only if the task gathers them.
+
+    Raises ConfigError for any other form.
+    """
     is_pair = isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Mapping) for part in made)
     if is_pair != gathers:
         got = "outputs, but the task has no evaluate_all" if is_pair else f"{kind(made)} without outputs"
@@ -123,7 +126,7 @@ def sums_and_outputs(method: Callable[..., Any], made: Any, size: int, gathers: 
 
 
 def weight_of(method: Callable[..., Any], weight: Any) -> Tensor | float:
-    """What a task's `weight` gave for a batch. Raises ConfigError where it is no number."""
+    """Return the result of a task's `weight` for a batch. Raises ConfigError if it is not a number."""
     if not _is_number(weight):
         raise mistake(
             method, kind(weight), "return how many items (such as tokens) the loss is the mean over"
@@ -133,7 +136,7 @@ def weight_of(method: Callable[..., Any], weight: Any) -> Tensor | float:
 
 
 def check_scores(method: Callable[..., Any], scores: Any) -> None:
-    """Raise ConfigError where `scores` are no {name: number}."""
+    """Raise ConfigError unless `scores` is {name: number}."""
     if not isinstance(scores, Mapping) or not all(_is_number(value) for value in scores.values()):
         got = (
             ", ".join(f"{name}: {kind(value)}" for name, value in scores.items())
@@ -144,7 +147,7 @@ def check_scores(method: Callable[..., Any], scores: Any) -> None:
 
 
 def check_batch(collate: Callable[..., Any] | None, build_datasets: Callable[..., Any], batch: Any) -> None:
-    """Raise ConfigError, with the place that it comes from, for a batch of which no size can be told."""
+    """Raise ConfigError, with the location, for a batch whose size cannot be determined."""
     if tensor_of(batch) is None:
         got = "a batch without a tensor" if collate else "datasets whose batches have no tensor"
         advice = "the first tensor's length is the number of samples"

@@ -14,7 +14,7 @@ from tandem.tasks.classification import LossAndSums, cross_entropy, strided_cnn
 
 @dataclass
 class Mnist:
-    """Handwritten digits, 60,000 + 10,000 pictures of 28 x 28."""
+    """Handwritten digits, 60,000 training and 10,000 evaluation images of 28 x 28."""
 
     data_dir: Path = Path("data")
     download: bool = False
@@ -25,10 +25,10 @@ class Mnist:
     std: ClassVar[float] = 0.3081
 
     def prepare(self) -> None:
-        """Download the files where that is asked for; raises ConfigError if they are missing in the end."""
+        """Download the files if requested. Raises ConfigError if they are still missing."""
         if self.download and find_idx_folder(self._folders()) is None:
             make = getattr(torchvision_for(f"task {self.name}").datasets, self.torchvision_class)
-            download(self.name, lambda: make(self.data_dir, download=True))  # both parts at once
+            download(self.name, lambda: make(self.data_dir, download=True))  # downloads both parts
         self._folder()
 
     def build_model(self) -> nn.Module:
@@ -55,7 +55,7 @@ class Mnist:
 
 @dataclass
 class FashionMnist(Mnist):
-    """Pieces of clothing in MNIST's form."""
+    """Images of clothing in the format of MNIST."""
 
     name: ClassVar[str] = "fashion-mnist"
     torchvision_class: ClassVar[str] = "FashionMNIST"

@@ -1,4 +1,4 @@
-"""What a task is called on the command line: one of ours, a file's class, or a module's. Imports no torch."""
+"""Names of tasks on the command line: a built-in one, or a class of a file or module. No torch import."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ VALID = f"expected {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS or PACKAGE.MODULE:C
 
 
 class TaskName(NamedTuple):
-    """Where a task's class is looked for; no class: the only one there is meant."""
+    """Where to find a task's class; without a class name, the only one there is meant."""
 
     text: str
     location: str
@@ -34,12 +34,12 @@ class TaskName(NamedTuple):
 
 
 def is_script(name: str) -> bool:
-    """Whether a run's task is only the name of a script: no task is called so."""
+    """Return True if the task of a run is the name of a script, which no task's name can be."""
     return name not in BUILT_IN and not name.endswith(".py") and ":" not in name and "." not in name
 
 
 def parsed(name: str) -> TaskName:
-    """Raises ConfigError for what is no task's name, and for a file that does not exist."""
+    """Parse a task's name. Raises ConfigError for an invalid name, and for a file that does not exist."""
     text = BUILT_IN.get(name, name)
     location, _, class_name = text.rpartition(":") if ":" in text else (text, "", "")
     found = TaskName(text, location, class_name)
@@ -55,9 +55,9 @@ def parsed(name: str) -> TaskName:
 
 
 def code_of(name: str) -> list[Path]:
-    """The files whose code runs when a task is imported; none for a built-in task, or one that is not found.
+    """Return the files whose code runs when a task is imported; empty for a built-in or unknown task.
 
-    Finds them without importing anything. Raises ConfigError as `parsed`.
+    Nothing is imported to find them. Raises ConfigError like `parsed`.
     """
     asked = parsed(name)
     if asked.is_file:
@@ -66,7 +66,7 @@ def code_of(name: str) -> list[Path]:
 
 
 def _modules(location: str) -> Iterator[Path]:
-    """Those of a module and of the packages that it is in, the module's own last."""
+    """Yield the files of a module and the packages that contain it, the module's own last."""
     path: list[str] | None = None
     parts = location.split(".")
     for number in range(1, len(parts) + 1):
@@ -81,10 +81,10 @@ def _modules(location: str) -> Iterator[Path]:
 
 
 def named_by(name: str, who: str, run_dir: PurePath | None) -> str:
-    """The line that says whose code is about to run, where nobody typed a task's name; "" for one of ours.
+    """Return a message about whose code will run if no one typed the task's name; "" for a built-in task.
 
-    `who` names it. Raises ConfigError where the code is in `run_dir`, which may be anybody's: an archive of a
-    run is not a program.
+    `who` says what names the task. Raises ConfigError if the code is in `run_dir`, which may come from
+    someone else: an archive of a run must not be able to run code.
     """
     files = code_of(name)
     if not files:
@@ -105,7 +105,7 @@ def _is_in(file: Path, folder: Path) -> bool:
 
 
 def untyped(loaded: Loaded) -> str:
-    """`named_by` for settings of a launch: a task that a file names, and no flag or variable."""
+    """Return `named_by` for a launch whose task a file names; "" if a flag or variable does."""
     source = loaded.sources["task"]
     if source.startswith(("flag", "environment", "argument")) or source == "default":
         return ""

@@ -1,4 +1,4 @@
-"""Pictures travel as bytes and become floats where the model is: a quarter of what goes over the bus.
+"""Transfer images as bytes and convert them to floats on the model's device: a quarter of the bus traffic.
 
 def build_model(self):
     return normalised(resnet18(), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -15,11 +15,11 @@ from tandem.errors import ConfigError
 
 
 def normalised(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> nn.Module:
-    """`model`, whose first input are uint8 pictures [B, C, H, W] now: it gets (x / 255 - mean) / std.
+    """Make the model's first input uint8 images [B, C, H, W], which become (x / 255 - mean) / std.
 
-    `mean` and `std` are one number for each channel, in units of 255. Names and state stay the same. On CPUs
-    the bits are those of torchvision's ToTensor and Normalize. Raises ConfigError where these are not as long
-    as each other, and for pictures that are floats already.
+    `mean` and `std` have one number per channel, in units of 255. Names and state do not change. On CPUs, the
+    result has the same bits as torchvision's ToTensor and Normalize. Raises ConfigError if the lengths
+    differ, and, in the forward pass, for images that are already floats.
     """
     if not mean or len(mean) != len(std) or 0 in std:
         given = f"normalised(mean={tuple(mean)}, std={tuple(std)})"
@@ -33,7 +33,10 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _normalising(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with another forward: of a class, because copies of a module run it with their own weights."""
+    """Return a subclass of `kind` with another forward.
+
+    The class is changed, not the instance, because copies of a module run it with their own weights.
+    """
 
     @wraps(kind.forward)
     def forward(self: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +45,7 @@ def _normalising(kind: type[nn.Module]) -> type[nn.Module]:
                 f"a normalised() model got images of {images.dtype}; expected torch.uint8, as from "
                 "torchvision's PILToTensor"
             )
-        if self._of_bytes.device != images.device:  # once: a copy in each step would wait for the GPU
+        if self._of_bytes.device != images.device:  # only once: a copy in each step would wait for the GPU
             self._of_bytes = self._of_bytes.to(images.device)
         mean, std = self._of_bytes
         return kind.forward(self, images.to(torch.float32).div_(255).sub_(mean).div_(std), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What is made by a task: datasets, model, optimizer, scheduler, each checked as it comes (`mistakes.py`)."""
+"""Build a task's datasets, model, optimizer and scheduler, and validate each one (`mistakes.py`)."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ OWN_LOOP = "for anything else write your own loop (docs/your-own-loop.md)"
 
 
 def datasets_of(task: WholeTask) -> Datasets:
-    """What to train on, and to evaluate on (None: nothing). Raises ConfigError."""
+    """Return the datasets for training and evaluation (None: no evaluation). Raises ConfigError."""
     made: Any = task.build_datasets()
     if not (hasattr(made, "train") and hasattr(made, "evaluation")):
         raise mistake(task.build_datasets, kind(made), DATASETS)
@@ -45,7 +45,7 @@ def datasets_of(task: WholeTask) -> Datasets:
 
 
 def _problem_of(dataset: Any) -> str:
-    """What is to be done about a dataset that cannot be one; empty where it can."""
+    """Return what to do about an invalid dataset; empty for a valid one."""
     if isinstance(dataset, DataLoader):
         return "return the dataset itself: tandem makes the batches and their order (--batch-size, --workers)"
     if hasattr(dataset, "of_rank"):
@@ -58,7 +58,7 @@ def _problem_of(dataset: Any) -> str:
 
 
 def order_of(task: WholeTask, train: Any) -> MakeOrder:
-    """The order that a task gives its training set by weights or lengths of samples. Raises ConfigError."""
+    """Return the order that a task defines by sample weights or lengths. Raises ConfigError."""
     own = [name for name in ("sample_weights", "sample_lengths") if name in task.own]
     if not own:
         return GlobalOrder
@@ -88,7 +88,10 @@ def order_of(task: WholeTask, train: Any) -> MakeOrder:
 
 
 def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
-    """The task's model on the devices. Raises ConfigError where its `place` is for another number of them."""
+    """Return the model on the devices.
+
+    Raises ConfigError if the task's `place` takes another number of them.
+    """
     try:
         inspect.signature(task.place).bind(None, *devices)
     except TypeError:
@@ -108,7 +111,7 @@ def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
 
 
 def optimizer_of(task: WholeTask, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The task's own optimizer, if it has one. Raises ConfigError for what is none, or not of this model."""
+    """Return the task's own optimizer, if it has one. Raises ConfigError unless it is one for this model."""
     own: Any = task.build_optimizer(model)
     if own is None:
         return None
@@ -126,7 +129,7 @@ def optimizer_of(task: WholeTask, model: nn.Module) -> torch.optim.Optimizer | N
 
 
 def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
-    """The task's own scheduler for a run of `total_steps` optimizer steps, if it has one."""
+    """Return the task's own scheduler for a run of `total_steps` optimizer steps, if it has one."""
     own: Any = _built_scheduler(task, optimizer, total_steps)
     if own is None:
         return None
@@ -138,7 +141,8 @@ def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps:
     if getattr(own, "optimizer", optimizer) is not optimizer:
         advice = "build it from the optimizer passed to build_scheduler"
         raise mistake(task.build_scheduler, f"{kind(own)} for a different optimizer", advice)
-    if isinstance(own, OneCycleLR) and own.total_steps < total_steps:  # it raises when it is past its end
+    # It raises an error after its last step.
+    if isinstance(own, OneCycleLR) and own.total_steps < total_steps:
         got = f"{kind(own)} of {own.total_steps:,} steps for a run of {total_steps:,}"
         raise mistake(task.build_scheduler, got, "use the argument total_steps")
     found: LRScheduler = own
@@ -146,7 +150,7 @@ def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps:
 
 
 def check_methods(task: WholeTask) -> None:
-    """Raise ConfigError for a method without the one it goes with, or without place for what it is given."""
+    """Raise ConfigError for a method without its counterpart, or with a wrong signature."""
     if "evaluate_all" in task.own and "evaluate_batch" not in task.own:
         raise mistake(task.evaluate_all, "outputs, but the task has no evaluate_batch", OUTPUTS, "needs")
     for name, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
@@ -161,7 +165,10 @@ def check_methods(task: WholeTask) -> None:
 
 
 def answer_of(task: WholeTask, scores: Mapping[str, float]) -> bool:
-    """Whether the task ends its run after these scores. Raises ConfigError for an answer that is no bool."""
+    """Return True if the task ends its run after these scores.
+
+    Raises ConfigError unless it returns a bool.
+    """
     answer: Any = task.after_evaluation(dict(scores))
     if answer is not None and not isinstance(answer, bool | numpy.bool_):
         advice = "return True to end the run here, or False to continue"
@@ -170,7 +177,7 @@ def answer_of(task: WholeTask, scores: Mapping[str, float]) -> bool:
 
 
 def _built_scheduler(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-    """By its signature: a task's build_scheduler takes `total_steps` or not."""
+    """Call build_scheduler, with `total_steps` if its signature accepts it."""
     parameters = list(inspect.signature(task.build_scheduler).parameters.values())
     if any(each.name == "total_steps" and each.kind is each.KEYWORD_ONLY for each in parameters):
         return task.build_scheduler(optimizer, total_steps=total_steps)  # type: ignore[call-arg]

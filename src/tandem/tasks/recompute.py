@@ -1,4 +1,4 @@
-"""Activation checkpointing in one line of a task: less memory for a forward pass more.
+"""Activation checkpointing in one line of a task: less memory for one more forward pass.
 
 def build_model(self):
     return recomputed(Transformer(...), Block)
@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(model: nn.Module, *kinds: type[nn.Module]) -> nn.Module:
-    """`model`, whose modules of `kinds` keep only their inputs in training, and run again in backward.
+    """Let the modules of `kinds` keep only their inputs in training, and run again during backward.
 
-    Names, state and numbers stay the same, dropout included. Raises ValueError where there is none of them.
+    Names, state and results do not change, including dropout. Raises ValueError if the model has no such
+    module.
     """
     chosen = [module for module in model.modules() if isinstance(module, kinds)]
     if not chosen:
@@ -28,7 +29,10 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with another forward: of a class, because copies of a module run it with their own weights."""
+    """Return a subclass of `kind` with another forward.
+
+    The class is changed, not the instance, because copies of a module run it with their own weights.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.training:

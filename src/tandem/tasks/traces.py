@@ -1,6 +1,6 @@
-"""Where in a task's own code an error came from, and a traceback short enough to be read.
+"""Find where in a task's own code an error came from, and shorten its traceback.
 
-A shape or a dtype that does not fit is raised in torch, dozens of frames below the task's line.
+A wrong shape or dtype is raised in torch, dozens of frames below the task's own line.
 """
 
 import linecache
@@ -20,12 +20,12 @@ LOADER = re.compile(r"Caught \w+ in .+\.\nOriginal Traceback")
 
 
 def full_trace(error: BaseException) -> str:
-    """The whole traceback, as python shows it."""
+    """Return the whole traceback, as Python shows it."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def short_trace(error: BaseException, owner: str = "the task") -> str:
-    """The frames of the task's own code, else of tandem's, else the last: MOST_LINES lines at most."""
+    """Return the frames of the task's code, else tandem's, else the last ones; at most MOST_LINES lines."""
     frames, is_own = _frames(error)
     whose = f", in {owner}'s code" if is_own else ""
     lines = [f"Traceback (most recent call last{whose}):"]
@@ -37,14 +37,14 @@ def short_trace(error: BaseException, owner: str = "the task") -> str:
 
 
 def script_trace(error: BaseException) -> str:
-    """`short_trace` of a script, and the last line of Python's own: what a terminal shows of it."""
+    """Return `short_trace` of a script and the last line of Python's own traceback, for a terminal."""
     return f"{short_trace(error, 'the script')}\n{traceback.format_exception_only(error)[-1].rstrip()}"
 
 
 def what_and_where(error: BaseException) -> str:
-    """`RuntimeError: shapes do not fit (my_task.py line 12)`: one line."""
+    """Return one line such as `RuntimeError: shapes do not fit (my_task.py line 12)`."""
     kind, text = type(error).__name__, text_of(error).strip()
-    if LOADER.match(text):  # of a loader process: the error itself is the last line of its traceback
+    if LOADER.match(text):  # from a loader process: the error is the last line of its traceback
         kind, _, text = text.splitlines()[-1].partition(": ")
     what = f"{kind}: {text.splitlines()[0]}" if text else kind
     frames, _ = _frames(error)
@@ -52,10 +52,10 @@ def what_and_where(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> tuple[list[tuple[str, str, str]], bool]:
-    """(file, line, function) of the task's code or a built-in task's, and whether there are any.
+    """Return (file, line, function) of the frames in a task's code, and whether there are any.
 
-    Else those of tandem, which called what raised the error (the engine of a backward pass shows no more), or
-    all. Read from the text: that of a loader process is text already.
+    Otherwise return tandem's frames, which called the failing code (the autograd engine shows no more), or
+    all frames. They are parsed from text, because a loader process sends its traceback as text.
     """
     found = FRAME.findall(full_trace(error))
     outside = [each for each in found if not any(part in each[0] for part in INSTALLED)]

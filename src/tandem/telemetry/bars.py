@@ -1,7 +1,7 @@
-"""The bar itself, on a terminal: by rich where it is installed (extra: rich), else by tqdm.
+"""The progress bar on a terminal, drawn by rich if it is installed (extra: rich), else by tqdm.
 
-A bar is drawn in the thread that trains, a few times a second; nothing of it has a thread of its own. It is
-one line, shorter than the terminal is wide, so that whoever writes next can clear it (see `log.py`).
+The training thread draws it a few times a second; the bar needs no other thread. It is one line, shorter than
+the terminal is wide, so that the next writer can clear it (see `log.py`).
 """
 
 import os
@@ -17,11 +17,15 @@ from tandem.timeouts import BAR_SECONDS
 
 NARROWEST_BAR = 8
 NARROW = 72
-"""Columns that tqdm's whole line needs."""
+"""Number of columns needed for tqdm's whole line."""
 
 
 class Bar(Protocol):
-    """`advance` to a step (cheap), `say` how it goes, `making_way` for a line of the log, `close` once."""
+    """A progress bar.
+
+    `advance` sets the step (cheap), `say` the text, `making_way` makes room for a log line, and `close` is
+    called once.
+    """
 
     def advance(self, step: int) -> None: ...
     def say(self, epoch: int, loss: float, samples_per_second: float) -> None: ...
@@ -30,7 +34,7 @@ class Bar(Protocol):
 
 
 def open_bar(total: int, initial: int, stream: Any) -> Bar:
-    """A bar of `total` steps, of which `initial` are done."""
+    """Open a bar of `total` steps, of which `initial` are done."""
     if stream.isatty() and not is_dumb():
         try:
             return RichBar(total, initial, stream)
@@ -40,15 +44,16 @@ def open_bar(total: int, initial: int, stream: Any) -> Bar:
 
 
 class TqdmBar:
-    """tqdm's; no colour."""
+    """A bar drawn by tqdm, without color."""
 
     def __init__(self, total: int, initial: int, stream: Any) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
         class Quiet(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
-            monitor_interval = 0  # no watcher thread: nothing here needs one
+            monitor_interval = 0  # no monitor thread: nothing here needs one
 
-        # tqdm's own lock makes a POSIX semaphore, which needs /dev/shm and is reported as leaked after _exit.
+        # tqdm's own lock creates a POSIX semaphore, which needs /dev/shm and is reported as leaked after
+        # _exit.
         Quiet.set_lock(threading.RLock())
         self._is_narrow = 0 < _columns(stream) < NARROW
         self._bar: Any = Quiet(
@@ -74,9 +79,10 @@ class TqdmBar:
 
 
 class RichBar:
-    """rich draws the line, with as much in it as the terminal is wide for; colours as NO_COLOR and TERM say.
+    """A bar drawn by rich, with as many parts as fit; colors follow NO_COLOR and TERM.
 
-    Nothing is hidden or moved on the terminal: a rank that is killed leaves it as it was. Raises ImportError.
+    It hides and moves nothing on the terminal, so a killed rank leaves the terminal intact. Raises
+    ImportError.
     """
 
     def __init__(self, total: int, initial: int, stream: Any) -> None:
@@ -103,7 +109,7 @@ class RichBar:
 
     @contextmanager
     def making_way(self) -> Iterator[None]:
-        """The log clears the line itself; the bar is drawn again below what it writes."""
+        """Redraw the bar below a log line; the log clears the bar's line itself."""
         with self._lock:
             yield
             self._draw()
@@ -129,7 +135,7 @@ class RichBar:
             self._stream.flush()
 
     def _parts(self, room: int) -> list[tuple[str, str]]:
-        """(text, style) of what fits into so many columns; what matters least goes first."""
+        """Return the (text, style) parts that fit into `room` columns; drop the least important first."""
         parts = [
             (f"{self._step / max(1, self._total):.0%}", "bold", 0),
             (f"{self._step:,}/{self._total:,}", "cyan", 3),
@@ -144,13 +150,13 @@ class RichBar:
         return [(text, style) for text, style, _ in parts]
 
     def _left(self) -> str:
-        """The time that the rest takes at the pace since the bar began."""
+        """Format the remaining time, at the average pace since the bar started."""
         done, spent = self._step - self._first, time.monotonic() - self._began
         return f"{clock(spent / done * (self._total - self._step))} left" if done else ""
 
 
 def _columns(stream: Any) -> int:
-    """How wide the terminal is; 0 where nobody knows."""
+    """Return the width of the terminal; 0 if unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
@@ -158,6 +164,6 @@ def _columns(stream: Any) -> int:
 
 
 def clock(seconds: float) -> str:
-    """0:12, 3:04, 2:03:04."""
+    """Format seconds as 0:12, 3:04 or 2:03:04."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""The Unix datagram socket over which ranks feed their node's agent; nobody ever waits."""
+"""The Unix datagram socket through which ranks send messages to their node's agent; no one ever waits."""
 
 import logging
 import os
@@ -18,8 +18,8 @@ MAX_MESSAGE_BYTES = 64 * 1024
 class Receiver:
     """Binds a Unix datagram socket at `path` and calls `on_message` from a thread until `close`.
 
-    What is malformed, or makes `on_message` raise, is counted in `malformed` and told to `on_error`
-    (with "datagram"). Raises OSError if the socket cannot be made.
+    Malformed messages, and those for which `on_message` raises, are counted in `malformed` and reported to
+    `on_error` (with "datagram"). Raises OSError if the socket cannot be created.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Receiver:
         self._path, self._on_message, self._on_error = path, on_message, on_error
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-            path.unlink()  # left over by a killed agent
+            path.unlink()  # left by a killed agent
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             _at_path(path, self._socket.bind)
@@ -46,7 +46,7 @@ class Receiver:
         self._thread.start()
 
     def close(self) -> None:
-        """Take what is still queued, then remove the socket; safe to call twice."""
+        """Process the queued messages, then remove the socket; safe to call twice."""
         self._closing.set()
         self._thread.join()
         self._socket.close()
@@ -68,7 +68,7 @@ class Receiver:
             if len(datagram) > MAX_MESSAGE_BYTES:
                 raise ValueError("too long")
             self._on_message(decode(datagram))
-        except Exception:  # whatever came in, the next sample must still be read
+        except Exception:  # whatever arrived, the next message must still be read
             logger.debug("metrics: a bad datagram", exc_info=True)
             self.malformed += 1
             if self._on_error is not None:
@@ -76,7 +76,7 @@ class Receiver:
 
 
 class Sender:
-    """Sends messages to the Receiver at `path`; never raises, never waits, drops what cannot go."""
+    """Sends messages to the Receiver at `path`; never raises, never blocks, drops what it cannot send."""
 
     def __init__(self, path: Path) -> None:
         self.dropped = 0
@@ -85,7 +85,7 @@ class Sender:
         self._socket: socket.socket | None = None
 
     def send(self, message: Message) -> bool:
-        """True if the message is in the receiver's queue."""
+        """Send a message; return True if it is in the receiver's queue."""
         with self._lock:
             try:
                 data = encode(message)
@@ -106,7 +106,7 @@ class Sender:
             try:
                 self._socket.send(data)
                 return
-            except (ConnectionError, FileNotFoundError):  # the receiver is another one now
+            except (ConnectionError, FileNotFoundError):  # a new receiver is bound to the path
                 self._disconnect()
         self._connect().send(data)
 
@@ -128,12 +128,12 @@ class Sender:
 
 
 def sender(path: str | None) -> Send:
-    """Where a rank's messages go: to the receiver at `path`, or nowhere."""
+    """Return the function that sends a rank's messages: to the receiver at `path`, or nowhere."""
     return Sender(Path(path)).send if path is not None else lambda message: None
 
 
 def _at_path(path: Path, use: Callable[[str], object]) -> None:
-    """Call `use` with a name of `path` that fits a socket address, which holds 107 bytes."""
+    """Call `use` with a short name for `path`, because a socket address holds only 107 bytes."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         use(f"/proc/self/fd/{directory}/{path.name}")

@@ -1,10 +1,10 @@
-"""One clock of a rank's phases: the loop and the step say once what begins, everybody else reads it here.
+"""The clock of a rank's phases: the loop and the step report what begins, and all others read it here.
 
-There are two levels. A run is in one activity (`with clock.phase("eval"):`), and a step, inside the
-activity "train", goes through its phases (`clock.enter("forward")`). Heartbeat, meter, displays and log
-are readers. Telling costs a few hundred nanoseconds and never waits for a device: on CPUs the host's
-clock says how long a phase was; on GPUs, where the host runs ahead, events are put on the stream and
-read a few steps later, when they have passed anyway.
+There are two levels. A run has one activity (`with clock.phase("eval"):`). Within the activity "train", a
+step goes through its phases (`clock.enter("forward")`). Heartbeat, meter, displays and log are readers. A
+report takes a few hundred nanoseconds and never waits for a device. On CPUs, the host's clock measures a
+phase. On GPUs, where the host runs ahead, events are recorded on the stream and read a few steps later, when
+they have completed anyway.
 """
 
 import logging
@@ -23,19 +23,19 @@ from tandem.telemetry.meter import StepTimes
 from tandem.torch_private import after_gradients, around_compilation
 
 STEP_PHASES = ("data", "transfer", "forward", "backward", "optimizer", "between")
-"""What the training thread is in while it trains, in the order of a step."""
+"""What the training thread does while it trains, in the order of a step."""
 KERNEL_PHASES = ("forward", "backward", "optimizer")
-"""Those in which a device computes; in the others it may wait for another rank."""
+"""Phases in which a device computes; in the others it may wait for another rank."""
 RING_STEPS = 4
-"""Steps that a GPU may be behind the host before the host waits for the oldest one's events."""
+"""How many steps a GPU may be behind before the host waits for the oldest step's events."""
 RECENT_STEPS = 50
 
 
 class Clock:
-    """Where one rank is. Told by the training thread alone, read from any.
+    """The position of one rank. Written only by the training thread, read from any thread.
 
-    `step` counts finished steps; `current` is the finest phase known, since `since` (`running.now`);
-    `entered` counts its changes. `on_activity` is called when another activity has begun.
+    `step` counts finished steps; `current` is the most specific phase known, since `since` (`running.now`);
+    `entered` counts its changes. `on_activity` is called when a new activity has begun.
     """
 
     def __init__(self) -> None:
@@ -45,23 +45,23 @@ class Clock:
         self.step = self.first_step = 0
         self.on_activity: Callable[[], None] = lambda: None
         self.computes_alone = False
-        """Whether only the wait behind backward holds collectives: no forward pass, backward or optimizer."""
+        """True if only the wait after backward has collectives: no forward, backward or optimizer does."""
         self._knows_wait = False
-        self._compilations: list[str] = []  # the phases that those under way have begun in
+        self._compilations: list[str] = []  # the phases in which unfinished compilations began
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self.longest_step = 0.0
-        """Seconds of the longest step so far."""
+        """Duration of the longest step so far, in seconds."""
         self._step_began, self._open = self.since, "other"
         self.recent: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
-        """Times of the last steps whose times are known."""
+        """Times of the most recent steps that are known."""
 
     def measure(self, device: torch.device) -> None:
-        """From now on steps are timed where they run."""
+        """Time steps on the device from now on."""
         self._timer = DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
     @contextmanager
     def phase(self, activity: str) -> Iterator[None]:
-        """The run does something else inside (one of meter.ACTIVITIES); its time belongs to no step."""
+        """Mark another activity inside the block (one of meter.ACTIVITIES); its time counts for no step."""
         before = self.activity
         self.begin(activity)
         try:
@@ -70,7 +70,7 @@ class Clock:
             self.begin(before)
 
     def begin(self, activity: str) -> None:
-        """The run goes on to another activity."""
+        """Switch to another activity."""
         self.activity = activity
         self._enter("between" if activity == "train" else activity)
         self._step_began = self.since
@@ -78,32 +78,32 @@ class Clock:
         self.on_activity()
 
     def resume(self, step: int) -> None:
-        """`step` steps are finished before this process takes its first."""
+        """Start at `step` finished steps, before this process takes its first step."""
         self.step = self.first_step = step
 
     def begin_step(self) -> None:
-        """The next step begins, with the wait for its data."""
+        """Begin the next step, with the wait for its data."""
         self._enter("data")
         self._open = "data"
         self._timer.begin()
 
     def enter(self, phase: str) -> None:
-        """The next of a step's phases begins and ends the one before; the same again changes nothing."""
+        """End the current phase of the step and begin the next; the same phase again changes nothing."""
         if phase != self.current:
             self._timer.mark(self._open)
             self._open = phase
             self._enter(phase)
 
     def enter_backward(self, loss: Tensor) -> None:
-        """Backward begins from `loss`: its own work, then the wait for the gradients of other ranks."""
+        """Begin backward from `loss`: its own work, then the wait for the gradients of other ranks."""
         self.enter("backward")
         after_gradients(loss, self._gradients_done)
 
     def end_step(self) -> list[StepTimes]:
-        """The step is over: its times, or on GPUs those of earlier steps that have come in by now."""
+        """End the step; return its times, or on GPUs those of earlier steps that are known by now."""
         self._timer.mark(self._open)
         self.step += 1
-        if self.step == self.first_step + 1:  # the compiler is imported by now, if it is used
+        if self.step == self.first_step + 1:  # by now, the compiler is imported if it is used
             around_compilation(self._compiles, self._compiled)
         self._enter("between")
         self._durations.append(self.since - self._step_began)
@@ -114,22 +114,22 @@ class Clock:
         return times
 
     def pause(self) -> None:
-        """Something that belongs to no step comes now, such as a line of the log."""
+        """Exclude what follows from all steps, such as writing a log line."""
         self._timer.pause()
 
     def drain(self) -> list[StepTimes]:
-        """The times that have not come in yet; on GPUs this waits for the device."""
+        """Return the times that are still missing; on GPUs this waits for the device."""
         return self._timer.drain()
 
     @property
     def is_of_host(self) -> bool:
-        """Whether work is done when the host has gone on: on CPUs."""
+        """True if work is done when the host continues: on CPUs."""
         return isinstance(self._timer, HostTimer)
 
     def kernel(self) -> tuple[str, int] | None:
-        """(Phase, finished steps before it) of what a GPU computes now, from any thread; waits for nothing.
+        """Return (phase, finished steps before it) of a GPU's current work, from any thread, without waiting.
 
-        None on CPUs, where the GPU does nothing, waits for other ranks, or may do so.
+        None on CPUs, and if the GPU does nothing or may wait for other ranks.
         """
         found = self._timer.unfinished() if self.computes_alone else None
         if found is None or found[0] not in KERNEL_PHASES:
@@ -139,16 +139,16 @@ class Clock:
 
     @property
     def has_trained(self) -> bool:
-        """Whether this process has finished a step."""
+        """True if this process has finished a step."""
         return self.step > self.first_step
 
     @property
     def typical_step(self) -> float:
-        """Seconds of the middle one of the last RECENT_STEPS steps, which a rare long one does not change."""
+        """The median duration of the last RECENT_STEPS steps, in seconds; rare long steps do not count."""
         return median(tuple(self._durations) or (0.0,))
 
     def stamp(self, record: logging.LogRecord) -> bool:
-        """A filter for logging handlers: lines know the step at which they were written."""
+        """Add the current step to a log record; a filter for logging handlers."""
         if self.step and not hasattr(record, "step"):
             record.step = self.step
         return True
@@ -158,7 +158,7 @@ class Clock:
         self.entered += 1
 
     def _compiles(self) -> None:
-        """A shape that is new compiles again, for as long as the first step took: a phase of its own."""
+        """Mark a compilation as a separate phase: a new shape compiles for as long as the first step took."""
         self._compilations.append(self.current)
         self._enter("compile")
 
@@ -172,39 +172,39 @@ class Clock:
 
 
 class HostTimer:
-    """Times of the host, which on CPUs are those of the work."""
+    """Times on the host's clock, which on CPUs are those of the work."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._spent = dict.fromkeys(StepTimes.__dataclass_fields__, 0.0)
         self._last = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """What ends now was `phase`."""
+        """End the phase `phase`."""
         now = time.perf_counter()
         self._spent[phase] += now - self._last
         self._last = now
 
     def end(self) -> list[StepTimes]:
-        """Times of steps that are known by now."""
+        """Return the times of steps that are known by now."""
         return [StepTimes(**self._spent)]
 
     def pause(self) -> None:
-        """Nothing to do: `begin` looks at the clock."""
+        """Nothing to do: `begin` reads the clock."""
 
     def drain(self) -> list[StepTimes]:
         return []
 
     def unfinished(self) -> tuple[str, int] | None:
-        """What the host has asked for is done."""
+        """Return None: work that the host has requested is already done."""
         return None
 
 
 class DeviceTimer:
-    """Times between events on the current CUDA stream; `data` is how long the device stood idle for it."""
+    """Times between events on the current CUDA stream; `data` is the device's idle time before a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -213,7 +213,7 @@ class DeviceTimer:
         self._previous_end: Any = None
 
     def begin(self) -> None:
-        # The last step's end: from there the device waits for data. At first there is none.
+        # From the end of the last step on, the device waits for data. Before the first step there is none.
         self._marks = [("", self._previous_end or _event())]
 
     def mark(self, phase: str) -> None:
@@ -234,11 +234,11 @@ class DeviceTimer:
         return [self._oldest() for _ in range(len(self._steps))]
 
     def unfinished(self) -> tuple[str, int] | None:
-        """(Phase, how many steps ago) of the first event that the device has not passed; None: it has all.
+        """Return (phase, steps ago) of the first event that the device has not reached, or None.
 
-        For another thread than the one that trains. One without a device would begin to use the first GPU.
+        It is called from another thread. Without set_device, that thread would begin to use the first GPU.
         """
-        with suppress(RuntimeError):  # the training thread went on meanwhile, or the GPU has failed
+        with suppress(RuntimeError):  # the training thread continued meanwhile, or the GPU has failed
             steps = [*self._steps]
             torch.cuda.set_device(self._device)
             for index, marks in enumerate([*steps, self._marks]):

@@ -1,8 +1,8 @@
-"""Whether the training thread works or stands still, and whether it waits for other ranks there.
+"""Detect whether the training thread works or is blocked, and whether it waits for other ranks.
 
-Known from outside of it, four times a second: by its stack, by the CPU time of it and of this process, and by
-that of processes below this one, such as loaders. A thread that sleeps, waits for a lock or for a network
-shows none of these; only time tells then what it is.
+Another thread observes it four times a second: its stack, its CPU time and that of this process, and the CPU
+time of child processes such as loaders. A thread that sleeps or waits for a lock or the network shows none of
+these; only the time limit then decides.
 """
 
 import os
@@ -19,15 +19,13 @@ from tandem import running
 from tandem.process import stat_of
 from tandem.timeouts import BEAT_SECONDS
 
-LOOKS = 9  # the last two seconds
+LOOKS = 9  # covers the last two seconds
 BUSY_SHARE = 0.5  # of a core, by this process over the last second
-WORKING_SHARE = (
-    0.03  # of a core, by the training thread; one that looks every 10 ms whether to go on takes 0.3%
-)
-OTHERS_SHARE = 0.1  # of a core, by other threads here: some of them always look at something
-CHANGES = 3  # of its stack within LOOKS; one that sleeps between looks is hardly ever seen elsewhere
-DEPTH = 64  # innermost frames that are compared
-BELOW_SECONDS = 2.0  # between two looks at processes below, while nothing else shows work
+WORKING_SHARE = 0.03  # of a core, by the training thread; one that polls every 10 ms takes 0.3%
+OTHERS_SHARE = 0.1  # of a core, by other threads of the process, some of which always poll something
+CHANGES = 3  # of its stack within LOOKS; a thread that sleeps between polls is rarely seen elsewhere
+DEPTH = 64  # how many innermost frames are compared
+BELOW_SECONDS = 2.0  # between two checks of child processes, while nothing else shows work
 MOST_BELOW = 256
 
 
@@ -40,7 +38,7 @@ class _Look:
 
 
 class Effort:
-    """The training thread of this process, the main one, as `look` sees it, which is called at each beat.
+    """The activity of this process's main thread, which trains; call `look` at each heartbeat.
 
     `worked_at`: when work was last seen (`running.now`).
     """
@@ -53,7 +51,10 @@ class Effort:
         self.worked_at = self._looks[0].at
 
     def look(self, by_cpu_time: bool = True) -> None:
-        """See what it does now. CPU time of its own says nothing where it may wait for a GPU, in a loop."""
+        """Observe the thread.
+
+        `by_cpu_time` is False if it may wait for a GPU in a loop that uses CPU time.
+        """
         before, seen = self._looks[-1], self._seen()
         self._looks.append(seen)
         stacks = [each.stack for each in self._looks]
@@ -68,11 +69,11 @@ class Effort:
 
     @property
     def frame(self) -> FrameType | None:
-        """Where it stands."""
+        """The current frame of the thread."""
         return sys._current_frames().get(self._thread)
 
     def is_busy(self) -> bool:
-        """Whether this process has used a good part of a core in the last second."""
+        """Return True if this process used a large part of a core in the last second."""
         first, last = self._looks[max(0, len(self._looks) - 5)], self._looks[-1]
         return last.at > first.at and (last.process - first.process) / (last.at - first.at) > BUSY_SHARE
 
@@ -80,7 +81,7 @@ class Effort:
         return _Look(running.now(), time.clock_gettime(self._clock), time.process_time(), _state(self.frame))
 
     def _is_worked_for(self, now: float) -> bool:
-        """Whether processes below this one have used CPU time since the last look at them."""
+        """Return True if child processes have used CPU time since they were last checked."""
         then, used = self._below
         if now - then < BELOW_SECONDS:
             return False
@@ -89,9 +90,9 @@ class Effort:
 
 
 def in_collective(frame: FrameType | None) -> bool:
-    """Whether a thread that stands there is in a collective: torch called it, and no other code since.
+    """Return True if a thread at this frame is in a collective, without other code further in.
 
-    A wrapped model's own code has torch.distributed further out in its stack, and does not wait in it.
+    The own code of a wrapped model has torch.distributed further out in its stack, but does not wait in it.
     """
     if frame is not None and frame.f_code.co_filename.endswith("/torch/nn/parallel/distributed.py"):
         return True  # DDP exchanges buffers
@@ -103,9 +104,9 @@ def in_collective(frame: FrameType | None) -> bool:
 
 
 def cpu_seconds_below(pid: int) -> float:
-    """CPU time of all processes below one, as far as proc(5) says, with those that have ended."""
+    """Return the CPU time of all descendants of a process, including ended ones (proc(5))."""
     ticks, to_see = sum(map(int, stat_of(pid)[13:15])), [pid]
-    for each in to_see:  # grows
+    for each in to_see:  # grows during the loop
         for children in Path(f"/proc/{each}/task").glob("*/children"):
             with suppress(OSError, ValueError):
                 to_see += [int(child) for child in children.read_text().split()][: MOST_BELOW - len(to_see)]
@@ -115,7 +116,7 @@ def cpu_seconds_below(pid: int) -> float:
 
 
 def _state(frame: FrameType | None) -> int:
-    """A number for where each of the innermost frames stands."""
+    """Return a number for the positions of the innermost frames."""
     places = list[tuple[int, int]]()
     while frame is not None and len(places) < DEPTH:
         places.append((id(frame.f_code), frame.f_lasti))

@@ -1,4 +1,4 @@
-"""What a metric is: its declaration, and the samples that are made by it. No values are kept here."""
+"""Kinds of metrics: their declarations, and the samples made from them. Values are not stored here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,11 @@ Labels = Mapping[str, tuple[str, ...]]
 
 
 class Sample(NamedTuple):
-    """One change of one metric, as it travels: by how much a counter grows, what a gauge or state is now,
-    what a histogram has seen. A gauge whose value is None forgets all its series."""
+    """One change of one metric, in the form in which it is sent.
+
+    The value is the increment of a counter, the value of a gauge, the state of a state set, or the
+    observations of a histogram. A gauge with the value None drops all its series.
+    """
 
     name: str
     labels: dict[str, Any]
@@ -18,9 +21,9 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """One metric. `labels` maps a label to its values, () = any.
+    """One metric. `labels` maps a label to its possible values, () = any.
 
-    With `by_node` every node's agent has a series of its own; the label `node` is the agent's to add.
+    With `by_node`, every node's agent has its own series; the agent adds the label `node`.
     """
 
     kind: ClassVar[str]
@@ -37,13 +40,13 @@ class Family:
 
     @property
     def wire_names(self) -> tuple[str, ...]:
-        """Names of the series as PromQL sees them."""
+        """Names of the series in PromQL."""
         return (self.name,)
 
 
 @dataclass(frozen=True)
 class Counter(Family):
-    """What only grows; `late`: absent until it is counted, for what not every run has."""
+    """A metric that only grows; `late`: absent until first counted, for what not every run has."""
 
     kind = "counter"
     late: bool = False
@@ -58,7 +61,7 @@ class Counter(Family):
 
 @dataclass(frozen=True)
 class Gauge(Family):
-    """What is as it is now; `initial` None: absent until it is set."""
+    """A metric with a current value; `initial` None: absent until it is set."""
 
     kind = "gauge"
     initial: float | None = None
@@ -67,13 +70,13 @@ class Gauge(Family):
         return Sample(self.name, labels, value)
 
     def clear(self) -> Sample:
-        """Forget all series, such as ranks that are gone."""
+        """Drop all series, for example of ranks that are gone."""
         return Sample(self.name, {}, None)
 
 
 @dataclass(frozen=True)
 class Histogram(Family):
-    """How often something took how long."""
+    """A distribution of durations or sizes."""
 
     kind = "histogram"
     buckets: tuple[float, ...] = ()
@@ -98,7 +101,7 @@ class Info(Family):
 
 @dataclass(frozen=True)
 class StateSet(Family):
-    """One of several states, which are the values of the one label."""
+    """One of several states, which are the values of its only label."""
 
     kind = "state set"
 
@@ -111,5 +114,5 @@ class StateSet(Family):
 
 
 def labels(*free: str, **known: tuple[str, ...]) -> Labels:
-    """Labels of any value, and labels with known values."""
+    """Combine labels of any value with labels of known values."""
     return dict.fromkeys(free, ()) | known

@@ -1,4 +1,4 @@
-"""GPU metrics through NVML (extra `gpu`): absent without a GPU or without the package, never an error."""
+"""GPU metrics through NVML (extra `gpu`): absent without a GPU or the package, never an error."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ from tandem.telemetry.families import Gauge, Sample
 
 logger = logging.getLogger("tandem")
 
-# What holds clocks down and should not; a GPU at its power limit is one that works.
+# Reasons for reduced clocks that indicate a problem. Reaching the power limit is normal.
 SLOWDOWN_REASONS = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 
 
 class Gpus:
-    """This node's GPUs. `sample` gives their metrics, none where there are none.
+    """This node's GPUs. `sample` returns their metrics, empty if there are none.
 
-    `names`: those that torch sees, in its order, as CUDA_VISIBLE_DEVICES has them; None: all. NVML counts
-    every GPU of the machine, and number 0 of a rank may be its number 3.
+    `names`: the GPUs that torch sees, in its order, from CUDA_VISIBLE_DEVICES; None: all. NVML counts every
+    GPU of the machine, so a rank's GPU 0 may be NVML's GPU 3.
     """
 
     def __init__(self, nvml: Any = None, names: Sequence[str] | None = None) -> None:
@@ -34,11 +34,12 @@ class Gpus:
             count = range(self._nvml.nvmlDeviceGetCount())
             everyone = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in count]
             self._handles = everyone if names is None else [self._named(name, everyone) for name in names]
-        except Exception as error:  # no package, no driver, no GPU: all of them mean that there is nothing
+        # No package, no driver or no GPU: in each case there is nothing to measure.
+        except Exception as error:
             logger.debug("no GPU metrics: %s", error)
 
     def _named(self, name: str, everyone: Sequence[Any]) -> Any:
-        """By index, by the beginning of a UUID, or as a part of a GPU, which is not among `everyone`."""
+        """Find a GPU by index, by the start of its UUID, or as a MIG device, which is not in `everyone`."""
         if name.isdecimal():
             return everyone[int(name)]
         begins = (each for each in everyone if _text(self._nvml.nvmlDeviceGetUUID(each)).startswith(name))
@@ -49,7 +50,7 @@ class Gpus:
         return len(self._handles)
 
     def names(self) -> list[str]:
-        """What each GPU is called, as far as it says so."""
+        """Return the names of the GPUs, as far as NVML knows them."""
         try:
             return [_text(self._nvml.nvmlDeviceGetName(handle)) for handle in self._handles]
         except Exception as error:
@@ -57,7 +58,7 @@ class Gpus:
             return []
 
     def sample(self) -> list[Sample]:
-        """What the GPUs say now; a question that a GPU cannot answer leaves its series out."""
+        """Return the current values; a value that a GPU does not support is left out."""
         samples: list[Sample] = []
         for gpu, handle in enumerate(self._handles):
             try:
@@ -112,5 +113,5 @@ class Gpus:
 
 
 def _text(value: object) -> str:
-    """NVML's Python binding answers in bytes up to version 11."""
+    """Decode text: NVML's Python binding returned bytes up to version 11."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

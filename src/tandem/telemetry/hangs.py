@@ -1,4 +1,4 @@
-"""Hangs, by name: which rank, on which node, in which phase of which step, and since when; pure."""
+"""Attribute hangs: which rank, on which node, in which phase of which step, and for how long. Pure."""
 
 import math
 from collections import Counter
@@ -10,14 +10,14 @@ from tandem.telemetry.messages import Heartbeat
 from tandem.timeouts import AGAIN_SECONDS, STARTING_HANG_SECONDS
 
 ELSEWHERE = "has waited in a different collective than the others"
-NEAR_STEPS = 1  # ranks that wait for each other count a step before its last wait, or behind it
+NEAR_STEPS = 1  # ranks that wait for each other may differ by one in their step count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat(Heartbeat):
-    """What is known of a rank: its last heartbeat, where it came from, and how many seconds ago (`silent`).
+    """What is known of a rank: its last heartbeat, its origin, and how many seconds ago it came (`silent`).
 
-    `halted`: it cannot be heard, because its process is stopped or its node is unreachable.
+    `halted`: no heartbeat can arrive, because its process is stopped or its node unreachable.
     """
 
     node: int
@@ -26,7 +26,7 @@ class Beat(Heartbeat):
     halted: bool = False
 
     def later(self, seconds: float, idle: float, halted: bool) -> "Beat":
-        """The same words, heard some seconds ago, in the last `idle` of which no work was seen."""
+        """Return the heartbeat as of `seconds` later, of which the last `idle` seconds showed no work."""
         return replace(
             self,
             quiet=self.quiet + seconds,
@@ -37,16 +37,16 @@ class Beat(Heartbeat):
 
     @property
     def trains(self) -> bool:
-        """Whether it is in a step, and has finished one before."""
+        """True if the rank is in a step, and has finished one before."""
         return self.trained and self.activity == "train"
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A hang: the rank that holds the others up, and the line that says so.
+    """A hang: the rank that blocks the others, and the message about it.
 
-    `halted`: it could not be heard, which a next generation need not meet. `together`: all wait for each
-    other, and which of them is named depends on how far each has come. `again`: one has hung so before.
+    `halted`: it could not be heard, which may not recur in the next generation. `together`: all wait for each
+    other, and the reported rank depends on how far each has come. `again`: the same hang occurred before.
     """
 
     rank: int
@@ -62,24 +62,24 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Past:
-    """What earlier generations of a run knew: the hang of one, and the longest limit that steps had given."""
+    """What earlier generations of a run learned: a hang, and the longest limit from their step times."""
 
     hang: Alarm | None = None
     idle_limit: float = 0.0
 
     def after(self, alarm: Alarm | None, beats: Sequence[Beat]) -> "Past":
-        """With what one more generation knew at its end."""
+        """Return this with what one more generation knew at its end."""
         hang = self.hang if alarm is None or alarm.halted else alarm
         return Past(hang, max([self.idle_limit, *(beat.idle_limit for beat in beats if beat.trains)]))
 
     def applied_to(self, beats: Sequence[Beat]) -> list[Beat]:
-        """Heartbeats with the limits that follow from it."""
+        """Return heartbeats with the limits that result from it."""
         hang = self.hang
         exists = hang is not None and any(_is_at(hang, beat) for beat in beats)
         return [self._of(beat, exists) for beat in beats]
 
     def is_again(self, alarm: Alarm) -> bool:
-        """Whether it is the hang of an earlier generation."""
+        """Return True if this is the hang of an earlier generation."""
         hang = self.hang
         if hang is None or alarm.halted or alarm.together != hang.together:
             return False
@@ -100,12 +100,14 @@ NOTHING_BEFORE = Past()
 
 
 def judge(beats: Sequence[Beat], past: Past = NOTHING_BEFORE) -> Alarm | None:
-    """The rank that holds up the world, or None as long as nobody is overdue.
+    """Return an alarm for the rank that blocks all others, or None while no rank is overdue.
 
-    1. Somebody cannot be heard for longer than a hang: that rank.
-    2. Somebody is not in a collective: the others wait for it. Overdue, it is named; until then all is well.
-    3. All wait in collectives for longer than they may: in different ones that is soon. Named is the rank
-       that is out of line with most; of two, the one that is ahead, because it left one out.
+    1. A rank has sent nothing for longer than a hang: that rank.
+    2. A rank is not in a collective: the others wait for it. It is reported if it is overdue; until then, all
+       is well.
+    3. All wait in collectives for longer than they may; if these differ, the limit is short. The reported
+       rank is the one that differs from the most others; of two, the one that is ahead, because it skipped a
+       collective.
     """
     gone = [beat for beat in beats if beat.halted and beat.silent > beat.hang]
     if gone:
@@ -130,7 +132,7 @@ def judge(beats: Sequence[Beat], past: Past = NOTHING_BEFORE) -> Alarm | None:
 
 
 def _overdue(beats: Sequence[Beat]) -> tuple[Beat, str] | None:
-    """Who is named by 2 or 3, and what for."""
+    """Return the rank found by rule 2 or 3, and the reason."""
     busy = [beat for beat in beats if not beat.waiting]
     if busy:
         overdue = [beat for beat in busy if beat.quiet > beat.limit or beat.idle > beat.idle_limit]
@@ -159,7 +161,10 @@ def _order(phase: str) -> int:
 
 
 def _is_at(hang: Alarm, beat: Beat) -> bool:
-    """Whether this rank is where that hang was. A script counts its steps from 0 again: its line tells."""
+    """Return True if this rank is at the position of that hang.
+
+    A script counts its steps from 0 again, so its position is compared by source line.
+    """
     if beat.rank != hang.rank and not (hang.together and beat.waiting):
         return False
     exists = _is_near(beat.step, hang) if hang.together else beat.step == hang.step

@@ -1,6 +1,7 @@
-"""Is the run making progress? Asked by /healthz, the page and `tandem health`, and answered here alone.
+"""Decide whether the run makes progress, for /healthz, the page and `tandem health`.
 
-Standard library only, few imports: probes run it often.
+Each node writes its heartbeat to TANDEM_STATE_DIR, for probes; node 0 also to the run directory, for people.
+It uses only the standard library and few imports, because probes run it often.
 """
 
 import contextlib
@@ -10,21 +11,25 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
-from tandem.reading import content, count, finite, parsed
-from tandem.timeouts import NODE_TICK_SECONDS, SLACK_SECONDS, STALE_SECONDS
+from tandem.reading import RunFiles, content, count, finite, parsed
+from tandem.timeouts import NODE_TICK_SECONDS, RUN_HEALTH_STALE_SECONDS, SLACK_SECONDS, STALE_SECONDS
 from tandem.words import lasting
 
 if TYPE_CHECKING:
     from tandem.config.slices import LaunchConfig, ReliabilityConfig
 
 FILE_NAME = "health.json"
+TEMPORARY = ".health.json.tmp"
+"""Name of the file in a run directory while it is being written; a kill may leave it there."""
+LONGEST_LINE = 400
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without progress that may be well: until all are here, until the first step, between steps."""
+    """Limits without progress, in seconds: until all nodes joined, until the first step, per step."""
 
     master_timeout: float
     phase_timeout: float
@@ -32,11 +37,11 @@ class Limits:
 
     @classmethod
     def asked(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "Limits":
-        """Those of the settings."""
+        """Return the limits from the settings."""
         return cls(launch.master_timeout, timeouts.phase_timeout, timeouts.hang_seconds)
 
     def of(self, state: str) -> float:
-        """Of what a node does: a state of its agent, or an activity of its ranks."""
+        """Return the limit of what a node does: a state of its agent, or an activity of its ranks."""
         if state in ("starting", "rendezvous"):
             return SLACK_SECONDS + self.master_timeout
         if state == "train" and self.hang_timeout is not None:
@@ -45,32 +50,55 @@ class Limits:
 
 
 def record(state: str, step: int, last_progress: float, limit_seconds: float) -> dict[str, object]:
-    """What `judge` reads. `last_progress` is when the run last got further (Unix seconds); `limit_seconds`
-    is how long it may take in this state until the next progress."""
+    """Return the record that `judge` reads.
+
+    `last_progress` is when the run last made progress (Unix seconds); `limit_seconds` is how long this state
+    may last without progress.
+    """
     return {
         "time": time.time(), "state": state, "step": step, "last_progress": last_progress,
-        "limit_seconds": limit_seconds, "pid": os.getpid(),
+        "limit_seconds": limit_seconds, "pid": os.getpid(), "machine": _machine(),
     }  # fmt: skip
 
 
-def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
-    """Replace STATE_DIR/health.json, in a folder that is made; call it once a second. Raises OSError.
+@cache
+def _machine() -> str:
+    """Return what makes a process number unique: the boot, and the namespace of process numbers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
-    Not fsynced: after a host's crash it is stale.
+
+def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
+    """Replace STATE_DIR/health.json, creating the directory; call it once a second. Raises OSError.
+
+    The file is not fsynced, so it is outdated after the host crashes.
     """
     os.makedirs(state_dir, exist_ok=True)
-    path = os.path.join(state_dir, FILE_NAME)
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
+    _replace(state_dir, f"{FILE_NAME}.{os.getpid()}.tmp", record)
+
+
+def write_run_health(run_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
+    """Replace RUN_DIR/health.json; only node 0 calls this. Raises OSError if the directory is gone."""
+    _replace(run_dir, TEMPORARY, record)
+
+
+def _replace(folder: str | os.PathLike[str], name: str, record: Mapping[str, object]) -> None:
+    temporary = os.path.join(folder, name)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # what a killed writer has left
+    with open(temporary, "x", encoding="utf-8") as file:  # through no link
         json.dump(record, file)
-    os.replace(temporary, path)
+    os.replace(temporary, os.path.join(folder, FILE_NAME))
 
 
 class Starting:
-    """Writes that this node starts, once a second, until it is closed: the agent's own begins with torch.
+    """Reports that this node is starting, once a second until closed: the agent's reports need torch first.
 
-    Kubernetes publishes the names of pods that have started only; who asks too early is told for half a
-    minute that there is no such name.
+    Kubernetes publishes the name of a pod only after it has started, and a failed lookup of the name is
+    cached for half a minute.
     """
 
     def __init__(self, state_dir: str | os.PathLike[str], limits: Limits) -> None:
@@ -81,7 +109,7 @@ class Starting:
 
     def _write(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # the agent says so, if it lasts
+            with contextlib.suppress(OSError):  # the agent reports it if it persists
                 write_health(self._state_dir, record("starting", 0, self._since, self._limit))
             if self._closing.wait(NODE_TICK_SECONDS):
                 return
@@ -91,11 +119,13 @@ class Starting:
         self._thread.join()
 
 
-def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[bool, str]:
-    """(healthy?, one line that says why) from STATE_DIR/health.json; never raises."""
-    path = os.path.join(state_dir, FILE_NAME)
+def check(
+    folder: str | os.PathLike[str], now: float | None = None, stale: float = STALE_SECONDS
+) -> tuple[bool, str]:
+    """Return (healthy, one-line reason) from FOLDER/health.json; never raises."""
+    path = os.path.join(folder, FILE_NAME)
     try:
-        return judge(parsed(content(state_dir, FILE_NAME)), time.time() if now is None else now)
+        return judge(parsed(content(folder, FILE_NAME)), time.time() if now is None else now, stale)
     except FileNotFoundError:
         return False, f"no heartbeat: {path} does not exist"
     except OSError as error:
@@ -104,8 +134,25 @@ def check(state_dir: str | os.PathLike[str], now: float | None = None) -> tuple[
         return False, f"no heartbeat: {path} is not a heartbeat"
 
 
-def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
-    """Judge one heartbeat; raises KeyError, TypeError or ValueError if it is not one."""
+def check_run(run_dir: str | os.PathLike[str]) -> tuple[bool, str]:
+    """Return the same for a run directory; the summary decides for a run that has ended."""
+    if not os.path.isdir(run_dir):
+        what = "is not a directory" if os.path.exists(run_dir) else "does not exist"
+        return False, f"{os.fspath(run_dir)} {what}; give the directory of a run"
+    if not os.path.lexists(os.path.join(run_dir, "config.json")):
+        line = "has no config.json: it is not a run, or has not started; give the directory of a run"
+        return False, f"{os.fspath(run_dir)} {line}"
+    summary = RunFiles(run_dir).read("summary.json")
+    if state := summary.get("state"):
+        return state == "finished", f"{state} at step {summary.get('global_step') or 0:,}"
+    return check(run_dir, stale=RUN_HEALTH_STALE_SECONDS)
+
+
+def judge(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS) -> tuple[bool, str]:
+    """Judge one heartbeat, which is too old after `stale` seconds.
+
+    Raises KeyError, TypeError or ValueError if it is not one.
+    """
     state, step = str(record["state"]), count(record["step"])
     where = f"{state} at step {step:,}"
     if state == "succeeded":
@@ -113,10 +160,10 @@ def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
     if state in ("stopped", "failed"):
         return False, where
     age = now - finite(record["time"])
-    if age > STALE_SECONDS:
-        return False, f"last heartbeat {lasting(age)} ago, limit {STALE_SECONDS:.0f} s ({where})"
+    if age > stale:
+        return False, f"last heartbeat {lasting(age)} ago, limit {stale:.0f} s ({where})"
     pid = count(record["pid"])
-    if not _is_alive(pid):
+    if record.get("machine", _machine()) == _machine() and not _is_alive(pid):
         return False, f"process {pid} is gone ({where})"
     quiet = max(0.0, now - finite(record["last_progress"]))
     limit = float("inf") if record["limit_seconds"] is None else finite(record["limit_seconds"])
@@ -125,13 +172,16 @@ def judge(record: Mapping[str, object], now: float) -> tuple[bool, str]:
     return True, f"{where}, last progress {lasting(quiet)} ago"
 
 
-def main(environ: Mapping[str, str], as_json: bool = False) -> int:
-    """Print one line; 0 healthy, 1 not (Docker reserves 2)."""
+def main(environ: Mapping[str, str], as_json: bool = False, run_dir: str | None = None) -> int:
+    """Print one line; return 0 if healthy, else 1 (Docker reserves 2)."""
     state_dir = environ.get("TANDEM_STATE_DIR")
-    if not state_dir:
-        healthy, line = False, "TANDEM_STATE_DIR is not set; set it to the directory that tandem launch uses"
-    else:
+    if run_dir is not None:
+        healthy, line = check_run(run_dir)
+    elif state_dir:
         healthy, line = check(state_dir)
+    else:
+        healthy, line = False, "TANDEM_STATE_DIR is not set; give a run directory: tandem health RUN_DIR"
+    line = "".join(each if each.isprintable() else " " for each in line[:LONGEST_LINE])
     if as_json:
         print(json.dumps({"healthy": healthy, "reason": line}), flush=True)
     else:
@@ -144,6 +194,7 @@ def _is_alive(pid: int) -> bool:
         return False
     try:
         os.kill(pid, 0)
+    # Signal 0 only checks that the process exists. PermissionError means that it does, under another user.
     except ProcessLookupError:
         return False
     except PermissionError:

@@ -1,8 +1,8 @@
-"""What a rank says of itself four times a second, from a thread beside the training.
+"""Heartbeats of a rank, four times a second from a separate thread.
 
-Where it is (step, activity, phase), since when, and whether it waits for others there: read from the
-clock that the training thread tells. Nothing here touches a collective; of a GPU on which the host seems to
-wait, events are asked whether they have passed, which waits for nothing.
+A heartbeat has the position (step, activity, phase), since when, and whether the rank waits for others there.
+It is read from the clock that the training thread updates, and never from a collective. If the host seems to
+wait for a GPU, events are queried without blocking.
 """
 
 import logging
@@ -25,9 +25,9 @@ log = logging.getLogger("tandem.heartbeat")
 
 
 class Heartbeats:
-    """One rank's signs of life, as `limits` say how long something may take.
+    """Sends the heartbeats of one rank, with the time limits from `limits`.
 
-    A rank that is stuck for a hang's time writes torch's flight recorder to `directory`.
+    A rank that is stuck for as long as a hang writes torch's flight recorder to `directory`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Heartbeats:
         threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
 
     def send(self) -> None:
-        """Say where the rank is now; in this order, whichever thread says it."""
+        """Send the rank's position; the lock keeps the order, whichever thread calls."""
         with self._one_at_a_time:
             clock, now = self._clock, running.now()
             quiet = now - clock.since
@@ -51,7 +51,8 @@ class Heartbeats:
             stands = quiet > 2 * BEAT_SECONDS
             kernel = clock.kernel() if stands and trains else None
             phase, step = clock.current, clock.step
-            if kernel is not None:  # the host waits for it further on, as it would for other ranks
+            # The host waits for the kernel later in the step, in a place where it also waits for other ranks.
+            if kernel is not None:
                 phase, step = f"{kernel[0]} (kernel)", kernel[1]
             idle = quiet if kernel is not None else min(quiet, max(0.0, now - self._effort.worked_at))
             limits = self._limits
@@ -82,7 +83,7 @@ class Heartbeats:
                 self.send()
                 renew_outputs()
                 self._record_if_stuck()
-            except Exception:  # a rank that nobody speaks for is taken for one that hangs
+            except Exception:  # a rank without heartbeats would be reported as hung
                 if not self._complained:
                     log.exception("sending a heartbeat failed; will keep trying")
                 self._complained = True
@@ -95,11 +96,11 @@ class Heartbeats:
                 self._path.write_bytes(flight_record())
 
     def _waits(self) -> bool:
-        """Whether the training thread stands in a collective: known from its stack, or an idle backward."""
+        """Return True if the training thread waits for others: in a collective, or in an idle backward."""
         frame = self._effort.frame
         if in_collective(frame):
             return True
-        if not self._clock.is_of_host:  # kernels are awaited where their results are
+        if not self._clock.is_of_host:  # the host waits for kernels where it uses their results
             return self._clock.current in ("backward", "optimizer")
         is_in_torch = frame is not None and "/torch/" in frame.f_code.co_filename
         return self._clock.current == "backward" and is_in_torch and not self._effort.is_busy()

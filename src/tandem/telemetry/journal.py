@@ -1,4 +1,4 @@
-"""Files of the run directory a person or a script reads: events.jsonl, metrics.jsonl, atomic JSON files."""
+"""Files of a run directory for users and scripts: events.jsonl, metrics.jsonl, atomic JSON files."""
 
 import json
 import logging
@@ -22,8 +22,11 @@ BLOCK_BYTES = 64 * 1024
 
 
 def plain(value: object) -> object:
-    """A copy that strict JSON can hold: NaN and infinities become "NaN", "Infinity", "-Infinity" (the
-    spelling of protobuf's JSON mapping), what JSON does not know becomes its str()."""
+    """Return a copy for strict JSON.
+
+    NaN and infinities become "NaN", "Infinity", "-Infinity" (the spelling of protobuf's JSON mapping), and
+    unknown types become their str().
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, str | bool | int | float):
@@ -36,16 +39,16 @@ def plain(value: object) -> object:
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """Strict JSON of anything."""
+    """Return any value as strict JSON."""
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replace `path`, durably: readers see the old or the new content, never a part. Raises OSError."""
+    """Replace `path` durably: readers see the old or the new content, never a part. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # through no link
+        with temporary.open("xb") as file:  # does not follow a link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -66,7 +69,7 @@ def write_json_atomic(path: Path, obj: object) -> None:
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's events.jsonl, after those of the older file where there is one."""
+    """Return the lines of a run's events.jsonl, after those of the older file if there is one."""
     return RunFiles(run_dir).events()
 
 
@@ -85,9 +88,12 @@ class Journal:
             self._go_on_in_new_file()
 
     def _go_on_in_new_file(self) -> None:
-        """Put a full events.jsonl aside. The new one begins with what was counted in all before it: rank 0
-        and node 0's agent append to it, and whoever comes later loses nothing. Until that line is on the
-        disk, the older file says the same."""
+        """Rotate a full events.jsonl.
+
+        The new file begins with the totals of all earlier events. Rank 0 and node 0's agent both append to
+        it, and later readers lose nothing. Until that line is on disk, the older file has the same
+        information.
+        """
         fresh = self.events_path.with_name(f".{EVENTS}.new")
         with self._lock, suppress(OSError), exclusively(self.events_path, EVENTS_BYTES):
             counted = Restarts(read_events(self._run_dir)).counted()
@@ -100,8 +106,11 @@ class Journal:
         self._append(self.metrics_path, {"time": time.time(), "step": step, **fields})
 
     def scores_at(self, step: int) -> dict[str, float]:
-        """What the last evaluation at this very step gave; empty without one. After `rewind`: of the lines
-        only those of this step are read, the last ones, however long the run."""
+        """Return the scores of the last evaluation at exactly this step; empty if there was none.
+
+        Call it after `rewind`: only the lines of this step, which are the last ones, are then read, however
+        long the run.
+        """
         scores: object = {}
         with suppress(OSError), self.metrics_path.open("rb") as file:
             at_step = takewhile(lambda found: _step_of(found[1]) >= step, _lines_backwards(file))
@@ -110,10 +119,10 @@ class Journal:
         return {name: float(value) for name, value in numbers(scores).items()}
 
     def rewind(self, step: int) -> int:
-        """Drop the lines of metrics.jsonl after `step`, and torn ones; returns how many went.
+        """Drop the lines of metrics.jsonl after `step`, and incomplete ones; return how many were dropped.
 
-        Lines stand in the order of their steps, so those to drop are the last ones: they are read backwards
-        and cut off, which takes as long in a long run as in a short one.
+        Lines are ordered by step, so the lines to drop are the last ones. They are read backwards and
+        truncated, which is as fast in a long run as in a short one.
         """
         with self._lock:
             dropped = kept_bytes = 0
@@ -134,7 +143,7 @@ class Journal:
             return dropped
 
     def _append(self, path: Path, record: dict[str, object]) -> int:
-        """How long the file is then; 0 where it cannot be written."""
+        """Append a line; return the length of the file, or 0 if it cannot be written."""
         line = (to_json(record) + "\n").encode()
         with self._lock:
             try:
@@ -156,28 +165,28 @@ class Journal:
 
 
 def _is_torn(descriptor: int) -> bool:
-    """True if the file's last line has no end: its writer was killed."""
+    """Return True if the file's last line has no end, because its writer was killed."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(where it ends in the file, the line) for each line, the last one first."""
+    """Yield (end offset in the file, line) for each line, last line first."""
     end, block = file.seek(0, os.SEEK_END), BLOCK_BYTES
     while end > 0:
         start = max(0, end - block)
         file.seek(start)
         content = file.read(end - start)
-        if start > 0:  # what comes before the first line end may have begun earlier
+        if start > 0:  # the part before the first newline may have begun earlier
             content = content[content.find(b"\n") + 1 :] if b"\n" in content[:-1] else b""
-        block = BLOCK_BYTES if content else 2 * block  # a line longer than the block
+        block = BLOCK_BYTES if content else 2 * block  # the line is longer than the block
         for line in reversed(content.splitlines(keepends=True)):
             yield end, line
             end -= len(line)
 
 
 def _step_of(line: bytes) -> float:
-    """The line's step; infinity where there is none, so that the line goes."""
+    """Return the step of a line; infinity if it has none, so that the line is dropped."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What only the node's agent can keep, as it outlives ranks: activities, replays, signals, its health."""
+"""State that only the agent can keep, because it outlives ranks: activities, replays, signals, health."""
 
 import logging
 import os
@@ -23,16 +23,16 @@ STATE_OF = {
     "checkpoint": "checkpointing",
     "drain": "draining",
 }
-"""The run's state while rank 0 is in an activity."""
+"""The state of the run while rank 0 is in an activity."""
 ACTIVITY_OF = {state: activity for activity, state in STATE_OF.items()} | dict.fromkeys(
     metrics.FINAL_STATES, "drain"
 )
 
 
 class Activities:
-    """Charges wall time to activities, exactly one at any moment; `now` is any clock in seconds.
+    """Charges wall time to activities, exactly one at a time; `now` is any clock in seconds.
 
-    One that steps back counts as standing still. Thread-safe.
+    If the clock goes back, it counts as having stopped. Thread-safe.
     """
 
     def __init__(self, now: float) -> None:
@@ -41,13 +41,13 @@ class Activities:
         self._lock = threading.Lock()
 
     def enter(self, state: str, now: float) -> None:
-        """From now on time belongs to this state of the run."""
+        """Charge time from `now` on to this state of the run."""
         with self._lock:
             self._charge(now)
             self._current = ACTIVITY_OF[state]
 
     def take(self, now: float) -> list[Sample]:
-        """What has been spent since the last call."""
+        """Return the time spent since the last call, by activity."""
         with self._lock:
             self._charge(now)
             spent, self._spent = self._spent, dict.fromkeys(ACTIVITIES, 0.0)
@@ -61,7 +61,7 @@ class Activities:
 
 
 def process_age_seconds() -> float:
-    """How long this process has lived (Linux: proc(5)); 0.0 where that cannot be told."""
+    """Return the age of this process (Linux: proc(5)); 0.0 if unknown."""
     try:
         with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as up:
             started = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -71,7 +71,7 @@ def process_age_seconds() -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory that a process has in RAM (Linux: proc(5)); 0 where that cannot be told."""
+    """Return the resident memory of a process (Linux: proc(5)); 0 if unknown."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -80,7 +80,7 @@ def resident_bytes(pid: int) -> int:
 
 
 class Replays:
-    """Counts steps done again after a restart, and those that a killed rank could not report."""
+    """Counts steps repeated after a restart, and steps that a killed rank could not report."""
 
     def __init__(self, reached: int = 0) -> None:
         self._done = self._reached = reached
@@ -88,7 +88,7 @@ class Replays:
         self._has_begun = False
 
     def begin(self, step: int) -> tuple[int, int]:
-        """A generation begins at `step`: (steps of this launch never reported, those of them done again)."""
+        """Begin a generation at `step`; return (unreported steps of this launch, how many were repeats)."""
         unreported = max(0, step - self._done) if self._has_begun else 0
         again = self.advance(step) if unreported else 0
         self._has_begun = True
@@ -97,7 +97,7 @@ class Replays:
         return unreported, again
 
     def advance(self, step: int) -> int:
-        """`step` steps are done now; how many of the new ones had been done before."""
+        """Record `step` finished steps; return how many of the new ones are repeats."""
         again = max(0, min(step, self._redo_until) - self._done)
         self._done = max(self._done, step)
         self._reached = max(self._reached, step)
@@ -105,7 +105,7 @@ class Replays:
 
 
 def volume_sizes(directory: Path) -> list[Sample]:
-    """Free space and size of the volume; empty if it does not answer."""
+    """Return the free space and size of the volume; empty if it does not answer."""
     try:
         usage = shutil.disk_usage(directory)
     except OSError:
@@ -117,14 +117,14 @@ def volume_sizes(directory: Path) -> list[Sample]:
 
 
 def signal_increments(received: Mapping[str, int], counted: dict[str, int]) -> list[Sample]:
-    """Signals that came since `counted`, which is brought up to date."""
+    """Return the signals received since `counted`, and update `counted`."""
     new = {name: number - counted.get(name, 0) for name, number in received.items()}
     counted.update(received)
     return [metrics.SIGNALS_RECEIVED.inc(number, signal=name) for name, number in new.items() if number]
 
 
 class CountingHandler(logging.Handler):
-    """Counts log records of warning and above as `tandem_log_messages`."""
+    """Counts log records of level warning and above as `tandem_log_messages`."""
 
     def __init__(self, send: Send) -> None:
         super().__init__(logging.WARNING)
@@ -137,7 +137,7 @@ class CountingHandler(logging.Handler):
 
 
 def count_log_messages(send: Send) -> None:
-    """Count what the "tandem" logger says in this process; replaces an earlier counter."""
+    """Count the records of the "tandem" logger in this process; replaces an earlier counter."""
     logger = logging.getLogger("tandem")
     for old in [handler for handler in logger.handlers if isinstance(handler, CountingHandler)]:
         logger.removeHandler(old)
@@ -145,14 +145,16 @@ def count_log_messages(send: Send) -> None:
 
 
 class HealthFile:
-    """health.json in a folder (None: nowhere), written again as soon as it can be; that it cannot is said
-    once."""
+    """The file health.json in a directory (None: nowhere).
+
+    A failed write is logged once, and the next write is attempted as usual.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder, self._has_failed = folder, False
 
     def write(self, record: Mapping[str, object]) -> None:
-        """See `health.record`; call it once a second."""
+        """Write a record (see `health.record`); call it once a second."""
         if self._folder is None:
             return
         try:

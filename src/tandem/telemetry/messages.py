@@ -1,7 +1,7 @@
-"""What a rank says to its node's agent: one dataclass per kind, declared here, and how it travels.
+"""The messages from a rank to its node's agent: one dataclass per kind, and their encoding.
 
-A message is a JSON object whose `is` names the class. An agent of another version may say more or less:
-unknown keys are left alone; what does not fit its class is refused by `decode`.
+A message is a JSON object whose key `is` names the class. An agent of another version may send more or fewer
+keys: unknown keys are ignored, and `decode` rejects what does not fit its class.
 """
 
 import functools
@@ -18,13 +18,15 @@ from tandem.telemetry.families import Sample
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank is, several times a second. `quiet`: seconds since it entered `phase`; `idle`: since it
-    has shown work there. Both are of the time in which it ran.
+    """The position of a rank, sent several times a second.
 
-    `limit` and `idle_limit` are what those may be, and `hang` what silence may; `trained`: it has finished a
-    step; `waiting`: it stands in a collective. Of a script, which gathers nothing by itself, `own` and
-    `quick` are a typical and a quick step without the wait for other ranks, and `doing` the line where most
-    of that time goes; None as long as it is not known.
+    `quiet` is the number of seconds since it entered `phase`, and `idle` since it last showed work there;
+    both exclude time in which the process was stopped. `limit` and `idle_limit` are their limits, and `hang`
+    that of silence. `trained`: it has finished a step. `waiting`: it is in a collective.
+
+    A script's ranks gather no step times. For them, `own` and `quick` are a typical and a quick step without
+    the wait for other ranks. `doing` is the source line where most of that time is spent. All three are None
+    while unknown.
     """
 
     rank: int
@@ -45,7 +47,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The plan, by rank 0: training goes on after `step` finished steps."""
+    """The plan, sent by rank 0: training continues after `step` finished steps."""
 
     step: int
     steps_per_epoch: int
@@ -54,7 +56,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepsDone:
-    """How far rank 0 is; `loss` is the last interval's, None before the first and when it is not finite."""
+    """Rank 0's progress; `loss` is the last interval's, None before the first and if it is not finite."""
 
     step: int
     loss: float | None
@@ -81,7 +83,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The slowest ranks of the last interval for the page, and who holds the others back, if anybody."""
+    """The slowest ranks of the last interval for the page, and a message about a straggler, if any."""
 
     rows: list[dict[str, Any]]
     says: str | None
@@ -97,18 +99,18 @@ class Samples:
 Message = Heartbeat | RunStarted | StepsDone | Point | Event | Ranks | Samples
 Send = Callable[[Message], object]
 MAX_NODE_BYTES = 256 * 1024
-"""As much as 64 series of every metric that a node has of its own."""
+"""The size of 64 series of every metric that is kept per node."""
 Declared = TypeVar("Declared")
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    """One datagram. NaN travels as Python's JSON spells it. Raises TypeError for what JSON cannot hold."""
+    """Encode one datagram, with NaN as in Python's JSON. Raises TypeError for what JSON cannot hold."""
     return json.dumps({"is": type(message).__name__, **vars(message)}, separators=(",", ":")).encode()
 
 
 def decode(datagram: bytes) -> Message:
-    """What `encode` was given. Raises ValueError for anything else."""
+    """Inverse of `encode`. Raises ValueError for anything else."""
     words = json.loads(datagram)
     kind = KINDS.get(str(words.get("is"))) if isinstance(words, dict) else None
     if kind is None:
@@ -117,7 +119,7 @@ def decode(datagram: bytes) -> Message:
 
 
 def checked(kind: type[Declared], words: object) -> Declared:
-    """A dataclass from what came as JSON, each field of the type that is declared. Raises ValueError."""
+    """Return a dataclass from JSON, with each field of its declared type. Raises ValueError."""
     if not isinstance(words, dict):
         raise ValueError(f"{kind.__name__} that is no object")
     values = {}
@@ -130,9 +132,10 @@ def checked(kind: type[Declared], words: object) -> Declared:
 
 @functools.cache
 def _declared(kind: type[Any]) -> tuple[tuple[str, Any, tuple[type, ...]], ...]:
-    """(name, hint, types that fit at once) of each field.
+    """Return (name, hint, types that fit exactly) of each field.
 
-    Node 0 checks five times a second what all ranks say; to resolve hints each time took ten times as long.
+    It is cached because node 0 checks the messages of all ranks five times a second; resolving the hints each
+    time took ten times as long.
     """
     hints = get_type_hints(kind)
     return tuple((each.name, hints[each.name], _plain(hints[each.name])) for each in fields(cast(Any, kind)))
@@ -145,13 +148,13 @@ def _plain(hint: Any) -> tuple[type, ...]:
 
 
 def pack_samples(samples: list[Sample]) -> str:
-    """What a node's agent says to node 0 of its own metrics: whole, with a number that makes it new."""
+    """Encode the metrics that an agent sends to node 0, all of them, with a number that changes each time."""
     data = json.dumps([time.monotonic_ns(), samples], separators=(",", ":"))
     return data if len(data) <= MAX_NODE_BYTES else "[0,[]]"
 
 
 def unpack_samples(data: bytes) -> list[Any]:
-    """What `pack_samples` was given; a row that `Registry` counts as an error if it is anything else."""
+    """Inverse of `pack_samples`; for anything else, a row that `Registry` counts as an error."""
     try:
         _, samples = json.loads(data[: MAX_NODE_BYTES + 1])
         return samples if isinstance(samples, list) else [None]

@@ -1,6 +1,6 @@
-"""What is measured of a rank's steps, from numbers given to it: no clock is read here.
+"""Measurements of a rank's steps, computed from given numbers; no clock is read here.
 
-`Meter` splits steps into phases that add up to the step. All durations are seconds.
+`Meter` splits steps into phases that add up to the step. All durations are in seconds.
 """
 
 import math
@@ -13,9 +13,9 @@ ACTIVITIES = ("startup", "rendezvous", "resume", "train", "eval", "checkpoint", 
 WARMUP_STEPS = 20
 
 
-@dataclass(slots=True)  # one per step: not frozen, which would cost five times as much to make
+@dataclass(slots=True)  # one per step; not frozen, because creating a frozen one takes five times as long
 class StepTimes:
-    """Seconds of one step of one rank; `wait` is the part of backward spent waiting for other ranks."""
+    """Durations of one step on one rank; `wait` is the part of backward spent waiting for other ranks."""
 
     data: float
     transfer: float
@@ -35,13 +35,13 @@ class StepTimes:
         return self.own + self.wait
 
     def phases(self) -> dict[str, float]:
-        """Seconds by name of PHASES, which add up to `total`: the wait is part of backward."""
+        """Return seconds by PHASES, which add up to `total`: the wait is part of backward."""
         return {name: getattr(self, name) for name in PHASES} | {"backward": self.backward + self.wait}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is to be: samples of all ranks in a step, steps in an epoch and in all."""
+    """The plan of a run: samples of all ranks in a step, steps in an epoch, and steps in all."""
 
     batch_size: int
     steps_per_epoch: int = 1
@@ -50,9 +50,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Costs:
-    """FLOPs of a sample, FLOP/s that one device can do, how many devices, gradient bytes of one rank.
+    """FLOPs per sample, FLOP/s of one device, number of devices, and gradient bytes of one rank.
 
-    0 means: not known. `sums`: the names of what the task's loss gives besides it; None: not known.
+    0 means unknown. `sums`: the names of the values that the task's loss returns besides the loss; None:
+    unknown.
     """
 
     flops_per_sample: float = 0.0
@@ -64,7 +65,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What torch's allocator says of one GPU: bytes now and at most, and counts since the process began."""
+    """State of torch's allocator on one GPU: current and peak bytes; counts since the process began."""
 
     gpu: int
     allocated: int
@@ -78,8 +79,8 @@ class DeviceMemory:
 class Consensus:
     """What all ranks know after a step.
 
-    `loss` is NaN when it is not finite on some rank; `left_out`: the step has changed nothing, because
-    that loss or the reduced gradients are not finite. `sums`: the task's {name: (sum, count)}, of all ranks.
+    `loss` is NaN if it is not finite on some rank. `left_out`: the step changed nothing, because that loss or
+    the reduced gradients are not finite. `sums`: the task's {name: (sum, count)}, over all ranks.
     """
 
     step: int
@@ -92,7 +93,7 @@ class Consensus:
 
 @dataclass(frozen=True)
 class Readings:
-    """Numbers that lie on the device until the log cadence is due; counts are since the last readings."""
+    """Values that stay on the device until a log line is due; counts are since the last readings."""
 
     grad_norm: float | None
     loss_scale: float | None
@@ -103,9 +104,9 @@ class Readings:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """A save that ended: seconds from its begin to its last fsync, and how long training was held for it.
+    """The result of a save: seconds from its start to its last fsync, and how long training was blocked.
 
-    `bytes` on the volume; None means that it failed.
+    `bytes` on the volume; None if the save failed.
     """
 
     step: int
@@ -116,7 +117,7 @@ class SaveOutcome:
 
 @dataclass
 class Interval:
-    """Some steps: how many, the samples of all ranks in them, and seconds by name of PHASES."""
+    """A number of steps, the samples of all ranks in them, and seconds by PHASES."""
 
     steps: int = 0
     samples: int = 0
@@ -143,9 +144,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class LogLine:
-    """What is known of the steps between two lines of the log, the last of which is `step`.
+    """What is known of the steps between two log lines, the last of which is `step`.
 
-    `loss` and `scores` (what the task's loss gives besides) are means over them, `rate` is the last one's.
+    `loss` and `scores` (other values that the task's loss returns) are means over the steps; `rate` is the
+    last step's.
     """
 
     step: int
@@ -156,7 +158,7 @@ class LogLine:
     readings: Readings
 
     def numbers(self) -> dict[str, float]:
-        """Beside the scores; a norm that is not known stays away."""
+        """Return the values other than scores, without an unknown gradient norm."""
         norm = self.readings.grad_norm
         return {
             "loss": self.loss,
@@ -165,7 +167,7 @@ class LogLine:
         } | ({} if norm is None else {"grad_norm": norm})
 
     def record(self) -> dict[str, Any]:
-        """The line of metrics.jsonl, and the point of the page's curves."""
+        """Return the line of metrics.jsonl, which is also a point of the page's curves."""
         scores = {"scores": self.scores} if self.scores else {}
         return self.numbers() | scores | {"phases": self.interval.phases}
 
@@ -178,13 +180,13 @@ class Meter:
         self._warmup_steps = warmup_steps
 
     def step(self, samples: int, times: StepTimes) -> None:
-        """A step is over: `samples` of all ranks, and where its time went."""
+        """Record a finished step: `samples` of all ranks, and where its time was spent."""
         self._open.add(samples, times)
         if self._warmup.steps < self._warmup_steps:
             self._warmup.add(samples, times)
 
     def interval(self) -> Interval:
-        """The steps since the last call; an open step goes to the next interval."""
+        """Return the steps since the last call; an unfinished step belongs to the next interval."""
         closed, self._open = self._open, Interval()
         self._closed += closed
         return closed
@@ -196,9 +198,9 @@ class Meter:
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput of this launch: steps only (no evaluation, no saves), without the first 20.
+        """Throughput of this launch: only steps (no evaluations or saves), without the first 20.
 
-        A launch of 20 steps or fewer has nothing else, so there all of its steps count; 0.0 before the first.
+        A launch of 20 steps or fewer counts all of its steps. 0.0 before the first step.
         """
         total, warmup = self.total, self._warmup
         if total.steps <= self._warmup_steps:
@@ -208,14 +210,14 @@ class Meter:
 
 
 class Means:
-    """Means over the steps of a log interval: the loss, and the task's sums over their counts."""
+    """Means over the steps of a log interval: the loss, and the task's sums divided by their counts."""
 
     def __init__(self) -> None:
         self._loss_sum, self._loss_count = 0.0, 0
         self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, consensus: Consensus) -> None:
-        """One more step, unless its loss is not finite."""
+        """Add one more step, unless its loss is not finite."""
         if not math.isfinite(consensus.loss):
             return
         self._loss_sum += consensus.loss
@@ -223,25 +225,25 @@ class Means:
         self.add_sums(consensus.sums)
 
     def add_sums(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """{name: (sum, count)} of all ranks."""
+        """Add {name: (sum, count)} of all ranks."""
         for name, (total, count) in sums.items():
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (before[0] + total, before[1] + count)
 
     @property
     def loss(self) -> float:
-        """NaN without a step."""
+        """The mean loss; NaN without a step."""
         return self._loss_sum / self._loss_count if self._loss_count else math.nan
 
     def close(self) -> tuple[float, dict[str, float]]:
-        """(loss; means by name), and begin anew."""
+        """Return (loss, means by name), and start a new interval."""
         loss = self.loss
         means = {name: total / count for name, (total, count) in self._sums.items() if count}
         self.load({})
         return loss, means
 
     def state(self) -> dict[str, Any]:
-        """The open interval, for a checkpoint."""
+        """Return the state of the unfinished interval, for a checkpoint."""
         sums = {name: list(pair) for name, pair in self._sums.items()}
         return {"loss_sum": self._loss_sum, "loss_count": self._loss_count, "sums": sums}
 

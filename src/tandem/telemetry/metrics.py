@@ -1,7 +1,7 @@
-"""Every metric tandem exports, declared once and set through its declaration: `LOSS.set(0.5, split="train")`.
+"""Every metric that tandem exports, declared once and set through its declaration.
 
-That gives a sample, which the rank sends and its node's agent applies. Documentation, rules and dashboard
-are checked against `FAMILIES`.
+`LOSS.set(0.5, split="train")` returns a sample, which the rank sends and its node's agent applies.
+Documentation, rules and dashboard are checked against `FAMILIES`.
 """
 
 from collections.abc import Iterable
@@ -107,7 +107,7 @@ CHECKPOINT_BLOCKED_SECONDS = Counter("checkpoint_blocked_seconds",
     "Time that checkpoints blocked training.", "checkpoints")
 CHECKPOINT_SAVE_DURATION_SECONDS = Histogram("checkpoint_save_duration_seconds",
     "Time from snapshot to committed checkpoint.", "checkpoints", buckets=SAVE_BUCKETS)
-# Starts at 0 so that a run whose saves never succeed is stale too, instead of having no series.
+# Starts at 0, so that a run whose saves never succeed also counts as stale, instead of having no series.
 CHECKPOINT_LAST_SUCCESS_STEP = Gauge("checkpoint_last_success_step",
     "Step of the last checkpoint.", "checkpoints", initial=0.0)
 CHECKPOINT_SIZE_BYTES = Gauge("checkpoint_size_bytes", "Size of the last checkpoint.", "checkpoints")
@@ -166,12 +166,12 @@ FAMILIES: tuple[Family, ...] = tuple(each for each in globals().values() if isin
 
 
 def wire_names(families: Iterable[Family] = FAMILIES) -> frozenset[str]:
-    """Every series name that rules and dashboards may use."""
+    """Return every series name that rules and dashboards may use."""
     return frozenset(name for family in families for name in family.wire_names)
 
 
 def markdown_table(families: Iterable[Family] = FAMILIES) -> str:
-    """The table of docs/metrics.md, one row per family, names as PromQL sees them."""
+    """Return the table of docs/metrics.md: one row per family, with names as in PromQL."""
     lines = ["| group | metric | type | labels | meaning |", "|---|---|---|---|---|"]
     for family in families:
         name = family.wire_names[0] if family.kind != "histogram" else family.name

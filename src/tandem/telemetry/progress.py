@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a bar on a terminal, else one log line per interval."""
+"""The progress display of rank 0: a bar on a terminal, else one log line per interval."""
 
 import logging
 import sys
@@ -12,14 +12,15 @@ from tandem.telemetry.bars import Bar, open_bar
 logger = logging.getLogger("tandem")
 
 SHOWN = 4
-"""Numbers of a custom loop on a line; metrics.jsonl has all of them."""
+"""How many values of a custom loop to show on a line; metrics.jsonl has all of them."""
 
 
 class Progress:
-    """`advance` after each step (cheap), `report` once per log interval, `note` for a line in between.
+    """The progress display.
 
-    mode auto: a bar if `stream` is a terminal, but not with -q; on: a bar; off: log lines only. Other ranks
-    stay silent.
+    Call `advance` after each step (cheap), `report` once per log interval, and `note` for a line in between.
+    Mode auto: a bar if `stream` is a terminal, unless -q is given; on: a bar; off: only log lines. Ranks
+    other than 0 show nothing.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Progress:
             make_way(self._bar.making_way)
 
     def advance(self, step: int) -> None:
-        """`step` steps are done."""
+        """Set the number of finished steps."""
         if self._bar is not None and step > self._step:
             self._bar.advance(step)
         self._step = max(step, self._step)
@@ -51,7 +52,7 @@ class Progress:
         samples_per_second: float,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Show the interval that ended with `step` (count of finished steps); of `more`, SHOWN numbers."""
+        """Show the interval that ended with `step` (finished steps), and SHOWN values of `more`."""
         self.advance(step)
         if self._bar is not None:
             self._bar.say(epoch, loss, samples_per_second)
@@ -62,12 +63,12 @@ class Progress:
             logger.info("%s: %s", of, text)
 
     def note(self, text: str) -> None:
-        """One line of the log."""
+        """Write one log line."""
         if not self._silent:
             logger.info("%s", text)
 
     def close(self) -> None:
-        """Leave the bar as it stands; safe to call twice."""
+        """Leave the bar on the terminal; safe to call twice."""
         if self._bar is not None:
             make_way(nullcontext)
             self._bar.close()

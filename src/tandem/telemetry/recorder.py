@@ -1,6 +1,6 @@
-"""What a rank tells the world about its run, apart from its heartbeats: nearly all of it from rank 0.
+"""Everything a rank reports about its run except heartbeats; nearly all of it is from rank 0.
 
-Rank 0 writes the journal, TensorBoard and the progress display, and sends its numbers to the node's agent
+Rank 0 writes the journal, TensorBoard files and the progress display. It sends its values to the node's agent
 (or to the server in its own process), which owns the metrics. No call here waits for the GPU.
 """
 
@@ -45,32 +45,32 @@ from tandem.timeouts import PROGRESS_SECONDS
 log = logging.getLogger("tandem.run")
 
 MAX_TIMES = 1000
-"""Steps whose times are sent at once: with 64 ranks' rows they fit a message of 64 KiB."""
+"""Maximum number of step times per message: with rows of 64 ranks, they fit a message of 64 KiB."""
 TOKENS = "tokens"
-"""The sum that is a rate as well: what a task's loss, or a loop's log, calls so is counted."""
+"""Name of a sum that is also shown as a rate, if a task's loss or a loop's log has it."""
 
 
 class Recorder:
-    """One launch of one rank. `send` takes its messages; `clock` says where it is."""
+    """The reports of one rank in one launch. `send` sends its messages; `clock` has its position."""
 
     def __init__(self, rank: int, batch_size: int, send: Send, clock: Clock, node: int = 0) -> None:
         self.rank, self.clock, self._send = rank, clock, send
         self._plan, self.meter = Plan(batch_size), Meter()
-        self._journal: Journal | None = None  # the displays of rank 0, from `begin_run` on
+        self._journal: Journal | None = None  # the displays of rank 0, set by `begin_run`
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
         self._means = Means()
-        self._tokens: float | None = None  # since the last line, by this process; None: nobody says them
+        self._tokens: float | None = None  # since the last line, in this process; None: not reported
         self._unsent_tokens = 0.0
         self.loss, self.rate = math.nan, 0.0
         self.scores: dict[str, float] = {}
         self._own: dict[str, None] = {}
-        """Names that a custom loop has logged, in their order."""
+        """Names that a custom loop has logged, in order."""
         self._scores_step = -1
         self._unsent: list[StepTimes] = []
         self._stragglers, self._watch = Stragglers(node), StragglerWatch()
         self._memory: DeviceMemory | None = None
-        self.known_costs = Costs()  # what `costs` was told last, or what the loaded state says of it
+        self.known_costs = Costs()  # the last argument of `costs`, or from the loaded state
         self._steps_sent, self._sent_at = 0, 0.0
 
     def begin_run(
@@ -82,7 +82,7 @@ class Recorder:
         progress: Progress | None,
         tensorboard: EventWriter | None,
     ) -> None:
-        """The plan is known; rank 0 hands in where it writes to, the other ranks None."""
+        """Start the run with a known plan; rank 0 passes its outputs, the other ranks None."""
         self._plan = Plan(self._plan.batch_size, steps_per_epoch, steps_planned)
         self._journal, self._progress, self._tensorboard = journal, progress, tensorboard
         self.clock.resume(step)
@@ -92,20 +92,20 @@ class Recorder:
         self.samples(*plan_samples(self._plan), *position_samples(self._plan, step))
 
     def costs(self, costs: Costs) -> None:
-        """What a step costs; what is not known keeps its metrics away."""
+        """Set the costs of a step; metrics of unknown costs stay absent."""
         self.known_costs = costs
         if costs.device_flops:
             self.samples(metrics.PEAK_FLOPS.set(costs.devices * costs.device_flops))
-        if TOKENS in (costs.sums or ()):  # from 0: rate() misses the first increment of a series born with it
+        if TOKENS in (costs.sums or ()):  # from 0: rate() misses the first increment of a new series
             self.samples(metrics.TOKENS.inc(0))
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return self.clock.step
 
     def end_step(self, rate: float) -> None:
-        """One more step is finished; on GPUs its times and what was agreed in it come in later."""
+        """Record a finished step; on GPUs, its times and consensus arrive later."""
         self._timed(self.clock.end_step())
         self.rate = rate
         self._judge_ranks(self._stragglers.arrived())
@@ -115,7 +115,7 @@ class Recorder:
             self.samples(*self._news_of_steps())
 
     def _timed(self, times: Sequence[StepTimes]) -> None:
-        """Where the time of some steps went, whenever that is known."""
+        """Record the times of steps, whenever they are known."""
         for each in times:
             self.meter.step(self._plan.batch_size, each)
         self._stragglers.took(times)
@@ -123,26 +123,29 @@ class Recorder:
             self._unsent += times
 
     def agreed(self, consensus: Consensus) -> None:
-        """Loss and sums of a step, whenever they arrive."""
+        """Record loss and sums of a step, whenever they arrive."""
         self._means.add(consensus)
         self._count_tokens(consensus.sums)
 
     def logged(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """{name: (sum, count)} of all ranks, from a loop of the user's own."""
+        """Record {name: (sum, count)} of all ranks, from a custom loop."""
         self._means.add_sums(sums)
         self._own |= {name: None for name in sums if name != TOKENS}
         self._count_tokens(sums)
 
     def _count_tokens(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """Whatever their count is. No checkpoint has them, as it has no seconds of the open interval."""
+        """Count tokens, whatever their count is.
+
+        No checkpoint contains them, because it does not contain the time of the unfinished interval either.
+        """
         if TOKENS in sums:
             self._tokens = (self._tokens or 0.0) + sums[TOKENS][0]
             self._unsent_tokens += sums[TOKENS][0]
 
     def state(self) -> dict[str, Any]:
-        """The open log interval and the costs, for a checkpoint.
+        """Return the unfinished log interval and the costs, for a checkpoint.
 
-        A resumed run then logs what a calm one logs, and counts no FLOPs again.
+        A resumed run then logs the same as an uninterrupted one, and does not count FLOPs again.
         """
         costs = self.known_costs
         return {
@@ -153,7 +156,7 @@ class Recorder:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on with a log interval that was open when a checkpoint was saved."""
+        """Continue a log interval that was unfinished when the checkpoint was saved."""
         self._means.load(state)
         names = state.get("sum_names")
         self.known_costs = Costs(
@@ -165,9 +168,9 @@ class Recorder:
     def log_interval(
         self, step: int, readings: Readings, exchange: Callable[[list[float]], Gathering]
     ) -> None:
-        """The log cadence is due: one line, one row, one message.
+        """Report a log interval: one line, one row, one message.
 
-        `exchange` begins to gather a row of every rank, for the name of the slowest (see `stragglers`).
+        `exchange` starts to gather a row of every rank, to find the slowest (see `stragglers`).
         """
         self._timed(self.clock.drain())
         self._judge_ranks(self._stragglers.gather(exchange))
@@ -177,13 +180,13 @@ class Recorder:
         if self.rank == 0:
             self._show(line)
             samples = line_samples(line) + self._pace_of_tokens(line) + self._news_of_steps()
-        samples += memory_samples(readings.memory, self._memory)  # of each rank's GPU
+        samples += memory_samples(readings.memory, self._memory)  # each rank reports its own GPU
         self._memory = readings.memory
         if samples:
             self._send(Samples(samples))
 
     def _pace_of_tokens(self, line: LogLine) -> list[Sample]:
-        """Nothing before the first token; then they are counted anew for the next line."""
+        """Return the token rate, nothing before the first token; start counting again for the next line."""
         if self._tokens is None or line.interval.seconds <= 0:
             return []
         tokens, self._tokens = self._tokens, 0.0
@@ -199,7 +202,7 @@ class Recorder:
             self._progress.report(line.step, epoch=epoch, loss=line.loss, samples_per_second=speed, more=more)
 
     def _keep(self, point: Point, group: str, numbers: Mapping[str, float]) -> None:
-        """A point of the page's curves is a line of metrics.jsonl as well; `numbers` are TensorBoard's."""
+        """Add a point to the page's curves and metrics.jsonl; `numbers` are for TensorBoard."""
         if self._journal is not None:
             epoch = point.step / self._plan.steps_per_epoch
             self._journal.metrics(point.step, epoch=epoch, **point.values)
@@ -220,21 +223,21 @@ class Recorder:
 
     @property
     def last_loss(self) -> float:
-        """The mean of the last log interval; before the first, of the steps so far; NaN without any."""
+        """The mean of the last log interval; before the first one, of all steps so far; NaN without steps."""
         return self._means.loss if math.isnan(self.loss) else self.loss
 
     def not_finite(self) -> None:
-        """The loss is no number and the run ends for it: shown now, for no log line follows."""
+        """Show at once that the loss is not finite, because the run ends and no log line follows."""
         self.loss = math.nan
         self._means.load({})
         self.samples(metrics.LOSS.set(math.nan, split="train"))
 
     def data_error(self, reason: str) -> None:
-        """A sample could not be read (every rank tells its own)."""
+        """Count a sample that could not be read (each rank reports its own)."""
         self._send(Samples([metrics.DATA_ERRORS.inc(reason=reason)]))
 
     def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
-        """Scores over the whole evaluation set, equal on all ranks."""
+        """Report scores over the whole evaluation set, which are equal on all ranks."""
         self.scores, self._scores_step = dict(scores), step
         if self.rank != 0:
             return
@@ -246,15 +249,15 @@ class Recorder:
         self._send(Samples(score_samples(scores)))
 
     def recall(self, step: int, scores: Mapping[str, float]) -> None:
-        """What an evaluation at `step` gave before this launch or restart."""
+        """Restore the scores of an evaluation at `step` from before this launch or restart."""
         self.scores, self._scores_step = dict(scores), step
 
     def scores_at(self, step: int) -> dict[str, float]:
-        """What the evaluation at this very step gave; nothing when the last one was at another."""
+        """Return the scores of the evaluation at exactly this step; empty if the last one was at another."""
         return self.scores if self._scores_step == step else {}
 
     def saved(self, save: SaveOutcome) -> None:
-        """A save ended; called from the thread that wrote it."""
+        """Report the result of a save; called from the thread that wrote it."""
         if save.bytes is None:
             self.event("checkpoint_failed", step=save.step)
         else:
@@ -262,23 +265,23 @@ class Recorder:
         self.samples(*save_samples(save))
 
     def verified(self, step: int) -> None:
-        """A checkpoint was read back before older ones went; called from the same thread."""
+        """Report a checkpoint that was read back before older ones are removed; called by the same thread."""
         self.event("checkpoint_verified", step=step)
 
     def event(self, kind: str, **fields: object) -> None:
-        """One line in events.jsonl, and on the page (rank 0)."""
+        """Write a line to events.jsonl, and show it on the page (rank 0)."""
         if self._journal is not None:
             self._journal.event(kind, **fields)
         if self.rank == 0:
             self._send(Event(kind, time.time(), fields))
 
     def samples(self, *samples: Sample) -> None:
-        """Anything for the metrics (rank 0)."""
+        """Send samples for the metrics (rank 0)."""
         if self.rank == 0 and samples:
             self._send(Samples(list(samples)))
 
     def close(self) -> None:
-        """Send what is left and let go of the displays."""
+        """Send what is left and close the displays."""
         self._judge_ranks(self._stragglers.arrived(wait=True))
         self.samples(*self._news_of_steps())
         if self._progress is not None:
@@ -287,7 +290,7 @@ class Recorder:
             self._tensorboard.close()
 
     def _news_of_steps(self) -> list[Sample]:
-        """Where rank 0 stands, and its steps and tokens since this was said last; nothing on other ranks."""
+        """Return rank 0's position, and its steps and tokens since the last call; empty on other ranks."""
         self._sent_at = time.monotonic()
         if self.rank != 0:
             return []

@@ -1,6 +1,6 @@
-"""The values of all metrics: samples change them, a page shows them.
+"""The values of all metrics: samples change them, and a page shows them.
 
-A sample can be wrong or hostile without harm: what cannot be applied is counted in
+A sample may be wrong or malicious without harm: what cannot be applied is counted in
 `tandem_collect_errors{source}`.
 """
 
@@ -26,7 +26,7 @@ MAX_LABEL_LENGTH = 200
 
 
 class Registry:
-    """The values of all families, as node `node` shows them. Thread-safe; `apply` never raises."""
+    """The values of all families, for node `node`. Thread-safe; `apply` never raises."""
 
     def __init__(self, families: Iterable[Family] = FAMILIES, node: int = 0) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call,unused-ignore]
@@ -55,27 +55,27 @@ class Registry:
             self._register(family.name)
         if isinstance(metric, prometheus.Gauge) and initial is not None:
             metric.set(initial)
-        # Known series start at 0: increase() misses the first increment of a series born with it.
+        # Known series start at 0, because increase() misses the first increment of a new series.
         if isinstance(metric, prometheus.Counter) and len(family.labels) == 1:
             for label, values in family.labels.items():
                 for value in values:
                     self._child(family, {label: value})
 
     def apply(self, samples: Iterable[Sample]) -> None:
-        """Take what samples say. What is wrong with one is counted, the others still apply."""
+        """Apply the samples. An invalid one is counted as an error, and the others still apply."""
         with self._lock:
             for sample in samples:
                 self._try(self._take, sample)
 
     def count_error(self, source: str) -> None:
-        """Count one sample or message that could not be used."""
+        """Count a sample or message that could not be used."""
         with self._lock:
             child = self._child(COLLECT_ERRORS, {"source": source})
             assert isinstance(child, prometheus.Counter)
             child.inc()
 
     def own(self) -> list[Sample]:
-        """All values of the families that every node has its own of, for node 0 (`apply_node` there)."""
+        """Return all values of families kept per node, for `apply_node` on node 0."""
         with self._lock:
             return [
                 Sample(family.name, {k: v for k, v in sample.labels.items() if k != "node"}, sample.value)
@@ -86,13 +86,13 @@ class Registry:
             ]
 
     def apply_node(self, node: int, samples: Iterable[Sample]) -> None:
-        """Take what `own` gave on another node; its counters come as they stand there."""
+        """Apply the result of `own` from another node; its counters have that node's totals."""
         with self._lock:
             for sample in samples:
                 self._try(self._take_of_node, node, sample)
 
     def forget_node(self, node: int) -> None:
-        """Drop the gauges of another node, which is gone; its counters stay as they are."""
+        """Drop the gauges of a node that is gone; its counters stay."""
         with self._lock:
             for name, family in self._families.items():
                 metric = self._metrics[name]
@@ -118,7 +118,7 @@ class Registry:
             key, now = (family.name, _key(family, labels)), _number(value)
             before = self._of_nodes.get(key, 0.0)
             self._of_nodes[key] = now
-            value = now - before if now >= before else now  # less: that node's agent has started anew
+            value = now - before if now >= before else now  # lower: that node's agent has restarted
         self._set_number(family, labels, value)
 
     def _take(self, sample: Sample) -> None:
@@ -149,7 +149,7 @@ class Registry:
         values = [_number(one) for one in value] if isinstance(value, list | tuple) else [_number(value)]
         if not isinstance(family, Histogram) and len(values) != 1:
             raise _BadSampleError("value")
-        # A gauge may be NaN or infinite (a loss often is); a sum that swallowed one stays broken for good.
+        # A gauge may be NaN or infinite (a loss often is), but a sum that includes one is broken forever.
         if not isinstance(family, Gauge) and not all(math.isfinite(one) and one >= 0 for one in values):
             raise _BadSampleError("value")
         child = self._child(family, {"node": self._node, **labels} if family.by_node else labels)
@@ -193,34 +193,35 @@ class Registry:
         self._series[family.name].clear()
 
     def _register(self, name: str) -> None:
-        # Gauges come late: a 0 nobody measured would look like a measurement (a time stamp of 1970).
+        # Gauges are registered late: a 0 that no one measured would look like a measurement (a timestamp of
+        # 1970).
         if name not in self._registered:
             self._registered.add(name)
             self.registry.register(self._metrics[name])
 
     def _refresh(self) -> None:
-        """Let the owner bring in what grows by itself, such as time."""
+        """Let the owner update values that change by themselves, such as times."""
         try:
             self.before_page()
-        except Exception:  # a page that is a little old is better than none
+        except Exception:  # a slightly outdated page is better than none
             self.count_error("refresh")
 
     def page(self) -> bytes:
-        """All series in Prometheus' text format."""
+        """Return all series in Prometheus' text format."""
         return self.negotiate("")[0]
 
     def negotiate(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type in the format that an HTTP Accept header asks for."""
+        """Return the page and its content type in the format that an HTTP Accept header asks for."""
         try:
             encoder, content_type = choose_encoder(accept)
-        except (ValueError, TypeError, IndexError):  # a version that is no version
+        except (ValueError, TypeError, IndexError):  # an invalid version in the header
             encoder, content_type = choose_encoder("")
         self._refresh()
         with self._lock:
             return encoder(self.registry), content_type
 
     def write_last_page(self, path: Path) -> None:
-        """Write the page atomically (RUN_DIR/metrics.prom); raises OSError."""
+        """Write the page atomically (RUN_DIR/metrics.prom). Raises OSError."""
         self._refresh()
         with self._lock:
             content = generate_latest(self.registry)
@@ -240,7 +241,7 @@ def _number(value: object) -> float:
 
 
 def _text(value: object) -> str:
-    """A label's value: bounded, and such that it can be written (a folder's name may be no UTF-8)."""
+    """Return a valid label value: of limited length, and encodable (a directory's name may not be UTF-8)."""
     return str(value)[:MAX_LABEL_LENGTH].encode(errors="replace").decode()
 
 
@@ -249,7 +250,7 @@ def _label_names(family: Family) -> tuple[str, ...]:
 
 
 def _key(family: Family, labels: Mapping[str, object]) -> tuple[str, ...]:
-    """The values of a family's labels in their order."""
+    """Return the values of a family's labels in their order."""
     names = _label_names(family)
     if set(labels) != set(names):
         raise _BadSampleError("labels")
@@ -262,7 +263,7 @@ def _key(family: Family, labels: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _create(family: Family) -> AnyMetric:
-    """The client's object for a family, in no registry yet."""
+    """Create the client's object for a family, outside of any registry."""
     if isinstance(family, Histogram):
         return prometheus.Histogram(family.name, family.help, registry=None, buckets=family.buckets)
     if isinstance(family, Info):

@@ -1,4 +1,4 @@
-"""How often a run was started again, counted from the lines of its events.jsonl."""
+"""Count the restarts of a run from the lines of its events.jsonl."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -8,21 +8,21 @@ from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
 
 COUNTED = "counted"
-"""The first line of an events.jsonl that goes on where an older file ends: what was counted until then."""
+"""Kind of the first line in an events.jsonl that continues an older file: the counts until then."""
 PLANNED = "preemption"
-"""The reason of a start after a stop that was asked for: counted for itself, and no restart."""
+"""The reason for a start after a requested stop, which is counted separately and is no restart."""
 
 
 class Restarts:
-    """How often a run's ranks were started again since it began, by any launch: counted from its events.
+    """How often a run's ranks were restarted since it began, by any launch, from its events.
 
-    A pod that takes the place of another goes on counting. A run that had finished, and is extended, begins.
-    A start after a planned stop is no restart.
+    A pod that replaces another continues the count. A finished run that is extended starts again at 0. A
+    start after a planned stop is no restart.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self.by_reason: Counter[str] = Counter()
-        self._next: str | None = None  # why, if ranks are started now; None: it would be the first time
+        self._next: str | None = None  # the reason if ranks start now; None: it would be the first start
         self._nodes: object = None
         self._is_over = False
         for event in events:
@@ -34,17 +34,17 @@ class Restarts:
 
     @property
     def planned_stops(self) -> int:
-        """How often the run was stopped by a signal with all saved, and started again."""
+        """How often the run was stopped by a signal with everything saved, and then started again."""
         return self.by_reason[PLANNED]
 
     def earlier(self, anew: bool) -> list[Sample]:
-        """What a launch goes on counting from; `anew`: from nothing, as where the run had finished."""
+        """Return the counts that a launch continues; empty with `anew`, or if the run had finished."""
         if anew or self._is_over:
             self.by_reason.clear()
         return [sample(why, count) for why, count in self.by_reason.items()]
 
     def take(self, kind: str, event: Mapping[str, Any]) -> str | None:
-        """The reason of the restart that this event is."""
+        """Process an event; return the reason if it is a restart."""
         reason = None
         if kind == "world":
             if event.get("anew") or self._is_over:
@@ -65,7 +65,7 @@ class Restarts:
         return reason
 
     def counted(self) -> dict[str, object]:
-        """All of it, for the line COUNTED."""
+        """Return all counts, for the line COUNTED."""
         return {
             "restarts": dict(self.by_reason),
             "next": self._next,
@@ -83,7 +83,7 @@ class Restarts:
 
 
 def sample(reason: str, count: int = 1) -> Sample:
-    """The metric that counts a start for this reason."""
+    """Return the sample that counts a start with this reason."""
     return (
         metrics.PLANNED_STOPS.inc(count) if reason == PLANNED else metrics.RESTARTS.inc(count, reason=reason)
     )

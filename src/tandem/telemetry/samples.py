@@ -1,4 +1,4 @@
-"""Samples out of what a rank has measured; pure."""
+"""Create samples from a rank's measurements; pure."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from tandem.telemetry.meter import PHASES, Costs, DeviceMemory, LogLine, Plan, S
 
 
 def plan_samples(plan: Plan) -> list[Sample]:
-    """How far the run is to go."""
+    """Return samples of the planned length of the run."""
     return [
         metrics.STEPS_PLANNED.set(plan.steps_planned),
         metrics.EPOCHS_PLANNED.set(plan.steps_planned / plan.steps_per_epoch),
@@ -17,7 +17,7 @@ def plan_samples(plan: Plan) -> list[Sample]:
 
 
 def position_samples(plan: Plan, step: int) -> list[Sample]:
-    """Where the run stands after `step` finished steps."""
+    """Return samples of the position after `step` finished steps."""
     return [
         metrics.GLOBAL_STEP.set(step),
         metrics.EPOCH.set(step / plan.steps_per_epoch),
@@ -28,7 +28,7 @@ def position_samples(plan: Plan, step: int) -> list[Sample]:
 def progress_samples(
     plan: Plan, costs: Costs, step: int, new_steps: int, samples_per_second: float
 ) -> list[Sample]:
-    """Where the run stands, and what the last `new_steps` steps have done; 0 a second: not known yet."""
+    """Return samples of the position and of the last `new_steps` steps; 0 samples/s means unknown."""
     step_flops = round(plan.batch_size * costs.flops_per_sample)
     samples = [
         *position_samples(plan, step),
@@ -46,7 +46,7 @@ def progress_samples(
 
 
 def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
-    """Step times, phases and waits; they belong together, so they travel together."""
+    """Return samples of step times, phases and waits, in one message because they belong together."""
     if not steps:
         return []
     waited = sum(each.wait for each in steps)
@@ -61,9 +61,10 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
 
 
 def line_samples(line: LogLine) -> list[Sample]:
-    """The state of the optimization at a log line; what there is not (a loss scale, a norm) stays away."""
+    """Return the state of the optimization at a log line, without unknown values (loss scale, norm)."""
     readings = line.readings
-    hidden_seconds = line.interval.steps * readings.hidden_sync_seconds  # of one sampled step, taken for all
+    # Of one sampled step, assumed for all.
+    hidden_seconds = line.interval.steps * readings.hidden_sync_seconds
     known = [(metrics.GRAD_NORM, readings.grad_norm), (metrics.LOSS_SCALE, readings.loss_scale)]
     return [
         metrics.LOSS.set(line.loss, split="train"),
@@ -76,13 +77,13 @@ def line_samples(line: LogLine) -> list[Sample]:
 
 
 def score_samples(scores: Mapping[str, float]) -> list[Sample]:
-    """An evaluation's scores; its loss is a loss as well."""
+    """Return samples of an evaluation's scores; its loss is also a loss."""
     loss = [metrics.LOSS.set(scores["loss"], split="eval")] if "loss" in scores else []
     return [metrics.EVAL_SCORE.set(value, score=name) for name, value in scores.items()] + loss
 
 
 def memory_samples(now: DeviceMemory | None, before: DeviceMemory | None) -> list[Sample]:
-    """What one GPU holds; every rank sends its own. Nothing from CPUs."""
+    """Return the memory samples of one GPU, which each rank sends; empty for CPUs."""
     if now is None:
         return []
     earlier = before or DeviceMemory(0, 0, 0, 0, 0, 0)
@@ -96,7 +97,7 @@ def memory_samples(now: DeviceMemory | None, before: DeviceMemory | None) -> lis
 
 
 def save_samples(save: SaveOutcome) -> list[Sample]:
-    """A save that ended now, well or not."""
+    """Return the samples of a finished or failed save."""
     if save.bytes is None:
         return [metrics.CHECKPOINT_SAVE_FAILURES.inc()]
     return [

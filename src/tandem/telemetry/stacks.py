@@ -1,8 +1,8 @@
-"""What a rank's threads stand in, written when its agent asks, without a signal that its program may use.
+"""Stacks of a rank's threads, written when its agent asks, without a signal that its program may use.
 
-A rank that runs no Python any more (one in C that keeps the interpreter's lock) is asked by a signal, which
-a handler in C hears. It is sent to no other: where a program has taken even that one for a handler of its
-own, in Python, it does not run in such a rank.
+A rank that no longer runs Python (C code that holds the interpreter's lock) is asked by a signal, which a C
+handler receives. No other rank gets this signal: a program may have replaced the handler with one in Python,
+which does not run in such a rank either.
 """
 
 import faulthandler
@@ -16,7 +16,7 @@ from tandem.rotation import LOG_BYTES, put_aside
 log = logging.getLogger("tandem.run")
 
 LAST_RESORT = signal.SIGRTMAX - 7
-"""Nothing else is known to use it: glibc takes the first two of these signals."""
+"""Not known to be used by anything else; glibc reserves the first two real-time signals."""
 _file: IO[str] | None = None
 
 
@@ -25,13 +25,13 @@ def stacks_file(directory: Path, rank: int) -> Path:
 
 
 def keep_stacks(directory: Path, rank: int) -> None:
-    """Open the file that this rank's stacks go to: when they are asked for, its volume may hang."""
+    """Open the file for this rank's stacks in advance, because its volume may hang when they are needed."""
     global _file
     path = stacks_file(directory, rank)
     try:
         put_aside(path, LOG_BYTES)
         _file = path.open("a")
-    except OSError as error:  # a worker needs no volume
+    except OSError as error:  # training does not depend on it
         log.debug("no stacks will be written: %s", error)
         return
     faulthandler.register(LAST_RESORT, file=_file, all_threads=True)

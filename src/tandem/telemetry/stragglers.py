@@ -1,7 +1,7 @@
-"""Who holds the others back: from one small row per rank, gathered at the log cadence, to a name.
+"""Find the rank that slows down the others, from one small row per rank, gathered in each log interval.
 
-In synchronous training all steps last equally long, because the fast wait for the slow in the gradient
-all-reduce. What differs is a rank's own time: the step without that wait.
+In synchronous training, all steps take equally long, because fast ranks wait for slow ones in the gradient
+all-reduce. The difference is in a rank's own time: the step without that wait.
 """
 
 from collections import deque
@@ -17,22 +17,22 @@ from tandem.telemetry.meter import PHASES, StepTimes
 from tandem.timeouts import NAME_SECONDS
 
 MARK_RATIO = 1.2
-"""A rank is marked when its quick steps take this many times the median rank's; see `judge`."""
+"""A rank is marked if its quick steps take this many times those of the median rank; see `judge`."""
 MARK_SHARE = 0.05
-"""What a marked rank takes longer is at least this share of the step; below that, look elsewhere first."""
+"""The extra time of a marked rank is at least this share of a step; less is not worth reporting."""
 NAMED_ABOVE, FORGOTTEN_BELOW = 0.65, 0.25
 MAX_RANK_SERIES = 64
 MAX_TIMES = 1000
-"""Steps that a rank's typical step is taken from, the last of an interval."""
+"""A rank's typical step is taken from this many of the last steps in an interval."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """A rank's typical step: medians over an interval, so that one slow step names nobody. Seconds.
+    """A rank's typical step in seconds: medians over an interval, so that one slow step does not matter.
 
-    `own` is its own time and `step` all of it; `quick` is the lower quartile of its own time: a busy
-    neighbour slows some steps, a slow rank all. `seconds` is the whole interval; `place` the line of a
-    script where most of it goes, if that is known.
+    `own` is its own time and `step` all of it. `quick` is the lower quartile of its own time: a busy neighbor
+    slows some steps, a slow rank all of them. `seconds` is the whole interval; `place` is the line of a
+    script where most of it is spent, if known.
     """
 
     rank: int
@@ -52,7 +52,7 @@ ROW_LENGTH = 5 + len(PHASES)
 
 
 def row_of(node: int, steps: Sequence[StepTimes]) -> list[float]:
-    """What a rank hands to the gather: its node and what `RankTimes` says (zeros without any steps)."""
+    """Return the row that a rank contributes: its node and the values of `RankTimes`, or zeros."""
     if not steps:
         return [float(node)] + [0.0] * (ROW_LENGTH - 1)
     own, whole = sorted(step.own for step in steps), [step.total for step in steps]
@@ -61,7 +61,7 @@ def row_of(node: int, steps: Sequence[StepTimes]) -> list[float]:
 
 
 def from_rows(rows: Sequence[Sequence[float]]) -> list[RankTimes]:
-    """The gathered rows, one per rank in rank order, as `RankTimes`."""
+    """Convert the gathered rows, one per rank in rank order, to `RankTimes`."""
     return [
         RankTimes(rank, round(node), own, quick, step, seconds, tuple(phases))
         for rank, (node, own, quick, step, seconds, *phases) in enumerate(rows)
@@ -69,27 +69,27 @@ def from_rows(rows: Sequence[Sequence[float]]) -> list[RankTimes]:
 
 
 class Gathering:
-    """An exchange of rows between ranks that is under way; `work` is torch's, `everyones` a tensor."""
+    """An exchange of rows between ranks in progress; `work` is torch's handle, `everyones` a tensor."""
 
     def __init__(self, work: Any, mine: object, everyones: Any) -> None:
         self._work, self._everyones = work, everyones
-        self._kept = mine  # until it is sent
+        self._kept = mine  # keeps the tensor alive until it is sent
 
     def is_here(self) -> bool:
-        """Whether `rows` would not wait."""
+        """Return True if `rows` would not wait."""
         return bool(self._work.is_completed())
 
     def rows(self) -> list[list[float]]:
-        """The rows, in rank order; waits for them."""
+        """Wait for the rows and return them in rank order."""
         self._work.wait()
         return [[float(value) for value in row] for row in self._everyones.tolist()]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Own times over ranks in an interval of `seconds`: who is slowest, by how much, in which phase.
+    """The comparison of ranks in an interval of `seconds`: the slowest, by how much, and in which phase.
 
-    `marked`: it stands out in this interval. Who is in several is named, by `StragglerWatch`.
+    `marked`: it stands out in this interval. `StragglerWatch` reports a rank that is marked in several.
     """
 
     fastest: float
@@ -104,7 +104,7 @@ class Verdict:
     place: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """The fields of the event that names it."""
+        """Return the fields of the event that reports it."""
         place = {"place": self.place} if self.place else {}
         seconds = {"own_seconds": self.slowest, "median_seconds": self.median}
         return {"rank": self.rank, "node": self.node, "phase": self.phase, **place, **seconds}
@@ -118,12 +118,13 @@ class Verdict:
 
 
 def judge(ranks: Sequence[RankTimes]) -> Verdict:
-    """Compare the slowest of at least one rank with the median rank, in one interval.
+    """Compare the slowest of at least one rank with the median rank in one interval.
 
-    `marked` is a rank whose quick steps take MARK_RATIO times the median rank's, or more, and its typical
-    ones at least half as much more: noise of a busy host adds to every rank's typical steps, and hides in
-    the quick ones of none. The difference has to be MARK_SHARE of the step. The median is the lower of two
-    middle ranks: of two ranks the slower is compared with the faster.
+    A rank is `marked` if its quick steps take at least MARK_RATIO times those of the median rank, and its
+    typical steps are slower by at least half as much. Noise of a busy host lengthens every rank's typical
+    steps, but not the quick steps of a rank that is not slow. The difference must also be at least MARK_SHARE
+    of the step. The median is the lower of two middle ranks: of two ranks, the slower is compared with the
+    faster.
     """
     middle, quick = median_low(each.own for each in ranks), median_low(each.quick for each in ranks)
     slow = max(ranks, key=lambda each: each.quick)
@@ -147,7 +148,7 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
 
 
 def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | None) -> list[Sample]:
-    """The metrics of an interval; series per rank up to MAX_RANK_SERIES ranks."""
+    """Return the metrics of an interval; series per rank only for up to MAX_RANK_SERIES ranks."""
     samples = [
         metrics.RANK_COMPUTE_SECONDS_MIN.set(verdict.fastest),
         metrics.RANK_COMPUTE_SECONDS_MEDIAN.set(verdict.median),
@@ -168,7 +169,7 @@ def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | No
 
 
 def rows_for_page(ranks: Sequence[RankTimes], named: Verdict | None) -> Ranks:
-    """For the live page: milliseconds by phase, the slowest ranks where there are too many."""
+    """Return rows for the live page: milliseconds by phase, only of the slowest ranks if there are many."""
     shown = sorted(sorted(ranks, key=lambda each: -each.own)[:MAX_RANK_SERIES], key=lambda each: each.rank)
     rows = [
         {
@@ -184,7 +185,7 @@ def rows_for_page(ranks: Sequence[RankTimes], named: Verdict | None) -> Ranks:
 
 
 class Stragglers:
-    """This rank's steps since the last interval, and the rows of all ranks while they are on their way."""
+    """This rank's steps since the last interval, and an exchange of all ranks' rows in progress."""
 
     def __init__(self, node: int) -> None:
         self._node = node
@@ -192,18 +193,18 @@ class Stragglers:
         self._gathering: Gathering | None = None
 
     def took(self, times: Sequence[StepTimes]) -> None:
-        """Where the time of some steps went."""
+        """Record the times of steps."""
         self._times += times
 
     def gather(self, exchange: Callable[[list[float]], Gathering]) -> list[RankTimes]:
-        """Begin to gather every rank's row, which nobody waits for here; what the gathering before gave."""
+        """Start to gather every rank's row without waiting; return the result of the previous exchange."""
         before = self.arrived(wait=True)
         self._gathering = exchange(row_of(self._node, self._times))
         self._times.clear()
         return before
 
     def arrived(self, wait: bool = False) -> list[RankTimes]:
-        """All ranks, once their rows are here and one had steps to tell of; nothing before, and again."""
+        """Return all ranks' times once, when their rows have arrived and contain steps; else empty."""
         if self._gathering is None or not (wait or self._gathering.is_here()):
             return []
         ranks, self._gathering = from_rows(self._gathering.rows()), None
@@ -212,7 +213,7 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Report:
-    """What rank 0 says of an interval's rows: metrics, the page's rows, and a name when it is news."""
+    """Rank 0's report of an interval: metrics, the page's rows, and a newly found straggler."""
 
     samples: list[Sample]
     page: Ranks
@@ -220,11 +221,11 @@ class Report:
 
 
 class StragglerWatch:
-    """Who holds the others back for long: a mark is of one interval, a name is of a rank in several.
+    """Finds ranks that are slow for a long time: a mark is for one interval, a straggler has several.
 
-    Of each rank the share of marked intervals is kept, one that lasted t seconds with the weight
-    t / NAME_SECONDS, a sixth at most. Named is who comes above NAMED_ABOVE, so after about NAME_SECONDS of
-    marks and six intervals at the soonest, until it falls below FORGOTTEN_BELOW.
+    For each rank, the share of marked intervals is tracked. An interval of t seconds has the weight t /
+    NAME_SECONDS, at most one sixth. A rank is reported when its share exceeds NAMED_ABOVE, which takes about
+    NAME_SECONDS of marks and at least six intervals, and until it falls below FORGOTTEN_BELOW.
     """
 
     def __init__(self) -> None:
@@ -232,13 +233,13 @@ class StragglerWatch:
         self._shares: dict[int, float] = {}
 
     def report(self, ranks: Sequence[RankTimes]) -> Report:
-        """What is to be said of one more interval."""
+        """Return the report of one more interval."""
         verdict = judge(ranks)
         news = self.news(verdict)
         return Report(samples_of(ranks, verdict, self.named), rows_for_page(ranks, self.named), news)
 
     def news(self, verdict: Verdict) -> Verdict | None:
-        """The verdict when it names somebody new; `named` is who holds the others back now, if anybody."""
+        """Update `named`, the current straggler if any; return the verdict if it is a new one."""
         weight = min(verdict.seconds / NAME_SECONDS, 1 / 6)
         marked = verdict.rank if verdict.marked else None
         shares = {rank: (1 - weight) * share for rank, share in self._shares.items()}

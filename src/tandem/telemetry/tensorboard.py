@@ -1,4 +1,4 @@
-"""TensorBoard event files, for those who installed the extra."""
+"""TensorBoard event files (extra: tensorboard)."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -12,9 +12,10 @@ logger = logging.getLogger("tandem")
 
 
 class EventWriter:
-    """Writes scalars under `directory`; events at `purge_step` and later of an earlier launch are hidden.
+    """Writes scalars in `directory`; hides an earlier launch's events at `purge_step` and later.
 
-    Raises ConfigError if TensorBoard is not installed. Writing never raises OSError: it is logged once.
+    Raises ConfigError if TensorBoard is not installed. A failed write is logged once and never raises
+    OSError.
     """
 
     def __init__(self, directory: Path, purge_step: int | None = None) -> None:

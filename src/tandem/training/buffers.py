@@ -1,7 +1,7 @@
-"""A model's buffers from before a step, put back where the step must change nothing; those of a checkpoint.
+"""Restore a model's buffers after a step that must change nothing, and fit buffers to a checkpoint.
 
-A forward pass may make buffers, grow them, change their type or put others in their places, as caches of
-attention masks and rotary embeddings do. So a buffer is known by its module and name.
+A forward pass may create, grow, replace or retype buffers, as caches of attention masks and rotary embeddings
+do. A buffer is therefore identified by its module and name.
 """
 
 import logging
@@ -23,7 +23,8 @@ Place = tuple[nn.Module, str]
 class KeptBuffers:
     """Copies of all buffers of `modules()`.
 
-    Those of one type and device are in one piece: some kernels a step, not some for each buffer.
+    Those of one dtype and device are stored in one tensor, so a step needs a few kernels, not a few per
+    buffer.
     """
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
@@ -32,7 +33,7 @@ class KeptBuffers:
         self._kept: list[tuple[list[Place], list[torch.Size], Tensor]] = []
 
     def keep(self) -> None:
-        """Remember them as they are now."""
+        """Copy the buffers as they are now."""
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[Place, Tensor]]] = {}
         self._empty = []
         for place, buffer in self._live():
@@ -46,9 +47,9 @@ class KeptBuffers:
         ]
 
     def put_back(self, found: Tensor | None = None) -> None:
-        """As they were; with `found`, a scalar on a device, where it is above 0.
+        """Restore the buffers; with `found` (a scalar on a device), only if it is above 0.
 
-        Nobody waits to know it, unless a buffer has another form now.
+        The host does not wait for `found` unless a buffer's shape or dtype has changed.
         """
         new = {place for place, buffer in self._live() if buffer is not None}
         replaced: list[tuple[Place, Tensor]] = []
@@ -79,7 +80,7 @@ class KeptBuffers:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put the model's buffers (running statistics) back afterwards."""
+    """Restore the model's buffers (running statistics) at the end of the block."""
     kept = KeptBuffers(model.modules)
     kept.keep()
     try:
@@ -89,9 +90,9 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def adopt_buffers(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Give the model's buffers the forms that they have in a saved state: a forward pass had changed them.
+    """Give the model's buffers their shapes in a saved state, if a forward pass had changed them.
 
-    Not those of BatchNorm, whose forms say which model it is.
+    BatchNorm's buffers are left alone, because their shapes show which model it is.
     """
     modules = dict(model.named_modules())
     for key, value in saved.items():
@@ -119,10 +120,11 @@ def _is_alike(old: Tensor, now: Tensor | None, any_device: bool = False) -> bool
 
 @torch.no_grad()
 def _copy_where(found: Tensor | None, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """(buffer, its old values): copied, with `found` where that is above 0."""
+    """Copy old values into buffers, for pairs (buffer, old values); with `found`, only if it is above 0."""
     if not pairs:
         return
     group, before = [now for now, _ in pairs], [old for _, old in pairs]
+    # A copy that depends on a value on the device, without waiting for it: select element by element.
     if found is not None:
         flat = torch.where(found.to(group[0].device) > 0, _flat(before), _flat(group))
         parts = torch.split(flat, [buffer.numel() for buffer in group])

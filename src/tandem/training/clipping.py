@@ -1,4 +1,4 @@
-"""Gradients clipped by their norm, the norm that they had, and how often that was."""
+"""Clip gradients by their norm, and report the norm from before and the number of clipped steps."""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from tandem.distributed.strategy import Strategy
 
 
 class Clipping:
-    """Clips the gradients of `parameters` to a norm of `clip_norm`.
+    """Clip the gradients of `parameters` to a norm of `clip_norm`.
 
-    Nothing in here waits for the device but `norm` and `count`, which are for a line of the log. The norm is
-    of the gradients as they were before.
+    Only `norm` and `count`, which are for log lines, wait for the device. The reported norm is from before
+    clipping.
     """
 
     def __init__(
@@ -31,24 +31,24 @@ class Clipping:
         self._clips = torch.zeros((), device=world.device)
 
     def begin_step(self) -> None:
-        """From here on nothing is known of the gradients: a step that is left out is not clipped."""
+        """Forget the last norm. A step that is left out is not clipped."""
         self._norm = None
 
     def clip(self) -> None:
-        """After the gradients are unscaled, before the optimizer."""
+        """Clip, after the gradients are unscaled and before the optimizer steps."""
         if self._largest is None:
             return
         self._norm = self._strategy.clip(self._parameters, self._largest)
-        # On GPUs, and under fp16, the step may be one that is left out.
+        # On GPUs and under fp16, this may be a step that is left out. It does not count as clipped.
         self._clips += (self._norm > self._largest) & self._norm.isfinite()
 
     def norm(self) -> float | None:
-        """Of the last step's gradients, before they were clipped; None: not finite, or not known."""
+        """Return the norm of the last step's gradients before clipping, or None if unknown or not finite."""
         norm = self._norm if self._largest is not None else self._strategy.norm(self._parameters)
         return float(norm) if norm is not None and math.isfinite(norm) else None
 
     def count(self) -> int:
-        """Steps that were clipped since the last call."""
+        """Return the number of clipped steps since the last call."""
         clips = int(self._clips)
         self._clips.zero_()
         return clips

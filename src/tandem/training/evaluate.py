@@ -1,4 +1,4 @@
-"""Exact evaluation on all ranks: sums and counts, every sample once, no padding."""
+"""Evaluate exactly on all ranks: with sums and counts, every sample once, without padding."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,11 +25,14 @@ from tandem.training.precision import autocast
 
 
 class _CollectiveMet(BaseException):
-    """A task's method is about to call a collective; no `except Exception` of its own shall hide it."""
+    """Raised before a task's method calls a collective.
+
+    Not an Exception, so that a task's own `except Exception` cannot hide it.
+    """
 
 
 class _Scored(NamedTuple):
-    """What a pass gave, and whether its sums count."""
+    """The result of one pass, and whether its sums count."""
 
     sums: Sums
     rows: Rows
@@ -37,20 +40,20 @@ class _Scored(NamedTuple):
 
 
 REHEARSED_SAMPLES = 2
-"""Of each rank: enough to see what a task makes of a batch, and no wait for data that are slow to read."""
+"""Samples per rank: enough to see what a task makes of a batch, without a long wait for slow data."""
 
 
 def evaluation_batch_size(config: EvaluationConfig, data: DataConfig, world: ProcessGroup) -> int:
-    """Samples per rank and evaluation pass: what is set, else as many as in a training pass."""
+    """Return the samples per rank and evaluation pass: the setting, or as many as in a training pass."""
     share = -(-data.batch_size // world.size)
     return config.eval_batch_size or min(data.micro_batch_size or share, share)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`batch_size` is per rank and pass; `precision` that of the training.
+    """Evaluate a model on a dataset, or on several by name.
 
-    `dataset`: what to evaluate on, or several such by name.
+    `batch_size` is per rank and pass; `precision` is the training's.
     """
 
     world: ProcessGroup
@@ -62,25 +65,25 @@ class Evaluation:
     precision: str = "fp32"
     workers: int = 0
     exchanges: dict[str, bool] = field(default_factory=dict)
-    """Whether the scoring method calls collectives, by the name of it; what is known is saved."""
+    """Whether a scoring method calls collectives, by its name. Known answers are saved in checkpoints."""
 
     def scores(self) -> dict[str, float]:
-        """Means over the whole `dataset`, and what `evaluate_all` gives, by score name, equal on all ranks.
+        """Return means over the whole `dataset`, and the results of `evaluate_all`, by score name.
 
-        Several sets: SET/NAME. Counts are exact and sums are in float64, so neither world size nor batch size
-        shows beyond rounding. Rank 0's buffers go to all ranks first; the unwrapped module runs,
-        since shares may differ.
+        All ranks return the same scores. With several sets, names are SET/NAME. Counts are exact and sums are
+        in float64, so world size and batch size only affect rounding. Rank 0's buffers are broadcast first.
+        The unwrapped module runs, because ranks may have different numbers of batches.
         """
         self.world.broadcast_buffers(self.model)
         return self._all_scores()
 
     def rehearse(self) -> None:
-        """Score a few samples and forget them: a mistake is seen before the first step, not an epoch later.
+        """Score a few samples and discard the result, so that an error shows before the first step.
 
-        All ranks call this. Nothing of the model is changed, and each step sets the random state anew. Data
-        that can be read only once are left alone. Raises ConfigError, and what the task raises.
+        All ranks call this. It does not change the model, and each step sets the random state itself. Data
+        that can be read only once is left alone. Raises ConfigError, and what the task raises.
         """
-        self.exchanges.clear()  # of a checkpoint, and the task may be another since
+        self.exchanges.clear()  # they may come from a checkpoint, and the task may have changed
         for _, each in self._sets():
             if begins_anew(each.dataset, self.world.rank, self.world.size):
                 first = replace(each, batch_size=REHEARSED_SAMPLES, workers=0)
@@ -93,7 +96,7 @@ class Evaluation:
                     outputs.rehearse()
 
     def _sets(self) -> list[tuple[str, "Evaluation"]]:
-        """(what its scores' names begin with, an evaluation of this set)."""
+        """Return (prefix of its score names, evaluation of this set) for each set."""
         if not isinstance(self.dataset, Mapping):
             return [("", self)]
         return [(f"{name}/", replace(self, dataset=dataset)) for name, dataset in self.dataset.items()]
@@ -111,6 +114,7 @@ class Evaluation:
                     entry = sums.setdefault(name, [0.0, 0.0])
                     entry[0] += float(total) * made.counts
                     entry[1] += float(count) * made.counts
+        # A rank without a batch does not know the names.
         names = sorted({str(name) for part in self.world.gather_json(sorted(sums)) for name in part})
         reduced = self.world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
         pairs = zip(names, reduced[::2], reduced[1::2], strict=True)
@@ -128,14 +132,15 @@ class Evaluation:
             self.model.train(was_training)
 
     def _scored(self) -> Iterator["_Scored"]:
-        """What this rank's passes give.
+        """Yield the results of this rank's passes.
 
-        A method that calls collectives needs passes of all ranks with equal numbers of samples. Whether it
-        does shows in the first pass, which is stopped before the first collective and made again.
+        If the scoring method calls collectives, all ranks need passes with equal numbers of samples. The
+        first pass shows whether it does: it is stopped before the first collective and repeated.
         """
         batches = self._batches(self.world.rank, self.world.size)
         if self.world.size == 1:
             yield from (_Scored(*self._scores_of(batch)) for batch in batches)
+        # A forward pass gathers sharded parameters, so all ranks need the same number of passes.
         elif self.strategy.shares_parameters:
             yield from self._scored_in_step() if self._is_of_any_length else self._scored_together()
         else:
@@ -151,7 +156,7 @@ class Evaluation:
                 yield from (_Scored(*self._scores_of(batch)) for batch in batches)
 
     def _first_scored(self, batch: Any) -> tuple[list["_Scored"], bool]:
-        """What the first pass gives, and whether it was stopped before a collective."""
+        """Return the result of the first pass, and whether it was stopped before a collective."""
         try:
             with Watching(_stop):
                 return ([] if batch is None else [_Scored(*self._scores_of(batch))]), False
@@ -163,7 +168,11 @@ class Evaluation:
         return hasattr(self.dataset, "of_rank") or is_stream(self.dataset)
 
     def _scored_together(self) -> Iterator["_Scored"]:
-        """Equal numbers of samples in each pass. What is left over all ranks score, and each once counts."""
+        """Yield passes with equal numbers of samples on all ranks.
+
+        All ranks score the remaining samples, and each of these counts once. Raises ConfigError for data with
+        unknown lengths.
+        """
         if self._is_of_any_length:
             method = self._scoring
             raise ConfigError(
@@ -184,16 +193,16 @@ class Evaluation:
             sums, rows = self._scores_of(batch)
             if shared is None:
                 yield _Scored(sums, rows)
-            else:  # a row goes to the rank that has it where ranks divide the set
+            else:  # a row belongs to the rank that has it when ranks divide the set
                 mine = [place for place, index in enumerate(shared) if index % size == rank]
                 kept = {name: each[mine[0] : mine[0] + 1] for name, each in rows.items()} if mine else {}
                 yield _Scored(sums, kept, counts=rank == 0)
 
     def _scored_in_step(self) -> Iterator["_Scored"]:
-        """As many passes on each rank as on the rank with the most batches, however the data are divided.
+        """Yield as many passes on each rank as the rank with the most batches needs.
 
-        Before each pass they ask whether any has one left. Who has none runs its last batch again, or the
-        first of all.
+        Before each pass, ranks ask each other whether any has a batch left. A rank without one repeats its
+        last batch, or the first batch of the set if it had none.
         """
         batches, spare = self._batches(self.world.rank, self.world.size), None
         while self.world.sum([float((batch := next(batches, None)) is not None)])[0]:
@@ -215,7 +224,7 @@ class Evaluation:
         )
 
     def _scores_of(self, batch: Any) -> tuple[Sums, Rows]:
-        """{name: (sum, count)} of one batch, and a row for each sample of what is to be gathered."""
+        """Return {name: (sum, count)} of one batch, and the rows to gather, one per sample."""
         check_batch(self.task.collate, self.task.build_datasets, batch)
         with autocast(self.world.device, self.precision):
             made = self.task.evaluate_batch(self.model, batch)
@@ -230,7 +239,7 @@ class Evaluation:
 
     @property
     def _scoring(self) -> Callable[..., Any]:
-        """The method of the task that gives the scores."""
+        """The task's method that returns the scores."""
         return self.task.evaluate_batch if "evaluate_batch" in self.task.own else self.task.loss
 
 

@@ -1,4 +1,4 @@
-"""`tandem export`: the weights of a checkpoint as one file that needs no tandem to be read."""
+"""Implement `tandem export` for weights: one file that can be read without tandem."""
 
 import os
 import tempfile
@@ -17,9 +17,10 @@ SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
 
 
 def export(place: str, kind: str, output: Path | None) -> str:
-    """Write the weights at `place` (RUN, CHECKPOINT or either@STEP) as a file of `kind`; a line about it.
+    """Write the weights at `place` in the format `kind`; return a line about it.
 
-    Raises ConfigError for what is not there, for a file that is there already, and without safetensors.
+    `place` is RUN, CHECKPOINT, or either with @STEP. Raises ConfigError if there is no such checkpoint, if
+    the file already exists, or if safetensors is missing.
     """
     write = _writers()[kind]
     saved = saved_at(place)
@@ -38,7 +39,7 @@ def export(place: str, kind: str, output: Path | None) -> str:
 
 
 def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
-    """Where the file goes. Raises ConfigError where one is there already."""
+    """Return the output path. Raises ConfigError if it already exists."""
     path = output or Path(f"{saved.run_name}-step-{saved.step}{suffix}")
     if os.path.lexists(path):
         raise ConfigError(f"{path} already exists; remove it, or choose another file with --output FILE")
@@ -46,13 +47,13 @@ def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
 
 
 def facts_of(saved: Saved, digest: str) -> dict[str, str]:
-    """What goes into the file beside the tensors, where its format has a place for that."""
+    """Return the metadata for file formats that can store it next to the tensors."""
     task = str(saved.info.get("task", ""))
     return {"format": "pt", "task": task, "step": str(saved.step), "weights_sha256": digest}
 
 
 def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without memory in common, which safetensors has no way to say, each in one piece."""
+    """Return the tensors contiguous and without shared memory, which safetensors cannot represent."""
     return {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
 
 
@@ -79,7 +80,10 @@ def _safetensors(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) 
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Under its name only when it is whole. Raises ConfigError where the folder cannot be written."""
+    """Write a file so that it appears under its name only when complete.
+
+    Raises ConfigError if the directory cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-export-", dir=path.parent) as folder:
@@ -87,7 +91,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
             for made in sorted(Path(folder).iterdir(), key=lambda made: made.name == path.name):
                 os.replace(
                     made, path.parent / made.name
-                )  # what belongs to it first: ONNX beyond 2 GB has two
+                )  # the main file last: ONNX above 2 GB has a second one
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror or error}; choose another file with --output FILE"

@@ -1,4 +1,4 @@
-"""`tandem export --format onnx|hf`: the model of a task with weights of a checkpoint, for other programs."""
+"""Implement `tandem export --format onnx|hf`: a task's model with the weights of a checkpoint."""
 
 import inspect
 import warnings
@@ -26,9 +26,9 @@ from tandem.training.resume import check_model
 from tandem.training.weights import Saved, saved_at, tensors_in
 
 SAMPLES = 3
-"""Of the batch that is traced: torch.export takes a size of 1 for a constant."""
+"""Samples in the traced batch. torch.export would treat a size of 1 as a constant."""
 TOLERANCE = 1e-5
-"""Of the largest output, or of 1."""
+"""Relative to the largest output, or to 1 if that is smaller."""
 NEEDED = "--format onnx needs onnx and onnxscript: pip install 'tandem-train[export]'"
 
 
@@ -40,12 +40,12 @@ class Call(NamedTuple):
     size: int
 
     def of(self, size: int) -> "Call":
-        """The same with the first `size` samples."""
+        """Return the same call with the first `size` samples."""
         args, kwargs = trees.tree_map(lambda leaf: leaf[:size] if self._has_samples(leaf) else leaf, self[:2])
         return Call(args, kwargs, size)
 
     def shapes(self, model: nn.Module) -> dict[str, Any]:
-        """For torch.export: the first dimension of what has as many rows as samples is any number."""
+        """Return dynamic shapes for torch.export: dimension 0 is variable where it has one row per sample."""
         batch = torch.export.Dim("batch")
         named = inspect.signature(model.forward).bind(*self.args, **self.kwargs).arguments
         shapes: dict[str, Any] = trees.tree_map(
@@ -58,10 +58,11 @@ class Call(NamedTuple):
 
 
 def export_model(place: str, form: str, output: Path | None, settings_of: Callable[[Saved], Settings]) -> str:
-    """Write the model with the weights at `place` as `form`; a line about it.
+    """Write the model with the weights at `place` in the format `form`; return a line about it.
 
-    `settings_of` gives the settings of a checkpoint, which say the task. Raises ConfigError for what is not
-    there, weights of another model, a model that cannot be written so, and ONNX that computes something else.
+    `settings_of` returns the settings of a checkpoint, which name the task. Raises ConfigError if there is no
+    such checkpoint, for weights of another model, for a model that cannot be exported, and if the ONNX
+    model's output differs.
     """
     saved = saved_at(place)
     settings = settings_of(saved)
@@ -108,7 +109,10 @@ def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
 
 
 def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
-    """How the task calls its model with a few samples to evaluate on, or to train on where there are none."""
+    """Return how the task calls its model with a few evaluation samples.
+
+    Uses training samples if there is no evaluation set.
+    """
     dataset = datasets.train if datasets.evaluation is None else datasets.evaluation
     dataset = next(iter(dataset.values())) if isinstance(dataset, Mapping) else dataset
     batches = evaluation_batches(dataset, 0, 1, SAMPLES, collate=task.collate, device=torch.device("cpu"))
@@ -131,14 +135,14 @@ def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
 
 
 def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str]) -> str:
-    """Write the model's graph, compare it with the model, and say its inputs and outputs."""
+    """Write the model's graph, compare it with the model, and return its inputs and outputs as text."""
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ConfigError(NEEDED) from error
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch about itself
+        warnings.simplefilter("ignore")  # torch's warnings about itself
         try:
             program = torch.onnx.export(
                 model,
@@ -148,7 +152,7 @@ def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str
                 dynamo=True,
                 verbose=False,
             )
-        except Exception as error:  # whatever a graph's tracer stumbles over
+        except Exception as error:  # a graph's tracer may raise anything
             reason = one_line(error.__cause__ or error)[:300]
             raise ConfigError(f"torch.onnx cannot export the model ({reason})") from error
     assert program is not None
@@ -166,7 +170,7 @@ def _told(value: Any) -> str:
 
 
 def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
-    """How far ONNX is from PyTorch. Raises ConfigError where that is too far."""
+    """Return how far ONNX is from PyTorch, as text. Raises ConfigError if it is too far."""
     try:
         import onnxruntime
     except ImportError:

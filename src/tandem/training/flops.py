@@ -1,4 +1,4 @@
-"""Floating point operations: of the model, counted once, and what the device can do."""
+"""Count the model's floating-point operations once, and look up or measure the device's peak."""
 
 import logging
 import time
@@ -12,9 +12,9 @@ from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
 
-# Dense peaks of the maker's data sheets in TFLOP/s: fp32, TF32 (0: the GPU has none), bf16 and fp16 with sums
-# in fp32. By the whole name, without the brand in front: forms of one chip differ by half, and a MIG slice,
-# whose name is longer, has no peak of its own.
+# Dense peaks from NVIDIA's data sheets in TFLOP/s: fp32, TF32 (0: not supported), and bf16 or fp16 with fp32
+# sums. The key is the whole name without the brand, because variants of one chip differ by half. A MIG slice
+# has a longer name, so it gets no peak.
 GPU_PEAKS = {
     "B300": (77, 1125, 2250),
     "B200": (80, 1125, 2250),
@@ -57,23 +57,25 @@ PRODUCT_TRIES = 5
 
 
 def flops_of(forward_and_backward: Callable[[], None]) -> int:
-    """FLOPs of what is called, matrix products and convolutions, as torch counts them; 0 if it cannot."""
+    """Return the FLOPs of matrix products and convolutions in a call as torch counts them, else 0."""
     try:
         with FlopCounterMode(display=False) as counter:
             forward_and_backward()
         return int(counter.get_total_flops())
+    # An error of the task, not of the counter.
     except ConfigError:
         raise
-    except Exception as error:  # a count is not worth a run: a task may do what the counter cannot follow
+    # A count is not worth failing a run: the counter may not support what a task does.
+    except Exception as error:
         log.info("cannot count FLOPs (%s); no MFU will be reported", type(error).__name__)
         return 0
 
 
 def peak_flops(device: torch.device, precision: str, convolves: bool = False) -> float:
-    """FLOP/s that this rank's device can do: data sheets for GPUs, measured for CPUs; 0.0 if unknown.
+    """Return the peak FLOP/s of this rank's device, or 0.0 if it is unknown.
 
-    fp32 counts as TF32 where torch computes in it: products if they are set to, convolutions (`convolves`) if
-    they are not set not to.
+    The source is data sheets for GPUs, and a measurement for CPUs. fp32 counts as TF32 if torch computes in
+    it: matrix products if that is enabled, convolutions (`convolves`) unless it is disabled.
     """
     if device.type != "cuda":
         return _measured_peak()
@@ -88,9 +90,9 @@ def peak_flops(device: torch.device, precision: str, convolves: bool = False) ->
 
 
 def _products_in_tf32() -> bool:
-    """Whether fp32 matrices are multiplied in TF32, as either of torch's settings says.
+    """Return whether fp32 matrices are multiplied in TF32, according to either of torch's settings.
 
-    The older ones cannot be read where a task has set the ones of torch 2.9.
+    The older setting raises if a task has used the one of torch 2.9.
     """
     try:
         return torch.get_float32_matmul_precision() != "highest"
@@ -106,12 +108,12 @@ def _convolutions_in_tf32() -> bool:
 
 
 def convolves(model: nn.Module) -> bool:
-    """Whether the model has convolutions."""
+    """Return whether the model has convolutions."""
     return any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
 
 
 def _measured_peak() -> float:
-    """The best of five products of 512x512 fp32 matrices (about 10 ms in all on one core)."""
+    """Return the best rate of five 512x512 fp32 matrix products (about 10 ms in total on one core)."""
     left = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE)
     best = float("inf")
     for _ in range(PRODUCT_TRIES):

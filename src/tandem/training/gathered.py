@@ -1,4 +1,4 @@
-"""Outputs of an evaluation from all ranks, for scores that no sum over samples gives: AUC, mAP, BLEU."""
+"""Gather evaluation outputs from all ranks, for scores that are no sums over samples: AUC, mAP, BLEU."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from tandem.tasks.mistakes import OUTPUTS, check_scores, line_of, mistake, where
 log = logging.getLogger("tandem.run")
 
 MISTAKES = (AttributeError, ImportError, NameError, TypeError)
-"""What code raises that is wrong, however few samples it is given."""
+"""Exceptions that show a bug in the code, however few samples it gets."""
 
 
 class _Given(dict[str, Any]):
-    """What `evaluate_all` gets; a name that is not there is a mistake in its place."""
+    """The argument of `evaluate_all`. A missing name is reported as an error at the method's line."""
 
     def __init__(self, outputs: Mapping[str, Any], task: WholeTask) -> None:
         super().__init__(outputs)
@@ -33,9 +33,9 @@ class _Given(dict[str, Any]):
 
 
 class Outputs:
-    """What `evaluate_batch` gives besides its sums, on the host: {name: a row for each sample}.
+    """What `evaluate_batch` returns next to its sums, on the host: {name: one row per sample}.
 
-    `strided`: rank r has samples r, r + ranks, ... of the set; else its rows follow those of rank r - 1.
+    `strided`: rank r has samples r, r + ranks, ... of the set. Otherwise its rows follow those of rank r - 1.
     """
 
     def __init__(self, task: WholeTask, world: ProcessGroup, strided: bool) -> None:
@@ -43,7 +43,7 @@ class Outputs:
         self._batches: list[Mapping[str, Any]] = []
 
     def add(self, outputs: Mapping[str, Any]) -> None:
-        """Of one batch, whose form has been checked."""
+        """Add the outputs of one batch, whose form has been checked."""
         if outputs:
             self._batches.append({
             name: rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)
@@ -51,17 +51,16 @@ class Outputs:
         })  # fmt: skip
 
     def scores(self) -> dict[str, float]:
-        """What `evaluate_all` makes of them on rank 0, on all ranks. All ranks call this.
+        """Call `evaluate_all` on rank 0, and return its scores on all ranks. All ranks call this.
 
-        Raises ConfigError for rows that cannot be put together and scores that are none, and what the task
-        raises.
+        Raises ConfigError for rows that cannot be combined and for invalid scores, and what the task raises.
         """
         parts = self._gathered()
         found, problem = None, None
         if self._world.is_first:
             try:
                 found = self._scored([deserialize(part) for part in parts])
-            except Exception as error:  # the others wait to hear of it
+            except Exception as error:  # the other ranks wait for the broadcast
                 problem = error
         told = self._world.broadcast_json(found)
         if problem is not None:
@@ -71,9 +70,10 @@ class Outputs:
         return dict(told)
 
     def rehearse(self) -> None:
-        """As `scores`, of a few samples, and forget them. All ranks call this, and raise alike.
+        """Call `evaluate_all` with a few samples and discard the result.
 
-        Some scores need more samples than these, or both classes: what is raised then is no mistake.
+        All ranks call this, and raise alike. Some scores need more samples, or samples of both classes; what
+        is raised for that reason is not an error.
         """
         parts, problem, method = self._gathered(), "", self._task.evaluate_all
         if self._world.is_first:
@@ -83,7 +83,7 @@ class Outputs:
                 problem = str(error)
             except MISTAKES as error:
                 problem = f"{line_of(method)}evaluate_all fails: {where(error)}; {OUTPUTS}"
-            except Exception as error:  # AUC of one class, a division by no sample
+            except Exception as error:  # AUC of one class, division by zero
                 log.info(
                     "a test of evaluate_all failed, maybe because it used only a few samples: %s",
                     where(error),
@@ -92,7 +92,7 @@ class Outputs:
             raise ConfigError(problem)
 
     def _gathered(self) -> list[bytes]:
-        """The rows of each rank, on rank 0."""
+        """Return each rank's rows, on rank 0."""
         names = list(dict.fromkeys(chain.from_iterable(self._batches)))
         mine = {name: self._joined([batch[name] for batch in self._batches], name) for name in names}
         return self._world.gather_bytes(serialize(mine))
@@ -105,11 +105,11 @@ class Outputs:
         return {str(name): float(value) for name, value in scores.items()}
 
     def _whole(self, parts: Sequence[Any], name: str) -> Any:
-        """All ranks' rows in the order of the set."""
+        """Return all ranks' rows in the order of the set."""
         whole = self._joined(parts, name)
         if not self._strided:
             return whole
-        count = len(parts)  # ranks beyond a small set have none
+        count = len(parts)  # ranks beyond the end of a small set have none
         places = [place for rank in range(count) for place in range(rank, len(whole), count)]
         if isinstance(whole, Tensor):
             ordered = torch.empty_like(whole)

@@ -1,7 +1,7 @@
-"""An optimizer's parameter groups, as a checkpoint names them: its state goes by number alone.
+"""Save an optimizer's parameter groups by name, because its own state identifies parameters only by number.
 
-A number that means another parameter is an error deep in the optimizer, or, where the shapes agree, none at
-all. So the names are saved beside the state, and compared before it is loaded.
+A number that means another parameter is an error deep inside the optimizer, or unnoticed if the shapes agree.
+The names are therefore saved next to the state, and compared before it is loaded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ OF_THE_SHAPE = frozenset({
     "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg",
     "acc_delta", "sum", "prev", "step_size", "ax", "mu_product_buffer",
 })  # fmt: skip
-"""What torch's optimizers remember of a parameter, in its shape."""
+"""Entries of torch's optimizer states that have the parameter's shape."""
 SHOWN = 3
 
 
 def groups_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """The optimizer's class, and the names of its parameters by group; "" for one that is not `named`."""
+    """Return the optimizer's class and its parameters' names by group; "" for one that is not in `named`."""
     names = {id(parameter): name for name, parameter in named}
     groups = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
     return {"class": type(optimizer).__name__, "names": groups}
@@ -35,9 +35,9 @@ def check_groups(
     optimizer: torch.optim.Optimizer,
     ours: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError where the `saved` state of the optimizer `what` is of other groups than it has.
+    """Raise ConfigError if the `saved` state of the optimizer `what` belongs to other groups than it has.
 
-    `theirs` and `ours` are from `groups_of`; None: saved by an older version, which wrote no names.
+    `theirs` and `ours` come from `groups_of`; None means that an older version saved no names.
     """
     try:
         sizes = [len(group["params"]) for group in saved["param_groups"]]

@@ -1,4 +1,4 @@
-"""`--channels-last`: how pictures lie in memory, so that tensor cores read them as they are."""
+"""Implement `--channels-last`: the memory layout of images that tensor cores read without a conversion."""
 
 from typing import Any
 
@@ -9,10 +9,11 @@ from tandem.errors import ConfigError
 
 
 def lay_out(model: nn.Module, channels_last: bool, shares: str = "") -> None:
-    """With `channels_last`, weights [out, in, height, width] and the model's inputs of that form, in place.
+    """Convert the model's 4-D weights and inputs to channels-last, in place.
 
-    Values and shapes stay; a checkpoint of one layout is one of the other. `shares`: the flag that shares the
-    parameters out, if one does: rows of what lies in order. Raises ConfigError for it.
+    Values and shapes stay the same, so checkpoints of both layouts are interchangeable. `shares` is the flag
+    that shards the parameters, if any: a shard is a range of rows in the original order. Raises ConfigError
+    for that combination.
     """
     if not channels_last:
         return
@@ -29,6 +30,6 @@ def _turned(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _last(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() != 4:
         return value
-    if value.is_floating_point() or value.dtype == torch.uint8:  # bytes: see tasks/normalised.py
+    if value.is_floating_point() or value.dtype == torch.uint8:  # uint8 images: see tasks/normalised.py
         return value.contiguous(memory_format=torch.channels_last)
     return value

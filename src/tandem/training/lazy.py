@@ -1,4 +1,4 @@
-"""Lazy modules (nn.LazyLinear): parameters that get their shapes from the first batch."""
+"""Initialize lazy modules (nn.LazyLinear), whose parameters get their shapes from the first batch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,19 +12,20 @@ from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import check_batch, mistake
 
 SAMPLES = 2
-"""Of the training set: BatchNorm needs two."""
+"""Samples of the training set. BatchNorm needs two."""
 
 
 def is_lazy(value: Any) -> bool:
-    """Whether a parameter or buffer has no shape yet."""
+    """Return whether a parameter or buffer has no shape yet."""
     return isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer)
 
 
 def materialize(task: WholeTask, model: nn.Module, train: Any, world: ProcessGroup) -> None:
-    """Give each parameter of a lazy module its shape and first values, by a forward pass of a few samples.
+    """Give each lazy parameter its shape and initial values, by a forward pass of a few samples.
 
-    In evaluation mode, so that neither dropout nor running statistics depend on it: the weights are the same
-    on any number of ranks. Raises ConfigError where no batch can be had in advance, or none reaches a module.
+    The pass is in evaluation mode, so neither dropout nor running statistics depend on it, and the weights
+    are the same with any number of ranks. Raises ConfigError if no batch can be read in advance, or if none
+    reaches a module.
     """
     if not _without_shape(model):
         return

@@ -1,4 +1,4 @@
-"""What is trained, and what a checkpoint holds of it: all that the next step depends on beside its number."""
+"""Build what is trained, and define its checkpoint state: everything that the next step depends on."""
 
 import logging
 from collections.abc import Collection, Mapping, Set
@@ -35,7 +35,7 @@ log = logging.getLogger("tandem.run")
 
 
 class Learner:
-    """The task with its data, its model as the strategy spreads it, and what takes steps with them."""
+    """The task with its data, its model under the strategy, and the object that takes steps."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Learner:
         recorder: Recorder,
         chosen: Collection[str],
     ) -> None:
-        """`chosen`: the names of the settings that somebody has given a value."""
+        """Build everything. `chosen`: the names of the settings that were set explicitly."""
         self.recorder = recorder
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         flag = f"--strategy {compute.strategy}" if self.strategy.shares_parameters else ""
@@ -75,7 +75,7 @@ class Learner:
         lay_out(self.model, compute.channels_last, flag)
         if compute.sync_batchnorm:
             self.model = world.synchronise_batchnorm(self.model)
-        self._ranks_share = parameter_names(self.model)  # before a strategy makes them other tensors
+        self._ranks_share = parameter_names(self.model)  # before a strategy replaces them
         self.model = self.strategy.spread(self.model)
         check_compilation(compute)
         has_all_gradients = self.strategy.checks_gradients and not exchange.find_unused
@@ -110,20 +110,22 @@ class Learner:
         self.stepper.samples_of = self.order.samples
         if isinstance(self.data, ShardedData):
             self.stepper.may_miss_ranks = len(set(self.data.sharded.sizes)) > 1
+        # On GPUs, zeroing needs a kernel per gradient. With unused parameters, an optimizer must skip those
+        # without a gradient.
         self.stepper.drops_gradients = world.device.type == "cuda" or exchange.find_unused
         self.exchanges: dict[str, bool] = {}
-        """As `Evaluation`."""
+        """See `Evaluation.exchanges`."""
         scaled = self.stepper.scaler.is_enabled
         self.nonfinite = Policy(optimization.on_nonfinite, scaled, recorder, self.stepper.culprit)
 
     @property
     def workers(self) -> int:
-        """Loader processes of this rank, for data that are loaded by the sample."""
+        """Loader processes of this rank, for data that is loaded sample by sample."""
         return self._reader.workers
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each rank in a global batch; empty for equal shares."""
+        """Samples of each rank in a global batch; empty if the shares are equal."""
         return self._reader.sizes
 
     def _loading(self) -> str:
@@ -132,9 +134,9 @@ class Learner:
         return f"{self.workers} per rank, which has {counted(self._reader.cores, 'CPU')}"
 
     def begin(self, beginning: Beginning) -> None:
-        """Put back what `whole` gave before the first step; without it, start afresh or from weights.
+        """Restore what `whole` returned, before the first step; without it, start fresh or from weights.
 
-        Raises ConfigError for a state of another model, and for a batch that ranks cannot share evenly.
+        Raises ConfigError for a state of another model, and for a batch that the ranks cannot share evenly.
         """
         saved = beginning.state
         self.task.moment.resume(beginning.step, self.order.steps_per_epoch)
@@ -155,18 +157,18 @@ class Learner:
         self.task.after_resume(self.model)
 
     def whole(self) -> dict[str, Any]:
-        """The state by part, "model" first; tensors are whole on rank 0, and all ranks call this."""
+        """Return the state by part, "model" first. Tensors are complete on rank 0. All ranks call this."""
         spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
         state = self.strategy.whole(spread)
         return {**state, **self._rest()}
 
     def check_state(self) -> None:
-        """Before the first step: raise ConfigError, naming it, for what no checkpoint can hold."""
+        """Raise ConfigError, before the first step, for state that a checkpoint cannot contain."""
         spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
         flatten({**spread, **self._rest()})
 
     def _rest(self) -> dict[str, Any]:
-        """The state beside the model and the optimizer; as `whole`."""
+        """Return the state next to the model and the optimizer; see `whole`."""
         return {
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
@@ -178,31 +180,31 @@ class Learner:
         }
 
     def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
-        """The names of the optimizer's parameters, to compare at a resume. Exchanges nothing."""
+        """Return the names of the optimizer's parameters, to compare them on resume. Exchanges nothing."""
         return {"groups": groups_of(self._optimizer, self.model.named_parameters())}
 
     @property
     def keeps_own(self) -> bool:
-        """No: what a task remembers is equal on all ranks."""
+        """False: a task's own state is equal on all ranks."""
         return False
 
     def own(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty dict; see `keeps_own`."""
         return {}
 
     def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """As `Learning`."""
+        """See `Learning`."""
         return places_beside(state["model"], self._ranks_share)
 
     def weights(self) -> dict[str, Any]:
-        """The model's part alone; as `whole`."""
+        """Return only the model's part; see `whole`."""
         return self.strategy.whole(self.model.state_dict())
 
 
 def check_uneven(shares: str, sync_batchnorm: bool) -> None:
-    """Raise ConfigError for what waits for all ranks inside of a forward pass, which some will not run.
+    """Raise ConfigError for settings that wait for all ranks inside a forward pass, which some may not run.
 
-    `shares`: the flag that shares the parameters out, if one does.
+    `shares` is the flag that shards the parameters, if any.
     """
     for flag, is_set in (
         (shares, shares != ""),
@@ -215,9 +217,9 @@ def check_uneven(shares: str, sync_batchnorm: bool) -> None:
 
 
 def check_compilation(compute: ComputeConfig) -> None:
-    """With --deterministic the same kernels are compiled everywhere, also in a new container.
+    """Compile the same kernels in every process with --deterministic, even in a new container.
 
-    max-autotune takes those that were fastest when it tried them. Raises ConfigError.
+    max-autotune chooses the kernels that were fastest when it tried them. Raises ConfigError for it.
     """
     if compute.compile is None or not compute.deterministic:
         return
@@ -230,7 +232,10 @@ def check_compilation(compute: ComputeConfig) -> None:
 
 
 def check_freezing(shares: str, compression: str) -> None:
-    """Raise ConfigError for what is laid out once for the parameters of the first step; as `check_uneven`."""
+    """Raise ConfigError for settings whose layout is fixed by the parameters of the first step.
+
+    `shares` as for `check_uneven`.
+    """
     if shares or compression != "none":
         flag = shares or f"--gradient-compression {compression}"
         raise ConfigError(
@@ -239,12 +244,15 @@ def check_freezing(shares: str, compression: str) -> None:
 
 
 def parameter_names(model: nn.Module) -> frozenset[str]:
-    """All names in `model.state_dict()` that are parameters'."""
+    """Return all names in `model.state_dict()` that are parameters."""
     return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
 def places_beside(state: Mapping[str, Any], names: Set[str]) -> frozenset[int]:
-    """Which tensors of a flattened `state` are not under `names`: buffers, in which ranks may differ."""
+    """Return the places of tensors in a flattened `state` that are not in `names`.
+
+    These are buffers, in which ranks may differ.
+    """
     own: set[int] = set()
     index = 0
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""The loop: everything that happens to a run, in order, on one screen."""
+"""The training loop: everything that happens in a run, in order, on one screen."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +26,10 @@ EVENTS = ("log", "eval", "save", "check", "snapshot")
 
 @dataclass
 class Timetable:
-    """When each of EVENTS is due: by step number on every rank alike, by rank 0's clock for seconds.
+    """When each of EVENTS is due: by step number, the same on every rank, or by rank 0's clock.
 
-    What the clock says travels as a bit inside the step's all-reduce, so that all ranks act together.
+    The clock's decisions travel as bits in the step's all-reduce, so all ranks act together. See
+    docs/architecture.md#the-telemetry-parameter.
     """
 
     cadences: dict[str, Cadence]
@@ -39,23 +40,23 @@ class Timetable:
 
     @classmethod
     def of(cls, steps_per_epoch: int, steps_planned: int, **every: str) -> "Timetable":
-        """What each of EVENTS is every: "200", "1epoch", "30s", "10%" or "never"."""
+        """Create a timetable from intervals: "200", "1epoch", "30s", "10%" or "never" for each of EVENTS."""
         cadences = {event: Cadence.parse(every[event]) for event in EVENTS}
         return cls(cadences, steps_per_epoch, steps_planned)
 
     def steps_between(self, event: str) -> int | None:
-        """Steps until `event` is first due; None where that is not by steps."""
+        """Return the number of steps until `event` is first due, or None if it is not due by steps."""
         return self.cadences[event].to_steps(self.steps_per_epoch, self.steps_planned)
 
     def saves_every_evaluation(self) -> bool:
-        """Whether a checkpoint is saved wherever an evaluation is due, so that --keep-best sees them all."""
+        """Return whether every evaluation has a checkpoint, so that --keep-best sees all of them."""
         if self.cadences["eval"] == self.cadences["save"]:
             return self.cadences["eval"].unit != "never"
         evaluated, saved = self.steps_between("eval"), self.steps_between("save")
         return evaluated is not None and saved is not None and evaluated % saved == 0
 
     def decisions(self, is_first: bool) -> int:
-        """Rank 0's bits for this step; nothing from the others."""
+        """Return rank 0's time-based decisions for this step as bits; 0 on the other ranks."""
         if not is_first:
             return 0
         now = self.clock()
@@ -67,12 +68,12 @@ class Timetable:
         return bits
 
     def due(self, step: int, consensus: Consensus | None) -> set[str]:
-        """The events that happen after `step` finished steps; a stop that was agreed on means a save."""
+        """Return the events that are due after `step` finished steps. An agreed stop means a save."""
         due = {event for event in EVENTS if self.is_due(event, step, consensus)}
         return due | {"save"} if consensus is not None and consensus.stop else due
 
     def is_due(self, event: str, step: int, consensus: Consensus | None) -> bool:
-        """Whether `event` happens after `step` finished steps; the last step counts for all of them."""
+        """Return whether `event` is due after `step` finished steps. The last step has every event."""
         by_clock = consensus is not None and bool(consensus.decisions & (1 << EVENTS.index(event)))
         cadence = self.cadences[event]
         if step == self.steps_planned:
@@ -81,7 +82,7 @@ class Timetable:
 
 
 class Stepping(Protocol):
-    """What is asked of whoever takes the steps: `Stepper`, or a loop of the user's own."""
+    """What the loop needs from the object that takes steps: `Stepper`, or a custom loop's."""
 
     def read(self) -> Readings: ...
     def drain(self) -> Consensus | None: ...
@@ -89,7 +90,7 @@ class Stepping(Protocol):
 
 @dataclass
 class Course:
-    """What follows each step of a run; `step` is the number of finished steps."""
+    """Everything that follows each step of a run; `step` is the number of finished steps."""
 
     world: ProcessGroup
     stepper: Stepping
@@ -106,7 +107,7 @@ class Course:
 
 @dataclass
 class Training(Course):
-    """A run of a task, put together by `run.py`."""
+    """A task's run, assembled by `run.py`."""
 
     task: WholeTask
     model: nn.Module
@@ -117,11 +118,10 @@ class Training(Course):
 
 
 def train(t: Training) -> bool:
-    """Train to the planned step: True when it is reached, or the task ended the run before; False when a
-    signal did.
+    """Train to the planned step; return False if a signal ended the run before, else True.
 
-    Raises NonFiniteError and ReplicaMismatchError (all ranks at the same step); errors of torch and of the
-    task pass through.
+    Also returns True if the task ended the run early. Raises NonFiniteError and ReplicaMismatchError on all
+    ranks at the same step. Errors of torch and of the task propagate.
     """
     planned, first = t.timetable.steps_planned, t.step
     settles_at, an_epoch = first, t.timetable.steps_per_epoch
@@ -131,6 +131,7 @@ def train(t: Training) -> bool:
         micro_batches = next(t.batches)
         proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
         t.clock.enter("transfer")
+        # Once before the first step, and again whenever the task freezes other parameters.
         if t.step == settles_at:
             epoch = t.step // an_epoch
             if t.stepper.freeze(epoch) or t.step == first:
@@ -147,12 +148,14 @@ def train(t: Training) -> bool:
 
 
 def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bool) -> bool:
-    """What follows a step, whoever took it; whether the run ends here. Raises as `train`."""
+    """Do everything that follows a step; return whether the run ends. Raises the errors of `train`."""
     t.step += 1
     if is_first:
         t.recorder.event("training", step=t.step)
     t.recorder.end_step(rate)
     due = heed(t, consensus)
+    # On GPUs, the last step's exchange is still unread. A log line needs its numbers, and a save must not
+    # contain a step that turns out to be non-finite.
     if due & {"log", "save", "snapshot"}:
         last = t.stepper.drain()
         due |= heed(t, last)
@@ -165,10 +168,10 @@ def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bo
         t.recorder.log_interval(t.step, t.stepper.read(), t.world.gather_rows)
     if {"eval", "save"} <= due:
         with t.clock.phase("checkpoint"):
-            t.saver.begin(t.step)  # an evaluation that fails does not cost what was trained
+            t.saver.begin(t.step)  # an evaluation that fails must not cost what was trained
     if "eval" in due and evaluate(t):
-        due = {"save"}  # a snapshot would be gone on from
-    if "snapshot" in due:  # after the step's lines in the journal: a resume drops later ones only
+        due = {"save"}  # a restart would continue from a snapshot
+    if "snapshot" in due:  # after the step's lines in the journal, because a resume drops only later lines
         with t.clock.phase("checkpoint") if t.saver.begins_snapshots else nullcontext():
             t.saver.snapshot(t.step)
     if "save" in due:
@@ -179,7 +182,7 @@ def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bo
 
 
 def evaluate(t: Course) -> bool:
-    """Score the weights of now; whether the task ends the run with them."""
+    """Score the current weights; return whether the task ends the run."""
     with t.clock.phase("eval"):
         scores = t.evaluate()
         t.recorder.evaluated(t.step, scores)
@@ -189,7 +192,7 @@ def evaluate(t: Course) -> bool:
 
 
 def make_up(t: Course) -> None:
-    """The evaluation in which the run had failed; the checkpoint of its step gets the scores."""
+    """Repeat the evaluation in which the run failed; the checkpoint of its step gets the scores."""
     if t.timetable.cadences["eval"].unit != "never":
         with t.clock.phase("checkpoint"):
             t.saver.begin(t.step)
@@ -199,7 +202,7 @@ def make_up(t: Course) -> None:
 
 
 def heed(t: Course, consensus: Consensus | None) -> set[str]:
-    """What the ranks agreed on in a step is counted, whenever it is known; the events that are due now."""
+    """Count what the ranks agreed on in a step, whenever it becomes known; return the events that are due."""
     if consensus is not None:
         t.recorder.agreed(consensus)
         t.nonfinite.consider(consensus)

@@ -1,4 +1,4 @@
-"""What a task itself remembers from step to step, as a checkpoint holds it, and when it ends its run."""
+"""Save what a task itself remembers between steps, and let it end its run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ REMEMBERING = ("state_dict", "after_evaluation")
 
 
 class Memory:
-    """The state of a task that has one of REMEMBERING, up to the evaluation that it has heard of last.
+    """The state of a task that has one of REMEMBERING, up to the last evaluation that it was told about.
 
-    A checkpoint that is due with an evaluation is begun before it, so it is the manifest that has the scores:
-    a resumed task hears of them again.
+    A checkpoint that is due together with an evaluation is begun before it, so its scores are in the
+    manifest. A resumed task is told about them again.
     """
 
     def __init__(self, task: WholeTask, world: ProcessGroup) -> None:
@@ -22,9 +22,9 @@ class Memory:
         self._heard = 0
 
     def hear(self, step: int, scores: Mapping[str, float]) -> bool:
-        """Whether the task ends the run after this evaluation; rank 0's answer counts. All ranks call this.
+        """Tell the task about an evaluation; return whether it ends the run. All ranks call this.
 
-        Raises ConfigError for an answer that is none.
+        Rank 0's answer counts. Raises ConfigError for an invalid answer.
         """
         self._heard = step
         if "after_evaluation" not in self._task.own:
@@ -32,13 +32,16 @@ class Memory:
         return bool(self._world.broadcast_json(answer_of(self._task, scores)))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as {"task": ...}; nothing where the task has none of REMEMBERING."""
+        """Return {"task": ...} for a checkpoint, or {} if the task has none of REMEMBERING."""
         if not self._task.own.intersection(REMEMBERING):
             return {}
         return {"task": {"heard": self._heard, "state": self._task.state_dict()}}
 
     def load(self, state: Mapping[str, Any], scores: Mapping[str, float]) -> None:
-        """What a checkpoint's whole state has, and the scores of its step where it was begun before them."""
+        """Restore the task from a checkpoint's state.
+
+        If the checkpoint was begun before the evaluation of its step, tell the task these `scores` again.
+        """
         mine = state.get("task", {})
         recall(self._task, state)
         if scores and mine.get("heard") != state["step"]:
@@ -46,7 +49,7 @@ class Memory:
 
 
 def recall(task: WholeTask, state: Mapping[str, Any]) -> None:
-    """Give a task what it remembered in a checkpoint's whole state, if it is there."""
+    """Restore what a task remembered in a checkpoint's state, if it is there."""
     mine = state.get("task", {})
     if "load_state_dict" in task.own and "state" in mine:
         task.load_state_dict(mine["state"])

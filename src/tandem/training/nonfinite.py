@@ -1,7 +1,7 @@
-"""Loss and gradients that are not finite: kept out of the state, agreed on by all ranks, counted and named.
+"""Handle non-finite losses and gradients: keep them out of the state, agree on them, count and name them.
 
-Whether the loss or a gradient is not finite anywhere is part of what the ranks exchange in a step: every rank
-comes to the same answer without a collective of its own.
+Whether a loss or gradient is not finite on any rank is part of each step's exchange, so every rank comes to
+the same answer without an extra collective. See docs/architecture.md#the-telemetry-parameter.
 """
 
 import logging
@@ -29,12 +29,12 @@ ADVICE = "lower --lr, set --clip-norm, or check the data"
 
 
 class Guard:
-    """Keeps a step that is not finite out of weights, optimizer state and buffers.
+    """Keep a step that is not finite out of weights, optimizer state and buffers.
 
-    On CPUs the answer is read before the update. On GPUs that would make the host wait in
-    every step: there a fused optimizer is handed the answer as a tensor and leaves the update out by itself
-    (as GradScaler does it); an optimizer that cannot do so, or that has no state yet (torch's fused SGD
-    would keep momentum it never initialised), is waited for.
+    On CPUs the answer is read before the update. On GPUs the host would wait for it in every step, so a fused
+    optimizer gets the answer as a tensor and skips the update on the device, as with GradScaler. The host
+    waits if the optimizer cannot do that, or has no state yet: torch's fused SGD would keep a momentum buffer
+    that it never initialized.
     """
 
     def __init__(
@@ -49,26 +49,29 @@ class Guard:
         self._optimizer, self._scaler = optimizer, scaler
         self._strategy = strategy
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._keeps_buffers = policy != "stop"  # after a stop nobody reads them
+        self._keeps_buffers = policy != "stop"  # after a stop they are not used
         self._reads_at_once = device.type == "cpu" or strategy.shares_parameters
         self._one = torch.ones((), device=device)
         self._buffers = KeptBuffers(model.modules)
         self.step: Callable[[], Any] = optimizer.step
 
     def begin_step(self) -> None:
-        """Before the forward pass: remember the buffers, which a bad batch would spoil."""
+        """Copy the buffers before the forward pass, because a bad batch would spoil them."""
         if self._keeps_buffers:
             self._buffers.keep()
 
     def look(self) -> Tensor:
-        """After the last backward: a scalar on the device, 1 if a gradient that is here is not finite."""
+        """Return a scalar on the device: 1 if a local gradient is not finite, else 0.
+
+        Called after the last backward pass.
+        """
         found = torch.zeros_like(self._one)
         for gradients in self._gradients_by_type():
             note_all_nonfinite(gradients, found, self._one)
         return found
 
     def update(self, found: Tensor, clip: Callable[[], None]) -> None:
-        """Unscale, clip and step, unless `found` says that it must be left out."""
+        """Unscale, clip and step, unless `found` says that the step must be left out."""
         if self._scaler.is_enabled():
             self._show_scaler(found)
             self._scaler.unscale_(self._optimizer)
@@ -85,6 +88,7 @@ class Guard:
             self._optimizer.found_inf = found  # type: ignore[attr-defined]
             self._optimizer.step()
             del self._optimizer.found_inf  # type: ignore[attr-defined]
+        # If the host knows that all values are finite, there is nothing to restore.
         if self._keeps_buffers and not (self._reads_at_once and not found):
             self._buffers.put_back(found)
 
@@ -92,13 +96,16 @@ class Guard:
         return gradients_by_type(self.parameters, self._strategy)
 
     def _show_scaler(self, found: Tensor) -> None:
-        """GradScaler looks at gradients alone: a loss that is not finite has to show in them."""
+        """Make a non-finite loss visible in the gradients, which are all that GradScaler checks."""
         for gradients in self._gradients_by_type():
             gradients[0].masked_fill_(found.to(gradients[0].device) > 0, math.nan)
 
     def _overflowed(self) -> bool:
-        """Whether unscaling found what is not finite. Before there is a state it must not be left to a fused
-        optimizer: told to leave its first step out, SGD keeps a momentum that was never written."""
+        """Return whether unscaling found a value that is not finite.
+
+        A fused optimizer without state must not see such a first step: SGD would keep a momentum buffer that
+        was never written.
+        """
         return has_overflowed(self._scaler, self._optimizer)
 
     def _can_be_told(self) -> bool:
@@ -106,19 +113,19 @@ class Guard:
 
 
 def can_be_told(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step may be left out on the device, without the host's knowing."""
+    """Return whether the optimizer can skip a step on the device, without the host."""
     return can_skip_on_device(optimizer) and has_its_state(optimizer)
 
 
 def has_its_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer remembers all that it will: SGD without momentum never remembers anything."""
+    """Return whether the optimizer has all its state. SGD without momentum never has any."""
     if isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in optimizer.param_groups):
         return True
     return bool(optimizer.state)
 
 
 def gradients_by_type(parameters: Sequence[nn.Parameter], strategy: Strategy) -> Iterator[list[Tensor]]:
-    """The gradients that are here, as real and dense tensors, those of one type and device together."""
+    """Yield the local gradients as real, dense tensors, grouped by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -132,7 +139,7 @@ def gradients_by_type(parameters: Sequence[nn.Parameter], strategy: Strategy) ->
 
 
 def note_all_nonfinite(gradients: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
-    """`note_nonfinite`, also of gradients on another device than `found`."""
+    """Call `note_nonfinite`, also for gradients on another device than `found`."""
     device = gradients[0].device
     there = found.to(device)
     note_nonfinite(gradients, there, one.to(device))
@@ -141,10 +148,11 @@ def note_all_nonfinite(gradients: Sequence[Tensor], found: Tensor, one: Tensor) 
 
 
 class Policy:
-    """What a step that was left out means for the run; every rank holds one, and all decide alike.
+    """Decide what a skipped step means for the run; every rank has one, and all decide alike.
 
-    `is_scaled`: whether a GradScaler scales the loss, and finds its scale by gradients that overflow.
-    `culprit(step)`: in words, the first tensor that was not finite in 0-based `step`; all ranks call it.
+    `is_scaled`: whether a GradScaler scales the loss; it adjusts its scale by overflowing gradients.
+    `culprit(step)`: a description of the first tensor that was not finite in the 0-based `step`; all ranks
+    call it.
     """
 
     def __init__(
@@ -159,14 +167,14 @@ class Policy:
         self._skipped = self._last_step = self._in_a_row = 0
 
     def consider(self, consensus: Consensus) -> None:
-        """Count a step that was left out. Raises NonFiniteError where the run has to end for it."""
+        """Count a step that was left out. Raises NonFiniteError if the run has to end."""
         if not consensus.left_out:
             return
         step, in_loss = consensus.step + 1, math.isnan(consensus.loss)
         overflow = self._is_scaled() and not in_loss
         reason = "nonfinite_loss" if in_loss else "amp_overflow" if overflow else "nonfinite_grad"
         self._recorder.samples(metrics.STEPS_SKIPPED.inc(reason=reason))
-        if overflow:  # how the loss scale is found; GradScaler has lowered it
+        if overflow:  # this is how GradScaler finds its scale, which it has lowered now
             return
         what = f"the loss of step {step} is" if in_loss else f"the gradients of step {step} are"
         self._recorder.event("nonfinite", step=step, reason=reason, policy=self._name)
@@ -194,17 +202,17 @@ def culprit(
     forward: Callable[[int], Tensor],
     has_gradients: bool = True,
 ) -> str | None:
-    """In words, the first tensor that is not finite in a step; the same on all ranks.
+    """Describe the first tensor that is not finite in a step; the result is the same on all ranks.
 
-    `forward(i)` repeats micro-step i, with the same randomness, and gives its loss. Looks, on every rank, at
-    the batch, the weights, then what each module gave; a loss that is finite everywhere leaves the gradients,
-    if they are still those of the step: else None.
+    `forward(i)` repeats micro-step i with the same randomness and returns its loss. Checks on every rank the
+    batch, the weights, and then each module's output. If all of them and the loss are finite, a gradient is
+    at fault, if the step's gradients are still there; otherwise returns None.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters()]
     weights = ((name, strategy.local(parameter)) for name, parameter in named)
-    # Backward goes from the last layer to the first: the last parameter is nearest to where it began.
+    # Backward runs from the last layer to the first, so the last parameter is closest to the origin.
     gradients = ((n, strategy.local(p.grad)) for n, p in reversed(named) if p.grad is not None)
-    found = (  # each on every rank: a forward pass may need them all
+    found = (  # all on every rank, because a forward pass may need all ranks
         _in_batches(micro_batches),
         _in_tensors("the weight", weights),
         _in_forward(model, len(micro_batches), forward),
@@ -227,7 +235,7 @@ def _in_batches(micro_batches: Sequence[Any]) -> str | None:
 
 
 def _in_values(name: str, values: Any) -> str | None:
-    """The first tensor inside nested tuples, lists, dicts and dataclasses."""
+    """Return the first non-finite tensor in nested tuples, lists, dicts and dataclasses."""
     if isinstance(values, Tensor):
         return None if _is_finite(values) else name
     if is_dataclass(values):

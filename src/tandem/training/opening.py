@@ -1,4 +1,7 @@
-"""How a rank begins, whoever writes its loop: its log, its clock and who reads that, its process group."""
+"""Start a rank: its log, its clock with heartbeats, and its process group.
+
+Tasks and custom loops share this.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -19,7 +22,7 @@ log = logging.getLogger("tandem.run")
 
 
 def set_up_log(log_format: str, position: Position, run_dir: Path) -> None:
-    """Rank 0 keeps the terminal and copies to its log; the others write to theirs alone."""
+    """Log to the terminal and a file on rank 0, and only to a file on the others."""
     path = run_dir / "log" / f"rank-{position.rank}.log"
     copy_to = path if position.rank == 0 else None
     if position.rank != 0:
@@ -27,7 +30,7 @@ def set_up_log(log_format: str, position: Position, run_dir: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             redirect_output(path)
         except OSError:
-            pass  # a worker needs no volume: without one its words go to the terminal
+            pass  # a worker needs no volume; without one its output goes to the terminal
     setup(copy_to, position.rank, position.node_rank, True, log_format == "json")
     log_warnings()
 
@@ -40,10 +43,10 @@ def open_world(
     send: Send,
     log_dir: Path,
 ) -> tuple[Clock, ProcessGroup, int]:
-    """The clock, which runs and is heard of from here on; the open process group; CPU threads of this rank.
+    """Open the process group; return the running clock, the group, and the number of CPU threads.
 
-    Raises ConfigError where ranks differ in the settings that they have in `common`, and for a device that is
-    not there.
+    Heartbeats are sent from here on. Raises ConfigError if ranks differ in the settings in `common`, and for
+    a device that is missing.
     """
     clock = Clock()
     for handler in logging.getLogger("tandem").handlers:
@@ -59,7 +62,7 @@ def open_world(
         if compute.tf32 and devices[0].type == "cuda":
             allow_tf32()
         if position.store is None and position.init == "master" and position.master is not None:
-            # Nobody else says it: there is no agent, and a rank that was started alone waits for long.
+            # No agent reports this, and a rank that was started alone waits for a long time.
             where = ":".join(map(str, position.master))
             log.info(
                 "waiting for the other %d of %d ranks at %s",

@@ -1,4 +1,4 @@
-"""The optimizer, and what sets the learning rate of each step: the settings, or the task."""
+"""Build the optimizer and set the learning rate of each step, by the settings or by the task."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -19,18 +19,18 @@ from tandem.training.rates import Rates
 
 BY_SCHEDULE = ("schedule", "lr_scaling", "warmup")
 BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
-"""Settings of OptimisationConfig that say what the rates are, and how the optimizer is made."""
+"""Settings of OptimisationConfig that determine the learning rate, and those that build the optimizer."""
 SCHEDULED = ("lr", "momentum", "betas")
-"""What a scheduler moves in an optimizer's groups, besides what its constructor has added to them."""
+"""What a scheduler changes in an optimizer's groups, besides what its constructor has added to them."""
 
 
 def build_optimizer(
     config: OptimisationConfig, task: WholeTask, model: nn.Module, has_all_gradients: bool = True
 ) -> torch.optim.Optimizer:
-    """The task's own optimizer if it has one, else the one that the settings name.
+    """Build the task's own optimizer if it has one, else the one that the settings name.
 
-    On GPUs it is a fused one, which can leave an update out without the host waiting (see `nonfinite.Guard`),
-    unless torch has none for these parameters. `has_all_gradients`: each step trains all parameters.
+    On GPUs it is a fused one if torch has one for these parameters, because that can skip an update without
+    the host (`nonfinite.Guard`). `has_all_gradients`: each step trains all parameters.
     """
     if (own := optimizer_of(task, model)) is not None:
         return own
@@ -42,7 +42,7 @@ def build_optimizer(
         momentum = config.momentum
         if momentum and ("freeze" in task.own or not has_all_gradients):
             fused = (
-                None  # its kernel wants all momentum to be there from the first step on (torch 2.6 to 2.15)
+                None  # the fused kernel needs all momentum buffers from the first step on (torch 2.6 to 2.15)
             )
         return torch.optim.SGD(
             parameters, lr=lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0, fused=fused
@@ -52,23 +52,23 @@ def build_optimizer(
 
 
 def has_sparse_gradients(model: nn.Module) -> bool:
-    """Whether some module gives its gradients as sparse tensors."""
+    """Return whether a module has sparse gradients."""
     return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 def takes_closure(optimizer: torch.optim.Optimizer, must: bool) -> bool:
-    """Whether its `step` takes a function that computes loss and gradients again; `must`: not without it."""
+    """Return whether `step` takes a closure that recomputes loss and gradients; with `must`, requires one."""
     closure = signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and not (must and closure.default is None)
 
 
 def trained_by(task: WholeTask, model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that some step trains: where a task freezes them by epoch, all may be."""
+    """Return the parameters that some step trains; if a task freezes them by epoch, that may be all."""
     return [p for p in model.parameters() if p.requires_grad or "freeze" in task.own]
 
 
 class Schedule:
-    """Sets the learning rate before each step: the settings' rule, or the task's own scheduler."""
+    """Set the learning rate before each step, by the settings' rule or the task's own scheduler."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Schedule:
 
     @property
     def is_by_settings(self) -> bool:
-        """Whether the settings alone decide the rates: neither optimizer nor scheduler is the task's own."""
+        """Whether the settings alone decide the rates, because the task has no optimizer or scheduler."""
         return self._own is None and not self._fixed
 
     def describe(self) -> str:
-        """One line on where the rates come from."""
+        """Return one line about where the rates come from."""
         if self.is_by_settings:
             return str(self._rates)
         used = self.used()
@@ -104,11 +104,11 @@ class Schedule:
         return f"lr from the task's own {own}"
 
     def used(self) -> dict[str, object]:
-        """What takes the steps, for the run's summary.
+        """Return what takes the steps, for the run's summary.
 
-        The class of the optimizer, the rate of its first group before any schedule (by the settings: their
-        peak), and the class of the task's own scheduler, else the settings' word, or None beside an optimizer
-        of the task's own.
+        That is the optimizer's class, the learning rate of its first group before any schedule (from
+        settings: their peak), and the class of the task's own scheduler. Without one, it is the setting, or
+        None if the task has its own optimizer.
         """
         group = self._optimizer.param_groups[0]
         lr = self._rates.peak if self.is_by_settings else float(group.get("initial_lr", group["lr"]))
@@ -120,7 +120,10 @@ class Schedule:
         }
 
     def without_effect(self, chosen: Collection[str]) -> str:
-        """One line on those `chosen`, be it with their defaults, that the task's own parts leave unread."""
+        """Return one line about explicit settings that have no effect because of the task's own parts.
+
+        `chosen`: the names of the settings that were set explicitly, even if to their defaults.
+        """
         if self.is_by_settings:
             return ""
         unread = (*BY_OPTIMIZER, *BY_SCHEDULE) if self._fixed else BY_SCHEDULE
@@ -133,19 +136,19 @@ class Schedule:
         return f"no effect, because the task has its own {kind}: {', '.join(flags)}" if flags else ""
 
     def set(self, step: int) -> float:
-        """Prepare the optimizer for 0-based `step`; return the rate of its first group."""
+        """Prepare the optimizer for the 0-based `step`; return the learning rate of its first group."""
         if self.is_by_settings:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rates.at(step)
         return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self) -> None:
-        """After a step: move the task's own scheduler on, if there is one."""
+        """Advance the task's own scheduler, if there is one, after a step."""
         if self._own is not None:
             self._own.step()
 
     def state(self) -> dict[str, object]:
-        """What to save: empty unless the task brought a scheduler."""
+        """Return the state to save; empty unless the task has its own scheduler."""
         if self._own is None:
             return {}
         return {"planned": self._planned, "scheduler": self._own.state_dict()}
@@ -153,11 +156,12 @@ class Schedule:
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Restore the task's own scheduler after `step` steps.
 
-        One for another number of steps is not what was saved: it is brought to its place from its start.
+        A saved state for another number of planned steps does not apply, so the scheduler is stepped forward
+        from its start instead.
         """
         if self._own is None or not state:
             return
-        planned = state.get("planned", self._planned)  # absent: saved by an older version
+        planned = state.get("planned", self._planned)  # missing in state of an older version
         if planned == self._planned:
             self._own.load_state_dict(state.get("scheduler", state))
             return
@@ -165,10 +169,11 @@ class Schedule:
             group.update(deepcopy(made))
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that no step of the optimizer came before
+                # About steps without an optimizer step before them.
+                warnings.simplefilter("ignore", UserWarning)
                 for _ in range(min(step, self._planned)):
                     self._own.step()
-        except Exception as error:  # whatever a task's scheduler raises
+        except Exception as error:  # a task's scheduler may raise anything
             advice = "use the argument total_steps"
             got = (
                 f"{kind(self._own)} that cannot reach step {step:,} of {self._planned:,} ({one_line(error)})"

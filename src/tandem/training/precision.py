@@ -1,4 +1,4 @@
-"""What `--precision` means for a forward pass, in training, in evaluation and where FLOPs are counted."""
+"""Apply `--precision` to forward passes in training, evaluation and FLOP counts."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -13,15 +13,15 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """torch's autocast for bf16 and fp16; nothing for fp32."""
+    """Return torch's autocast for bf16 and fp16, and a null context for fp32."""
     dtype = AUTOCAST.get(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
 
 
 def precision_of(wanted: str, world: ProcessGroup) -> str:
-    """What `auto` means here, said once: bf16 where every rank's GPU computes in it, else fp32.
+    """Resolve `auto` and log it: bf16 if every rank's GPU supports it natively, else fp32.
 
-    Anything else is as it is wanted. All ranks call it.
+    Returns any other value unchanged. All ranks call this.
     """
     if wanted != "auto":
         return wanted

@@ -1,4 +1,4 @@
-"""`--profile START:STEPS`: a window of steps under torch.profiler, as a trace for chrome://tracing."""
+"""Implement `--profile START:STEPS`: record a window of steps with torch.profiler, for chrome://tracing."""
 
 import logging
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ log = logging.getLogger("tandem.run")
 
 
 def profiled(batches: Iterator[Any], window: str | None, first_step: int, path: Path) -> Iterator[Any]:
-    """Pass `batches` (one item per step) on, recording the steps of the window to `path`.
+    """Yield `batches` (one item per step), and record the steps of the window to `path`.
 
-    A step lasts from its batch to the next one's request. `window` None: nothing is recorded.
+    A step lasts from its batch to the request of the next one. Without a `window`, nothing is recorded.
     """
     if window is None:
         yield from batches

@@ -1,13 +1,13 @@
-"""The learning rate of each step, as the settings have it."""
+"""The learning rate of each step according to the settings."""
 
 from tandem.config.slices import OptimisationConfig
 from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_of
 
 
 class Rates:
-    """A pure function of the step, so nothing of it is saved.
+    """A pure function of the step, so it has no state to save.
 
-    The number of ranks is no part of it: the global batch is.
+    It depends on the global batch size, not on the number of ranks.
     """
 
     def __init__(
@@ -16,11 +16,11 @@ class Rates:
         self._config, self._batch_size, self._planned = config, batch_size, steps_planned
         self._scaling, self._base = scaling_of(config.lr_scaling)
         self.peak = scale_lr(config.lr, self._scaling, batch_size, self._base)
-        """The rate after the warm-up."""
+        """The learning rate after the warm-up."""
         self._warmup = Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0
 
     def at(self, step: int) -> float:
-        """The rate of the step about to be taken (from 0)."""
+        """Return the learning rate of the next step, numbered from 0."""
         return learning_rate(
             step,
             peak=self.peak,
@@ -30,7 +30,7 @@ class Rates:
         )
 
     def __str__(self) -> str:
-        """How they come about: `lr 0.1 x 480/240 (linear) = 0.2, warm-up linear ..., then ...`."""
+        """Describe the rates: `lr 0.1 x 480/240 (linear) = 0.2, warm-up linear ..., then ...`."""
         config, said = self._config, f"lr {self._config.lr:g}"
         if self._scaling != "none":
             ratio = f"{self._batch_size}/{self._base}"

@@ -1,7 +1,7 @@
-"""Do all ranks train the same weights? Checksums on the device, compared across ranks.
+"""Check that all ranks have the same weights, with checksums on the device.
 
-DDP makes ranks equal at the start and adds the same gradients to all of them; it never looks again. A task
-that changes weights on one rank, a faulty GPU or memory, and every later step is of a mixture of models.
+DDP makes ranks equal at the start and gives all of them the same gradients, and never checks again. After a
+task changes weights on one rank, or a GPU or memory fails silently, every step mixes different models.
 """
 
 from collections import Counter
@@ -18,16 +18,16 @@ from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 
 BLOCK = 1024
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # multiplying by an odd number keeps every bit of what it weighs
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # multiplication by an odd number loses no bit
 
 
 def check_replicas(
     world: ProcessGroup, strategy: Strategy, model: nn.Module, recorder: Recorder, step: int
 ) -> None:
-    """Compare all ranks' weights after `step` finished steps; nothing to do where there are no replicas.
+    """Compare all ranks' weights after `step` finished steps; does nothing if the parameters are sharded.
 
-    Raises ReplicaMismatchError, on all ranks, naming each rank that differs and its first tensor. Right is
-    what most ranks have; where no more ranks have one thing than another, what rank 0 has.
+    Raises ReplicaMismatchError on all ranks, naming each rank that differs and its first different tensor.
+    The weights that most ranks have count as right; in a tie, those of rank 0 if it is among them.
     """
     if world.size == 1 or strategy.shares_parameters:
         return
@@ -58,9 +58,10 @@ def check_replicas(
 
 
 def comparable(model: nn.Module) -> dict[str, Tensor]:
-    """What must be equal on all ranks: all parameters, and the statistics of SyncBatchNorm.
+    """Return what must be equal on all ranks: all parameters, and the statistics of SyncBatchNorm.
 
-    Not other buffers: a BatchNorm's differ by design, and DDP gives the rest rank 0's before each forward.
+    Other buffers are left out: BatchNorm's differ by design, and DDP broadcasts rank 0's before each forward
+    pass.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
@@ -70,22 +71,22 @@ def comparable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """64 bits of a tensor's bytes and their places, as an int64 scalar on its device; one pass, no copy.
+    """Return a 64-bit checksum of a tensor's bytes and their positions, as an int64 scalar on its device.
 
-    Any change of one 8-byte word shows, and so do words that have changed places. 18 ms for 100 MB on one
-    core, a third of SHA-256; not made against forgery.
+    One pass, no copy. It detects any change of one 8-byte word, and words that changed places. It takes 18 ms
+    for 100 MB on one core, a third of SHA-256, and does not protect against forgery.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     raw = flat.view(torch.uint8)
     whole = len(raw) // 8 * 8
-    if raw.storage_offset() % 8:  # a view into another tensor: int64 needs its words aligned
+    if raw.storage_offset() % 8:  # a view into another tensor: int64 needs aligned words
         raw = raw.clone()
     total = _weighted(raw[:whole].view(torch.int64))
     return total + (_weighted(raw[whole:].long()) * _ODD if whole < len(raw) else 0)
 
 
 def _weighted(words: Tensor) -> Tensor:
-    """Sum over int64 words, each weighed by its column and by its row of `BLOCK`; overflow wraps."""
+    """Return the sum of int64 words, weighted by column and row of a table with `BLOCK` columns; wraps."""
     rows = len(words) // BLOCK
     table = words[: rows * BLOCK].view(rows, BLOCK)
     total = _dot(words[rows * BLOCK :], 1)

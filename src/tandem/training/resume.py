@@ -1,4 +1,8 @@
-"""How a generation begins: rank 0 reads a checkpoint, all get it, shapes are compared before loading."""
+"""Find and load the state that a generation begins with.
+
+Rank 0 reads a checkpoint and broadcasts it; shapes are compared before anything is loaded. See
+docs/architecture.md#a-checkpoint.
+"""
 
 import logging
 import time
@@ -34,22 +38,22 @@ log = logging.getLogger("tandem.run")
 
 COMPLETE = -1
 Redistribute = Callable[[list[dict[str, Any]], int, int], dict[str, Any]]
-"""(what each rank that saved had of its own, this rank, ranks now) -> what this rank has, by name."""
+"""A function (per-rank states of the ranks that saved, this rank, ranks now) -> this rank's state by name."""
 NONE: Mapping[str, Tensor] = {}
 EXTRA = "_extra_state"
 KERNELS = ("fused", "foreach", "capturable")
-"""What an optimizer's group says of how it computes; not what."""
+"""Entries of an optimizer's group that select a kernel and do not change the result."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where this generation begins: the state to load (None: fresh) and its step, equal on all ranks.
+    """The start of this generation: the state to load (None: fresh) and its step, equal on all ranks.
 
-    `slot`: of the snapshot that the state came from; None when it came from elsewhere. `weights`: those that
-    a fresh run starts from. `scores`: of an evaluation at this step. `ended_of`: the task ended a run of so
-    many steps here; 0 where it has not. `owes_evaluation`: a run failed in the evaluation of this step.
-    `data`: what the manifest says of the data set. `own`: what this rank alone had, by name, and `own_slot`
-    the slot of its snapshot.
+    `slot`: the slot of the snapshot that the state came from, or None. `weights`: the weights that a fresh
+    run starts from. `scores`: of an evaluation at this step. `ended_of`: the number of planned steps of a run
+    that the task ended here; else 0. `owes_evaluation`: a run failed in the evaluation of this step. `data`:
+    the manifest's description of the dataset. `own`: this rank's own values by name, and `own_slot` the slot
+    of their snapshot.
     """
 
     step: int
@@ -75,14 +79,15 @@ def begin(
     own: Collection[str] = (),
     redistribute: Redistribute | None = None,
 ) -> Beginning:
-    """Rank 0 finds the newest state, see `_newest`, or the weights to start from; all get it by broadcast.
+    """Find the newest state on rank 0, or the weights to start from, and broadcast it to all ranks.
 
-    `homes`: the model's state_dict, which a large state's tensors may be read into at once. `own`: the names
-    of what each rank keeps of its own, and `redistribute` what makes that of another number of ranks'.
-    Raises ConfigError, on all ranks, where the checkpoint has other names, or is of another number of ranks.
+    `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
+    names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
+    Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
     """
     found, decision = _Found(0), position.resume
     slots = _own_slots(position) if own else {}
+    # A snapshot counts only if every rank still has its own values of that step.
     common = set.intersection(*map(set, world.gather_json(list(slots)))) if own else None
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
@@ -99,8 +104,9 @@ def begin(
     if step <= 0:
         return Beginning(step, None)
     began, state = time.monotonic(), found.state
-    found = _Found(step)  # whose state may go
+    found = _Found(step)  # drops the reference to the state on rank 0
     state = broadcast_state(world, state, homes) if world.size > 1 else state
+    # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if slot is not None:
         own_slot = slots.get(step)
         mine = read_slot(position.own_memories, step, slots[step]).state[PER_RANK] if own else {}
@@ -123,7 +129,7 @@ def begin(
 
 
 def _own_slots(position: Position) -> dict[int, int]:
-    """{step: slot} of the snapshots of what this rank keeps of its own, as one of as many ranks as now."""
+    """Return {step: slot} of the snapshots of this rank's own values, if the number of ranks is the same."""
     regions = position.own_memories
     me = [position.rank, position.world_size]
     return {s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot)[OF] == me}
@@ -137,7 +143,7 @@ def _mine(
     own: Collection[str],
     redistribute: Redistribute | None,
 ) -> dict[str, Any]:
-    """This rank's of the `parts` of a checkpoint, which rank 0 has; all ranks call this."""
+    """Return this rank's values from the `parts` of a checkpoint, which rank 0 has. All ranks call this."""
     if sorted(own) != sorted(named):
         raise ConfigError(
             f"the checkpoint has different per_rank state: {_listed(named)} in it, {_listed(own)} here; "
@@ -170,7 +176,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _weights(world: ProcessGroup, place: PurePath, strict: bool, download: bool) -> Initial:
-    """Rank 0 reads them for all; what it finds wrong all ranks raise."""
+    """Read the weights on rank 0 and broadcast them. An error on rank 0 is raised on all ranks."""
     raw, problem = None, ""
     if world.is_first:
         try:
@@ -187,7 +193,7 @@ SAID = ("eval", "ended_of", "owes_evaluation", "data")
 
 
 class _Found(NamedTuple):
-    """Where to go on: the state of a checkpoint, or that of a snapshot and its slot."""
+    """What to resume from: the state of a checkpoint, or of a snapshot and its slot."""
 
     step: int
     state: dict[str, Any] | None = None
@@ -195,15 +201,15 @@ class _Found(NamedTuple):
     info: Mapping[str, Any] = {}
 
     def said(self) -> dict[str, Any]:
-        """What all ranks need of its manifest."""
+        """Return what all ranks need from its manifest."""
         said = {name: self.info[name] for name in SAID if name in self.info}
-        if "data" not in said and "train_samples" in self.info:  # saved by an older version
+        if "data" not in said and "train_samples" in self.info:  # from an older version
             said["data"] = {"samples": self.info["train_samples"]}
         return said
 
 
 def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
-    """As they were: JSON has NaN and infinities as text."""
+    """Convert scores back to floats: JSON stores NaN and infinities as text."""
     return {name: float(value) for name, value in scores.items()}
 
 
@@ -215,13 +221,12 @@ def _newest(
     homes: Mapping[str, Tensor] = NONE,
     among: Collection[int] | None = None,
 ) -> _Found:
-    """Where to go on; the first that is there:
+    """Return what to resume from, which is the first of these that exists:
 
-    1. the snapshot in the node's memory (of the steps `among`), unless a checkpoint here is newer;
-    2. the newest checkpoint here whose hashes hold and that can be loaded: one that this launch has saved, or
-       the decision's;
-    3. the decision's checkpoints of another run, in its order;
-    4. step 0, unless the decision needs a checkpoint, or one that is here cannot be loaded.
+    1. the snapshot in the node's memory (of the steps `among`), unless a checkpoint here is newer
+    2. the newest valid and loadable checkpoint here: one that this launch has saved, or the decision's
+    3. the decision's checkpoints of another run, in its order
+    4. step 0, unless the decision requires a checkpoint, or one that is here cannot be loaded
     """
     snapshot, unloadable = newest_snapshot(position.shared_memories, among), list[str]()
 
@@ -239,6 +244,7 @@ def _newest(
         _count_fallback(recorder, step, problem)
 
     found = None
+    # Do not read a checkpoint that cannot be newer than the snapshot.
     if snapshot is None or snapshot.step < max(store.steps(), default=0):
         found = store.newest(lambda step: _read(store, step, homes), passed_over, on_unloadable=cannot_load)
     if snapshot is not None and (found is None or found[0] <= snapshot.step):
@@ -280,9 +286,9 @@ def _count_fallback(recorder: Recorder, step: int, problem: str) -> None:
 
 
 def check_data(world: ProcessGroup, beginning: Beginning, now: Mapping[str, Any], on_change: str) -> None:
-    """Compare rank 0's training set with that of the checkpoint; all ranks call this.
+    """Compare rank 0's training set with the checkpoint's. All ranks call this.
 
-    Raises ConfigError, on all ranks, where it is another one, unless `on_change` says "continue".
+    Raises ConfigError on all ranks if it differs, unless `on_change` is "continue".
     """
     problem = str(world.broadcast_json(changed(beginning.data, now) if beginning.step > 0 else ""))
     if not problem:
@@ -307,10 +313,9 @@ def load_state(
 ) -> None:
     """Load a checkpoint's state. `named`: the optimizer's groups, from `groups_of`.
 
-    Raises ConfigError for another model or other groups; the checkpoint is left alone.
-
-    The optimizer's numbers (weight decay, momentum) are those of the settings, which may have changed, unless
-    the task made the optimizer or moves its learning rate by a scheduler of its own.
+    The optimizer's numbers (weight decay, momentum) come from the settings, which may have changed, unless
+    the task built the optimizer or has its own scheduler. Raises ConfigError for another model or other
+    groups; the checkpoint is left untouched.
     """
     theirs = state["model"]
     adopt_buffers(model, theirs)
@@ -327,10 +332,10 @@ def load_state(
 
 
 def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
-    """Kernels are those of this device, whichever the checkpoint comes from, and steps lie where they look.
+    """Select this device's kernels, wherever the checkpoint comes from, and move step counters to match.
 
-    `before`: the groups as the optimizer was made. Adam counts steps on the host, but fused or captured on
-    its device, and `load_state_dict` goes by how it was saved.
+    `before`: the groups as the optimizer was built. Adam counts steps on the host, but with fused or
+    capturable on its device; `load_state_dict` follows the saved state instead.
     """
     for group, ours in zip(optimizer.param_groups, before, strict=True):
         group.update({name: ours[name] for name in KERNELS if name in ours})
@@ -343,7 +348,7 @@ def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[
 
 
 def _beside(parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_device: bool) -> torch.Tensor:
-    """A tensor of an optimizer's state where its kernels look for it, laid out as the parameter is."""
+    """Return a tensor of an optimizer's state on the device and in the layout that its kernels expect."""
     if name == "step":
         return value.to(parameter.device, torch.float32) if steps_on_device else value
     if value.shape == parameter.shape and value.stride() != parameter.stride():
@@ -352,13 +357,13 @@ def _beside(parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_de
 
 
 def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ConfigError naming the first tensor in which a model's state and a checkpoint's differ.
+    """Raise ConfigError naming the first tensor that differs between a model's state and a checkpoint's.
 
-    What a module's get_extra_state() gives may change its shape.
+    The result of a module's get_extra_state() may change its shape.
     """
     for name in sorted({*mine, *theirs}):
         if name in theirs and is_lazy(mine.get(name)):
-            continue  # loading gives it its shape
+            continue  # it gets its shape when it is loaded
         here = tuple(getattr(mine[name], "shape", ())) if name in mine else "missing"
         there = tuple(getattr(theirs[name], "shape", ())) if name in theirs else "missing"
         is_extra = name.rpartition(".")[2] == EXTRA and name in mine and name in theirs
@@ -370,7 +375,7 @@ def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 
 def check_model(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """As `check_shapes`, where a task is asked for the model of a checkpoint."""
+    """Call `check_shapes` with an error for verbs that build a task's model for a checkpoint."""
     adopt_buffers(model, weights)
     try:
         check_shapes(model.state_dict(), weights)

@@ -1,4 +1,4 @@
-"""The composition root: the function that every rank runs, from an open process group to an exit code."""
+"""The composition root: the function that every rank runs, from the process group to the exit code."""
 
 import logging
 import time
@@ -28,7 +28,6 @@ from tandem.errors import (
     PEER_LOST,
     STOPPED,
     PeerLostError,
-    StoppedError,
     TandemError,
 )
 from tandem.log import reporting
@@ -61,10 +60,10 @@ def run_rank(
     send: Send | None = None,
     hear: Callable[[StopFlag], None] = lambda stop: None,
 ) -> int:
-    """Train as the rank at `position`; the exit code (see `errors`). Handlers are installed first thing.
+    """Train as the rank at `position`, and return the exit code (see `errors`).
 
-    `send` takes messages for the metrics; under the agent they go to `position.sample_socket` instead.
-    `hear`, without an agent: what has to be told of the stop flag.
+    Signal handlers are installed first. `send` takes messages for the metrics; under an agent they go to
+    `position.sample_socket` instead. `hear`, without an agent, receives the stop flag.
     """
     started = time.monotonic()
     stop = StopFlag().install()
@@ -75,7 +74,7 @@ def run_rank(
         set_up_log(settings.telemetry.log_format, position, run_dir)
         keep_stacks(run_dir / "log", position.rank)
         send = send or sender(position.sample_socket)
-        if position.store is not None:  # without an agent, this process counts its messages already
+        if position.store is not None:  # without an agent, this process counts its own messages
             count_log_messages(send)
         return _run(settings, job.chosen, position, run_dir, stop, send, started)
     except TandemError as error:
@@ -85,7 +84,7 @@ def run_rank(
         return error.exit_code
     except Exception as error:
         killed = killed_helper(error)
-        end_loaders()  # while the traceback keeps them: they would be waited for when it goes
+        end_loaders()  # while the traceback still holds them: dropping it would wait for them
         if is_gpu_failure(error):
             log.error("this rank's GPU failed (a new process may recover it): %s", in_one_line(error))
             return GPU_FAILED
@@ -109,7 +108,7 @@ def run_rank(
 
 
 def _tell(send: Send | None, position: Position, error: Exception) -> None:
-    """Why this rank fails, for its agent, which says it last of all, and to the other nodes."""
+    """Send the reason of this rank's failure to its agent, which reports it last and to the other nodes."""
     if send is not None and not isinstance(error, PeerLostError):
         what = str(error) if isinstance(error, TandemError) else what_and_where(error)
         reason = f"rank {position.rank} on node {position.node_rank}: {what}"
@@ -117,7 +116,7 @@ def _tell(send: Send | None, position: Position, error: Exception) -> None:
 
 
 def warm_up(job: TaskJob, expected: Position | None = None) -> None:
-    """What a process that may become a rank does in advance: import the task, where asked open its GPU."""
+    """Prepare a process that may become a rank: import the task, and open its GPU if --warm-gpu is set."""
     settings = Settings.from_dict(job.settings)
     task_class(settings.run.task)
     strategies.preload(settings.compute.strategy)
@@ -134,7 +133,7 @@ def _run(
     send: Send,
     started: float,
 ) -> int:
-    """From the process group to the summary; what is put together here builds itself."""
+    """Run everything from the process group to the summary; each part builds itself."""
     clock, world, threads = open_world(
         settings.compute, settings.reliability, settings.common_fields(), position, send, run_dir / "log"
     )
@@ -155,9 +154,10 @@ def _run(
         check_data(world, beginning, data, settings.checkpoint.on_data_change)
         learner.begin(beginning)
         learner.check_state()
-        beginning = replace(beginning, state=None)  # the model and the optimizer have it
+        beginning = replace(beginning, state=None)  # the model and the optimizer have it now
     timetable = _timetable(settings, learner, world)
     evaluation = _evaluation(settings, learner, world)
+    # A restart of the same launch has tested it before.
     if position.restart == 0 and timetable.cadences["eval"].unit != "never":
         with still("testing the evaluation"):
             evaluation.rehearse()
@@ -189,13 +189,13 @@ def _run(
             make_up(training)
         finished = saver.is_end or train(training)
         if beginning.slot is not None and beginning.step == learner.planned:
-            saver.save(training.step)  # no step was left to take, and the state is in memory alone
+            saver.save(training.step)  # there was no step left to take, and the state exists only in memory
         clock.begin("drain")
     return _end(training, facts, learner, finished)
 
 
 def _timetable(settings: Settings, learner: Learner, world: ProcessGroup) -> Timetable:
-    """When what is due, and a line on what will never be."""
+    """Return when each event is due, and log those that never are."""
     evaluates = learner.datasets.evaluation is not None
     if world.is_first and not evaluates:
         log.info("no evaluation: the task has only a training dataset")
@@ -236,7 +236,7 @@ def _training(
     stop: StopFlag,
     window: str | None,
 ) -> Training:
-    """What the loop goes by; `window` is recorded by torch.profiler."""
+    """Assemble the loop. `window` is recorded by torch.profiler."""
     world, recorder = facts.world, learner.recorder
     steps = _told(learner.data.steps(facts.first_step, learner.planned), recorder)
     return Training(
@@ -260,10 +260,10 @@ def _training(
 
 
 def _end(training: Training, facts: Facts, learner: Learner, finished: bool) -> int:
-    """The summary, and the exit code. Raises StoppedError where nothing was saved of a stopped run."""
+    """Write the summary, and return the exit code. Raises as `Saver.end`."""
     world, saver, recorder = training.world, training.saver, training.recorder
-    if world.is_first and not saver.kept(training.step, finished):
-        raise StoppedError(f"stopped at step {training.step}, but the checkpoint could not be written")
+    if world.is_first:
+        saver.end(training.step, finished)
     code = FINISHED if finished else STOPPED
     weights = learner.weights()
     if world.is_first:
@@ -273,7 +273,7 @@ def _end(training: Training, facts: Facts, learner: Learner, finished: bool) -> 
 
 
 def _told(steps: Iterator[list[Any]], recorder: Recorder) -> Iterator[list[Any]]:
-    """`steps`; an error of the data, which ends the run, is counted."""
+    """Yield `steps`; count an error of the data, which ends the run."""
     try:
         yield from steps
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What is kept of a run while it trains: checkpoints on the volume, snapshots in the node's memory."""
+"""Save a run while it trains: checkpoints on the volume, snapshots in the node's memory."""
 
 import logging
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, Later
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
+from tandem.errors import StoppedError
 from tandem.telemetry.recorder import Recorder
 from tandem.training.summary import Facts, manifest_info
 
@@ -20,35 +21,35 @@ log = logging.getLogger("tandem.saving")
 
 
 class Learning(Protocol):
-    """What is saved: a task's `Learner`, or what a loop of the user's own keeps."""
+    """The source of the state: a task's `Learner`, or what a custom loop keeps."""
 
     def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """Which tensors of the flattened state, as `whole` gave it, rank 0 alone is sure to have right."""
+        """Return the places of tensors in the flattened state that only rank 0 is sure to have right."""
         ...
 
     def whole(self) -> dict[str, Any]:
-        """The state by part, "model" first; tensors are whole on rank 0, and all ranks call this."""
+        """Return the state by part, "model" first. Tensors are complete on rank 0. All ranks call this."""
         ...
 
     def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
-        """Further parts that only a checkpoint has; whole on rank 0, and all ranks call this."""
+        """Return further parts for checkpoints only, complete on rank 0. All ranks call this."""
         ...
 
     @property
     def keeps_own(self) -> bool:
-        """Whether each rank has something of its own."""
+        """Whether each rank keeps something for itself."""
         ...
 
     def own(self) -> dict[str, Any]:
-        """What this rank has of its own, by name. Exchanges nothing."""
+        """Return what this rank keeps for itself, by name. Exchanges nothing."""
         ...
 
 
 class Saver:
-    """Saves when it is told; leaving its `with` block waits for what is still being written.
+    """Save on request; leaving the `with` block waits for a save that is still being written.
 
-    `kept_slot` is that of the snapshot that this generation began with, `own_slot` that of the snapshot of
-    what is this rank's own.
+    `kept_slot` is the slot of the snapshot that this generation began with, and `own_slot` that of the
+    snapshot of this rank's own values.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Saver:
         self._own = Snapshots(own, 0, own_slot) if own else None
 
     def save(self, step: int) -> None:
-        """Rank 0 saves, or completes what it has begun; the others help to gather the state."""
+        """Save on rank 0, or complete the save that was begun; the other ranks help to gather the state."""
         if self._begun != step:
             self.begin(step)
         scores = self._recorder.scores_at(step)
@@ -91,9 +92,9 @@ class Saver:
         self._complete(scores or {})
 
     def begin(self, step: int) -> None:
-        """As `save`, but its manifest, without which it does not count, waits for `save`.
+        """Start a save whose manifest, without which it does not count, waits for `save`.
 
-        See `CheckpointWriter.save`. Where the run fails before that, `settle` completes it without scores.
+        See `CheckpointWriter.save`. If the run fails before, `settle` completes it without scores.
         """
         state = {**self._learner.whole(), **self._learner.beside(self._recorder, step)}
         self._begun, self._scores = step, Later()
@@ -111,12 +112,12 @@ class Saver:
 
     @property
     def begins_snapshots(self) -> bool:
-        """Whether the next snapshot here is one that asks for memory first."""
+        """Whether the next snapshot here allocates memory first."""
         here = [each for each in (self._snapshots, self._own) if each is not None]
         return any(not each.is_laid_out for each in here)
 
     def snapshot(self, step: int) -> None:
-        """This rank's part of a snapshot on the first node, and on every node what is its own."""
+        """Take this rank's part of a snapshot: on the first node, and on every node its own values."""
         try:
             if self._own is not None:
                 of = [self._facts.world.rank, self._facts.world.size]
@@ -133,14 +134,22 @@ class Saver:
         """The newest step that this generation has saved."""
         return self._writer.last_step
 
-    def kept(self, step: int, finished: bool) -> bool:
-        """Whether the run may end at `step`: saved, or finished with no failure that is still unmended."""
-        return self.last_step == step or (finished and self._writer.failures_in_a_row == 0)
+    def end(self, step: int, finished: bool) -> None:
+        """Return once the run may end at `step`.
+
+        A failed save of a finished run is tried again. Raises CheckpointError if it keeps failing, and
+        StoppedError if a run that was asked to stop could not be saved.
+        """
+        if finished:
+            self._writer.insist()
+        elif self.last_step != step:
+            raise StoppedError(f"stopped at step {step} without a checkpoint: {self._writer.problem}")
 
     def settle(self) -> None:
-        """Wait for a save on its way, where the run has failed: whatever becomes of it.
+        """Wait for a save in progress after the run has failed, whatever its outcome.
 
-        One that waits for its scores counts without them; who resumes from it makes up for the evaluation.
+        A save that waits for its scores is completed without them; a run that resumes from it repeats the
+        evaluation.
         """
         self._is_cut_off = self._begun is not None
         self._complete({})
@@ -159,22 +168,22 @@ class Saver:
 
 
 def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
-    """`--snapshot-every auto`: every step where that is a copy within memory, every 5 s from a GPU."""
-    # Where ranks hold shares, no node has the whole state: a checkpoint is the resume point.
+    """Resolve `--snapshot-every auto`: every step for a copy within memory, every 5 s from a GPU."""
+    # With sharded state, no node has the whole state, so runs resume from checkpoints only.
     if strategy.shares_state or not world.position.memories:
         return "never"
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"
 
 
 def warn_of_missing_score(keep_best: str | None, step: int, scores: Mapping[str, float]) -> None:
-    """A name that no evaluation gives is a typo, and shows at the first evaluation only."""
+    """Warn of a --keep-best name that no evaluation returns: a typo, which shows only at an evaluation."""
     if keep_best and scores and keep_best.partition(":")[0] not in scores:
         there = ", ".join(sorted(scores))
         log.warning("--keep-best %s: the evaluation at step %d returned only %s", keep_best, step, there)
 
 
 def warn_of_unsaved_scores(config: CheckpointConfig, eval_every: str) -> None:
-    """For rank 0 where checkpoints and evaluations do not meet (see `Timetable.saves_every_evaluation`)."""
+    """Warn on rank 0 if some evaluations have no checkpoint (see `Timetable.saves_every_evaluation`)."""
     if config.keep_best:
         log.warning(
             "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, but "

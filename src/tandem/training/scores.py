@@ -1,4 +1,4 @@
-"""`tandem eval`: the scores of a checkpoint, as a run with any number of ranks would have evaluated it."""
+"""Implement `tandem eval`: score a checkpoint as a run with any number of ranks would have done."""
 
 import logging
 
@@ -22,9 +22,9 @@ log = logging.getLogger("tandem.run")
 
 
 def score(settings: Settings, position: Position, place: str) -> dict[str, float]:
-    """Scores over the task's evaluation set of the weights at `place`, on every rank; all ranks call this.
+    """Return the scores of the weights at `place` over the task's evaluation set; all ranks call this.
 
-    Rank 0 reads the checkpoint. Raises ConfigError for weights of another model and a task without an
+    Rank 0 reads the checkpoint. Raises ConfigError for weights of another model, and for a task without an
     evaluation set.
     """
     compute, data = settings.compute, settings.data

@@ -1,4 +1,4 @@
-"""One optimizer step: forward, backward, accumulation, clipping, precision. Nothing else is in here."""
+"""Take one optimizer step: forward, backward, accumulation, clipping, precision, and nothing else."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,12 +45,12 @@ from tandem.training.optim import takes_closure, trained_by
 from tandem.training.precision import autocast
 
 SMALLEST_WEIGHT = 1e-12
-"""A step without anything that counts changes nothing, instead of dividing by zero."""
+"""A step in which nothing counts changes nothing, instead of dividing by zero."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What this rank brings into a step: a stop request, and (rank 0's count) decisions as bits."""
+    """What this rank contributes to a step: a stop request, and decisions as bits (only rank 0's count)."""
 
     stop: bool = False
     decisions: int = 0
@@ -59,9 +59,9 @@ class Proposal:
 class TrainingModule(nn.Module):
     """The task's loss as a module, so that a strategy sees forward and loss as one.
 
-    The weight of a micro-batch of n samples is n * ranks / the step's `samples`: the mean over ranks of all
-    gradients is that of the global mean, whether the shares of the ranks are equal or not. A task with a
-    `weight` of its own says what n is, and `samples` is a scalar on the device.
+    The weight of a micro-batch of n samples is n * ranks / the step's `samples`. The mean over ranks of all
+    gradients is then that of the global mean, with equal and with unequal shares. A task with a `weight`
+    method defines n itself, and `samples` is a scalar on the device.
     """
 
     def __init__(
@@ -82,8 +82,11 @@ class TrainingModule(nn.Module):
         self.weighs = "weight" in task.own
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """(weighted loss, numbers to add up over micro-batches and ranks: that loss, then the named sums)."""
-        if batch is None:  # no sample of this rank's: gradients of zero, which the exchange waits for
+        """Return (weighted loss, numbers to sum over micro-batches and ranks).
+
+        The numbers are that loss, then the named sums with their counts.
+        """
+        if batch is None:  # no sample for this rank: gradients of zero, which the exchange waits for
             totals = [
                 p.sum().float().to(self._device, non_blocking=True)
                 for p in self.parameters()
@@ -96,31 +99,34 @@ class TrainingModule(nn.Module):
         return loss, torch.stack([loss.detach(), *self._flat(sums, loss.device)])
 
     def outcome(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Sums]:
-        """What the task makes of a batch; with `model` instead of the (perhaps compiled) one to train."""
+        """Return the loss and sums of a batch.
+
+        With `model`, uses it instead of the trained model, which may be compiled.
+        """
         with autocast(self._device, self._precision):
             outcome = self._task.loss(model or self.model, batch)
         return loss_and_sums(self._task.loss, outcome, trains=torch.is_grad_enabled())
 
     def weight(self, batch: Any) -> Tensor:
-        """The task's own for a batch, a scalar on the device; 0 where there is none."""
+        """Return the task's weight of a batch as a scalar on the device; 0 without a batch."""
         value = 0.0 if batch is None else weight_of(self._task.weight, self._task.weight(batch))
         return self._there(value, self._device)
 
     def _flat(self, sums: Sums, device: torch.device) -> list[Tensor]:
-        """The sums and counts of `names`, in their order; what is not finite, or not there, adds nothing."""
+        """Return the sums and counts of `names`, in order; a missing or non-finite one adds nothing."""
         numbers = [number for name in self.names for number in sums.get(name, (0.0, 0.0))]
         return [self._there(number, device) for number in numbers]
 
     @staticmethod
     def _there(number: Tensor | float, device: torch.device) -> Tensor:
-        """A scalar on `device`, which nobody waits for."""
+        """Return a scalar on `device` without waiting for it."""
         if isinstance(number, Tensor):
             return number.detach().to(device, torch.float32, non_blocking=True).reshape(())
         return torch.full((), float(number), device=device)
 
 
 class Stepper:
-    """Takes optimizer steps with the model as its strategy has spread it."""
+    """Take optimizer steps with the model under its strategy."""
 
     def __init__(
         self,
@@ -146,7 +152,7 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
         self._guard = Guard(optimization.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
         self._guard.parameters = self._parameters
-        delay = 1 if world.device.type == "cuda" else 0  # of what the ranks agree on
+        delay = 1 if world.device.type == "cuda" else 0  # for the result of the ranks' exchange
         kept = 1 + delay if optimization.on_nonfinite == "stop" else 0
         self._recent: deque[tuple[int, Sequence[Any]]] = deque(maxlen=kept)
         self._clipping = Clipping(optimization, strategy, self._parameters, world)
@@ -154,37 +160,40 @@ class Stepper:
         self._has_stepped = False
         if self._needs_closure:
             check_closure(task, optimizer, strategy, self.scaler)
-        self.samples_of: Callable[[int], int] = lambda step: batch_size  # of all ranks in a step
+        self.samples_of: Callable[[int], int] = lambda step: batch_size  # samples of all ranks in a step
         self.may_miss_ranks = False
-        """Whether some rank may be without a sample in a step, and not call the loss."""
+        """Whether some rank may have no sample in a step, and then not call the loss."""
         self.drops_gradients = False
-        """Whether gradients of the step before are forgotten, not set to 0: on a GPU a kernel less for each.
-        Also where a step may leave parameters out: an optimizer leaves alone what has no gradient."""
+        """Whether old gradients are dropped instead of zeroed.
+
+        On a GPU this saves a kernel per gradient. It is also needed if a step may leave parameters out,
+        because an optimizer skips a parameter without a gradient.
+        """
 
     def freeze(self, epoch: int) -> bool:
-        """Let the task say what is trained in this epoch; whether that is something else than before."""
+        """Let the task choose what is trained in this epoch; return whether that has changed."""
         before = [p.requires_grad for p in self._parameters]
         self._task.freeze(self._model, epoch)
         changed = before != [p.requires_grad for p in self._parameters]
-        if changed:  # a gradient of zero would be one to an optimizer, with weight decay or momentum
+        if changed:  # to an optimizer with weight decay or momentum, a gradient of zero is one
             self._optimizer.zero_grad(set_to_none=True)
         return changed
 
     def settle(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
-        """Wrap the model and take a step that changes nothing, before the first real one; what a step costs.
+        """Wrap the model, and take one step that changes nothing before the first real one; return its costs.
 
-        Again where other parameters are trained from here on.
+        Called again when other parameters are trained from here on.
 
-        FLOPs that are `known` from the state are not counted again, on no rank: a count may hold collectives.
-        Nor is the device measured again by a rank whose agent has heard of as many devices.
+        DDP reduces its first step in initial buckets and later steps in rebuilt ones. Another layout sums in
+        another order, so without this a resumed run would differ in its first step (observed with 3 or more
+        ranks). Gradients are discarded and buffers are restored; each step sets the random state itself.
 
-        At a start and at a resume alike: DDP reduces its first step in initial buckets and later ones in
-        rebuilt ones; another layout sums in another order, so a resumed run would differ in its first
-        step (seen from 3 ranks on).
-        Gradients are thrown away, buffers are put back; the random state is set anew by each step.
+        FLOPs that are `known` from the state are not counted again on any rank, because counting may run
+        collectives. The device's peak is not measured again if the agent already knows it for as many
+        devices.
         """
         self._task.moment.step = step
-        with buffers_kept(self._model):  # DDP shall find those of before the first forward pass
+        with buffers_kept(self._model):  # DDP must see the buffers from before the first forward pass
             if micro_batches[0] is not None:
                 check_batch(self._task.collate, self._task.build_datasets, micro_batches[0])
             self._check_collectives(micro_batches[0])
@@ -207,9 +216,10 @@ class Stepper:
         return Costs(flops, device_flops, self._world.size, sync_bytes, names)
 
     def _check_collectives(self, batch: Any) -> None:
-        """Raise ConfigError where the loss calls collectives that uneven shares do not go with."""
+        """Raise ConfigError if the loss calls collectives that do not work with unequal shares."""
         sizes = self._world.gather(0 if batch is None else batch_size_of(batch))
         misses = self.may_miss_ranks or 0 in sizes
+        # A rank without a batch has nothing to run. The others then raise without an exchange.
         if (len(set(sizes)) == 1 and not misses) or batch is None or self._strategy.shares_parameters:
             return
 
@@ -229,9 +239,10 @@ class Stepper:
         return peak_flops(self._world.device, self._precision, convolves(self._model))
 
     def _count(self, batch: Any) -> tuple[float, tuple[str, ...]]:
-        """FLOPs per sample of the first micro-batch, forward and backward; the names of the task's sums."""
+        """Return the FLOPs per sample of the first micro-batch, forward and backward, and the sums' names."""
         names: list[str] = []
-        if any(self._world.gather(int(batch is None))):  # some ranks have to be told the names
+        # Some ranks have no batch, so they need the names from others.
+        if any(self._world.gather(int(batch is None))):
             counted = None if batch is None else self._flops(batch, names)
             known: list[Any] = self._world.gather_json([counted, names])
             return next((flops, tuple(each)) for flops, each in known if flops is not None)
@@ -247,9 +258,10 @@ class Stepper:
         return flops_of(loss_and_gradients) / batch_size_of(batch)
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Consensus | None:
-        """One optimizer step on this rank's micro-batches; what the ranks agreed on (see ConsensusReader).
+        """Take one optimizer step on this rank's micro-batches; return what the ranks agreed on.
 
-        Raises NonFiniteError where an optimizer's closure returns what is not finite.
+        See `ConsensusReader` for when it is known. Raises NonFiniteError if an optimizer's closure returns a
+        non-finite value.
         """
         self._task.moment.step = step
         self._recent.append((step, micro_batches))
@@ -265,7 +277,7 @@ class Stepper:
         return consensus
 
     def _step(self, micro_batches: Sequence[Any], step: int) -> None:
-        """The optimizer's step, with a closure where it wants one; some say so only by an error."""
+        """Call the optimizer's step, with a closure if it needs one; some only show that by an error."""
         if not self._needs_closure:
             try:
                 self._optimizer.step()
@@ -280,9 +292,9 @@ class Stepper:
         self._has_stepped = True
 
     def _again(self, micro_batches: Sequence[Any], step: int) -> Tensor:
-        """Gradients of the same batch with the weights of now; the mean loss of all ranks, equal on them.
+        """Compute gradients of the same batch with the current weights; return the mean loss of all ranks.
 
-        Raises NonFiniteError: what the optimizer has changed in this step cannot be taken back.
+        Raises NonFiniteError, because changes that the optimizer has made in this step cannot be undone.
         """
         self._accumulate(micro_batches, step, Proposal())
         exchanged = self._strategy.exchange(self._guard.look())
@@ -296,7 +308,7 @@ class Stepper:
         return exchanged[LOSS]
 
     def read(self) -> Readings:
-        """Everything for a line of the log; waits for the device, so not in every step."""
+        """Return everything for a log line. Waits for the device, so it is not called in every step."""
         return Readings(
             grad_norm=self._clipping.norm(),
             loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
@@ -306,18 +318,18 @@ class Stepper:
         )
 
     def drain(self) -> Consensus | None:
-        """What the last step on a GPU agreed on."""
+        """Return what the ranks agreed on in the last step on a GPU."""
         return self._reader.drain()
 
     def _accumulate(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> None:
         device = self._world.device
-        # Here rather than after the step before: until now its gradients could be looked at.
-        # Nor where parts of a batch are added up: gradients of the first would be beside DDP's buckets, one
-        # more copy of all of them.
+        # Here, not after the previous step, because its gradients could be inspected until now. With several
+        # micro-batches the gradients are kept: the first one's new gradients would not be in DDP's buckets,
+        # which costs one more copy of all of them.
         self._optimizer.zero_grad(set_to_none=self.drops_gradients and len(micro_batches) == 1)
         self._strategy.reset()
         self._module.samples = self.samples_of(step)
-        if self._module.weighs:  # one more exchange, of a number, before the first backward
+        if self._module.weighs:  # exchanges one more number before the first backward pass
             weight = torch.stack([self._module.weight(batch) for batch in micro_batches]).sum()
             self._module.samples = (self._world.mean(weight) * self._world.size).clamp(min=SMALLEST_WEIGHT)
         scale = self.scaler.scale(torch.ones((), device=device))  # 1 without fp16
@@ -328,7 +340,7 @@ class Stepper:
             slots = proposal_slots(proposal.stop, proposal.decisions).to(device, non_blocking=True)
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
             self.clock.enter("forward")
-            if self._has_graphs:  # what the last one gave may be written over
+            if self._has_graphs:  # CUDA graphs may overwrite the previous output
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             with self._strategy.micro_step(is_last=micro_step == last):
                 scaled, numbers = self._strategy.forward(slots, batch, scale, so_far)
@@ -337,7 +349,7 @@ class Stepper:
             so_far = so_far + numbers
 
     def culprit(self, step: int) -> str | None:
-        """In words, the first tensor that was not finite in `step`, a recent one; all ranks call this."""
+        """Describe the first tensor that was not finite in `step`, a recent one. All ranks call this."""
         batches = next((kept for number, kept in self._recent if number == step), ())
         micro_batches = [batch for batch in batches if batch is not None]
 
@@ -355,7 +367,7 @@ def check_closure(
     strategy: Strategy,
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Raise ConfigError for what an optimizer whose step takes a closure does not go with."""
+    """Raise ConfigError for settings that do not work with an optimizer whose step takes a closure."""
     got = f"{kind(optimizer)}, whose step takes a closure"
     if scaler.is_enabled():
         raise mistake(
@@ -366,7 +378,7 @@ def check_closure(
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """The allocator's numbers of a GPU, None on CPUs."""
+    """Return the allocator's numbers of a GPU, or None on CPUs."""
     if device.type != "cuda":
         return None
     numbers = torch.cuda.memory_stats(device)

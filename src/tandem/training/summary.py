@@ -1,4 +1,4 @@
-"""What a run says of itself: identity, the first sentences, the manifest's facts, the summary at the end."""
+"""Describe a run: its identity, the first log lines, the manifest's facts, the summary at the end."""
 
 import logging
 import platform as machine
@@ -36,11 +36,11 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class Facts:
-    """What is said of this generation of a run, and does not change while it trains.
+    """Facts about this generation of a run that do not change while it trains.
 
-    `settings` and `fingerprint` are as a manifest holds them, `config_hash` is their digest. `run_dir` is on
-    this machine, `started` is of time.monotonic(); the run goes on after `first_step` steps.
-    `shares`: samples of each rank in a batch; none: equal. `data`: see `fingerprint.data_facts`.
+    `settings` and `fingerprint` are stored in the manifest; `config_hash` is their digest. `run_dir` is on
+    this machine. `started` is a time of time.monotonic(). The run resumes after `first_step` steps. `shares`:
+    samples of each rank in a batch; empty if equal. `data`: see `fingerprint.data_facts`.
     """
 
     run: RunConfig
@@ -61,7 +61,7 @@ class Facts:
 
 
 def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
-    """The identity group of the metrics, and the steps between checkpoints (0: not by steps)."""
+    """Return the metrics of the identity group, and the steps between checkpoints (0: not by steps)."""
     position, on_gpu = facts.world.position, facts.world.device.type == "cuda"
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     return [
@@ -90,7 +90,7 @@ def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
 def manifest_info(
     facts: Facts, step: int, scores: Mapping[str, float], is_end: bool, owes_evaluation: bool
 ) -> dict[str, Any]:
-    """What the manifest says about a checkpoint, so that the decision to resume needs no torch.load.
+    """Return a checkpoint's facts for its manifest, so that the resume decision needs no torch.load.
 
     `is_end`: the task ended a run of so many planned steps with it. `owes_evaluation`: the run failed in the
     evaluation of this step.
@@ -116,7 +116,7 @@ def manifest_info(
 
 
 def forget_summary(run_dir: Path) -> None:
-    """Before training: that of an earlier end counts no more."""
+    """Remove the summary of an earlier end before training starts."""
     with reporting("remove the old summary.json"):
         (run_dir / SUMMARY).unlink(missing_ok=True)
 
@@ -130,9 +130,9 @@ def write_summary(
     ended_early: bool = False,
     used: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """RUN_DIR/summary.json, and the same as a line and a table on the terminal.
+    """Write RUN_DIR/summary.json, and log the same as a line with a table.
 
-    `used`: what took the steps, where it is known (`Schedule.used`).
+    `used`: what took the steps, if known (`Schedule.used`).
     """
     position = facts.world.position
     digest = weights_sha256(weights)
@@ -176,7 +176,7 @@ def write_summary(
 
 
 def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath) -> dict[str, str]:
-    """What a person wants to know at the end, {name: text}; `steps` are those of this launch."""
+    """Return what a person wants to know at the end, as {name: text}; `steps` are those of this launch."""
     resumed = summary["resumed_from_step"]
     saved = summary["last_checkpoint_step"]
     since = f" since step {resumed:,}" if resumed else ""
@@ -203,13 +203,13 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
 def open_displays(
     facts: Facts, display: TelemetryConfig, save_steps: int | None, recorder: Recorder, model: nn.Module
 ) -> None:
-    """Rank 0 opens its journal, TensorBoard and progress display, and says the derived numbers once."""
+    """Open the journal, TensorBoard and the progress display on rank 0, and log the derived numbers once."""
     step, epoch_steps, planned = facts.first_step, facts.order.steps_per_epoch, facts.planned
     if not facts.world.is_first:
         recorder.begin_run(step, epoch_steps, planned, None, None, None)
         return
     journal = Journal(facts.run_dir)
-    journal.rewind(step)  # also to 0: a run that was killed before its first checkpoint
+    journal.rewind(step)  # even to 0: the run may have been killed before its first checkpoint
     if step:
         journal.event("resumed", step=step)
         recorder.recall(step, journal.scores_at(step))

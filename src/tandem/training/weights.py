@@ -1,8 +1,8 @@
-"""`--init-from`: weights that a fresh run starts from; found, read without running code, fitted to a model.
+"""Implement `--init-from`: find the weights that a fresh run starts from, read them, fit them to a model.
 
-What there may be: a checkpoint of tandem (a run, its checkpoints, one step, or PATH@STEP), a .pt or .pth file
-of torch.save, a .safetensors file, or a name of torchvision's weights. Only tensors are read: a file that
-would run code of its own is refused before any of it runs.
+Accepts a checkpoint of tandem (a run, its checkpoints, one step, or PATH@STEP), a .pt or .pth file of
+torch.save, a .safetensors file, or a name of torchvision's weights. Only tensors are read: a file that would
+run code is rejected before any of it runs.
 """
 
 import logging
@@ -27,9 +27,9 @@ from tandem.paths import exists, is_file
 log = logging.getLogger("tandem.run")
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
-"""Where training programs keep the model: Lightning and timm, torch's tutorials, tandem and torchvision."""
+"""Keys under which training programs store the model: Lightning, timm, torch's tutorials, torchvision."""
 PREFIXES = ("module.", "_orig_mod.", "model.")
-"""What DDP, torch.compile and a module around the model put before its names."""
+"""Prefixes that DDP, torch.compile and a wrapping module add to a model's names."""
 NAMED_WEIGHTS = re.compile(r"(torchvision:)?(\w+_Weights(\.\w+)?)")
 VALID = (
     "a .pt, .pth or .safetensors file, a run or checkpoint of tandem, or torchvision's name of weights, "
@@ -39,7 +39,7 @@ SHOWN = 4
 
 
 def read_weights(place: PurePath, download: bool) -> bytes:
-    """The tensors by name that `place` stands for, as `serialize` gives them. Raises ConfigError."""
+    """Return the tensors by name that `place` refers to, serialized. Raises ConfigError."""
     named = NAMED_WEIGHTS.fullmatch(str(place))
     if named is not None and not (isinstance(place, Path) and exists(place)):
         place = _torchvision_file(named[2], download)
@@ -58,13 +58,13 @@ def read_weights(place: PurePath, download: bool) -> bytes:
 
 
 def _state_in(path: Path) -> Mapping[str, Any]:
-    """What a file holds. Raises CheckpointError where that is no state, or would run code."""
+    """Return the content of a file. Raises CheckpointError if it is not a state, or would run code."""
     if path.suffix != ".safetensors":
         try:
             return deserialize(path.read_bytes())
         except (CheckpointError, OSError):
             raise
-        except Exception as error:  # any bytes at all may lie there, and torch's readers assume some order
+        except Exception as error:  # the file may have any content, and torch's readers assume a format
             raise CheckpointError(f"torch cannot read it ({one_line(error)})") from error
     try:
         from safetensors import SafetensorError, safe_open
@@ -78,7 +78,7 @@ def _state_in(path: Path) -> Mapping[str, Any]:
 
 
 class Saved(NamedTuple):
-    """A checkpoint as it lies in `directory`: its state's bytes, which hold, and what its manifest says."""
+    """A valid checkpoint in `directory`: the bytes of its state, and the content of its manifest."""
 
     directory: PurePath
     step: int
@@ -87,17 +87,17 @@ class Saved(NamedTuple):
 
     @property
     def epoch_steps(self) -> int:
-        """Steps of an epoch of its run."""
+        """The number of steps per epoch of its run."""
         return max(1, self.info.get("steps_per_epoch") or 1)
 
     @property
     def run_name(self) -> str:
-        """Of the run's directory, or of the one that it lies in without a run."""
+        """The name of the run's directory, or of the directory that it is in without a run."""
         return (self.directory.parent if self.directory.name == "checkpoints" else self.directory).name
 
 
 def saved_at(place: str) -> Saved:
-    """The newest checkpoint there that holds, or the step that is named. Raises ConfigError."""
+    """Return the newest valid checkpoint at `place`, or the step that it names. Raises ConfigError."""
     store, step = locate(place)
     if step is not None:
         return Saved(store.directory, step, *store.read(step))
@@ -108,7 +108,10 @@ def saved_at(place: str) -> Saved:
 
 
 def _torchvision_file(name: str, download: bool) -> Path:
-    """Where torchvision keeps the weights of that name; fetched where they are not there, if it may be."""
+    """Return torchvision's file for the weights of that name, downloaded if necessary and allowed.
+
+    Raises ConfigError.
+    """
     models = torchvision_for("--init-from " + name).models
     member = name if "." in name else f"{name}.DEFAULT"
     try:
@@ -129,7 +132,7 @@ def _torchvision_file(name: str, download: bool) -> Path:
             f"--init-from {name}: {path} does not exist; copy the file there, or use --download"
         )
     log.info("downloading %s", name)
-    checked = re.search(r"-([0-9a-f]{8,})\.", path.name)  # named by the beginning of its hash
+    checked = re.search(r"-([0-9a-f]{8,})\.", path.name)  # the name contains the beginning of its hash
     try:
         folder.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), checked[1] if checked else None, progress=False)
@@ -142,9 +145,9 @@ def _torchvision_file(name: str, download: bool) -> Path:
 
 
 def tensors_in(state: object) -> dict[str, Tensor]:
-    """The tensors by name inside what was saved: {"state_dict": ...} and the like are opened.
+    """Return the tensors by name in what was saved, which may be nested as {"state_dict": ...} or similar.
 
-    Raises CheckpointError where there are none.
+    Raises CheckpointError if there are none.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"it contains a {type(state).__name__}, expected a state_dict")
@@ -160,23 +163,23 @@ def tensors_in(state: object) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Fit:
-    """Which of a file's tensors go where in a model, by the model's names; and what does not fit."""
+    """Which of a file's tensors go where in a model, by the model's names, and what does not fit."""
 
     loaded: Mapping[str, Tensor]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     wrong_shaped: tuple[str, ...]
     elements: tuple[int, int]
-    """Of the model's parameters: those that are loaded, and all."""
+    """How many elements of the model's parameters are loaded, and how many there are."""
 
     @property
     def share(self) -> float:
-        """Of the model's parameters, by number of elements; of all tensors where it has no parameters."""
+        """The loaded share of the model's parameters by elements; of its tensors if it has none."""
         loaded, whole = self.elements
         return loaded / whole if whole else len(self.loaded) / max(1, len(self.loaded) + len(self.missing))
 
     def table(self) -> Iterator[str]:
-        """A line for each kind, with the exact count and the first names."""
+        """Yield one line per kind, with the exact count and the first names."""
         rows = ("loaded", self.loaded), ("missing", self.missing), ("unexpected", self.unexpected)
         for kind, names in (*rows, ("wrong shape", self.wrong_shaped)):
             shown = ", ".join(list(names)[:SHOWN])
@@ -185,7 +188,7 @@ class Fit:
 
 
 def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
-    """Match a file's tensors with a model's: by name, exactly or without PREFIXES on both sides; by shape."""
+    """Match a file's tensors with a model's: by shape and name, exactly or without PREFIXES on both sides."""
     mine = model.state_dict()
     by_core: dict[str, list[str]] = {}
     for name in mine:
@@ -217,14 +220,14 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
 
 @dataclass(frozen=True)
 class Initial:
-    """Weights that a fresh run starts from: from `place`, which has all parameters if `strict`."""
+    """The weights that a fresh run starts from; if `strict`, `place` must have all parameters."""
 
     tensors: Mapping[str, Tensor]
     place: PurePath
     strict: bool
 
     def load(self, strategy: Strategy, model: nn.Module) -> None:
-        """Load what fits, and say what did not. Raises ConfigError if too little does."""
+        """Load what fits, and log what did not. Raises ConfigError if too little fits."""
         found = fit(self.tensors, model)
         (loaded, whole), share = found.elements, found.share
         said = f"{_percent(share)} of the model's parameters ({loaded:,} of {whole:,})"
@@ -241,7 +244,7 @@ class Initial:
 
 
 def _percent(share: float) -> str:
-    """To a tenth, and 100.0% for all only."""
+    """Format to a tenth of a percent; only all is 100.0%."""
     return f"{share:.1%}" if share == 1 else f"{min(round(share * 100, 1), 99.9)}%"
 
 

@@ -1,6 +1,6 @@
-"""The verb for Kubernetes: render the manifests, and apply, follow, inspect and delete a job.
+"""The verb `k8s`: render the manifests, and apply, follow, inspect and delete a job.
 
-As in `cli`, which puts the verbs together, this imports what it needs when it is called.
+Like `cli`, which collects the verbs, this module imports what it needs when a verb is called.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,8 @@ def k8s(options: "Namespace", environ: Environment) -> int:
         components=parts,
         image=options.image,
         namespace=options.namespace,
-        run=options.run,
+        name=options.name,
+        nodes=options.nodes,
         purge=options.purge,
         port=options.port,
     )
@@ -34,9 +35,12 @@ def k8s(options: "Namespace", environ: Environment) -> int:
 
 
 def k8s_options(parser: "Parser") -> None:
+    from argparse import SUPPRESS
+
     from tandem.config import Count
-    from tandem.kubernetes.commands import KINDS, RUN, VERBS
+    from tandem.kubernetes.commands import KINDS, VERBS
     from tandem.kubernetes.forwarding import PORT
+    from tandem.kubernetes.parameters import JOB
     from tandem.kubernetes.render import KIND, ORDER
 
     text = (
@@ -56,12 +60,10 @@ def k8s_options(parser: "Parser") -> None:
         "--image", metavar="NAME", default="", help="NAME[:TAG][@sha256:DIGEST] instead of tandem:cuda"
     )
     parser.add_argument("--namespace", metavar="NAME", default="", help="default: the context's own")
-    parser.add_argument(
-        "--run",
-        metavar="NAME",
-        default=RUN,
-        help=f"label app.kubernetes.io/instance of the job; default {RUN}",
-    )
+    text = f"name of the job, of its run and of its objects; default {JOB}"
+    parser.add_argument("--name", metavar="NAME", default=JOB, help=text)
+    parser.add_argument("--run", dest="name", default=SUPPRESS, help=SUPPRESS)  # its older spelling
+    parser.option("--nodes", Count, "nodes (pods) of the job for render and apply; default 3")
     parser.option("--purge", bool, "delete also removes the volume with the checkpoints")
     parser.option("--port", Count, "local port for forward", PORT)
 

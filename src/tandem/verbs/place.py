@@ -1,6 +1,6 @@
-"""The verbs for the place that one is at: its settings, what is wrong here, how a run on this node does.
+"""The verbs for this machine: its settings, its problems, the health of its run, and its containers.
 
-As in `cli`, which puts the verbs together, one imports what it needs when it is called.
+Like `cli`, which collects the verbs, this module imports what it needs when a verb is called.
 """
 
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def config(options: "Namespace", environ: Environment) -> int:
-    """Every value, and with --explain where it came from."""
+    """Print every setting, and with --explain where each value came from."""
     from tandem.config import as_json, as_toml, explain, markdown, resolve
 
     if options.markdown:
@@ -40,7 +40,7 @@ def _config_options(parser: "Parser") -> None:
 
 
 def doctor(options: "Namespace", environ: Environment) -> int:
-    """Versions, what this place offers, and what is wrong with it: 1 where a check fails, else 0."""
+    """Diagnose this machine; return 1 if a check fails, else 0."""
     from tandem.config import resolve
     from tandem.verify.doctor import diagnose
 
@@ -57,18 +57,27 @@ def _doctor_options(parser: "Parser") -> None:
 
 
 def health(options: "Namespace | None", environ: Environment) -> int:
-    """Standard library only: the verdict on the heartbeat file."""
+    """Judge the heartbeat of this node, or of the run in a directory; uses only the standard library."""
     from tandem.telemetry.health import main as health_main
 
-    return health_main(environ, as_json=options is not None and options.json)
+    if options is None:
+        return health_main(environ)
+    run_dir = options.run_dir
+    if run_dir is not None and "://" in run_dir:  # an import that probes do without
+        from tandem.checkpoint.storage.copies import local_folder
+
+        run_dir = str(local_folder(run_dir))
+    return health_main(environ, options.json, run_dir)
 
 
 def _health_options(parser: "Parser") -> None:
+    text = "run directory; default: the node that writes to TANDEM_STATE_DIR"
+    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help=text)
     parser.option("--json", bool, JSON)
 
 
 def cluster(options: "Namespace", environ: Environment) -> int:
-    """Containers on this host; Compose reads their variables from the environment itself."""
+    """Run containers on this host; Compose reads their variables from the environment itself."""
     from tandem.cluster.command_line import run_typed
 
     return run_typed(options)
@@ -101,6 +110,6 @@ VERBS: Mapping[str, Verb] = {
         _doctor_options,
     ),
     "health": Verb(
-        health, "[--json]", "check whether the run makes progress (for probes)", _health_options, False
+        health, "[RUN_DIR] [--json]", "check whether a run makes progress", _health_options, False
     ),
 }

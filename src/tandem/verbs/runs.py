@@ -1,6 +1,6 @@
-"""The verbs for a run that is there: its checkpoints, its scores, its weights as a file, its report.
+"""The verbs for existing runs: checkpoints, scores, exports, reports, trackers and signals.
 
-As in `cli`, which puts the verbs together, one imports what it needs when it is called.
+Like `cli`, which collects the verbs, this module imports what it needs when a verb is called.
 """
 
 import sys
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 FORMATS = ("safetensors", "torch", "onnx", "hf")
 LONGEST_LINE = 400
 OF_WEIGHTS = FORMATS[:2]
-"""Formats that hold tensors by name; the others need the task, for its model."""
+"""Formats that contain tensors by name. The others contain the model, which its task builds."""
 
 
 def checkpoints(options: "Namespace", environ: Environment) -> int:
-    """`ls`, `verify` and `prune` of a run's checkpoints, without torch; 1 when one is damaged."""
+    """List, verify or prune a run's checkpoints, without torch; return 1 if one is damaged."""
     from tandem.checkpoint.listing import as_json, list_checkpoints, rule_of, table
     from tandem.checkpoint.locate import checkpoints_of
     from tandem.checkpoint.retention import Best
@@ -70,7 +70,7 @@ def checkpoints_options(parser: "Parser") -> None:
 
 
 def report(options: "Namespace", environ: Environment) -> int:
-    """One HTML file: RUN_DIR/report.html, or where --output says."""
+    """Write one HTML file: RUN_DIR/report.html, or what --output names."""
     from tandem.checkpoint.storage.copies import local_folder
     from tandem.config.secrets import secrets_in
     from tandem.log import printable
@@ -84,7 +84,7 @@ def report(options: "Namespace", environ: Environment) -> int:
 
 
 def _warn(problems: Sequence[str]) -> None:
-    """A line for each, on standard error."""
+    """Print one line per problem on standard error."""
     for problem in problems:
         print(f"tandem: {problem}", file=sys.stderr)
 
@@ -137,7 +137,7 @@ def page_options(parser: "Parser") -> None:
 
 
 def track(options: "Namespace", environ: Environment) -> int:
-    """Send a run to its tracker, or what is missing there."""
+    """Send a run, or the rows that are missing there, to its tracker."""
     from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
     from tandem.config.secrets import secrets_in
     from tandem.log import printable
@@ -178,7 +178,7 @@ def track_options(parser: "Parser") -> None:
 
 
 def runs(options: "Namespace", environ: Environment) -> int:
-    """What runs there are, without torch; with --clean those that left nothing go."""
+    """List runs, without torch; with --clean, remove those that left nothing."""
     from tandem.log import printable
     from tandem.report.runs import as_json, clean, find_runs, table
 
@@ -213,7 +213,7 @@ def runs_options(parser: "Parser") -> None:
 
 
 def kill(options: "Namespace", environ: Environment) -> int:
-    """A signal to one rank or node of a run: how to break one's own run, and no other."""
+    """Send a signal to one rank or node of a run, for failure tests."""
     from tandem.launch.kill import kill as send
 
     if (options.rank is None) == (options.node is None):
@@ -236,9 +236,10 @@ def kill_options(parser: "Parser") -> None:
 
 
 def evaluate(options: "Namespace", environ: Environment) -> int:
-    """The scores of a checkpoint, by as many ranks as there are."""
+    """Evaluate a checkpoint with as many ranks as there are."""
     from tandem.launch.variables import wait_passively
 
+    # torch reads these variables when the next line imports it.
     wait_passively()
     from tandem.launch.scoring import evaluate as score
 
@@ -252,7 +253,7 @@ def evaluate_options(parser: "Parser") -> None:
 
 
 def export(options: "Namespace", environ: Environment) -> int:
-    """The weights of a checkpoint, or its model, for programs without tandem."""
+    """Export the weights of a checkpoint, or its model, for programs without tandem."""
     from tandem.log import printable
 
     if options.format in OF_WEIGHTS:

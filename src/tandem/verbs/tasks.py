@@ -1,6 +1,6 @@
-"""The verbs for a task or a script: train it, begin one; is it sound, does it resume, which strategy suits?
+"""The verbs for a task or script: train it, create it, test it, prove its resume, compare strategies.
 
-As in `cli`, which puts the verbs together, one imports what it needs when it is called.
+Like `cli`, which collects the verbs, this module imports what it needs when a verb is called.
 """
 
 import socket
@@ -26,21 +26,21 @@ CHECK = (
 
 
 def launch(options: "Namespace", environ: Environment) -> int:
-    """Node level: this node's agent, or all nodes of a laptop."""
+    """Run this node's agent, or all simulated nodes of a laptop."""
     from tandem.launch import command
 
     return command.launch(options.given, environ, options.program)
 
 
 def train(options: "Namespace", environ: Environment) -> int:
-    """Rank level: what the environment says, or alone."""
+    """Run a single rank: at the position that the environment gives, or alone."""
     from tandem.launch import command
 
     return command.train(options.given, environ)
 
 
 def verify_resume(options: "Namespace", environ: Environment) -> int:
-    """The proof, on this machine, that a killed run of this task or script resumes to the same bits."""
+    """Prove on this machine that a killed run of this task or script resumes to the same bits."""
     from tandem.config import Count, as_flags, checked, resolve
     from tandem.launch.program import to_verify
     from tandem.signals import StopFlag
@@ -60,12 +60,15 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
 
 
 def _says(as_json: bool) -> Callable[[str], None]:
-    """Prints progress: on standard error where standard output is for JSON."""
+    """Return a function that prints progress, on standard error if standard output is for JSON."""
     return lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
 def _announced(loaded: "Loaded") -> "Settings":
-    """The settings; says first whose code is about to run where a file names the task. Raises ConfigError."""
+    """Return the settings; first print whose code is about to run if a file names the task.
+
+    Raises ConfigError.
+    """
     from tandem.tasks.names import untyped
 
     if said := untyped(loaded):
@@ -90,7 +93,7 @@ def verify_resume_options(parser: "Parser") -> None:
 
 
 def check(options: "Namespace", environ: Environment) -> int:
-    """Is this task sound? What it makes, two short runs and a killed one, compared."""
+    """Test a task: what it returns, and two short runs and a killed one, compared."""
     from tandem.config import Given, as_flags, resolve
     from tandem.signals import StopFlag
 
@@ -123,7 +126,7 @@ def check_options(parser: "Parser") -> None:
 
 
 def bench(options: "Namespace", environ: Environment) -> int:
-    """Strategies side by side on this machine: pace, memory and loss, in rounds."""
+    """Compare strategies on this machine, in rounds: throughput, memory and loss."""
     from tandem.config import as_flags, resolve
     from tandem.verify.bench import Wanted, compare
 
@@ -160,7 +163,7 @@ def demo_options(parser: "Parser") -> None:
 
 
 def init(options: "Namespace", environ: Environment) -> int:
-    """The files of a project around a task of one's own."""
+    """Write the files of a new project with its own task."""
     from tandem.tasks.init import chosen
     from tandem.tasks.init import init as write
 

@@ -1,4 +1,4 @@
-"""What a verb is."""
+"""Define what a verb is."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,7 +35,7 @@ def verbosity_options(parser: "Parser") -> None:
 
 
 class Verb(NamedTuple):
-    """What a verb runs, its line in the help, and what it takes besides settings."""
+    """A verb: the function to run, its line in the help, and what it accepts besides settings."""
 
     run: "Callable[[Namespace, Environment], int]"
     usage: str

@@ -1,7 +1,8 @@
-"""`tandem bench --compare single,dp,ddp,fsdp`: one task and global batch under each strategy, here and now.
+"""`tandem bench --compare single,dp,ddp,fsdp`: train a task under each strategy and compare the results.
 
-Real runs of `tandem launch`, one after the other. In a round each has its turn and every round begins with
-another one, so that what else the machine does falls on all; ratios are of runs of the same round.
+Each result is from a real `tandem launch`, one after the other. In a round, each strategy has one turn, and
+every round begins with a different one, so that background load affects all strategies equally. Ratios
+compare runs of the same round.
 """
 
 import json
@@ -26,7 +27,7 @@ from tandem.verify.watched_run import WatchedRun, rank_processes
 
 ROUNDS = 3
 STEPS = 120
-"""A run's samples/s leave out its first 20 steps."""
+"""A run's samples/s exclude its first 20 steps."""
 CPU_RANKS = 2
 LOG_LINES = 10
 PEAK = re.compile(r"^tandem_torch_memory_peak_bytes\{[^}]*\} (\S+)", re.MULTILINE)
@@ -37,14 +38,14 @@ Say = Callable[[str], None]
 
 @dataclass
 class Mode:
-    """A strategy, its ranks, and what its runs gave, by round; `problem`: why there is nothing."""
+    """A strategy, its ranks, and its results by round; `problem`: why it has none."""
 
     name: str
     ranks: int
     problem: str = ""
     samples_per_second: list[float] = field(default_factory=list)
-    memory_bytes: list[int] = field(default_factory=list)  # the largest of a rank's or GPU's peaks
-    losses: list[float] = field(default_factory=list)  # means over log intervals, of the last round
+    memory_bytes: list[int] = field(default_factory=list)  # the highest peak of any rank or GPU
+    losses: list[float] = field(default_factory=list)  # means over log intervals of the last round
 
     def as_json(self, reference: "Mode | None") -> dict[str, Any]:
         rates = self.samples_per_second
@@ -60,14 +61,14 @@ class Mode:
         }
 
     def ratio(self, reference: "Mode | None") -> float | None:
-        """Median over rounds of its samples/s by the reference's."""
+        """Return the median over rounds of its samples/s divided by the reference's."""
         if reference is None or not self.samples_per_second:
             return None
         pairs = zip(self.samples_per_second, reference.samples_per_second, strict=False)
         return round(statistics.median(mine / theirs for mine, theirs in pairs), 3)
 
     def loss_difference(self, reference: "Mode | None") -> float | None:
-        """The largest difference of a logged loss from the reference's."""
+        """Return the largest difference of a logged loss from the reference's."""
         if reference is None or not self.losses:
             return None
         return max(abs(mine - theirs) for mine, theirs in zip(self.losses, reference.losses, strict=False))
@@ -75,7 +76,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the verb is asked for."""
+    """What the command line asks for."""
 
     names: list[str]
     rounds: int = ROUNDS
@@ -83,7 +84,7 @@ class Wanted:
 
     @classmethod
     def of(cls, compare: str | None, rounds: int | None, output: Path | None) -> "Wanted":
-        """From the words of the command line. Raises ConfigError."""
+        """Create from the command line's words. Raises ConfigError."""
         known = list(words_in(SETTINGS["strategy"].annotation))
         names = list(dict.fromkeys(compare.split(","))) if compare is not None else known
         for name in names:
@@ -97,7 +98,7 @@ class Wanted:
 
 
 def modes_of(names: Sequence[str], settings: Settings, gpus: int) -> list[Mode]:
-    """What is to be run: a process for single and dp, `--nproc` ranks for the others. Raises ConfigError."""
+    """Return the modes to run: one process for single and dp, else `--nproc` ranks. Raises ConfigError."""
     if settings.launch.nodes not in (None, 1):
         raise ConfigError(
             f"--nodes is {settings.launch.nodes}: bench compares on this machine only; use --nproc"
@@ -126,8 +127,10 @@ def compare(
     wanted: Wanted,
     say: Say,
 ) -> tuple[int, dict[str, Any]]:
-    """Run them all, print one table: (0, or 1 where a run failed; all numbers). Raises ConfigError and
-    StoppedError."""
+    """Run all modes and print a table; return (0, or 1 if a run failed; all values).
+
+    Raises ConfigError and StoppedError.
+    """
     gpus, rounds, stop = gpus_for(settings), wanted.rounds, StopFlag().install()
     modes, steps = modes_of(wanted.names, settings, gpus), settings.run.steps or STEPS
     device = f"{gpus} GPUs" if gpus else "CPU"
@@ -156,7 +159,7 @@ def compare(
 
 
 def gpus_for(settings: Settings) -> int:
-    """The GPUs that runs of these settings would use."""
+    """Return how many GPUs runs with these settings would use."""
     if settings.compute.device == "cpu":
         return 0
     import torch
@@ -172,7 +175,7 @@ def _run(
     environ: Mapping[str, str],
     stop: StopFlag,
 ) -> None:
-    """One run; its numbers are added to `mode`. Raises RunFailedError."""
+    """Do one run and add its values to `mode`. Raises RunFailedError."""
     flags: dict[str, object] = {
         "--strategy": mode.name,
         "--nproc": mode.ranks,
@@ -200,11 +203,11 @@ def _run(
 
 
 def _look(session: int, peaks: dict[int, int]) -> None:
-    """Each rank's largest resident memory so far."""
+    """Update each rank's peak resident memory."""
     for rank, pid in rank_processes(session).items():
         try:
             status = Path(f"/proc/{pid}/status").read_text()
-        except OSError:  # gone meanwhile
+        except OSError:  # it has ended in the meantime
             continue
         found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         if found:
@@ -212,12 +215,12 @@ def _look(session: int, peaks: dict[int, int]) -> None:
 
 
 def reference_of(modes: Sequence[Mode]) -> Mode | None:
-    """What the others are compared with: the first that ran."""
+    """Return the mode to compare with: the first that ran."""
     return next((mode for mode in modes if mode.samples_per_second and not mode.problem), None)
 
 
 def table(modes: Sequence[Mode], on_gpus: bool) -> str:
-    """One line for each; samples/s are the median over rounds, with the smallest and the largest."""
+    """Format one line per mode; samples/s are the median over rounds, with minimum and maximum."""
     reference = reference_of(modes)
     against = reference.name if reference else "-"
     holder = "GPU" if on_gpus else "rank"

@@ -1,7 +1,7 @@
-"""`tandem check my_task.py`: is this task sound? Two short runs, what two ranks see, and a killed run.
+"""`tandem check my_task.py`: validate a task with two short runs, probes of two ranks, and a killed run.
 
-Each finding is one line with file and line. What is wrong costs a run its exactness or its start; what is
-only worth knowing does not.
+Each finding is one line with file and line number. A "wrong" finding breaks exact resume or the start; a note
+does not.
 """
 
 import json
@@ -39,7 +39,10 @@ Say = Callable[[str], None]
 
 
 class Finding(NamedTuple):
-    """`level` ok, note or wrong, or "2 of 4" for a part that begins; `place` as "my_task.py line 12: "."""
+    """A result of the check.
+
+    `level` is ok, note or wrong, or "2 of 4" when a part begins; `place` is such as "my_task.py line 12: ".
+    """
 
     level: str
     text: str
@@ -50,9 +53,10 @@ class Finding(NamedTuple):
 
 
 class Parts:
-    """What `check` does, a line for each part that begins; from the second on with the time that is left.
+    """The progress of `check`: a line when a part begins, with the remaining time from the second part on.
 
-    The first tells it: each part is about as long, and the last, which is started twice, half as long again.
+    The first part gives the estimate: all parts take about as long, and the last, which starts twice, half as
+    long again.
     """
 
     COUNT, LAST = 4, 1.5
@@ -72,10 +76,10 @@ class Parts:
 def check(
     settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], stop: StopFlag, say: Say
 ) -> tuple[int, list[Finding]]:
-    """All of it in a temporary directory: (0 where nothing is wrong, 1 where something is; the findings).
+    """Check everything in a temporary directory; return (0 or 1 if something is wrong, the findings).
 
-    `arguments` are the flags that `settings` came from. Raises StoppedError; RunFailedError with code 2 and
-    the line of the mistake where the task cannot start at all.
+    `arguments` are the flags that `settings` came from. Raises StoppedError, and RunFailedError with code 2
+    and the message if the task cannot start at all.
     """
     found: list[Finding] = []
     with said_to_go_on(say) as say_now:
@@ -104,7 +108,7 @@ def as_json(settings: Settings, found: Sequence[Finding]) -> dict[str, object]:
 
 @contextmanager
 def said_to_go_on(say: Say) -> Iterator[Say]:
-    """`say`, with a line of its own after each CHECK_SAYS_SECONDS in which it was not called."""
+    """Yield `say`, and print a line whenever it was not called for CHECK_SAYS_SECONDS."""
     closing, lock = threading.Event(), threading.Lock()
     began = last = time.monotonic()
 
@@ -131,7 +135,7 @@ def said_to_go_on(say: Say) -> Iterator[Say]:
 def findings(
     settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], stop: StopFlag
 ) -> Iterator[Finding]:
-    """As they are found, and each part as it begins."""
+    """Yield the findings as they are found, and a line when each part begins."""
     parts = Parts(time.monotonic)
     with tempfile.TemporaryDirectory(prefix="tandem-check-") as name:
         folder, steps = Path(name), min(settings.run.steps or STEPS, STEPS)
@@ -147,7 +151,7 @@ def findings(
         if again := difference(calm, runner.undisturbed()):
             if not wrong:
                 yield Finding("wrong", f"two uninterrupted runs differ: {again}; {SEE['task']}", task)
-            return  # what is killed would differ as well
+            return  # killed runs would differ as well
         yield Finding("ok", "two uninterrupted runs are bit-identical")
         yield parts.next("a run that is killed and resumed")
         trial = next(runner.trials(calm, 1, random.Random()))
@@ -160,7 +164,7 @@ def findings(
 
 
 def compared(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """What differs between two calls, and between ranks."""
+    """Yield what differs between two calls, and between ranks."""
     sound = True
     for of_ranks in zip(*(rank.facts for rank in ranks), strict=True):
         fact, here = of_ranks[0], [each.first for each in of_ranks]
@@ -172,7 +176,7 @@ def compared(ranks: Sequence[Facts]) -> Iterator[Finding]:
             continue
         sound = False
         yield Finding("wrong", text, fact.place)
-        break  # what is made of something that differs, differs as well
+        break  # everything that depends on it differs too
     if sound:
         names = ", ".join(fact.name for fact in ranks[0].facts)
         yield Finding("ok", f"the same at every call and on every rank: {names}")
@@ -181,7 +185,7 @@ def compared(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path) -> list[Facts]:
-    """Those of `RANKS` interpreters. Raises RunFailedError with the last line of one that fails."""
+    """Return the facts of `RANKS` interpreters. Raises RunFailedError with the last line of a failed one."""
     given = folder / "settings.json"
     given.write_text(json.dumps(settings.to_dict()))
     command = [sys.executable, "-m", "tandem.verify.probe", str(given)]

@@ -77,7 +77,7 @@ def _program(name: str, environ: Environment) -> str | None:
 
 
 def _answer(command: list[str], environ: Environment) -> tuple[bool, str]:
-    """Whether a command succeeds, and its output; if it fails, the last line."""
+    """Run a command; return (success, output), or the last line of its output if it fails."""
     try:
         done = subprocess.run(
             command, env=environ, capture_output=True, encoding="utf-8", timeout=TOOL_ANSWER_SECONDS
@@ -91,7 +91,7 @@ def _answer(command: list[str], environ: Environment) -> tuple[bool, str]:
 
 
 def _has_namespaces(limit: Path) -> bool:
-    """False if user namespaces are disabled; a kernel without that limit has them."""
+    """Return False if user namespaces are disabled; a kernel without that limit has them."""
     try:
         return limit.read_text(encoding="ascii").strip() != "0"
     except OSError:
@@ -99,7 +99,7 @@ def _has_namespaces(limit: Path) -> bool:
 
 
 def _is_setuid(name: str, program: str) -> bool:
-    """Whether its setuid helper is installed next to the program."""
+    """Return True if the setuid helper is installed next to the program."""
     prefix = Path(program).resolve().parents[1]
     places = ("libexec", "lib", f"lib/{platform.machine()}-linux-gnu")
     return any((prefix / place / name / "bin" / "starter-suid").is_file() for place in places)

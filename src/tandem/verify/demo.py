@@ -1,4 +1,4 @@
-"""`tandem demo`: two simulated nodes train, one rank is killed, and five lines say what happened."""
+"""`tandem demo`: two simulated nodes train, one rank is killed, and five lines describe the result."""
 
 import re
 import sys
@@ -45,7 +45,7 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
     flags = [str(word) for pair in {**FLAGS, "--run-dir": run_dir}.items() for word in pair]
     say(f"training {FLAGS['--task']} on two simulated nodes of this machine, one rank each (about 30 s)")
     with WatchedRun([sys.executable, "-m", "tandem", "launch", *flags], environ, run_dir) as run:
-        with suppress(EndedFirstError):  # it finished before the kill: the last lines say so
+        with suppress(EndedFirstError):  # it finished before the kill: the last lines show that
             step = run.kill(Kill(KILLED_AT, 1), stop)
             say(f"step {step}: killed rank 1 on node 1 with SIGKILL; live page: {_page(run_dir)}")
         run.finish(stop)

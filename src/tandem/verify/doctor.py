@@ -1,6 +1,6 @@
-"""`tandem doctor`: what this machine or container offers a run, and what is wrong with it, one line each.
+"""`tandem doctor`: report what this machine or container provides for a run, and any problems.
 
-Nothing stays changed: one small file is written in the run's volume, and removed.
+It changes nothing: it writes and removes one small file on the run's volume.
 """
 
 import os
@@ -25,7 +25,7 @@ from tandem.verify import containers
 from tandem.verify.machine import findings, refused
 
 GIB = 2**30
-# Version 2 of control groups, then version 1; no limit is "max", or a number near 2**63.
+# Control groups version 2, then version 1. Without a limit, the value is "max" or a number near 2**63.
 MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 NO_LIMIT_BYTES = 2**60
 NO_DRIVER = "none: no NVIDIA driver here (a container needs --gpus all and NVIDIA's container toolkit)"
@@ -34,18 +34,18 @@ Environment = Mapping[str, str]
 
 
 class Diagnosis(NamedTuple):
-    """`facts` by name, as they are; `findings` of the checks, each pass, warn or fail."""
+    """`facts` by name, and `findings` of the checks; each is pass, warn or fail."""
 
     facts: dict[str, str]
     findings: list[Finding]
 
     @property
     def state(self) -> str:
-        """The worst of the findings."""
+        """The worst state of the findings."""
         return max((each.state for each in self.findings), key=("pass", "warn", "fail").index)
 
     def as_text(self) -> str:
-        """A line for each; what to do stands below what is not well."""
+        """Format one line per fact and finding, with a remedy below each problem."""
         lines = [f"{name:<10} {said}" for name, said in self.facts.items()] + [""]
         for each in self.findings:
             lines.append(f"{each.state}  {each.name:<12} {each.said}")
@@ -59,14 +59,14 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(settings: Settings, environ: Environment) -> Diagnosis:
-    """All facts and checks; a fact that cannot be told says why in its own line."""
+    """Return all facts and checks; a fact that cannot be determined says why in its own line."""
     facts = dict(_lines(settings, environ))
     checks = [*_place(settings, environ), *findings(settings), *containers.findings(environ)]
     return Diagnosis(facts, checks)
 
 
 def _place(settings: Settings, environ: Environment) -> Iterator[Finding]:
-    """Where this node stands, and whether it can meet the others."""
+    """Check this node's position, and whether it can reach the others."""
     nproc = settings.launch.nproc
     ranks = max(1, torch.cuda.device_count()) if nproc == "auto" else int(nproc)
     try:
@@ -118,12 +118,12 @@ def _torch() -> Iterator[tuple[str, str]]:
 
 
 def dotted(number: int | None) -> str:
-    """cuDNN's 92600 as 9.26.0 (from version 9 on, two digits each)."""
+    """Format cuDNN's version: 92600 -> 9.26.0 (from version 9 on, two digits each)."""
     return f"{number // 10_000}.{number // 100 % 100}.{number % 100}" if number else ""
 
 
 def memory(root: Path) -> str:
-    """Memory in GiB, and a container's own limit below it; `root` is where proc and sys are."""
+    """Return the memory in GiB, and a container's lower limit; `root` contains proc and sys."""
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     said = f"{kib['MemTotal'] * 1024 / GIB:.1f} GiB, {kib['MemAvailable'] * 1024 / GIB:.1f} available"
@@ -137,7 +137,7 @@ def memory(root: Path) -> str:
 
 
 def _space(folder: Path) -> str:
-    """Free space of the nearest folder that is there, and whether we may write to it."""
+    """Return the free space of the nearest existing directory, and whether it is writable."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     usage = shutil.disk_usage(there)
     may = "writable" if os.access(there, os.W_OK) else f"NOT writable for user {os.getuid()}"

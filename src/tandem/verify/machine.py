@@ -1,4 +1,4 @@
-"""What `tandem doctor` tries of one machine: shared memory, the run's volume, the time to save, GPUs."""
+"""Checks of `tandem doctor` on one machine: shared memory, the run's volume, the time to save, GPUs."""
 
 import os
 import shutil
@@ -23,13 +23,13 @@ from tandem.words import lasting
 
 MIB = 2**20
 ENOUGH_SHARED_BYTES = 256 * MIB
-"""Docker gives 64 MiB, which a few batches of pictures between loader processes fill."""
+"""Docker's default is 64 MiB, which a few batches of images in loader processes fill."""
 ENOUGH_SPACE_BYTES = 256 * MIB
 TRIED_BYTES = MIB
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """All checks that ask nobody else."""
+    """Yield all checks that need no other machine."""
     yield shared_memory(Path("/dev/shm"), settings.data.workers)
     place, saves = settings.run.run_dir, list[dict[str, object]]()
     if place is not None and local_folder(place) != place:
@@ -43,7 +43,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
 
 
 def shared_memory(folder: Path, workers: Literal["auto"] | int) -> Finding:
-    """Loader processes and NCCL pass data on through it; tandem itself does not."""
+    """Check the space in shared memory, which loader processes and NCCL use; tandem itself does not."""
     name, remedy = (
         "shm",
         "--shm-size=1g or --ipc=host (Docker), or mount a medium: Memory volume there (Kubernetes)",
@@ -64,9 +64,9 @@ def shared_memory(folder: Path, workers: Literal["auto"] | int) -> Finding:
 
 
 def volume(run_dir: Path, save_bytes: float) -> Iterator[Finding]:
-    """Whether a run may live there: who owns it, its space, and one small file written as checkpoints are.
+    """Check the run's volume: owner, space, and a small file written like a checkpoint.
 
-    A folder that is not there yet is judged by the nearest above it.
+    A directory that does not exist yet is judged by its nearest existing parent.
     """
     there = next(each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists())
     if os.statvfs(there).f_flag & os.ST_RDONLY:
@@ -108,7 +108,7 @@ def _owner(folder: Path, is_run: bool) -> Finding:
 
 
 def _written(folder: Path) -> Finding:
-    """One file as a checkpoint is committed: written, synced, renamed, its folder synced, removed."""
+    """Write a file in the way a checkpoint is committed: write, fsync, rename, fsync of the directory."""
     name = "run volume"
     try:
         with tempfile.TemporaryDirectory(prefix=".tandem-doctor-", dir=folder) as made:
@@ -130,6 +130,7 @@ def _written(folder: Path) -> Finding:
             "checkpoints need write, fsync and rename there; check mount options, or use another --run-dir"
         )
         return Finding(name, "fail", f"{folder}: {error.strerror or error}", remedy)
+    # A clock difference is certain only if the file's time is outside the interval in which it was written.
     ahead = began - written if began > written else min(0.0, began + seconds - written)
     if abs(ahead) > CLOCK_SKEW_SECONDS:
         when = "before" if ahead > 0 else "after"
@@ -139,7 +140,7 @@ def _written(folder: Path) -> Finding:
 
 
 def grace(shutdown_timeout: float, save_seconds: list[float]) -> Finding:
-    """Whether a save fits into what ranks get after a signal, by the longest that this run has made."""
+    """Check that a save fits into --shutdown-timeout, by the longest save of this run."""
     name, said = "grace", f"--shutdown-timeout {shutdown_timeout:g} s"
     outer = f"the platform's own grace period {shutdown_timeout + LEAVE_SECONDS:g} s or more"
     if not save_seconds:
@@ -149,13 +150,13 @@ def grace(shutdown_timeout: float, save_seconds: list[float]) -> Finding:
     remedy = f"--shutdown-timeout {max(5, round(3 * longest))}, and the platform's grace period 10 s above it"
     if longest > shutdown_timeout:
         return Finding(name, "fail", said, remedy)
-    if 2 * longest > shutdown_timeout:  # one may be on its way when the signal comes
+    if 2 * longest > shutdown_timeout:  # one save may be in progress when the signal arrives
         return Finding(name, "warn", said, remedy)
     return Finding(name, "pass", f"{said}; {outer}")
 
 
 def gpus(device: str) -> Finding:
-    """Whether torch can use the GPUs that a driver is here for, and NCCL is there for them."""
+    """Check that torch can use the GPUs that the driver lists, and that NCCL is available."""
     count, name = torch.cuda.device_count(), "GPU"
     if count == 0:
         why = why_no_gpu(DRIVER_FILE)
@@ -175,7 +176,7 @@ def gpus(device: str) -> Finding:
 
 
 def refused(count: int) -> str:
-    """Why CUDA refuses one of the GPUs that the driver counts; "" where it takes all."""
+    """Return why CUDA rejects one of the GPUs that the driver lists; "" if it accepts all."""
     try:
         return why_refused([torch.device("cuda", index) for index in range(count)])
     except RuntimeError as error:  # a new process may fix it

@@ -1,4 +1,4 @@
-"""What a run ended with, and how two runs differ: bit by bit, by the first step and the first tensor."""
+"""The results of a run, and how two runs differ: bit by bit, by the first step and the first tensor."""
 
 import hashlib
 import json
@@ -21,14 +21,14 @@ NUMBERS = (
     "grad_norm",
     "scores",
     "eval",
-)  # of a log line; times differ between any two runs
+)  # values of a log line to compare; times differ between any two runs
 NOT_STATE = ("model", "log")
-"""Parts of a checkpoint that are compared as weights, and as lines of the log."""
+"""Parts of a checkpoint that are compared separately: weights, and log lines."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is compared: the last checkpoint, by sections, and the numbers of each line of the loss log."""
+    """What is compared: the last checkpoint, by section, and the values of each line of the loss log."""
 
     step: int
     weights: dict[str, Any]
@@ -38,13 +38,13 @@ class Outcome:
     world_size: int
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each part."""
+        """Return the SHA-256 of each part."""
         parts = {"weights": self.weights, "state": self.state, "losses": flat(self.losses)}
         return {name: digest(part) for name, part in parts.items()}
 
     @classmethod
     def read(cls, run_dir: Path) -> "Outcome":
-        """That of a run which has ended. Raises CheckpointError for a state that cannot be read."""
+        """Read the outcome of a finished run. Raises CheckpointError for a state that cannot be read."""
         summary = json.loads((run_dir / "summary.json").read_text())
         step = int(summary["global_step"])
         state = deserialize(CheckpointStore(run_dir / "checkpoints").read(step)[0])
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def difference(one: Outcome, other: Outcome) -> str | None:
-    """How two runs differ: the first step with another loss, the first other tensor; None: not at all."""
+    """Describe how two runs differ: the first step with another loss, the first other tensor; or None."""
     found = []
     nothing: dict[str, Any] = {}
     for here, there in zip_longest(one.losses, other.losses, fillvalue=nothing):
@@ -94,7 +94,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """SHA-256 of named values in the order of their names: tensors by type, shape and bytes."""
+    """Return the SHA-256 of named values, ordered by name: tensors by dtype, shape and bytes."""
     total = hashlib.sha256()
     for name, value in sorted(values.items()):
         total.update(f"{name}\0".encode())
@@ -112,7 +112,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """{"a.0.b": leaf} of nested dicts and lists."""
+    """Flatten nested dicts and lists: {"a.0.b": leaf}."""
     if not isinstance(value, dict | list | tuple):
         return {name: value}
     found = {}

@@ -1,8 +1,8 @@
-"""What a task makes, as one rank sees it: facts that have to be the same on all ranks and at every call.
+"""Facts about a task on one rank, which must be the same on all ranks and at every call.
 
 `python -m tandem.verify.probe SETTINGS RANK RANKS MEETING` prints them as one line of JSON, for `check`. Each
-rank is an interpreter of its own, as on nodes of its own: what draws on entropy, on hashes of strings or on
-its rank comes out differently.
+rank is a separate interpreter, as on separate nodes: results that depend on entropy, string hashes or the
+rank will differ.
 """
 
 import json
@@ -32,7 +32,7 @@ BATCHES = 2
 
 
 class Fact(NamedTuple):
-    """`name` of what was looked at; the `place` it comes from; what came out at the first and second call."""
+    """A fact: `name`, the `place` it comes from, and its digests at the first and second call."""
 
     name: str
     place: str
@@ -41,16 +41,16 @@ class Fact(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Of one rank. `unpicklable`: (place, what and why)."""
+    """The facts of one rank. `unpicklable`: (place, what and why)."""
 
     facts: list[Fact]
     unpicklable: list[tuple[str, str]]
     task: str
-    """The place of the task's model, for what has no place of its own."""
+    """Where the task's model is built, for findings without their own location."""
 
 
 def facts_of(settings: Settings, position: Position) -> Facts:
-    """Make everything twice, and take digests. Raises TandemError as training would."""
+    """Create everything twice and compute digests. Raises TandemError like training."""
     world = ProcessGroup.open(position, torch.device("cpu"), settings.reliability.phase_timeout)
     try:
         return _facts_in(world, settings)
@@ -94,7 +94,8 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> Facts:
             found = [value.detach(), *(each.grad for each in learner.parameters())]
             if not met:
                 return found
-            return [each if each is None else world.mean(each) for each in found]  # ranks do differ
+            # Ranks differ before the collective.
+            return [each if each is None else world.mean(each) for each in found]
 
         facts.append(_fact("loss and gradients", line_of(task.loss), loss))
     return Facts(facts, unpicklable(task, datasets), line_of(task.build_model))
@@ -105,21 +106,21 @@ def _fact(name: str, place: str, make: Callable[[int], Any]) -> Fact:
 
 
 def unpicklable(task: WholeTask, datasets: Any) -> list[tuple[str, str]]:
-    """(place, what and why) of each part that another process could not be given."""
+    """Return (place, what and why) for each part that cannot be sent to another process."""
     parts = {"the training set": datasets.train, "the evaluation set": datasets.evaluation}
     collate = task.collate.method if isinstance(task.collate, Asking) else task.collate
     found = []
     for name, part in {**parts, "collate": collate}.items():
         try:
             pickle.dumps(part)
-        except Exception as error:  # pickle raises whatever a part's own __reduce__ does
+        except Exception as error:  # pickle raises whatever a part's own __reduce__ raises
             place = line_of(task.collate if name == "collate" and task.collate else task.build_datasets)
             found.append((place, f"{name}, {kind(part)}, cannot be pickled: {error}"))
     return found
 
 
 def samples_at(made: object, task: WholeTask, dataset: Any) -> str:
-    """Where samples are made: the dataset's own method where it is the task's neighbour."""
+    """Return where samples are created: the dataset's own method if it is in the task's module."""
     for name in ("__getitems__", "__getitem__", "__iter__"):
         method = getattr(type(dataset), name, None)
         if method is not None and type(dataset).__module__ == type(made).__module__:

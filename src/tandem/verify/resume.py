@@ -1,8 +1,9 @@
-"""`tandem verify-resume`: is a run of this task or script that is killed and resumed the same, bit for bit?
+"""`tandem verify-resume`: prove that a killed and resumed run of a task or script is bit-identical.
 
-Runs it undisturbed for some steps, then again and again with SIGKILL at random steps, each time resumed to
-the end, and compares weights, the rest of the state and the log of every step. Everything happens in real
-processes, from the outside: what is proven is what `tandem launch` does with these settings.
+It runs a few steps without interruption. Then it runs them again several times, with SIGKILL at random steps
+and a resume to the end. It compares the weights, the rest of the state and the log of every step. All runs
+are real processes, controlled from outside, so the result shows what `tandem launch` does with these
+settings.
 """
 
 import random
@@ -33,9 +34,9 @@ Say = Callable[[str], None]
 
 @dataclass
 class Trial:
-    """One killed run: what was done to it, where it resumed, and how it differs (None: not at all)."""
+    """One killed run: its kills, where it resumed, and how it differs (None: not at all)."""
 
-    kills: list[tuple[int, int | None]] = field(default_factory=list)  # (step it had reached, rank or None)
+    kills: list[tuple[int, int | None]] = field(default_factory=list)  # (step reached, rank or None)
     resumed_from: list[int] = field(default_factory=list)
     difference: str | None = None
 
@@ -49,7 +50,10 @@ class Trial:
         return f"killed {done}, resumed from {resumed}: {verdict}"
 
     def as_json(self) -> dict[str, object]:
-        """{"kills": [{"step", "rank"}], "resumed_from": [step], "difference"}; rank null: all ranks."""
+        """Return {"kills": [{"step", "rank"}], "resumed_from": [step], "difference"}.
+
+        A rank of null means all ranks.
+        """
         kills = [{"step": step, "rank": rank} for step, rank in self.kills]
         return {"kills": kills, "resumed_from": self.resumed_from, "difference": self.difference}
 
@@ -63,11 +67,10 @@ def verify(
     say: Say,
     script: Program | None = None,
 ) -> tuple[int, dict[str, object]]:
-    """The whole proof in a temporary directory: (0 where every trial is exact, 1 where one is not; what
-    `--json` prints).
+    """Run the whole proof in a temporary directory; return (0 if all trials are exact, else 1; JSON output).
 
-    `arguments` are the flags that `settings` came from; a `script` is run in place of their task. Raises
-    StoppedError, and RunFailedError where the task or script cannot run at all.
+    `arguments` are the flags that `settings` came from; a `script` is run instead of their task. Raises
+    StoppedError, and RunFailedError if the task or script cannot run at all.
     """
     steps = min(settings.run.steps or STEPS, STEPS)
     with tempfile.TemporaryDirectory(prefix="tandem-verify-") as folder:
@@ -117,7 +120,7 @@ def _verb(count: int, verb: str) -> str:
 
 
 class Runner:
-    """Runs of one task or script with the same settings, each in a directory of its own below `folder`."""
+    """Runs one task or script with the same settings, each time in a new directory below `folder`."""
 
     def __init__(
         self,
@@ -133,9 +136,10 @@ class Runner:
         self._differs: list[str] = []
 
     def undisturbed(self) -> Outcome:
-        """A run that nobody touches.
+        """Do an uninterrupted run.
 
-        Raises RunFailedError with its last words, and ConfigError for a script without a loop of tandem's.
+        Raises RunFailedError with its last lines of output, and ConfigError for a script without a tandem
+        loop.
         """
         run = self._new_run(save_every=self._steps)
         with run:
@@ -149,9 +153,9 @@ class Runner:
         return run.outcome()
 
     def trials(self, calm: Outcome, count: int, chance: random.Random) -> Iterator[Trial]:
-        """Killed runs, compared: every second is killed twice in a row, targets and steps are random.
+        """Yield killed and compared runs: every second one is killed twice; targets and steps are random.
 
-        Raises RunFailedError where the run is always over before the kill.
+        Raises RunFailedError if the run always ends before the kill.
         """
         for number in range(count):
             yield self._trial(calm, 1 + number % 2, chance)
@@ -159,7 +163,7 @@ class Runner:
     def _trial(self, calm: Outcome, kills: int, chance: random.Random) -> Trial:
         for attempt in range(TRIES):
             save_every = chance.randint(1, max(1, self._steps // 8))
-            latest = (calm.step - 4) // (attempt + 1)  # a short run may end before the signal comes
+            latest = (calm.step - 4) // (attempt + 1)  # a short run may end before the signal arrives
             step = chance.randint(min(save_every, latest), max(1, latest))
             targets = [chance.choice([None, chance.randrange(calm.world_size)]) for _ in range(kills)]
             try:
@@ -173,10 +177,10 @@ class Runner:
         )
 
     def trial(self, calm: Outcome, kills: Sequence[Kill], save_every: int) -> Trial:
-        """One run, killed as said and resumed each time, then compared with `calm`.
+        """Do one run with the given kills, resume after each, and compare it with `calm`.
 
-        A kill whose step the run is already beyond comes right after the first step of the next generation.
-        Raises EndedFirstError where the run was over before the last kill.
+        If the run is already beyond a kill's step, the kill comes right after the first step of the next
+        generation. Raises EndedFirstError if the run ended before the last kill.
         """
         trial = Trial()
         run = self._new_run(save_every)
@@ -195,7 +199,7 @@ class Runner:
         return trial
 
     def diagnosis(self, calm: Outcome) -> str:
-        """Whether resuming is to blame: a second undisturbed run tells."""
+        """Say whether resuming causes the difference, using a second uninterrupted run."""
         what = "task" if self._script is None else "script"
         again = difference(calm, self.undisturbed())
         if again is not None:

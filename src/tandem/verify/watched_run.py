@@ -1,4 +1,4 @@
-"""One run of `tandem launch`, started, killed and looked at from the outside."""
+"""A run of `tandem launch` that is started, killed and observed from outside."""
 
 import json
 import os
@@ -30,16 +30,16 @@ class Kill:
 
 
 class EndedFirstError(Exception):
-    """The run was over before it could be killed."""
+    """The run ended before it could be killed."""
 
 
 class WatchedRun:
-    """One `tandem launch`, leader of a session of its own; leaving the block ends what is left of it."""
+    """A `tandem launch` in its own session; leaving the block kills what is left of it."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
         self._command, self._environ, self._run_dir = command, environ, run_dir
         self._output = run_dir.with_suffix(".log")
-        self._generations = 0  # those that have been killed
+        self._generations = 0  # number of generations killed so far
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "WatchedRun":
@@ -49,9 +49,9 @@ class WatchedRun:
         self._kill_all()
 
     def kill(self, kill: Kill, stop: StopFlag) -> int:
-        """Let it reach `kill.step`, then kill; the step whose log line it had written by then.
+        """Wait until the run reaches `kill.step`, then kill; return the last step that it had logged.
 
-        Raises EndedFirstError, and RunFailedError where it ends by itself with an error.
+        Raises EndedFirstError, and RunFailedError if it ends by itself with an error.
         """
         process = self._started()
         while self._logged_step() < kill.step or len(self._events("training")) <= self._generations:
@@ -68,7 +68,7 @@ class WatchedRun:
         return self._logged_step()
 
     def finish(self, stop: StopFlag, look: Callable[[int], None] | None = None) -> None:
-        """Run, or resume, to the end; `look(its session)` again and again. Raises RunFailedError."""
+        """Run or resume to the end; call `look(session)` repeatedly. Raises RunFailedError."""
         process = self._started()
         while process.poll() is None:
             if look is not None:
@@ -79,27 +79,27 @@ class WatchedRun:
         self._fail_unless_finished(process)
 
     def outcome(self) -> Outcome:
-        """What it ended with. Raises CheckpointError for a state that cannot be read."""
+        """Return the run's result. Raises CheckpointError for a state that cannot be read."""
         return Outcome.read(self._run_dir)
 
     def has_trained(self) -> bool:
-        """Whether there was a step."""
+        """Return True if there was a step."""
         return bool(self._events("training"))
 
     def kept_that_differs(self) -> list[str]:
-        """The names of what a script keeps and ranks have differently."""
+        """Return the names of values that a script keeps and that differ between ranks."""
         return [str(name) for event in self._events("kept_differs") for name in event.get("names", ())]
 
     def was_through(self, last_step: int) -> bool:
-        """Whether the last kill came when `last_step` was done, so that nothing was left to resume."""
+        """Return True if `last_step` was done before the last kill, so that nothing was left to resume."""
         return len(self._events("training")) <= self._generations and self._logged_step() >= last_step
 
     def resumed_from(self) -> list[int]:
-        """The steps of the checkpoints that it resumed from, in order."""
+        """Return the steps of the checkpoints that it resumed from, in order."""
         return [int(event["step"]) for event in self._events("resumed")]
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
-        """Whole lines of events.jsonl of one kind: "training" comes after the first step of each world."""
+        """Return the events of one kind; "training" follows the first step of each generation."""
         return [event for event in read_events(self._run_dir) if event.get("kind") == kind]
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -128,7 +128,7 @@ class WatchedRun:
             raise run_failed(process.returncode, self._output.read_text(errors="replace").splitlines())
 
     def _logged_step(self) -> int:
-        """The step of the last whole line of metrics.jsonl; 0 where there is none."""
+        """Return the step of the last complete line of metrics.jsonl; 0 if there is none."""
         try:
             whole = (self._run_dir / "metrics.jsonl").read_bytes().rpartition(b"\n")[0]
         except OSError:
@@ -139,7 +139,8 @@ class WatchedRun:
         if self._process is not None:
             all_below = below(self._process.pid)
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # who would start them again goes first
+                # First kill the process that would restart the others.
+                os.killpg(self._process.pid, signal.SIGKILL)
             send(signal.SIGKILL, all_below)
             self._process.wait()
             deadline = time.monotonic() + KILLED_SECONDS
@@ -149,7 +150,7 @@ class WatchedRun:
 
 
 def rank_processes(launch: int) -> dict[int, int]:
-    """{rank: process id} of the ranks of a launch, given by its process; their children bear their name."""
+    """Return {rank: process ID} of a launch's ranks; their child processes have the same name."""
     named = [each for each in below(launch) if each.name.startswith("tandem-rank-")]
     ranks = {each.pid for each in named}
     return {int(each.name.rpartition("-")[2]): each.pid for each in named if each.parent not in ranks}

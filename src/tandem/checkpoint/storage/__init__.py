@@ -1,4 +1,4 @@
-"""The places that checkpoints may lie in: a local folder, or another place by its address.
+"""Storage for checkpoints: a local directory, or a remote location given by its address.
 
 A new one is a class with the methods of `protocol.Remote`, and a row of `SCHEMES` in config/address.py.
 """
@@ -14,12 +14,15 @@ from tandem.config.address import SCHEMES, RemotePath
 
 
 def storage_at(where: PurePath) -> Storage:
-    """The storage that holds `where`. Raises ConfigError, with what to install, for a missing library."""
+    """Return the storage of `where`.
+
+    Raises ConfigError, with the package to install, if a library is missing.
+    """
     return remote_at(where) if isinstance(where, RemotePath) else Folder()
 
 
 def remote_at(where: RemotePath) -> Remote:
-    """As `storage_at`, for an address."""
+    """Return the storage of an address, as `storage_at` does."""
     return _made(where.scheme, where.host)
 
 
@@ -30,4 +33,4 @@ def _made(scheme: str, host: str) -> Remote:
     return remote
 
 
-os.register_at_fork(after_in_child=_made.cache_clear)  # a client's threads are not there any more
+os.register_at_fork(after_in_child=_made.cache_clear)  # a client's threads do not survive a fork

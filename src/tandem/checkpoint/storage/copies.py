@@ -1,8 +1,8 @@
-"""A run whose directory is at an address: what needs a local folder, and the copies of what it writes.
+"""Local working directory of a run whose run directory is an address, and remote copies of its files.
 
-Logs, TensorBoard, profiles and reports stay in the folder. RUN_FILES are written there as in any run;
-copies of them go to the store before every checkpoint and at the end, so the journal there always reaches
-as far as the newest checkpoint, and they come back when the run goes on with an empty disk.
+Logs, TensorBoard files, profiles and reports stay in the local directory. RUN_FILES are written there as in
+any run. They are copied to the store before every checkpoint and at the end, so the journal there always
+covers the newest checkpoint. When the run resumes with an empty disk, they are copied back.
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger("tandem.run")
 RUN_FILES = (
     "about.json",
     "config.json",
-    "events.jsonl",  # before the older one: it begins with what was counted there
+    "events.jsonl",  # copied before events.jsonl.1: it begins with the counts of that file
     "events.jsonl.1",
     "metrics.jsonl",
     "metrics.prom",
@@ -32,7 +32,7 @@ RUN_FILES = (
 
 
 def local_folder(run_dir: str | PurePath) -> Path:
-    """The run directory itself, or this user's folder for it in the temporary directory."""
+    """Return the run directory itself, or for an address this user's directory in the temporary directory."""
     where = address(run_dir)
     if isinstance(where, Path):
         return where
@@ -40,7 +40,11 @@ def local_folder(run_dir: str | PurePath) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a `local_folder`; one in the temporary directory is this user's alone. Raises OSError."""
+    """Create a `local_folder`. Raises OSError.
+
+    A directory below the temporary directory must belong to this user, so that no other user can plant files
+    there.
+    """
     top = Path(tempfile.gettempdir(), f"tandem-runs-{os.getuid()}")
     if folder.is_relative_to(top):
         top.mkdir(mode=0o700, exist_ok=True)
@@ -50,7 +54,7 @@ def make_folder(folder: Path) -> None:
 
 
 class Copies:
-    """The run's files where its address says; nothing to do for a run in a folder."""
+    """Copies of the run's files at its address; does nothing for a run in a local directory."""
 
     def __init__(self, run_dir: str | PurePath) -> None:
         self._where, self._folder = address(run_dir), local_folder(run_dir)
@@ -60,7 +64,10 @@ class Copies:
         return remote_at(self._where) if isinstance(self._where, RemotePath) else None
 
     def fetch(self, folder: Path) -> None:
-        """Bring what is on the store to `folder`, unless that has the same and more. Raises OSError."""
+        """Copy the files from the store to `folder`, unless it already has the same content or more.
+
+        Raises OSError.
+        """
         if (store := self._store()) is None:
             return
         has_more_events = self._has_more_events(folder, store)
@@ -69,19 +76,23 @@ class Copies:
                 continue
             content, path = store.read(self._where / name), folder / name
             if name == "tracker.json" and exists(path):
-                continue  # it is written oftener than copied
+                continue  # it is written more often than it is copied, so the local one is newer
             if content is None:
                 path.unlink(missing_ok=True)
+            # A local file that begins with the copy has the same history and more lines.
             elif not exists(path) or not path.read_bytes().startswith(content):
                 path.write_bytes(content)
 
     def _has_more_events(self, folder: Path, store: Remote) -> bool:
-        """Whether events.jsonl here has been put aside since it was copied: the older one has the copy."""
+        """Return True if the local events.jsonl was rotated since its copy, which the older file contains."""
         content, path = store.read(self._where / "events.jsonl"), folder / "events.jsonl.1"
         return bool(content) and exists(path) and path.read_bytes().startswith(content or b"")
 
     def begin(self, config: bytes, keeps_summary: bool = False) -> None:
-        """A run begins here: its journal comes back, its summary is no longer true. Raises OSError."""
+        """Prepare the store at the start of a run: get the journal back, delete the outdated summary.
+
+        Raises OSError.
+        """
         if (store := self._store()) is not None:
             store.write(self._where / "config.json", config)
             if not keeps_summary:
@@ -89,7 +100,7 @@ class Copies:
             self.fetch(self._folder)
 
     def push(self) -> None:
-        """Put what has changed since; a store that fails is a warning, the next push tries again."""
+        """Copy files that have changed. If the store fails, log a warning; the next push tries again."""
         if (store := self._store()) is None:
             return
         for name in RUN_FILES:
@@ -108,7 +119,7 @@ class Copies:
 
 @contextmanager
 def at_hand(run_dir: str | PurePath) -> Iterator[Path]:
-    """A folder with the RUN_FILES of a run, wherever it lies. Raises OSError."""
+    """Yield a local directory with the RUN_FILES of a run, wherever it is stored. Raises OSError."""
     if isinstance(where := address(run_dir), Path):
         yield where
         return

@@ -1,8 +1,8 @@
-"""Checkpoints in a local folder or on a mounted volume: whole and on disk under their name, or not at all.
+"""Checkpoints in a local directory or on a mounted volume: complete and on disk, or not there at all.
 
-step-000000500/            an entry, renamed in with all its files
-.tmp-...                   being written or removed, or left by a killed writer; never read
-.replaced-step-000000500   the old one while a second save of its step is renamed in
+step-000000500/            an entry, renamed into place with all its files .tmp-...                   being
+written or removed, or left by a killed writer; never read .replaced-step-000000500   the old entry while a
+second save of the same step is renamed into place
 """
 
 import errno
@@ -27,12 +27,13 @@ from tandem.checkpoint.storage.protocol import (
 from tandem.paths import exists, is_directory
 from tandem.reading import descriptor
 
-NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that cannot, and need not
-LISTINGS = 10  # at most, of a folder that another writer prunes; NFS may name for a minute what is gone
+# Returned by file systems that do not support it and do not need it.
+NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+LISTINGS = 10  # at most, while another writer prunes; NFS may list deleted names for a minute
 
 
 class FsyncError(OSError):
-    """The kernel could not say that the bytes are on disk."""
+    """An fsync failed, so it is unknown whether the bytes are on disk."""
 
 
 class _File:
@@ -49,12 +50,12 @@ class _File:
 
 
 class Folder:
-    """A folder on this machine, or on a volume that is mounted here."""
+    """A directory on this machine, or on a volume that is mounted here."""
 
     appears_whole = True
 
     def __init__(self) -> None:
-        self._anchored: Path | None = None  # its name and those above it are on disk
+        self._anchored: Path | None = None  # this directory's name and those above it are on disk
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
         return unstale(lambda: _entries(Path(directory)))
@@ -64,6 +65,8 @@ class Folder:
         found = descriptor(path.parent.parent, f"{path.parent.name}/{path.name}")
         if from_disk:
             with suppress(OSError):
+                # Dropping the page cache makes the following reads come from the disk. It is only advice, and
+                # some file systems refuse it.
                 os.posix_fadvise(found, 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(found).st_size
         if size and not _has_data(found):
@@ -74,9 +77,11 @@ class Folder:
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
     ) -> int:
-        """As `Storage.commit`. After an fsync error the kernel may have dropped the pages it could not write
-        and call the next fsync a success: everything is written anew, once, to new files. The same after a
-        stale NFS handle."""
+        """Implement `Storage.commit`, and retry once after an fsync error or a stale NFS handle.
+
+        After an fsync error, Linux may drop the pages that it could not write and report the next fsync as a
+        success. The retry therefore writes everything again, to new files.
+        """
         target = Path(target)
         unstale(lambda: self._prepare(target.parent))
         if not replace and unstale(lambda: exists(target)):
@@ -109,7 +114,7 @@ class Folder:
         return state.bytes + sealed.bytes
 
     def mend(self, directory: PurePath) -> None:
-        """Finish what a killed prune left, and a second save of a step killed between its two renames."""
+        """Finish an interrupted prune, or a second save of a step killed between its two renames."""
 
         def once() -> None:
             _mend(Path(directory))
@@ -133,28 +138,32 @@ class Folder:
 
 
 def _has_data(descriptor: int) -> bool:
-    """Whether any of a file was ever written: reading a sparse tebibyte takes hours."""
+    """Return True if any data was ever written to the file: reading a sparse file of a TiB takes hours."""
     try:
         os.lseek(descriptor, 0, os.SEEK_DATA)
     except OSError as error:
+        # ENXIO means no data after the offset. After other errors, the file system cannot tell.
         return error.errno != errno.ENXIO
     os.lseek(descriptor, 0, os.SEEK_SET)
     return True
 
 
 def _entries(directory: Path, tries: int = LISTINGS) -> dict[str, dict[str, int]]:
-    """What lies there. Where a writer prunes meanwhile, its newer one is not among the names: asked again."""
+    """List the entries, again if one of them was pruned while its files were listed.
+
+    A writer that prunes has a newer checkpoint, which may not be in the first list of names.
+    """
     found: dict[str, dict[str, int]] = {}
     for name in os.listdir(directory) if is_directory(directory) else []:
         try:
             if STEP_NAME.fullmatch(name) and (directory / name).is_symlink():
-                found[name] = {MANIFEST: 0}  # which says when it is read that it is reached through a link
+                found[name] = {MANIFEST: 0}  # reading it then reports the symbolic link
             elif STEP_NAME.fullmatch(name):
                 with os.scandir(directory / name) as files:
                     found[name] = {file.name: file.stat(follow_symlinks=False).st_size for file in files}
-            elif is_directory(directory / name):  # what it holds is nobody's business here
+            elif is_directory(directory / name):  # its contents do not matter here
                 found[name] = {}
-        except NotADirectoryError:  # not ours
+        except NotADirectoryError:  # not an entry: a file with the name of a step
             continue
         except FileNotFoundError:
             if tries > 1 and not os.path.lexists(directory / name):
@@ -167,11 +176,11 @@ def _publish(temporary: Path, target: Path) -> None:
     try:
         if exists(target):
             rename(target, replaced)
-            fsync_directory(directory)  # or else a power loss may keep the next rename alone
+            fsync_directory(directory)  # otherwise a power loss may keep only the next rename
         rename(temporary, target)
         fsync_directory(directory)
-    except BaseException:  # not known to be on disk: as if it had never been
-        with suppress(OSError):  # what this cannot put back, the next save's _prepare does
+    except BaseException:  # it may not be on disk: make it as if it had never existed
+        with suppress(OSError):  # the _prepare of the next save restores what this cannot
             if exists(target) and not exists(temporary):
                 os.rename(target, temporary)
             if exists(replaced):
@@ -186,7 +195,7 @@ def _mend(directory: Path) -> None:
     for replaced in directory.glob(".replaced-step-*"):
         target = directory / replaced.name.removeprefix(".replaced-")
         if exists(target / MANIFEST):
-            fsync_directory(directory)  # the new one's name is on disk before the old one goes
+            fsync_directory(directory)  # the new entry's name must be on disk before the old one is removed
             remove_tree(replaced)
         else:
             rename(replaced, target)
@@ -194,23 +203,24 @@ def _mend(directory: Path) -> None:
 
 def _remove(entries: Sequence[Path]) -> None:
     directory = entries[0].parent
-    fsync_directory(directory)  # the newest's name is on disk before an older one goes
-    for entry in entries:  # renamed first: half removed, it must not look like a damaged one
-        with suppress(FileNotFoundError):  # somebody else has just pruned it
+    fsync_directory(directory)  # the newest entry's name must be on disk before an older one is removed
+    for entry in entries:  # rename first: a partly removed entry must not look damaged
+        with suppress(FileNotFoundError):  # another process has just pruned it
             rename(entry, directory / f".tmp-pruned-{entry.name}-{secrets.token_hex(4)}")
     _sweep(directory, ".tmp-pruned-*")
 
 
 def _sweep(directory: Path, pattern: str) -> None:
     leftovers = list(directory.glob(pattern))
-    if leftovers:  # their new names first: half removed under the old ones they would look damaged
+    # The new names must be on disk first: under the old ones, a partly removed entry would look damaged.
+    if leftovers:
         fsync_directory(directory)
     for leftover in leftovers:
         remove_tree(leftover)
 
 
 def write_file(path: Path, payload: Payload) -> Sink:
-    """Write and fsync a new file."""
+    """Write and fsync a new file. Raises OSError, and FsyncError if only the fsync failed."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         sink = Sink(lambda data: os.write(descriptor, data))
@@ -229,10 +239,10 @@ def fsync(descriptor: int) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path` with what is missing above it, and put their names on disk, up to the volume's root.
+    """Create `path` and missing parents, and fsync all names up to the root of the volume.
 
-    A directory whose name cannot be put there is removed again: after an fsync error the next fsync may
-    say that all is well without it.
+    If a new directory's name cannot be fsynced, the directory is removed again. Otherwise the next attempt
+    would find the directory and its fsync could report success, although the name is not on disk.
     """
     missing = not is_directory(path)
     if missing:
@@ -242,7 +252,7 @@ def make_directory(path: Path) -> None:
     if path.stat().st_dev == path.parent.stat().st_dev and path != path.parent:
         try:
             fsync_directory(path.parent)
-        except PermissionError:  # above what is ours, and not made by us
+        except PermissionError:  # above our own directories, and not created by us
             return
         except FsyncError:
             if missing:
@@ -264,7 +274,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """os.rename to a free name; NFS may answer ESTALE or ENOENT to a rename that has worked."""
+    """Call os.rename to an unused name; NFS may return ESTALE or ENOENT for a rename that succeeded."""
     try:
         os.rename(source, target)
     except OSError as error:
@@ -273,6 +283,6 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """As far as it goes: what has to stay is hidden, and the next save tries again."""
-    with suppress(OSError):  # ignore_errors lets some of them through
+    """Remove as much as possible. What remains has a hidden name, and the next save tries again."""
+    with suppress(OSError):  # some errors pass through despite ignore_errors
         shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Numbered notes beside a run, each made by one writer only: what a run's owner writes itself down with.
+"""Numbered records in a run directory, each created by exactly one writer: the lease records of its owner.
 
-owner/000000007            in a folder: a file that appears with all its bytes
-owner/000000007/note.json  on an object store: put on condition that there is none
+owner/000000007            in a directory: a file that appears with its full contents
+owner/000000007/note.json  on an object store: created only if there is none (conditional put)
 """
 
 import os
@@ -23,26 +23,26 @@ NAME = re.compile(r"\d{9,}")
 
 
 class Notes(Protocol):
-    """Notes by number. All methods raise OSError."""
+    """Records by number. All methods raise OSError."""
 
     def numbers(self) -> list[int]:
-        """Those that are there."""
+        """Return the numbers of the existing records."""
 
     def read(self, number: int) -> bytes | None:
-        """The note; None where there is none."""
+        """Return the record; None if it does not exist."""
 
     def create(self, number: int, content: bytes) -> bool:
-        """Write a note where there is none; whether it is this one that is there now."""
+        """Create a record unless it exists; return True if the existing record is now this one."""
 
     def rewrite(self, number: int, content: bytes) -> None:
-        """Other content of the same length, for a note that is there. Raises FileNotFoundError."""
+        """Overwrite an existing record with content of the same length. Raises FileNotFoundError."""
 
     def remove(self, number: int) -> None:
-        """As far as it is there."""
+        """Remove a record if it exists."""
 
 
 def notes_at(where: PurePath) -> Notes:
-    """The notes that lie in `where`."""
+    """Return the records stored in `where`."""
     return RemoteNotes(where) if isinstance(where, RemotePath) else FolderNotes(Path(where))
 
 
@@ -51,7 +51,7 @@ def _numbers(names: Iterable[str]) -> list[int]:
 
 
 class FolderNotes:
-    """In a folder on this machine, or on a volume that is mounted here."""
+    """In a directory on this machine, or on a volume that is mounted here."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ class FolderNotes:
         return None
 
     def create(self, number: int, content: bytes) -> bool:
-        """A second name for a file that is written already: whoever sees the note sees all of it."""
+        """Create the record as a hard link to a finished file, so that readers see all of it or nothing."""
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._path(number)
         whole = self._folder / f".tmp-{target.name}-{secrets.token_hex(8)}"
@@ -82,8 +82,8 @@ class FolderNotes:
             try:
                 os.link(whole, target)
             except FileExistsError:
-                return self.read(number) == content  # NFS may say so of a link that has worked
-            except OSError:  # no hard links here, for which file systems have many numbers
+                return self.read(number) == content  # NFS may report this for a link that succeeded
+            except OSError:  # no hard links here; file systems report that with different errors
                 return self._create_exclusively(target, content)
             return True
         finally:
@@ -105,7 +105,8 @@ class FolderNotes:
 
     def remove(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)
-        if number == 1:  # with the first, what was made for it, if nothing else is there
+        # After the first record, also remove the directories created for it, if they are empty.
+        if number == 1:
             for folder in (self._folder, self._folder.parent):
                 with suppress(OSError):
                     folder.rmdir()
@@ -120,7 +121,7 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 class RemoteNotes:
-    """On a store that an address names."""
+    """On an object store, given by its address."""
 
     def __init__(self, where: RemotePath) -> None:
         self._where, self._store = where, remote_at(where)

@@ -1,8 +1,8 @@
-"""Checkpoints on an object store, through fsspec: the manifest is put last, and only where there is none.
+"""Checkpoints on an object store, through fsspec: the manifest is uploaded last, only if there is none.
 
-Every save writes its state under a name of its own, so two writers never mix their bytes; a state without
-a manifest counts for nothing, and is removed a day later. What the server answers with 5xx, or not at all,
-the libraries ask again; then the save has failed.
+Every save writes its state under a unique name, so two writers never mix their bytes. A state without a
+manifest does not count, and is removed a day later. The client libraries retry requests that fail with 5xx or
+get no response; if the retries fail too, the save fails.
 """
 
 import errno
@@ -21,7 +21,7 @@ INSTALL = {"s3": "'tandem-train[s3]'", "gs": "gcsfs", "az": "adlfs"}
 
 
 def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """`call(...)`; whatever a client library raises is an OSError of one line."""
+    """Return `call(...)`; convert any error of a client library to an OSError with a one-line message."""
     try:
         return call(*arguments, **options)
     except OSError:
@@ -45,9 +45,9 @@ class _Reader:
 
 
 class Objects:
-    """One kind of object store by fsspec's name for it ("s3", "gs", "az"), as fsspec is configured.
+    """One kind of object store by its fsspec name ("s3", "gs", "az"), with fsspec's configuration.
 
-    fsspec finds the bucket in each path.
+    fsspec reads the bucket from each path, so the bucket given here is not used.
     """
 
     appears_whole = False
@@ -72,7 +72,7 @@ class Objects:
         return found
 
     def _keys(self, directory: PurePath) -> dict[str, int]:
-        """{key below `directory`: bytes}"""
+        """Return {key below `directory`: bytes}."""
         prefix = self._fs._strip_protocol(str(directory)) + "/"
         with suppress(FileNotFoundError):
             found = ask(self._fs.find, str(directory), detail=True)
@@ -83,29 +83,29 @@ class Objects:
         return _Reader(ask(self._fs.open, str(path), "rb"))
 
     def read(self, path: PurePath) -> bytes | None:
-        """The whole of a small object; None where there is none."""
+        """Return the contents of a small object; None if it does not exist."""
         with suppress(FileNotFoundError):
             return bytes(ask(self._fs.cat_file, str(path)))
         return None
 
     def write(self, path: PurePath, data: bytes, mode: str = "overwrite") -> None:
-        """Put an object; `mode` "create": only where there is none, if the server can tell."""
+        """Upload an object. `mode` "create": only if none exists, on servers that support the condition."""
         ask(self._fs.pipe_file, str(path), data, mode=mode)
 
     def create(self, path: PurePath, data: bytes) -> bool:
-        """Put an object where there is none; whether it is the one that is there now."""
+        """Create an object unless one exists; return True if the existing object is now this one."""
         held, lost = self._put(path, data, replace=False)
         if held is None:
             raise lost or OSError(errno.EIO, "an uploaded object is missing from the store")
         return held == data
 
     def _put(self, path: PurePath, data: bytes, replace: bool) -> tuple[bytes | None, OSError | None]:
-        """(what is there afterwards, what went wrong)"""
+        """Upload an object; return (its contents afterwards, the error of the upload)."""
         lost: OSError | None = None
-        if replace or self.read(path) is None:  # looked for servers that know no condition
+        if replace or self.read(path) is None:  # check first, for servers that ignore the condition
             try:
                 self.write(path, data, "overwrite" if replace else "create")
-            except OSError as error:  # it may be there all the same, when only the answer was lost
+            except OSError as error:  # the upload may have succeeded with only the response lost
                 lost = error
         return self.read(path), lost
 
@@ -120,6 +120,7 @@ class Objects:
             if held is not None and not replace:
                 raise FileExistsError(errno.EEXIST, "another writer has already saved this step") from lost
             raise lost or OSError(errno.EIO, "the manifest in the store is not the one that was uploaded")
+        # Earlier saves of this step left states under other names.
         if replace:
             self.delete(target, self._keys(target).keys() - {state.name, MANIFEST})
         return sink.bytes + len(raw)
@@ -131,8 +132,8 @@ class Objects:
             sink.take(payload)
             ask(file.close)
         except BaseException:
-            with suppress(AttributeError):  # not all of fsspec's files let it be said
-                file.closed = True  # or else its destructor uploads what there is
+            with suppress(AttributeError):  # not all file classes of fsspec allow setting it
+                file.closed = True  # otherwise the destructor uploads the incomplete data
             with suppress(Exception):
                 file.discard()
             raise
@@ -148,6 +149,7 @@ class Objects:
                     ask(self._fs.rm_file, str(path))
 
     def rename(self, source: PurePath, target: PurePath) -> None:
+        # The manifest is copied last and removed first, so no step ever has a manifest without its state.
         for key in sorted(self._keys(source), key=lambda key: key.endswith(MANIFEST)):
             ask(self._fs.cp_file, str(source / key), str(target / key))
         self.remove([source])
@@ -157,7 +159,7 @@ class Objects:
             self.delete(entry, sorted(self._keys(entry), key=lambda key: not key.endswith(MANIFEST)))
 
     def delete(self, directory: PurePath, keys: Iterable[str]) -> None:
-        """Delete these objects below `directory`, in this order, as far as they are there."""
+        """Delete these objects below `directory`, in this order; missing ones are skipped."""
         for key in keys:
             with suppress(FileNotFoundError):
                 ask(self._fs.rm_file, str(directory / key))

@@ -1,6 +1,6 @@
-"""What a store of checkpoints asks of the place they lie in, and what is written there. No torch here.
+"""The interface between the checkpoint store and its storage, and the file formats. No torch here.
 
-An entry is a directory with the files of one checkpoint; MANIFEST says that it is whole.
+An entry is a directory with the files of one checkpoint; its MANIFEST marks it as complete.
 """
 
 import errno
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class Sink:
-    """What a payload is written to: `write` for torch.save and friends; hashes and counts as it goes."""
+    """The file object that a payload is written to (by torch.save); hashes and counts the bytes."""
 
     def __init__(self, write: Callable[[memoryview], int]) -> None:
         self._write, self._digest = write, hashlib.sha256()
         self.bytes = 0
-        self._error: OSError | None = None  # torch.save turns it into a RuntimeError of its own
+        self._error: OSError | None = None  # torch.save converts it to a RuntimeError
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
@@ -38,10 +38,10 @@ class Sink:
         return written
 
     def flush(self) -> None:
-        """Nothing is buffered here."""
+        """Do nothing; nothing is buffered here."""
 
     def take(self, payload: "Payload") -> None:
-        """Write all of `payload`. Raises OSError where the place fails, and what the payload raises."""
+        """Write all of `payload`. Raises OSError if the storage fails, and whatever the payload raises."""
         try:
             payload(self) if callable(payload) else self.write(payload)
         except Exception:
@@ -50,17 +50,17 @@ class Sink:
             raise
 
     def entry(self) -> dict[str, object]:
-        """What the manifest says of this file."""
+        """Return the manifest's entry for this file."""
         return {"bytes": self.bytes, "sha256": self._digest.hexdigest()}
 
 
 Payload = bytes | memoryview | Callable[[Sink], object]
 Entries = dict[str, dict[str, object]]
-"""{file: its `Sink.entry`}"""
+"""{file name: its `Sink.entry`}"""
 
 
 def unstale(action: Callable[[], T]) -> T:
-    """`action()`, called again when NFS answers ESTALE: looking the names up anew gets fresh handles."""
+    """Return `action()`; retry if NFS reports ESTALE, because a new lookup gets fresh handles."""
     for _ in range(STALE_TRIES - 1):
         try:
             return action()
@@ -71,7 +71,7 @@ def unstale(action: Callable[[], T]) -> T:
 
 
 class Reader(Protocol):
-    """An open file, of `size` bytes when it was opened."""
+    """An open file; `size` is its size in bytes when it was opened."""
 
     @property
     def size(self) -> int: ...
@@ -80,60 +80,62 @@ class Reader(Protocol):
 
 
 class Storage(Protocol):
-    """Where checkpoints lie. All methods raise OSError; FileNotFoundError where there is no such file.
+    """Where checkpoints are stored. All methods raise OSError; FileNotFoundError if a file does not exist.
 
-    `appears_whole`: an entry gets its name with all its files in it, so one without a manifest is damage.
+    `appears_whole`: an entry gets its name together with all its files, so an entry without a manifest is
+    damaged.
     """
 
     @property
     def appears_whole(self) -> bool: ...
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
-        """{entry: {file: bytes}} of what lies in `directory`, nothing where that is not there.
+        """Return {entry: {file: bytes}} of `directory`, empty if it does not exist.
 
-        Never without both of two entries of which a writer has added one before it removed the other.
+        If a writer adds an entry and then removes another one, the result contains at least one of them.
         """
 
     def open(self, path: PurePath, from_disk: bool = False) -> Reader:
-        """The file to read; `from_disk`: its bytes as they lie there, not as memory remembers them.
+        """Open a file for reading; `from_disk`: bypass the page cache if possible.
 
-        What is there and is no file (a pipe, a device, a link, a directory) is EBADMSG, as damage is.
+        Raises OSError with EBADMSG, as for damage, if it exists but is not a regular file (a pipe, device,
+        link or directory).
         """
 
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
     ) -> int:
-        """Write an entry, the manifest last; when this returns it is there for good, whole. Its bytes.
+        """Write an entry, manifest last; once this returns, it is complete and durable. Returns its bytes.
 
-        Killed or failing before, it has never been. Raises FileExistsError where it is there already,
-        unless `replace` is set.
+        If the writer is killed or fails earlier, the entry does not exist. Raises FileExistsError if it
+        already exists, unless `replace` is set.
         """
 
     def mend(self, directory: PurePath) -> None:
-        """Finish or undo what a killed writer has left half done in `directory`."""
+        """Finish or undo the incomplete work of a killed writer in `directory`."""
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        """Give a directory another name, which is free."""
+        """Rename a directory to an unused name."""
 
     def remove(self, entries: Sequence[PurePath]) -> None:
-        """Remove entries, so that none of them is ever seen half removed with a manifest."""
+        """Remove entries so that no reader ever sees one partly removed but with a manifest."""
 
 
 class Remote(Storage, Protocol):
-    """A storage that an address names. The run's own small files are copied to it, too (`copies.py`)."""
+    """A storage given by an address. The run's own small files are also copied to it (`copies.py`)."""
 
     def read(self, path: PurePath) -> bytes | None:
-        """The whole of a small file; None where there is none."""
+        """Return the contents of a small file; None if it does not exist."""
 
     def write(self, path: PurePath, data: bytes) -> None:
-        """Put a small file where none or another one is; directories on the way to it are made.
+        """Write a small file, replacing an existing one; missing directories are created.
 
-        Whoever reads meanwhile gets all of the one or of the other: an owner's note is written every few
-        seconds, and others look at it.
+        A concurrent reader gets either the old or the new contents: an owner rewrites its lease record every
+        few seconds, and other launches read it.
         """
 
     def create(self, path: PurePath, data: bytes) -> bool:
-        """Put a small file, unlike any other, where there is none; whether it is the one there now."""
+        """Create a file unless it exists; return True if it now has these (unique) contents."""
 
     def delete(self, directory: PurePath, names: Iterable[str]) -> None:
-        """Delete these files of `directory`, in this order, as far as they are there."""
+        """Delete these files in `directory`, in this order; missing ones are skipped."""

@@ -1,7 +1,7 @@
-"""DDP's gradients as fewer bytes: in half precision, or as low-rank factors.
+"""Gradient compression for DDP: half precision, or low-rank factors.
 
-DDP hands a hook its buckets, one after the other while backward runs, and waits at the end for the futures
-that it gave. The telemetry parameter is in one of them, and each hook takes care that it arrives unchanged.
+During backward, DDP passes its buckets to a hook one after another, and at the end it waits for the futures
+that the hook returned. One bucket contains the telemetry parameter, which each hook must exchange unchanged.
 """
 
 from typing import Any
@@ -14,7 +14,10 @@ from tandem.distributed.group import ProcessGroup
 
 
 def compression(config: ExchangeConfig, group: ProcessGroup) -> Compression | None:
-    """As --gradient-compression says; all ranks call this. Raises ConfigError where it cannot be."""
+    """Return the compression for --gradient-compression; all ranks call this.
+
+    Raises ConfigError if it cannot be used.
+    """
     if config.gradient_compression == "none":
         return None
     if config.powersgd_rank is not None:
@@ -23,7 +26,7 @@ def compression(config: ExchangeConfig, group: ProcessGroup) -> Compression | No
 
 
 def ddp_arguments(config: ExchangeConfig) -> dict[str, Any]:
-    """DDP's arguments for the settings that are only handed on."""
+    """Return DDP's arguments for the settings that are only passed on."""
     size = {} if config.bucket_mb is None else {"bucket_cap_mb": config.bucket_mb}
     return {
         **size,

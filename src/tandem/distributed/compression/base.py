@@ -1,4 +1,4 @@
-"""What a compression of DDP's gradients must do, and what none of them can."""
+"""The interface of a gradient compression for DDP, and a check that all of them need."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -10,44 +10,44 @@ from torch.nn.parallel import DistributedDataParallel
 from tandem.errors import ConfigError
 
 Bucket = GradBucket
-"""What DDP looks for in the signature of a hook."""
+"""DDP requires this type in the signature of a hook."""
 
 
 class Compression(Protocol):
-    """What DDP's gradients travel as, and what that has to remember from step to step."""
+    """How DDP's gradients are exchanged, and the state that this needs from step to step."""
 
     remembers: bool
-    """Whether there is a state, of which every rank has its own part."""
+    """True if there is a state, which differs between ranks."""
 
     def attach(
         self, ddp: DistributedDataParallel, carrier: nn.Parameter, named: Mapping[str, nn.Parameter]
     ) -> None:
-        """Take over the exchange of `ddp`, but for `carrier`; `named` are the parameters by lasting names."""
+        """Take over the exchange of `ddp`, except for `carrier`; `named` has the parameters by name."""
         ...
 
     def keep(self, skip: Tensor) -> None:
-        """After a step: what it has changed in the state stays, unless it was left out (`skip` above 0)."""
+        """Keep the changes of the state after a step, unless the step was skipped (`skip` above 0)."""
         ...
 
     def forget(self) -> None:
-        """Before a step: an exchange that `keep` was not called for has not happened."""
+        """Discard, before a step, the changes of an exchange after which `keep` was not called."""
         ...
 
     def bytes_of(self, parameters: Sequence[nn.Parameter]) -> int:
-        """What a rank hands to the all-reduce in a step."""
+        """Return how many bytes a rank passes to the all-reduce in a step."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """To be saved, whole on rank 0; all ranks call this."""
+        """Return the state to save, complete on rank 0; all ranks call this."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave, on every rank. Exchanges nothing."""
+        """Load the result of `state` on every rank, without communication."""
         ...
 
 
 def refuse_sparse(modules: nn.Module, word: str) -> None:
-    """Raise ConfigError where gradients come as sparse tensors."""
+    """Raise ConfigError if a module has sparse gradients."""
     for name, module in modules.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ConfigError(

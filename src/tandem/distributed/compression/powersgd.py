@@ -1,20 +1,21 @@
-"""PowerSGD (Vogels, Karimireddy, Jaggi 2019): a gradient matrix travels as two thin factors.
+"""PowerSGD (Vogels, Karimireddy, Jaggi 2019): exchange a gradient matrix as two low-rank factors.
 
-For a gradient M [n, m] of each rank, plus what earlier steps have left of it, and rank r:
+For a gradient M [n, m] of each rank, plus the error of earlier steps, and rank r:
 
-    P = mean of M Q over ranks      Q [m, r] from the step before
+    P = mean of M Q over ranks      Q [m, r] from the previous step
     P^ = an orthonormal basis of P
     Q = mean of M^T P^ over ranks
     M becomes P^ Q^T; each rank keeps its own M - P^ Q^T for the next step (error feedback)
 
-Two all-reduces a step for all matrices together: the Ps along with everything that is sent as it is (vectors,
-small matrices, the telemetry parameter), then the Qs. They begin when the last bucket is there, so nothing is
-hidden behind backward, but there is little left to hide.
+A step needs two all-reduces for all matrices together: first the Ps together with everything that is not
+compressed (vectors, small matrices, the telemetry parameter), then the Qs. They start when the last bucket is
+ready, so backward does not hide them, but there is little left to hide.
 
-torch has a hook of the same algorithm, which does this bucket by bucket from gloo's threads. With more than
-one bucket the ranks' all-reduces overtake each other, and the processes abort (torch 2.15, gloo, 16 buckets).
-It feeds errors back for what it sends as it is, too, which would spoil the telemetry parameter, and keeps a
-NaN in them for ever. The state here goes by the names of parameters, so it does not depend on buckets.
+torch has a hook with the same algorithm, which works bucket by bucket in gloo's threads. With more than one
+bucket, the all-reduces of different ranks overtake each other, and the processes abort (torch 2.15, gloo, 16
+buckets). It also applies error feedback to what it does not compress, which would corrupt the telemetry
+parameter, and a NaN stays in the errors forever. The state here is keyed by parameter names, so it does not
+depend on buckets.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,16 +32,16 @@ from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
 
 WORTH = 2
-"""A matrix is sent as factors where that is less than one part in so many of its elements."""
+"""A matrix is sent as factors if they have less than 1/WORTH of its elements."""
 
 
 class PowerSGD:
-    """What it remembers: for each matrix this rank's error, and Q, which is equal on all ranks."""
+    """The state is, per matrix, this rank's error, and Q, which is equal on all ranks."""
 
     remembers = True
 
     def __init__(self, group: ProcessGroup, rank: int) -> None:
-        """Raises ConfigError where the ranks' CPUs would not come to the same bits."""
+        """Raises ConfigError if the ranks' CPUs would not compute the same bits."""
         self._group, self._rank = group, rank
         self._errors: dict[str, Tensor] = {}
         self._qs: dict[str, Tensor] = {}
@@ -85,7 +86,7 @@ class PowerSGD:
         self._next = {}
 
     def keep(self, skip: Tensor) -> None:
-        """On GPUs nobody waits for `skip`."""
+        """Commit the state of the step, unless it was skipped. On GPUs, the host does not wait for `skip`."""
         if self._group.device.type == "cpu" and bool(skip):
             self._next = {}
         for name, (error, q) in self._next.items():
@@ -96,12 +97,15 @@ class PowerSGD:
         self._next = {}
 
     def state(self) -> dict[str, Any]:
-        """{"q": {name: Q}, "errors": {name: [of rank 0, of rank 1, ...]}}, on rank 0, on the CPU."""
+        """Return {"q": {name: Q}, "errors": {name: [rank 0's, rank 1's, ...]}} on rank 0, on the CPU."""
         errors = {name: self._gathered(error) for name, error in self._errors.items()}
         return {"q": {name: q.cpu() for name, q in self._qs.items()}, "errors": errors}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """With another number of ranks each gets the mean of the errors: only their mean counts in a sum."""
+        """Load the state.
+
+        With a different number of ranks, each gets the mean of the errors, whose sum counts.
+        """
         device = self._group.device
         self._qs = {name: q.to(device).clone() for name, q in state.get("q", {}).items()}
         for name, errors in state.get("errors", {}).items():
@@ -117,7 +121,7 @@ class PowerSGD:
         return parameter.dim() > 1 and WORTH * self._factors(parameter) < parameter.numel()
 
     def _factors(self, parameter: Tensor) -> int:
-        """Elements of P and Q."""
+        """Return the number of elements of P and Q."""
         rows, columns = _matrix(parameter).shape
         return min(self._rank, rows, columns) * (rows + columns)
 
@@ -125,7 +129,7 @@ class PowerSGD:
         return self._errors[name] if name in self._errors else torch.zeros_like(like)
 
     def _q(self, name: str) -> Tensor:
-        """At the start drawn from a seed of the matrix's own: equal on all ranks, and nothing to save."""
+        """Return Q. The first one is drawn from a seed per matrix, so it is equal on all ranks."""
         if name not in self._qs:
             rows, columns = _matrix(self._names[name]).shape
             generator = torch.Generator().manual_seed(list(self._names).index(name))
@@ -134,7 +138,7 @@ class PowerSGD:
         return self._qs[name]
 
     def _collect(self, _state: Any, bucket: Bucket) -> Future[Tensor]:
-        """DDP's hook: the last bucket of a step starts the exchange of all of them."""
+        """Collect the buckets as DDP's hook; the last bucket of a step starts the exchange of all of them."""
         device = self._group.device
         answer: Future[Any] = Future() if device.type == "cpu" else Future(devices=[device])
         self._buckets.append((bucket.buffer(), answer))
@@ -154,7 +158,10 @@ class PowerSGD:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Ends on a thread of the backend; what goes wrong there is raised where DDP waits."""
+        """Exchange all buckets.
+
+        It ends on a thread of the backend; errors there are raised where DDP waits.
+        """
         buckets, gradients, self._buckets, self._gradients = self._buckets, self._gradients, [], {}
         ranks = self._group.size
         plain = [gradients[id(p)] for p in self._plain]
@@ -167,8 +174,8 @@ class PowerSGD:
             @torch.no_grad()
             def call(done: Future[Any]) -> None:
                 try:
-                    # MKL counts threads for each thread anew, and a new one of the backend's would begin with
-                    # all cores: on some CPUs a product then has other bits than on the other ranks.
+                    # MKL counts threads per thread, and a new thread of the backend would start with all
+                    # cores. On some CPUs, a matrix product then has different bits than on the other ranks.
                     torch.set_num_threads(self._threads)
                     done.value()
                     _used_here(whole.values())
@@ -201,15 +208,16 @@ class PowerSGD:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis whose span has that of `columns` in it, also where those are dependent or zero."""
+    """Return an orthonormal basis whose span includes `columns`, even if those are dependent or zero."""
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
 
 
 def _used_here(tensors: Iterable[Tensor]) -> None:
-    """On a GPU: the memory of `tensors`, made on another stream, is kept until this stream is done.
+    """Keep the GPU memory of `tensors`, allocated on another stream, until the current stream is done.
 
-    A callback of NCCL's future runs on a stream of its own, and frees on the host what that still reads.
+    A callback of NCCL's future runs on its own stream. The host could otherwise free memory that the stream
+    still reads.
     """
     for tensor in tensors:
         if tensor.is_cuda:
@@ -225,6 +233,6 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """`flat` cut into views of the shapes of `like`."""
+    """Split `flat` into views with the shapes of `like`."""
     pieces = torch.split(flat, [tensor.numel() for tensor in like])
     return (piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True))

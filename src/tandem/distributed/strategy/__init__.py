@@ -1,7 +1,7 @@
-"""How the model is spread over ranks and devices: one file for each strategy, found by its name.
+"""Strategies that distribute the model over ranks and devices: one file each, found by name.
 
-A new one is a file NAME.py with a class `Strategy` (what it must do: `base.Strategy`), and its name in the
-choices of `--strategy` (config/slices.py). It is imported only where it is used: FSDP alone takes a second.
+A new one is a file NAME.py with a class `Strategy` (interface: `base.Strategy`), and its name in the choices
+of `--strategy` (config/slices.py). It is imported only if it is used: FSDP alone takes a second.
 """
 
 from importlib import import_module
@@ -22,17 +22,18 @@ AS_TORCH_DOES, PLAIN = ExchangeConfig(), ComputeConfig()
 def load(
     name: str, group: ProcessGroup, exchange: ExchangeConfig = AS_TORCH_DOES, compute: ComputeConfig = PLAIN
 ) -> Strategy:
-    """The strategy `name`, such as `dp:0.5`, for the ranks of `group`. Raises ConfigError."""
+    """Load the strategy `name`, such as `dp:0.5`, for the ranks of `group`. Raises ConfigError."""
     check_together(exchange, compute)
     strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy
 
 
 def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
-    """Raise ConfigError for an exchange that what is computed does not go with.
+    """Raise ConfigError for an exchange that does not work with the compute settings.
 
-    Errors of one step would be in another scale than the next step's gradients; a compiled model is cut into
-    graphs by buckets, of which torch lets none be smaller than DDP's first.
+    With fp16, the errors of one step would have a different scale than the gradients of the next. A compiled
+    model is split into graphs by buckets, and torch requires those to be at least as large as DDP's first
+    bucket.
     """
     if exchange.powersgd_rank is not None and compute.precision == "fp16":
         raise ConfigError(
@@ -46,20 +47,20 @@ def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
 
 
 def load_to_evaluate(name: str, group: ProcessGroup) -> Strategy:
-    """For weights that were trained under `name`, on as many ranks as there are now."""
-    if not _class(name).shares_parameters:  # each rank has the whole model, however many there are
+    """Load a strategy to evaluate weights that were trained under `name`, on any number of ranks."""
+    if not _class(name).shares_parameters:  # each rank has the whole model, so the number of ranks may differ
         name = "single" if group.size == 1 else "ddp"
     return load(name, group)
 
 
 def waits_inside(strategy: Strategy, model: nn.Module) -> bool:
-    """Whether a forward pass on GPUs waits for other ranks: for shares, DDP's buffers or SyncBatchNorm."""
+    """Return True if a forward pass on GPUs waits for others: for shards, DDP's buffers or SyncBatchNorm."""
     layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return layers or strategy.shares_parameters or has_buffers_beside_batchnorm(model)
 
 
 def preload(name: str) -> None:
-    """Import it in advance, in a process that may become a rank."""
+    """Import the strategy in advance, in a process that may become a rank."""
     _class(name)
 
 

@@ -1,7 +1,7 @@
-"""DistributedDataParallel: every rank has the whole model, gradients are averaged while backward still runs.
+"""DistributedDataParallel: every rank has the whole model, and gradients are averaged during backward.
 
-What all ranks must know after a step travels in the same all-reduce, by a parameter made for it: one of its
-own would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks).
+What all ranks must know after a step is exchanged in the same all-reduce, through an extra parameter: a
+separate one would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks).
 """
 
 import gc
@@ -23,26 +23,26 @@ from tandem.errors import ConfigError, TandemError
 from tandem.torch_private import buffer_argument, hidden_sync_seconds
 
 MOST_NAMES = 5
-"""Of parameters in one line."""
+"""How many parameter names to show in a message."""
 
 
 class Telemetry(nn.Module):
-    """A module around the training module whose zero parameter carries numbers through the all-reduce.
+    """A wrapper of the training module with a zero parameter that carries values through the all-reduce.
 
-    The product of the parameter (all zeros) with this rank's values is added to the loss: the loss does
-    not change, and the parameter's averaged gradient is the mean of the values over ranks. Never optimised
-    or saved.
+    The product of the parameter (all zeros) and this rank's values is added to the loss. The loss does not
+    change, and the parameter's averaged gradient is the mean of the values over ranks. The parameter is never
+    optimized or saved.
     """
 
     def __init__(self, module: nn.Module, slots: int, device: torch.device | None = None) -> None:
         super().__init__()
-        self.module = module  # where it is: parts of a model may be on several devices
+        self.module = module  # not moved: parts of a model may be on several devices
         self.carrier = nn.Parameter(torch.zeros(slots, device=device))
 
     def forward(
         self, slots: Tensor, carries: float, batch: Any, scale: Tensor, so_far: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(what to run backward on, the module's numbers); `carries` is 1 in the last micro-batch, else 0."""
+        """Return (tensor for backward, module's values); `carries` is 1 in the last micro-batch, else 0."""
         loss, numbers = self.module(batch)
         carried = pack(slots, so_far + numbers)
         return loss * scale + (self.carrier * (carried * carries)).sum(), numbers
@@ -53,7 +53,7 @@ class UnusedParametersError(TandemError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """List the first few names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
@@ -64,13 +64,13 @@ class Strategy(single.Strategy):
     checks_gradients = True
 
     def check(self, group: ProcessGroup) -> None:
-        """It works with any number of ranks."""
+        """Accept any number of ranks."""
 
     def check_exchange(self, exchange: ExchangeConfig) -> None:
-        """All of it is meant for ddp."""
+        """Accept all settings, because they are meant for ddp."""
         self._exchange = exchange
         self._compression = compression(exchange, self._group)
-        # Each rank has errors of its own, so there is no whole state but in a checkpoint.
+        # Each rank has its own errors, so only a checkpoint has the whole state.
         self.shares_state = self._compression is not None and self._compression.remembers
 
     def spread(self, model: nn.Module) -> nn.Module:
@@ -78,12 +78,15 @@ class Strategy(single.Strategy):
         return model
 
     def wrap(self, module: nn.Module, slots: int) -> None:
-        """BatchNorm's running statistics are not read in training mode, so a model whose buffers are all
-        BatchNorm's does without DDP's broadcast before every forward; evaluation gets rank 0's."""
+        """Wrap the module with DDP, without its broadcast of buffers if those are all BatchNorm's.
+
+        BatchNorm's running statistics are not read in training mode, so the broadcast before every forward
+        pass is unnecessary. Evaluation gets rank 0's buffers.
+        """
         buffers = buffer_argument(has_buffers_beside_batchnorm(module))
         telemetry = Telemetry(module, slots, self._group.device)
-        if self.__dict__.pop("_ddp", None) is not None:  # other parameters are trained from here on
-            gc.collect()  # its hooks on the parameters go with the last reference to it
+        if self.__dict__.pop("_ddp", None) is not None:  # from here on, other parameters are trained
+            gc.collect()  # its hooks on the parameters disappear with the last reference to it
         self._carrier = telemetry.carrier
         self._is_last = True
         self._ddp = DistributedDataParallel(
@@ -113,7 +116,11 @@ class Strategy(single.Strategy):
         return result
 
     def check_gradients(self) -> None:
-        """DDP would wait for them in the next step, with the first one's gradients not averaged."""
+        """Raise ConfigError for parameters without a gradient, unless --find-unused is set.
+
+        DDP would report them only in the next step, when the first step's gradients were already not
+        averaged.
+        """
         if self._exchange.find_unused:
             return
         without = [name for name, p in self._named.items() if p.requires_grad and p.grad is None]
@@ -124,14 +131,17 @@ class Strategy(single.Strategy):
             )
 
     def _without_gradient(self, said: str) -> list[str]:
-        """DDP's error lists them by their places among those that it reduces."""
+        """Return the names in DDP's error, which lists indices among the parameters that it reduces."""
         places = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
         names = {id(p): name for name, p in self._named.items()}
         trained = [names.get(id(p), "") for p in self._ddp.parameters() if p.requires_grad]
         return [trained[int(place)] for place in places[1].split()] if places else ["some parameters"]
 
     def exchange(self, gradients_not_finite: Tensor) -> Tensor:
-        """The reduced gradients are equal on all ranks, so each comes to the same answer by itself."""
+        """Return the slots.
+
+        The reduced gradients are equal on all ranks, so each one finds the same result.
+        """
         assert self._carrier.grad is not None
         exchanged = torch.cat([self._carrier.grad, gradients_not_finite.reshape(1)])
         if self._compression is not None:

@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process, all its GPUs, a thread for each. What it cannot do is said once."""
+"""nn.DataParallel: one process and all its GPUs, with a thread per GPU. Its limits are logged once."""
 
 import logging
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ log = logging.getLogger("tandem.run")
 
 
 class Strategy(single.Strategy):
-    """The batch of this one process is cut over the GPUs; the first of them has weights and optimizer."""
+    """Splits the batch of a single process over the GPUs; the first GPU has the weights and the optimizer."""
 
     has_one_device = True
 
@@ -43,7 +43,7 @@ class Strategy(single.Strategy):
         parallel = Balanced(_Gatherable(module), self._devices, self._first_share)
 
         def whole(batch: Any) -> tuple[Tensor, Tensor]:
-            for device in self._devices[1:]:  # the step has seeded the first one alone
+            for device in self._devices[1:]:  # the step has seeded only the first one
                 with torch.cuda.device(device):
                     torch.cuda.manual_seed(derive_seed(torch.initial_seed(), device))
             losses, numbers = parallel(batch)
@@ -53,7 +53,7 @@ class Strategy(single.Strategy):
 
 
 class Balanced(nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel whose first GPU, which gathers and updates, is given a smaller part of each batch."""
+    """DataParallel with a smaller share of each batch for the first GPU, which also gathers and updates."""
 
     def __init__(self, module: nn.Module, devices: Sequence[int], first_share: float) -> None:
         super().__init__(module, device_ids=list(devices))
@@ -62,7 +62,7 @@ class Balanced(nn.DataParallel):  # type: ignore[type-arg]
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """The parts of the one argument, a batch, each on its GPU; not on all if samples are too few."""
+        """Split a batch, the only argument, over the GPUs; with too few samples, not all of them get one."""
         (batch,) = inputs
         sizes = shares_of_devices(batch_size_of(batch), len(devices), self._first_share)
         parts = zip(parts_of(batch, sizes), devices, strict=False)
@@ -71,7 +71,7 @@ class Balanced(nn.DataParallel):  # type: ignore[type-arg]
 
 
 class _Gatherable(nn.Module):
-    """The training module with outputs of one dimension: DataParallel puts those of all GPUs together."""
+    """The training module with one-dimensional outputs, which DataParallel concatenates over all GPUs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -83,16 +83,16 @@ class _Gatherable(nn.Module):
 
 
 def shares_of_devices(samples: int, devices: int, first_share: float) -> tuple[int, ...]:
-    """Samples for each GPU: the first computes `first_share` of what each other does, none computes nothing.
+    """Return the samples per GPU: the first gets `first_share` of the others' work, and none gets zero.
 
-    With fewer samples than GPUs the last ones are left out.
+    With fewer samples than GPUs, the last GPUs are not used.
     """
     used = min(samples, devices)
     return apportion(samples, [first_share] + [1.0] * (used - 1))
 
 
 def limits(devices: Sequence[int], first_share: float) -> str:
-    """One line on what this strategy does here and what it does not."""
+    """Return a one-line message on what this strategy does here, and its limits."""
     if len(devices) < 2:
         found = "1 GPU" if devices else "no GPU"
         return (

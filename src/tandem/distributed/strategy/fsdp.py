@@ -1,7 +1,8 @@
-"""FSDP2 (`fully_shard`): parameters, gradients and optimizer state are shared out over the ranks.
+"""FSDP2 (`fully_shard`): parameters, gradients and optimizer state are sharded over the ranks.
 
-A parameter is a DTensor, cut along its first dimension; the model is whole only while it computes. Each block
-of an nn.ModuleList is gathered for itself, everything else together. Runs on GPUs and, with gloo, on CPUs.
+A parameter is a DTensor, sharded along its first dimension; full parameters exist only during computation.
+Each block of an nn.ModuleList is gathered separately, everything else together. It runs on GPUs and, with
+gloo, on CPUs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from tandem.errors import ConfigError
 
 
 class Strategy(single.Strategy):
-    """Every rank holds its share and does its part of the batch."""
+    """Every rank holds its shard and processes its part of the batch."""
 
     shares_parameters = True
     shares_state = True
@@ -30,7 +31,7 @@ class Strategy(single.Strategy):
     _compiles: Sequence[nn.Module] = ()
 
     def check(self, group: ProcessGroup) -> None:
-        """It works with any number of ranks. Raises ConfigError where torch has it on GPUs alone (2.6)."""
+        """Accept any number of ranks. Raises ConfigError on CPUs if torch supports only GPUs (2.6)."""
         if group.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise ConfigError(
                 f"--strategy fsdp on CPUs needs torch 2.11 to 2.15, found {torch.__version__}; install one "
@@ -38,7 +39,7 @@ class Strategy(single.Strategy):
             )
 
     def spread(self, model: nn.Module) -> nn.Module:
-        """Rank 0's values count, as with DDP."""
+        """Shard the model; as with DDP, rank 0's values are used."""
         self._buffers = [*model.buffers()] if has_buffers_beside_batchnorm(model) else []
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -53,10 +54,11 @@ class Strategy(single.Strategy):
         return model
 
     def compiled(self, model: nn.Module, mode: str) -> nn.Module:
-        """The model itself, whose blocks compute by what torch.compile makes of them, where gradients do.
+        """Have the model's blocks use compiled forwards while gradients are recorded; return the model.
 
-        Without the hooks that gather and share out, at which torch.compile gives up (torch 2.15: not a graph
-        was left). Raises ConfigError for CUDA graphs: parameters are gathered to another place each time.
+        The hooks that gather and reshard are not compiled, because torch.compile gives up at them (torch
+        2.15: not a single graph was left). Raises ConfigError for CUDA graphs, because parameters are
+        gathered at a different address each time.
         """
         if mode != "default":
             raise ConfigError(
@@ -66,7 +68,7 @@ class Strategy(single.Strategy):
         return model
 
     def wrap(self, module: nn.Module, slots: int) -> None:
-        for block in self._compiles:  # no sooner: FLOPs are counted of what is not compiled
+        for block in self._compiles:  # not earlier: FLOPs are counted on modules that are not compiled
             block.forward = compiled_in_training(block.forward)
         self._compiles = []
         super().wrap(module, slots)
@@ -98,7 +100,7 @@ class Strategy(single.Strategy):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """One tensor after the other: no GPU holds more than one of them whole."""
+        """Gather one tensor at a time, so that no GPU holds more than one full tensor."""
         whole: dict[str, Any] = _gathered(state, self._group.is_first)
         return whole
 
@@ -116,7 +118,7 @@ class Strategy(single.Strategy):
 
 
 def compiled_in_training(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled where gradients are recorded: an evaluation has other shapes, and is as without --compile."""
+    """Use the compiled forward only with gradients, because an evaluation has other shapes."""
     compiled = torch.compile(forward)
 
     @wraps(forward)
@@ -127,7 +129,7 @@ def compiled_in_training(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reshard_in_evaluation(module: nn.Module, _inputs: Any, _output: Any) -> None:
-    """The root stays whole after its forward, for the backward that follows; in an evaluation none does."""
+    """Reshard the root after a forward in evaluation, because no backward follows to do it."""
     if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
         module.reshard()
 
@@ -137,9 +139,9 @@ def _everywhere(norm: Tensor) -> Tensor:
 
 
 def _gathered(value: Any, keep: bool) -> Any:
-    """Every DTensor inside dicts and lists as a whole one, on the CPU; nothing in its place unless `keep`."""
+    """Return dicts and lists with every DTensor gathered to a full CPU tensor, or to None unless `keep`."""
     if isinstance(value, DTensor):
-        whole = value.full_tensor()  # all ranks come here in the same order
+        whole = value.full_tensor()  # all ranks get here in the same order
         return whole.cpu() if keep else None
     if isinstance(value, dict):
         return {key: _gathered(item, keep) for key, item in value.items()}
@@ -149,7 +151,7 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _share(value: Any, like: Tensor | None) -> Any:
-    """This rank's share of a whole tensor, if `like` is shared out in that way."""
+    """Return this rank's shard of a full tensor, if `like` is sharded."""
     if isinstance(value, Tensor) and isinstance(like, DTensor) and value.shape == like.shape:
         whole = value.to(like.device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

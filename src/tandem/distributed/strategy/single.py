@@ -1,4 +1,4 @@
-"""One process, one device: nothing is exchanged. What other strategies do not change, they take from here."""
+"""One process, one device, no communication; also the defaults that other strategies inherit."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from tandem.errors import ConfigError
 
 
 class Strategy:
-    """The model as it is."""
+    """Leaves the model unchanged."""
 
     shares_parameters = False
     shares_state = False
     checks_gradients = False
     has_one_device = False
-    """Whether it takes a model to be on one device."""
+    """True if it requires the model to be on one device."""
 
     def __init__(self, group: ProcessGroup, exchange: ExchangeConfig, _compute: ComputeConfig) -> None:
         self._group = group
@@ -34,7 +34,7 @@ class Strategy:
         self.check_exchange(exchange)
 
     def check(self, group: ProcessGroup) -> None:
-        """Raise ConfigError where this strategy cannot work."""
+        """Raise ConfigError if this strategy cannot work with the group."""
         if group.size > 1:
             raise ConfigError(
                 f"--strategy single trains in one process, but there are {group.size} ranks; "
@@ -42,7 +42,7 @@ class Strategy:
             )
 
     def check_exchange(self, exchange: ExchangeConfig) -> None:
-        """Raise ConfigError for what only ddp does."""
+        """Raise ConfigError for settings that only ddp supports."""
         for each in dataclasses.fields(exchange):
             if getattr(exchange, each.name) != each.default:
                 flag = "--" + each.name.replace("_", "-")
@@ -81,6 +81,7 @@ class Strategy:
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         gradients = [p.grad for p in parameters if p.grad is not None]
+        # A sparse gradient may contain a row several times; coalesce() adds those up.
         dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         return nn.utils.get_total_norm(dense)
 
@@ -88,7 +89,7 @@ class Strategy:
         return nn.utils.clip_grad_norm_(parameters, largest)
 
     def gradients(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
-        # Not backward(): DDP would count these gradients as those of a step.
+        # backward() would make DDP count these gradients as those of a step.
         torch.autograd.grad(loss, parameters, allow_unused=True)
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
