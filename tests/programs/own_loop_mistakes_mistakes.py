@@ -25,7 +25,7 @@ run.keep(model=model, optimizer=optimizer)
 tried(lambda: run.keep(model=model))
 tried(lambda: run.wrap(nn.Linear(8, 1)))
 tried(lambda: run.backward(model(torch.randn(1, 8)).sum()))
-for (rows,) in run.batches(dataset, batch_size=16, epochs=1):  # noqa: B023
+for (rows,) in run.batches(dataset, batch_size=16, epochs=1):
     tried(lambda: run.backward(model(rows)))  # noqa: B023
     tried(lambda: run.backward(model(rows).sum().detach()))  # noqa: B023
     tried(lambda: run.log(rows=rows))  # noqa: B023
