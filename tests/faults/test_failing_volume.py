@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from failing_calls import failing, slow
 from small_runs import Runs
-from trials import SOURCE
+from trial_rows import SOURCE
 
 from program_files import program_text
-from store_trials import SCENARIOS, judge, save, scratch, store_in
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
+from trials.store import SCENARIOS, judge, save, scratch, store_in
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
