@@ -11,15 +11,23 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from tandem.errors import KILLED, MISCONFIGURED, is_own
 from tandem.launch.restarts import job_code
 from tandem.platforms.replica import NOTES
 
-POLL_SECONDS = 0.5
-START_SECONDS = 30.0  # until all nodes are there
-GONE_SECONDS = 20.0  # longer than a node that Docker starts again is away
-STOPPED_SECONDS = 2.0  # the same, where Docker starts none again
+
+class Waits(NamedTuple):
+    """Seconds: between two looks, until all nodes are there, and until nodes that are away have ended."""
+
+    poll: float = 0.5
+    start: float = 30.0
+    gone: float = 20.0  # longer than a node that Docker starts again is away
+    stopped: float = 2.0  # the same, where Docker starts none again
+
+
+WAITS = Waits()
 
 
 class Log:
@@ -82,22 +90,22 @@ class ScaledError(Exception):
     """The containers are others than NODES says; their numbers are the argument."""
 
 
-def wait_for(nodes: Nodes, log: Log) -> None:
+def wait_for(nodes: Nodes, log: Log, waits: Waits) -> None:
     """Wait until all nodes are there, or have ended. Raises ScaledError if some are missing."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + waits.start
     while len(found := nodes.found()) + len(nodes.codes()) < nodes.count:
         if time.monotonic() > deadline:
             raise ScaledError(found)
-        time.sleep(POLL_SECONDS)
+        time.sleep(waits.poll)
         log.show()
 
 
-def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
+def follow(nodes: Nodes, log: Log, stopping: list[int], waits: Waits) -> int:
     """Show the log until the job has ended; its code. Raises ScaledError."""
     seen_at = time.monotonic()
     while not nodes.have_ended():
         log.show()
-        time.sleep(POLL_SECONDS)
+        time.sleep(waits.poll)
         running, codes = nodes.found(), nodes.codes()
         if len(codes) > nodes.count:
             raise ScaledError([*range(1, len(codes) + 1)])
@@ -105,7 +113,7 @@ def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
             raise ScaledError(running)
         if running:
             seen_at = time.monotonic()
-        elif time.monotonic() - seen_at > (STOPPED_SECONDS if stopping else GONE_SECONDS):
+        elif time.monotonic() - seen_at > (waits.stopped if stopping else waits.gone):
             break
     log.show()
     codes = nodes.codes()
@@ -115,14 +123,14 @@ def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
     return code
 
 
-def main(project: str, count: str, run_dir: str) -> int:
+def main(project: str, count: str, run_dir: str, waits: Waits = WAITS) -> int:
     """The job's exit code; 2 for a number of nodes that --scale has changed."""
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
     nodes, log = Nodes(project, int(count)), Log(Path(run_dir, "log"))
     try:
-        wait_for(nodes, log)
-        return follow(nodes, log, stopping)
+        wait_for(nodes, log, waits)
+        return follow(nodes, log, stopping, waits)
     except ScaledError as error:
         print(
             f"--scale, or an earlier NODES: the containers of the service node are {error}, expected 1 to "
@@ -133,4 +141,5 @@ def main(project: str, count: str, run_dir: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    project, nodes, run_dir = sys.argv[1:]
+    sys.exit(main(project, nodes, run_dir))
