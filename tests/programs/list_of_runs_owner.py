@@ -2,7 +2,7 @@ import sys
 import time
 from pathlib import Path
 
-from tandem.checkpoint.claim import claim
+from tandem.run.lease import claim
 
 claim(Path(sys.argv[1]))
 print("mine", flush=True)

@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 
-from tandem.checkpoint.claim import claim
+from tandem.run.lease import claim
 
 mine = claim(Path(sys.argv[1]), "a job")
 assert mine.problem is None, mine.problem

@@ -168,7 +168,7 @@ class ScriptAgent(NodeAgent):
 
     def _cause_of(self, local_rank: int, code: int) -> Cause:
         position = self._positions[local_rank]
-        log = self._node.view.run_dir / "log" / f"rank-{position.rank}.log"
+        log = self._node.run.rank_log(position.rank)
         words = () if was_killed(code) else last_words(error_file(position), log)
         return Cause(position.rank, position.node_rank, position.node_name, code, words)
 
