@@ -121,7 +121,7 @@ train: setup ## train on NODES simulated nodes on this machine; resumes RUN
 ##@ Develop
 check: setup-dev site ## lint, types, layers, docs site, unit tests
 	$(BIN)/ruff check src tests benchmarks compose docker docs k8s monitoring slurm examples
-	$(BIN)/ruff format --check src
+	$(BIN)/ruff format --check src tests/programs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(call PYTEST,$(UNIT_LIMIT)) -m 'not slow and not soak' tests/unit

@@ -1,6 +1,6 @@
 """A run under steady fire: mixed faults, one every few seconds, and what they cost.
 
-    python benchmarks/chaos_trials.py [--faults 300] [--every 5]
+    python benchmarks/chaos_trials.py [--faults 300] [--every 5] [--json FILE]
 
 Two ranks train; each fault is drawn from FAULTS. Goodput is what the same steps need undisturbed, by the pace
 of a stretch before and one after, as a share of what this run needs. In the end the weights are those of an
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from live_runs import LiveRun
-from table import Row, render
+from table import Row, finish
 
 PACE_SHARE = 0.05  # of the steps under fire: how long each stretch for the pace is
 FLAGS = (
@@ -146,5 +146,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--every", type=float, default=5.0)
+    parser.add_argument("--json", type=Path, help="write the row there, too")
     asked = parser.parse_args()
-    print(render(rows(asked.faults, asked.every)))
+    sys.exit(finish(rows(asked.faults, asked.every), asked.json))

@@ -196,6 +196,10 @@ def pace(batches: Batches, seconds: float) -> Pace:
 def measure(folder: Path, rounds: int, seconds: float) -> list[Row]:
     torch.set_num_threads(1)
     everybody = readers(folder)
+    for pair in PAIRS:
+        first, other = (next(everybody[name]())[0].shape for name in (pair.mine, pair.control))
+        if first != other:
+            raise SystemExit(f"{pair.name}: {pair.mine} reads {tuple(first)}, {pair.control} {tuple(other)}")
     found: dict[str, list[Pace]] = {name: [] for name in everybody}
     names = list(everybody)
     for number in range(rounds):

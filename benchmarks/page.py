@@ -1,6 +1,6 @@
 """Write every measured figure of README and docs from benchmarks/results/*.json.
 
-    python benchmarks/page.py
+    python benchmarks/page.py [--check]
 
 docs/benchmarks.md is generated whole: one table per question. In the other pages, what stands between
 `<!-- figure: NAME -->` and `<!-- end -->` is generated. NAME is a key of FIGURES, a result file (its machine
@@ -8,6 +8,7 @@ and its table), or an entry of recorded.json: figures from before their program 
 A question without a result file is shown as not measured. A row that misses its target shows that.
 """
 
+import argparse
 import json
 import re
 import statistics
@@ -404,14 +405,49 @@ def _recorded(results: Path) -> str:
     return f"{head}{about}\n\n{_table(('figure', 'provenance'), rows)}\n"
 
 
-def main() -> None:
+def misplaced() -> list[str]:
+    """What is wrong with where figures are shown: each belongs on one page."""
+    shown = [name for path in PAGES for _, name, *_ in MARK.findall(path.read_text(encoding="utf-8"))]
+    elsewhere = [question.file.removesuffix(".json") for question in QUESTIONS if question.place]
+    made = {name.replace("-", "_") for name in FIGURES} | {"dp_vs_ddp"}
+    wanted = {name for name in elsewhere if (RESULTS / f"{name}.json").exists()} - made
+    wanted |= set(_load(RESULTS, "recorded"))
+    twice = sorted(name for name in set(shown) if shown.count(name) > 1)
+    nowhere = sorted(wanted - set(shown))
+    return [*(f"{name}: on two pages" for name in twice), *(f"{name}: on no page" for name in nowhere)]
+
+
+def made_of(results: Path, path: Path) -> str:
+    """A page's text as these results make it."""
+    return page(results) if path == PAGE else fill(path.read_text(encoding="utf-8"), results)
+
+
+def main() -> int:
     """Write the pages whose text changes."""
-    new = {PAGE: page(RESULTS), **{path: fill(path.read_text(encoding="utf-8")) for path in PAGES}}
-    for path, text in new.items():
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
-            print(f"written: {path.relative_to(ROOT)}", file=sys.stderr)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a page would change")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="with --print")
+    parser.add_argument("--print", metavar="PAGE", help="print one page, such as README.md, and write none")
+    asked = parser.parse_args()
+    if asked.print:
+        print(made_of(asked.results, ROOT / asked.print), end="")
+        return 0
+    new = {path: made_of(RESULTS, path) for path in (PAGE, *PAGES)}
+    changed = [
+        path for path, text in new.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    for path in changed:
+        if not asked.check:
+            path.write_text(new[path], encoding="utf-8")
+        word = "differs from the results" if asked.check else "written"
+        print(f"{word}: {path.relative_to(ROOT)}", file=sys.stderr)
+    wrong = misplaced() if asked.check else []
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return int(asked.check and bool(changed or wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

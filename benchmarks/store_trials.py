@@ -3,31 +3,30 @@
     python benchmarks/store_trials.py [crash] [rot] [power] [--trials N] [--json FILE]
 
 Without names all three run with their full counts (some minutes); `--trials` makes the random parts smaller.
-The functions return rows for `benchmarks/reliability.py` and for the tests, which run them with small counts.
+`rows` is for `benchmarks/reliability.py`; tests run this program with small counts. tests/trials has what
+writers do, and the disk that loses its power.
 """
 
 import argparse
-import errno
 import logging
 import os
 import random
 import shutil
 import sys
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from disk import Disk, Tree, materialise, policies
-from system_calls import can_trace, mark, points, trace
-from tandem.checkpoint.retention import Best, Retention
-from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.store import CheckpointStore
-from tandem.errors import CheckpointError
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from trials.power import SESSIONS, Promise, failing_fsyncs, lose_power, lose_power_in  # noqa: E402
+from trials.store import SCENARIOS, Row, Scenario, judge, scratch, state, store_in  # noqa: E402
+from trials.system_calls import can_trace, mark, points, trace  # noqa: E402
 
 if TYPE_CHECKING:
     import table
@@ -35,165 +34,7 @@ if TYPE_CHECKING:
 FLIPS, PAGES, TRUNCATIONS, SHUFFLES = 10_000, 1_000, 1_000, 100
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. `bad` of `trials` ended as they must not; the same of the control, if any."""
-
-    name: str
-    trials: int
-    bad: int
-    outcome: str
-    control: str = ""
-    control_trials: int = 0
-    control_bad: int = 0
-
-    @property
-    def ratio(self) -> float | None:
-        """Share of good ends, ours over the control's; None without a control or where it had none."""
-        good = self.control_trials - self.control_bad
-        if not self.trials or good <= 0:
-            return None
-        return (1 - self.bad / self.trials) / (good / self.control_trials)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A directory in memory where there is one: neither a kill nor the modelled disk needs a real one."""
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as directory:
-        yield Path(directory)
-
-
-def state(version: int) -> bytes:
-    """Three pages and a bit, in which every word says whose they are."""
-    return b"%08d" % version * 1600
-
-
-def save(store: CheckpointStore, step: int, version: int, score: float = 0.0) -> None:
-    """In pieces, as torch.save writes."""
-    raw = state(version)
-
-    def pieces(sink: Sink) -> None:
-        for start in range(0, len(raw), 5000):
-            sink.write(raw[start : start + 5000])
-
-    store.save(step, pieces, {"version": version, "eval": {"accuracy": score}})
-
-
-def store_in(root: Path) -> CheckpointStore:
-    return CheckpointStore(root / "run" / "checkpoints")
-
-
 # ---- crash anywhere --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What a writer does, what lies there before, and what a reader may find when it was killed at it."""
-
-    prepare: Callable[[CheckpointStore], object]
-    act: Callable[[CheckpointStore], object]
-    newest: tuple[tuple[int, int] | None, ...]  # allowed (step, version); the last one when it was not killed
-    whole: frozenset[int]  # steps that are there and whole, whenever it was killed
-    damaged: frozenset[int] = frozenset()  # steps that `prepare` has damaged
-    tidy: bool = True  # done to its end it leaves nothing hidden, whatever was killed before
-
-
-def _five(store: CheckpointStore) -> None:
-    for step, score in zip((100, 200, 300, 400, 500), (0.1, 0.9, 0.2, 0.3, 0.4), strict=True):
-        save(store, step, 1, score)
-    dead = store.directory / ".tmp-pruned-50-dead"  # another prune was killed half-way
-    dead.mkdir()
-    (dead / "state.pt").write_bytes(b"half")
-
-
-def _two(store: CheckpointStore) -> None:
-    save(store, 100, 1)
-    save(store, 200, 1)
-    dead = store.directory / ".tmp-step-000000300-1-dead"  # another writer was killed half-way
-    dead.mkdir()
-    (dead / "state.pt").write_bytes(b"half")
-
-
-def _rotten(store: CheckpointStore) -> None:
-    _two(store)
-    save(store, 300, 1)
-    file = store.path(300) / "state.pt"
-    file.write_bytes(b"\1" + file.read_bytes()[1:])
-
-
-KEEP = Retention(2, Best("accuracy", True), 400)  # of `_five`: 500 and 400, and 200 for its score
-
-
-def _save_and_prune(store: CheckpointStore) -> None:
-    save(store, 600, 1, 0.5)
-    store.prune(KEEP)
-
-
-def _fall_back_and_save(store: CheckpointStore) -> None:
-    store.newest_valid(lambda step, problem: None)
-    save(store, 300, 2)
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "first save": Scenario(
-        lambda store: None, lambda store: save(store, 100, 1), (None, (100, 1)), frozenset()
-    ),
-    "save": Scenario(_two, lambda store: save(store, 300, 1), ((200, 1), (300, 1)), frozenset({100, 200})),
-    "save and prune": Scenario(_five, _save_and_prune, ((500, 1), (600, 1)), frozenset({200, 400, 500})),
-    "save of the same step": Scenario(
-        _two, lambda store: save(store, 200, 2), ((200, 1), (200, 2)), frozenset({100, 200})
-    ),
-    "prune": Scenario(_five, lambda store: store.prune(Retention(1)), ((500, 1), (500, 1)), frozenset({500})),
-    "quarantine": Scenario(
-        _rotten,
-        lambda store: store.newest_valid(lambda step, problem: None),
-        ((200, 1), (200, 1)),
-        frozenset({100, 200}),
-        frozenset({300}),
-        tidy=False,
-    ),
-    "quarantine, then save": Scenario(
-        _rotten, _fall_back_and_save, ((200, 1), (300, 2)), frozenset({100, 200}), frozenset({300})
-    ),
-    "move aside": Scenario(
-        _five,
-        lambda store: store.move_aside(after_step=200),
-        ((500, 1), (400, 1), (300, 1), (200, 1)),
-        frozenset({100, 200, 300, 400, 500}),
-        tidy=False,
-    ),
-}
-
-
-def judge(root: Path, scenario: Scenario) -> str:
-    """What a reader finds: "old", "new", "lost", "mixed" or "false alarm"."""
-    store, told = store_in(root), []
-    newest = store.newest_valid(lambda step, problem: told.append(step))
-    if set(told) - scenario.damaged:
-        return "false alarm"
-    if newest is not None and newest[1] != state(newest[2]["version"]):
-        return "mixed"
-    found = None if newest is None else (newest[0], int(newest[2]["version"]))
-    if found not in scenario.newest:
-        return "lost"
-    places = [store, *(CheckpointStore(path) for path in store.directory.parent.glob("checkpoints-before-*"))]
-    for step in scenario.whole:
-        holding = [place for place in places if step in place.steps()]
-        if len(holding) != 1 or not _is_whole(holding[0], step):
-            return "lost"
-    return "new" if found == scenario.newest[-1] else "old"
-
-
-def _is_whole(store: CheckpointStore, step: int) -> bool:
-    try:
-        raw, info = store.read(step)
-    except CheckpointError:
-        return False
-    return raw == state(info["version"])
 
 
 def kill_everywhere(scenario: Scenario) -> Counter[str]:
@@ -450,120 +291,10 @@ def _same(one: object, other: object) -> bool:
 # ---- power loss ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Promise:
-    """What was acknowledged up to a moment: the last step, and for each step the versions it may have."""
-
-    step: int = 0
-    versions: dict[int, set[int]] = field(default_factory=dict)
-
-    def note(self, text: str) -> None:
-        """From marks: "begin", "done" (acknowledged) or "there" (found at a start), each STEP VERSION."""
-        kind, *numbers = text.split()
-        if kind not in ("begin", "done", "there"):
-            return
-        step, version = map(int, numbers)
-        self.versions.setdefault(step, set()).add(version)
-        if kind != "begin":
-            self.step, self.versions[step] = step, {version}
-
-    def is_kept(self, root: Path) -> bool:
-        store = store_in(root)
-        newest = store.newest_valid(lambda step, problem: None)
-        if newest is None:
-            return self.step == 0
-        wanted = [(newest[0], newest[1], newest[2])]
-        if self.step and newest[0] != self.step:
-            try:
-                wanted.append((self.step, *store.read(self.step)))
-            except CheckpointError:
-                return False
-        return newest[0] >= self.step and all(
-            raw == state(info["version"]) and info["version"] in self.versions.get(step, ())
-            for step, raw, info in wanted
-        )
-
-
-def _acknowledged(store: CheckpointStore, step: int, version: int, keep: int = 9) -> None:
-    mark(f"begin {step} {version}")
-    try:
-        save(store, step, version)
-    except CheckpointError:
-        mark(f"failed {step} {version}")
-        return
-    mark(f"done {step} {version}")
-    try:
-        store.prune(Retention(keep))
-    except CheckpointError:
-        mark("not pruned")
-
-
-def _steps(store: CheckpointStore) -> None:
-    for step in (100, 200, 300):
-        _acknowledged(store, step, 1, keep=1)
-
-
-def _again(store: CheckpointStore) -> None:
-    for step, version in ((100, 1), (200, 1), (200, 2), (300, 1)):
-        _acknowledged(store, step, version)
-
-
-def _fall_back(store: CheckpointStore) -> None:
-    store.newest_valid(lambda step, problem: None)
-    mark("there 200 1")
-    _acknowledged(store, 300, 2, keep=1)
-
-
-SESSIONS: dict[str, tuple[Callable[[CheckpointStore], object], Callable[[CheckpointStore], object]]] = {
-    "three steps, keeping one": (lambda store: None, _steps),
-    "a step saved again": (lambda store: None, _again),
-    "fallback and a new save": (_rotten, _fall_back),
-}
-
-
-def lose_power(
-    root: Path,
-    session: Callable[[], object],
-    is_kept: Callable[[Path, Promise], bool],
-    promise: Promise,
-    shuffles: int,
-) -> Counter[str]:
-    """Run the session; after each call that changes something take the power, in every way of `policies`.
-
-    Counts "kept" and "lost" promises, "different" states, and saves "acknowledged after" a failed fsync.
-    """
-    disk, found = Disk(root), Counter[str]()
-    seen: dict[object, bool] = {}
-    failed = False
-    calls = trace(session, root).calls
-    with scratch() as place:
-        for number, call in enumerate(calls):
-            if not disk.apply(call):
-                continue
-            if call.name == "mark":
-                promise.note(call.data.decode())
-                failed = failed or call.data.startswith(b"failed fsync")
-                found["acknowledged after"] += failed and call.data.startswith(b"done")
-            for survives in policies(number, shuffles).values():
-                tree = disk.crash(survives)
-                key = (_key(tree), promise.step, str(promise.versions))
-                if key not in seen:
-                    materialise(tree, place / "found")
-                    seen[key] = is_kept(place / "found", promise)
-                    shutil.rmtree(place / "found")
-                found["kept" if seen[key] else "lost"] += 1
-    found["different"] = len(seen)
-    return found
-
-
-def _key(tree: Tree | bytes) -> object:
-    return tree if isinstance(tree, bytes) else frozenset((name, _key(child)) for name, child in tree.items())
-
-
 def power_loss(shuffles: int = SHUFFLES, control: bool = True) -> list[Row]:
     """Rows: each session without errors; with EIO at every fsync, once and from there on; the controls."""
     rows = [lose_power_in(name, shuffles) for name in SESSIONS]
-    rows += [lose_power_in(name, max(1, shuffles // 10), _failing(name)) for name in SESSIONS]
+    rows += [lose_power_in(name, max(1, shuffles // 10), failing_fsyncs(name)) for name in SESSIONS]
     if not control:
         return rows
     plain = {name: _power_control(write, shuffles) for name, write in PLAIN.items()}
@@ -578,64 +309,6 @@ def power_loss(shuffles: int = SHUFFLES, control: bool = True) -> list[Row]:
         Row("power loss", trials, bad, outcome, last.name.removeprefix("control: "), last.trials, last.bad),
         *rows,
     ]
-
-
-Failure = tuple[int | None, bool]
-
-
-def _failing(name: str) -> list[Failure]:
-    """Every fsync that the session makes, alone and with all after it."""
-    prepare, act = SESSIONS[name]
-    with scratch() as root:
-        prepare(store_in(root))
-        calls = trace(lambda: act(store_in(root)), root).calls
-    count = sum(call.name == "fsync" for call in calls)
-    return [(index, forever) for index in range(count) for forever in (False, True)]
-
-
-def lose_power_in(name: str, shuffles: int, failures: Sequence[Failure] = ((None, False),)) -> Row:
-    """One of SESSIONS, once for each of `failures`: the fsync that fails and whether all after it do."""
-    prepare, act = SESSIONS[name]
-    found: Counter[str] = Counter()
-    for index, forever in failures:
-        with scratch() as root:
-            prepare(store_in(root))
-            promise = Promise(versions={100: {1}, 200: {1}} if prepare is _rotten else {})
-
-            def session(index: int | None = index, forever: bool = forever, root: Path = root) -> None:
-                if index is not None:
-                    fail_fsync(root, index, forever)
-                act(store_in(root))
-
-            one = lose_power(root, session, lambda path, kept: kept.is_kept(path), promise, shuffles)
-            found += one
-            found["lied"] += one["acknowledged after"] if forever else 0
-    trials, bad = found["kept"] + found["lost"], found["lost"] + found["lied"]
-    outcome = f"{found['lost']} lost of {found['different']} different states"
-    outcome += (
-        f", {found['lied']} acknowledged while every fsync failed" if failures[0][0] is not None else ""
-    )
-    what = (
-        "power loss" if failures[0][0] is None else f"EIO at each of {len(failures) // 2} fsyncs, power loss"
-    )
-    return Row(f"{what}: {name}", trials, bad, outcome)
-
-
-def fail_fsync(root: Path, index: int, forever: bool) -> None:
-    """From now on in this process the `index`-th os.fsync below `root` fails, or all from it on."""
-    real, count, root = os.fsync, 0, root.resolve()
-
-    def fsync(descriptor: int) -> None:
-        nonlocal count
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if path.is_relative_to(root):
-            mine, count = count, count + 1
-            if mine == index or (forever and mine > index):
-                mark(f"failed fsync {path.relative_to(root)}")
-                raise OSError(errno.EIO, "Input/output error")
-        real(descriptor)
-
-    os.fsync = fsync  # type: ignore[assignment]
 
 
 def _in_place(root: Path, version: int) -> None:

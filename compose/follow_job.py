@@ -11,14 +11,22 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from tandem.errors import KILLED, MISCONFIGURED, is_own, job_code
 from tandem.platforms.replica import NOTES
 
-POLL_SECONDS = 0.5
-START_SECONDS = 30.0  # until all nodes are up
-GONE_SECONDS = 20.0  # longer than a restart of a node by Docker
-STOPPED_SECONDS = 2.0  # the same, if Docker does not restart nodes
+
+class Waits(NamedTuple):
+    """Seconds: between two polls, until all nodes are up, and until a node that is gone has exited."""
+
+    poll: float = 0.5
+    start: float = 30.0
+    gone: float = 20.0  # longer than a restart of a node by Docker
+    stopped: float = 2.0  # the same, if Docker does not restart nodes
+
+
+WAITS = Waits()
 
 
 class Log:
@@ -81,22 +89,22 @@ class ScaledError(Exception):
     """The containers do not match NODES; the argument is their numbers."""
 
 
-def wait_for(nodes: Nodes, log: Log) -> None:
+def wait_for(nodes: Nodes, log: Log, waits: Waits) -> None:
     """Wait until all nodes are up or have exited. Raises ScaledError if some are missing."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + waits.start
     while len(found := nodes.found()) + len(nodes.codes()) < nodes.count:
         if time.monotonic() > deadline:
             raise ScaledError(found)
-        time.sleep(POLL_SECONDS)
+        time.sleep(waits.poll)
         log.show()
 
 
-def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
+def follow(nodes: Nodes, log: Log, stopping: list[int], waits: Waits) -> int:
     """Show the log until the job has ended and return its exit code. Raises ScaledError."""
     seen_at = time.monotonic()
     while not nodes.have_ended():
         log.show()
-        time.sleep(POLL_SECONDS)
+        time.sleep(waits.poll)
         running, codes = nodes.found(), nodes.codes()
         if len(codes) > nodes.count:
             raise ScaledError([*range(1, len(codes) + 1)])
@@ -104,7 +112,7 @@ def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
             raise ScaledError(running)
         if running:
             seen_at = time.monotonic()
-        elif time.monotonic() - seen_at > (STOPPED_SECONDS if stopping else GONE_SECONDS):
+        elif time.monotonic() - seen_at > (waits.stopped if stopping else waits.gone):
             break
     log.show()
     codes = nodes.codes()
@@ -114,14 +122,14 @@ def follow(nodes: Nodes, log: Log, stopping: list[int]) -> int:
     return code
 
 
-def main(project: str, count: str, run_dir: str) -> int:
+def main(project: str, count: str, run_dir: str, waits: Waits = WAITS) -> int:
     """Return the job's exit code, or 2 if --scale has changed the number of nodes."""
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
     nodes, log = Nodes(project, int(count)), Log(Path(run_dir, "log"))
     try:
-        wait_for(nodes, log)
-        return follow(nodes, log, stopping)
+        wait_for(nodes, log, waits)
+        return follow(nodes, log, stopping, waits)
     except ScaledError as error:
         print(
             f"--scale, or an earlier NODES: the containers of the service node are {error}, expected 1 to "
@@ -132,4 +140,5 @@ def main(project: str, count: str, run_dir: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    project, nodes, run_dir = sys.argv[1:]
+    sys.exit(main(project, nodes, run_dir))

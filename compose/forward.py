@@ -24,21 +24,28 @@ async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
         target.write_eof()
 
 
-async def until_gone(name: str) -> None:
-    """Wait until the name has not resolved for GONE_SECONDS, or for START_SECONDS after the start."""
-    clock, patience = asyncio.get_running_loop(), START_SECONDS
+async def until_gone(name: str, start: float, poll: float) -> None:
+    """Wait until the name has not resolved for GONE_SECONDS, or for `start` seconds after the start."""
+    clock, patience = asyncio.get_running_loop(), start
     known_at = clock.time()
     while clock.time() - known_at < patience:
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(poll)
         with contextlib.suppress(OSError):
             await clock.getaddrinfo(name, None)
             known_at, patience = clock.time(), GONE_SECONDS
 
 
-async def run(port: int, host: str, host_port: int, name: str = "") -> None:
+async def run(
+    port: int,
+    host: str,
+    host_port: int,
+    name: str = "",
+    start: float = START_SECONDS,
+    poll: float = POLL_SECONDS,
+) -> None:
     """Serve until canceled, or until the name is gone."""
     tasks = [asyncio.create_task(serve(port, host, host_port))]
-    tasks += [asyncio.create_task(until_gone(name))] if name else []
+    tasks += [asyncio.create_task(until_gone(name, start, poll))] if name else []
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     done.pop().result()  # raises the task's exception, if any
 
@@ -60,4 +67,4 @@ async def serve(port: int, host: str, host_port: int) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     host, _, number = sys.argv[2].rpartition(":")
-    asyncio.run(run(int(sys.argv[1]), host, int(number), *sys.argv[3:4]))
+    asyncio.run(run(int(sys.argv[1]), host, int(number), "".join(sys.argv[3:4])))

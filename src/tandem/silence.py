@@ -13,11 +13,12 @@ log = logging.getLogger("tandem.start")
 
 
 @contextmanager
-def still(doing: str) -> Iterator[None]:
-    """Log `still DOING` ("importing torch") once if nothing is logged for SILENCE_SECONDS.
+def still(doing: str, silence: float = SILENCE_SECONDS, soon: float = SOON_SECONDS) -> Iterator[None]:
+    """Log `still DOING` ("importing torch") once if nothing is logged for `silence` seconds.
 
-    The silence begins with the last line before the block. Any other line in the block ends the watch. The
-    thread has ended when the block is left, because code after it may fork.
+    The silence begins with the last line before the block. A block shorter than `soon` logs nothing. Any
+    other line in the block ends the watch. The thread has ended when the block is left, because code after
+    it may fork.
     """
     before, closing = last_line_at(), threading.Event()
 
@@ -28,7 +29,7 @@ def still(doing: str) -> Iterator[None]:
     if before is None:
         yield
         return
-    left = max(SOON_SECONDS, before + SILENCE_SECONDS - time.monotonic())
+    left = max(soon, before + silence - time.monotonic())
     thread = threading.Thread(target=watch, args=(left,), name="tandem-silence", daemon=True)
     thread.start()
     try:

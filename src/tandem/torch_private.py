@@ -287,11 +287,11 @@ def rendezvous_kinds() -> tuple[Any, Any]:
         ) from error
 
 
-def stop_keep_alive(handler: Any) -> None:
+def stop_keep_alive(handler: Any, limit: float = LEAVE_SECONDS) -> None:
     """Stop the handler's heartbeats for this node.
 
     The engine waits for its thread, which may be blocked in a read of a store that does not answer, so the
-    wait is bounded here.
+    wait ends after `limit` seconds.
     """
 
     def stop() -> None:
@@ -300,7 +300,7 @@ def stop_keep_alive(handler: Any) -> None:
 
     stopping = threading.Thread(target=stop, name="tandem-stopping", daemon=True)
     stopping.start()
-    stopping.join(LEAVE_SECONDS)
+    stopping.join(limit)
 
 
 def leave_rendezvous(handler: Any) -> None:

@@ -1,18 +1,18 @@
 """benchmarks/gpu_check.py. Without a GPU it passes on the played one; a bare loop runs on CPUs, made tiny."""
 
 import json
+import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpu_check import Check, beside_bare_loops
 from patience import patient
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+TASKS = PROGRAM.with_name("gpu_tasks.py")
 
 
 @pytest.mark.slow
@@ -34,7 +34,15 @@ def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> No
 
 
 @pytest.mark.soak
-def test_a_step_beside_that_of_a_bare_loop(tmp_path: Path) -> None:
-    check = Check(played=False, folder=tmp_path, deadline=time.monotonic() + patient(120))
-    row = beside_bare_loops(check, "tiny", "cpu", 1, names=["Gpt124m"])[0]
-    assert row.name == "a step of Gpt124m, 2 samples, not compiled" and row.outcome.endswith(" ms")
+def test_a_bare_loop_and_tandem_say_what_a_step_takes(tmp_path: Path, processes: Any) -> None:
+    scale = ["--scale", "tiny", "--device", "cpu"]
+    code, said = processes.run([sys.executable, str(TASKS), "Gpt124m", *scale], limit=120)
+    assert code == 0 and float(said.split()[-1]) > 0, said
+    times = tmp_path / "times.txt"
+    command = ["launch", "--nproc", "1", "--task", f"{TASKS}:Gpt124m", "--task.scale", "tiny"]
+    command += ["--batch-size", "2", "--steps", "5", "--device", "cpu", "--checkpoint-every", "never"]
+    command += ["--metrics", "0", "--metrics-linger", "0", "--run-dir", str(tmp_path / "run")]
+    variables = {**os.environ, "GPU_CHECK_TIMES": str(times)}
+    command = [sys.executable, "-m", "tandem", *command]
+    code, said = processes.run(command, limit=120, env=variables)
+    assert code == 0 and float(times.read_text()) > 0, said

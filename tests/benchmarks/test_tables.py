@@ -3,108 +3,133 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import page
-from small_task import Small
-from table import Row, machine, render, write
+from patience import patient
+from tandem.tasks.base import load_task
 from tandem.tasks.classification import strided_cnn
 
-NAMES = [path.name for path in page.PAGES]
-FILES = sorted(path for path in page.RESULTS.glob("*.json") if path.name != "recorded.json")
+ROOT = Path(__file__).parents[2]
+PROGRAMS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"
+PAGE = "docs/benchmarks.md"
+PAGES = (ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path != ROOT / PAGE))
+FILES = sorted(path for path in RESULTS.glob("*.json") if path.name != "recorded.json")
+MARKED = re.compile(r"<!-- figure: [\w-]+ -->.*?<!-- end -->", re.DOTALL)
 MEASURED = re.compile(
     r"\bmedian (?:of )?\d|\d (?:µs|us)\b|\b\d+\.\d+ ms\b|\btimes (?:faster|as fast|shorter)"
     r"|goodput (?:\w+ )?\d|\b\d+ of \d+ (?:kills|pairs|starts|trials)"
 )
 
 
+def ran(program: str, *words: str, codes: tuple[int, ...] = (0,)) -> str:
+    command = [sys.executable, str(PROGRAMS / program), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100), cwd=ROOT)
+    assert done.returncode in codes, done.stderr
+    return done.stdout
+
+
+def printed(results: Path, page: str = PAGE) -> str:
+    """A page as these results make it."""
+    return ran("page.py", "--results", str(results), "--print", page)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """What one benchmark writes as JSON, and the table that it prints."""
+    path = tmp_path_factory.mktemp("written") / "order.json"
+    flags = ("--only", "order", "--samples", "100000", "--json", str(path))
+    table = ran("thousand_ranks.py", *flags, codes=(0, 1))  # 1: too slow on a busy machine
+    return json.loads(path.read_text()), table
+
+
 def outside(text: str) -> str:
     """What no result makes: a page without code blocks and generated figures."""
-    return page.MARK.sub("", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return MARKED.sub("", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
-def test_the_page_is_made_of_the_results() -> None:
-    assert page.PAGE.read_text(encoding="utf-8") == page.page(page.RESULTS)
+def test_figures_are_those_of_the_results_and_each_is_on_one_page() -> None:
+    ran("page.py", "--check")  # where it ends with 1: run python benchmarks/page.py
 
 
-@pytest.mark.parametrize("path", page.PAGES, ids=NAMES)
-def test_figures_are_those_of_the_results(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert text == page.fill(text), "a figure differs from the results: run python benchmarks/page.py"
-
-
-@pytest.mark.parametrize("path", page.PAGES, ids=NAMES)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_no_figure_is_typed_by_hand(path: Path) -> None:
     assert MEASURED.findall(outside(path.read_text(encoding="utf-8"))) == []
 
 
 def test_another_result_makes_another_page(tmp_path: Path) -> None:
-    shutil.copytree(page.RESULTS, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
     changed = tmp_path / "reliability_recovery.json"
     changed.write_text(changed.read_text().replace('"seconds": 0.22', '"seconds": 7.77'))
-    text = (page.ROOT / "README.md").read_text(encoding="utf-8")
-    assert "median 7.77 s; torchrun 6.81 s" in page.fill(text, tmp_path)
+    assert "median 7.77 s; torchrun 6.81 s" in printed(tmp_path, "README.md")
 
 
-def test_each_figure_is_shown_in_one_place() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in page.PAGES)
-    shown = [name for _, name, *_ in page.MARK.findall(text)]
-    assert len(shown) == len(set(shown))
-    recorded = json.loads((page.RESULTS / "recorded.json").read_text())
-    elsewhere = [question.file.removesuffix(".json") for question in page.QUESTIONS if question.place]
-    tables = [name for name in elsewhere if (page.RESULTS / f"{name}.json").exists()]
-    made = {name.replace("-", "_") for name in page.FIGURES} | {"dp_vs_ddp"}
-    missing = [name for name in tables if name not in shown and name not in made]
-    assert missing == [] and set(recorded) <= set(shown)
-    with pytest.raises(KeyError):
-        page.figure("no-such-figure")
+def test_a_page_that_differs_and_a_figure_without_a_page_fail_the_check(tmp_path: Path) -> None:
+    for part in ("README.md", "docs", "benchmarks"):
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile
+        copy(ROOT / part, tmp_path / part)
+    command = [sys.executable, str(tmp_path / "benchmarks" / "page.py"), "--check"]
+    recovery = tmp_path / "benchmarks" / "results" / "reliability_recovery.json"
+    recovery.write_text(recovery.read_text().replace('"seconds": 0.22', '"seconds": 7.77'))
+    recorded = tmp_path / "benchmarks" / "results" / "recorded.json"
+    entries = json.loads(recorded.read_text())
+    recorded.write_text(json.dumps({**entries, "shown-nowhere": next(iter(entries.values()))}))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
+    assert done.returncode == 1 and "README.md" in done.stderr and "shown-nowhere" in done.stderr
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text(), "nothing is written"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_each_result_says_what_it_was_measured_on(path: Path) -> None:
+def test_each_result_says_what_it_was_measured_on(path: Path, written: tuple[dict[str, Any], str]) -> None:
     """A value that an old file does not have is null, with the commit that added the file."""
     found = json.loads(path.read_text())
     for about in found.get("machines", {"": found.get("machine")}).values():
         assert about is not None and about["cores"] and about["time"]
-        assert set(machine()) <= set(about)
+        assert set(written[0]["machine"]) <= set(about)
         unknown = [name for name in ("commit", "load_before", "processor") if about[name] is None]
         assert not unknown or about["added_in"], unknown
     rows = [row for row in found.get("rows", []) if "outcome" in row]
     assert all({"trials", "control_trials", "seconds", "control_seconds"} <= set(row) for row in rows)
 
 
-def test_a_written_result_records_both_sides_and_the_machine(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    write([Row("a step", 5, "1 ms", "bare 2 ms", "0.5", control_trials=3, seconds=1e-3)], path)
-    found: dict[str, Any] = json.loads(path.read_text())
+def test_a_written_result_records_both_sides_and_the_machine(
+    written: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
+    found, _ = written
     assert found["machine"]["load_before"] is not None and found["machine"]["processor"]
-    assert (found["rows"][0]["control_trials"], found["rows"][0]["seconds"]) == (3, 1e-3)
-    shown = page.page(tmp_path)
+    row = {"name": "a step", "trials": 5, "outcome": "1 ms", "control": "bare 2 ms", "ratio": "0.5"}
+    row |= {"target": "", "passed": True, "control_trials": 3, "seconds": 1e-3}
+    assert set(row) < set(found["rows"][0])
+    (tmp_path / "gpu.json").write_text(json.dumps({**found, "rows": [row]}))
+    shown = printed(tmp_path)
     assert "before the start)" in shown and "| a step | 5 | 1 ms | bare 2 ms | 3 | 0.5 | yes |" in shown
 
 
-def test_a_column_that_no_row_fills_is_left_out() -> None:
-    assert render([Row("a", 1, "fine")]).splitlines()[0] == "| what | trials | outcome | met |"
+def test_a_column_that_no_row_fills_is_left_out(written: tuple[dict[str, Any], str]) -> None:
+    assert written[1].splitlines()[0] == "| what | trials | outcome | ratio | target | met |"
 
 
 def test_models_have_the_parameters_that_the_pages_name() -> None:
-    nets = (strided_cnn(), Small().build_model())
-    cnn, small = (sum(each.numel() for each in net.parameters()) for net in nets)
-    assert f"{cnn:,} parameters" in page.CNN and f"{small:,} parameters" in page.SMALL
+    small = load_task(f"{PROGRAMS / 'small_task.py'}:Small", {}, ROOT, False)
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    for name, net in (("CNN", strided_cnn()), ("model", small.build_model())):
+        assert f"a {name} of {sum(each.numel() for each in net.parameters()):,} parameters" in text
 
 
 def test_the_picture_of_a_recovery_shows_what_its_text_says() -> None:
-    readme = (page.ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     seconds = re.findall(r"!\[[^\]]*?([\d.]+ s) later[^\]]*\]\(docs/pictures/recovery.svg\)", readme)
-    picture = (page.ROOT / "docs" / "pictures" / "recovery.svg").read_text(encoding="utf-8")
+    picture = (ROOT / "docs" / "pictures" / "recovery.svg").read_text(encoding="utf-8")
     assert len(seconds) == 1 and f"training again after {seconds[0]}" in picture
 
 
 def test_what_no_file_has_is_not_measured(tmp_path: Path) -> None:
-    text = page.page(tmp_path)
-    assert text.count("Not measured.") == sum(not question.place for question in page.QUESTIONS)
-    programs = {question.program.split()[0] for question in page.QUESTIONS}
-    assert all((page.ROOT / "benchmarks" / program).exists() for program in programs)
+    text = printed(tmp_path)
+    unmeasured = re.findall(r"^`python benchmarks/(\S+\.py).*Not measured", text, re.M)
+    assert len(unmeasured) == text.count("Not measured.") == text.count("\n## ") - 2, "all but the last two"
+    elsewhere = re.findall(r"^\| \[.*\) \| `(\S+\.py)", text, re.M)
+    assert elsewhere and all((PROGRAMS / program).exists() for program in (*unmeasured, *elsewhere))

@@ -11,6 +11,7 @@ from clusters import IMAGE, docker
 from test_cluster import TASK, at_full_pace
 
 from patience import patient
+from program_files import program_text
 from tandem.cluster import chaos, job_secret
 from tandem.cluster.engine import Cluster
 
@@ -19,87 +20,10 @@ STEPS = "--steps 300 --log-every 5 --checkpoint-every 30 --eval-every 1000 --han
 MESSAGES = 1000
 
 # In a node's container: what listens beyond loopback there, "tcp|udp PORT NAME-OF-ITS-PROCESS".
-LISTENING = """
-import os, pathlib
-names = {}
-for process in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        for link in (process / "fd").iterdir():
-            names[os.readlink(link)] = (process / "comm").read_text().strip()
-    except OSError:
-        pass
-loopback = "7F", "00000000000000000000000001000000"
-for kind, listens in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
-    for line in pathlib.Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
-        words = line.split()
-        host, port = words[1].split(":")
-        if words[3] == listens and not host.endswith(loopback):
-            print(kind.rstrip("6"), int(port, 16), names.get(f"socket:[{words[9]}]", "nobody's"))
-"""
+LISTENING = program_text("attacked_listening")
 
 # What a stranger may say, in turn, to each HOST:KIND:PORT; the first word is how many messages each.
-ENEMY = """
-import itertools, os, pickle, secrets, socket, sys, time
-from contextlib import suppress
-from datetime import timedelta
-from tandem.launch import guard
-
-class Planted:
-    def __reduce__(self):
-        return os.system, ("touch /checkpoints/was-here /tmp/was-here /run/tandem/was-here",)
-
-bits = pickle.dumps(Planted())
-STORE = b"\\x3c\\x85\\xf7\\xce"
-key = b"tandem/rendezvous"
-text = len(key).to_bytes(8, "little") + key
-SAID = [
-    b"",  # half open
-    secrets.token_bytes(3000),
-    STORE + bytes(300),
-    STORE + b"\\0" + text + len(bits).to_bytes(8, "little") + bits,  # set
-    b"\\x06" + text,  # delete
-    b"\\x16\\x03\\x01\\x02\\0\\x01" + bytes(200),
-    bits,
-    b"GET /../../../etc/passwd HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n",
-    b"POST /metrics HTTP/1.1\\r\\nContent-Length: 99999999999\\r\\n\\r\\n" + bits,
-    b"GET / HTTP/1.1\\r\\n" + b"X: y\\r\\n" * 5000,
-    b"\\xff" * 65000,
-]
-
-def store(address):
-    from torch.distributed import TCPStore
-    there = TCPStore(*address, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
-    for name in ("tandem/rendezvous", "torch.rendezvous.tandem"):
-        there.set(name, bits)
-    for name in there.list_keys():
-        if "/pulse/" in name or "metrics/" in name:
-            there.set(name, bits)
-
-held, sent = [], 0
-secret, stores = sys.argv[2] == "secret", [place for place in sys.argv[3:] if place.endswith(":29500")]
-for turn in itertools.count():
-    for place in sys.argv[3:]:
-        host, kind, port = place.split(":")
-        sent, address = sent + 1, (host, int(port))
-        with suppress(OSError, RuntimeError, ValueError):
-            if kind == "udp":
-                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-                    stranger.sendto(SAID[turn % len(SAID)][:60000], address)
-            elif place in stores and not secret and turn % 3 == 0:
-                store(address)
-            else:
-                stranger = socket.create_connection(address, timeout=2)
-                held.append(stranger)
-                if secret and turn % 12 == 11 and place in stores:
-                    guard.ask(stranger, b"x" * 32, turn % 65536)
-                else:
-                    stranger.sendall(SAID[turn % len(SAID)])
-        while len(held) > 200:
-            held.pop(0).close()
-    if turn + 1 == int(sys.argv[1]):
-        break
-print("sent", sent, flush=True)
-"""
+ENEMY = program_text("attacked_enemy")
 
 
 class Job:
@@ -158,10 +82,7 @@ def attack(cluster: Cluster, places: list[str], secret: bool) -> str:
     return docker("run", *own, "--entrypoint", "python3", IMAGE, "-c", *said, seconds=500)
 
 
-LEFT = """
-import pathlib
-print([str(path) for place in ("*/", "run/tandem/") for path in pathlib.Path("/").glob(place + "was-here")])
-"""
+LEFT = program_text("attacked_left")
 
 
 def test_hostile_messages_run_nothing_and_change_no_weight(job: Job) -> None:

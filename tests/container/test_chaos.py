@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import IMAGE, ROOT
 
+from program_files import program_text
 from tandem.cluster import chaos
 from tandem.cluster.engine import Cluster
 from tandem.cluster.faults import FAULTS
@@ -23,19 +24,7 @@ COMMAND = f"launch {STEPS} --max-restarts 20 --threads 1 --hang-timeout 10 --met
 SAME_RANKS = {"pause", "slow-node", "disk-full"}  # all others open a new world
 # The digits with a pause in every step for as long as a fault is still to come: seven minutes of steps, since
 # a busy machine has to be through with the faults before the run ends.
-TASK = """
-import time
-from pathlib import Path
-
-from tandem.tasks.digits import Digits
-
-
-class WhileBroken(Digits):
-    def loss(self, model, batch):
-        if model.training and Path(__file__).with_name("slowly").exists():
-            time.sleep(0.4)
-        return super().loss(model, batch)
-"""
+TASK = program_text("chaos_task")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from patience import patient
+from program_files import program_text
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = r"(?:sudo )?(?:make|tandem|torchrun|srun|sbatch|kubectl|pip) \S.*"
@@ -92,16 +93,7 @@ ELSEWHERE = {
 }  # fmt: skip
 """{what needs other programs, several machines or minutes: the test that covers it}."""
 
-SCRIPT = """
-import argparse, torch
-parser = argparse.ArgumentParser()
-parser.add_argument("--lr", type=float, default=1.0)
-torch.distributed.init_process_group("gloo")
-total = torch.tensor(parser.parse_args().lr)
-torch.distributed.all_reduce(total)
-print("the sum is", round(total.item(), 2), flush=True)
-torch.distributed.destroy_process_group()
-"""
+SCRIPT = program_text("readme_script")
 
 
 def commands() -> list[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trials import TRIALS, rows
+from trial_rows import TRIALS, rows
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trials import rows
+from trial_rows import rows
 
-from system_calls import can_trace, trace
+from trials.system_calls import can_trace, trace
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 

@@ -3,17 +3,12 @@
 import pytest
 from small_runs import Runs
 
+from program_files import program_text
+
 pytestmark = pytest.mark.timeout(600)
 LIMIT = 250.0  # two nodes import torch in half a minute, on a busy machine in two
 
-CRASHING = """
-import os, signal
-from small import Small
-
-class Crashing(Small):
-    def after_step(self, model, step):
-        os.kill(os.getpid(), signal.SIGSEGV)
-"""
+CRASHING = program_text("crash_loop_crashing")
 
 
 @pytest.mark.slow

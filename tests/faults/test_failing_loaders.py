@@ -10,88 +10,14 @@ import pytest
 from small_runs import Runs
 
 from patience import patient
+from program_files import program_text
 from tree import of_launch
 
 pytestmark = pytest.mark.timeout(300)
 
-TASK = """
-import os, time
-from dataclasses import dataclass
-from small import Small
-from torch.utils.data import Dataset
-import torch
-from torch import nn
-from tandem.data.datasets import Datasets
-
-class Rows(Dataset):
-    def __init__(self, broken, killed):
-        self.broken, self.killed = broken, killed
-    def __len__(self):
-        return 480
-    def __getitem__(self, index):
-        if index == self.broken:
-            raise OSError(5, "Input/output error", "/data/100.jpg")
-        if index == self.killed and not os.path.exists("died"):
-            open("died", "w").close()
-            os.kill(os.getpid(), 9)
-        return torch.full((8,), float(index)), index % 2
-
-@dataclass
-class EndsLate:
-    # rank 0 ends as one that has lost rank 1, which takes a second longer
-    calls: int = 0
-    def build_model(self):
-        return nn.Linear(8, 2)
-    def build_datasets(self):
-        return Datasets(Rows(-1, -1), None)
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls == 5 and torch.distributed.get_rank() == 0:
-            os._exit(200)
-        if self.calls == 5:
-            time.sleep(1)
-            raise ValueError("a mistake of the task")
-        return nn.functional.cross_entropy(model(batch[0] / 480), batch[1])
-
-@dataclass
-class Loaded:
-    broken: int = -1
-    killed: int = -1
-    fails_at: int = -1
-    calls: int = 0
-    def build_model(self):
-        return nn.Linear(8, 2)
-    def build_datasets(self):
-        return Datasets(Rows(self.broken, self.killed), None)
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls == self.fails_at:
-            raise ValueError("a mistake of the task")
-        return nn.functional.cross_entropy(model(batch[0] / 480), batch[1])
-"""
-LOOP = """
-import sys
-import tandem, torch
-from torch import nn
-from loaded import Rows
-run = tandem.start()
-model = run.wrap(nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run.keep(model=model, optimizer=optimizer)
-for x, y in run.batches(Rows(int(sys.argv[1]), int(sys.argv[2])), batch_size=24, steps=30):
-    optimizer.zero_grad()
-    run.backward(nn.functional.cross_entropy(model(x / 480), y))
-    optimizer.step()
-print("the end", flush=True)
-"""
-SCRIPT = """
-import os, torch
-from loaded import Rows
-from torch.utils.data import DataLoader
-if os.environ["RANK"] == "0":
-    for _ in DataLoader(Rows(-1, 100), batch_size=8, num_workers=2):
-        pass
-"""
+TASK = program_text("failing_loaders_task")
+LOOP = program_text("failing_loaders_loop")
+SCRIPT = program_text("failing_loaders_script")
 LOADERS = ("--workers", 1, "--batch-size", 24, "--steps", 30)
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from failing_calls import failing, slow
 from small_runs import Runs
-from trials import SOURCE
+from trial_rows import SOURCE
 
-from store_trials import SCENARIOS, judge, save, scratch, store_in
+from program_files import program_text
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
+from trials.store import SCENARIOS, judge, save, scratch, store_in
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -72,92 +73,11 @@ def test_an_error_at_any_call(name: str, number: int, mode: Any) -> None:
 
 
 # Runs in a mount namespace of its own, with `sys.argv[1]` a small tmpfs.
-SMALL_VOLUME = """
-import os, subprocess, sys
-from pathlib import Path
-from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.store import CheckpointStore
-from tandem.errors import CheckpointError
-
-root = Path(sys.argv[1])
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(root)], check=True)
-store, filler = CheckpointStore(root / "run" / "checkpoints"), root / "filler"
-state = os.urandom(200_000)
-
-def names():
-    return sorted(os.listdir(store.directory))
-
-def refused(step, reason):
-    try:
-        store.save(step, state, {})
-    except CheckpointError as error:
-        assert reason in str(error) and "free space or repair" in str(error), error
-        return True
-    return False
-
-store.save(100, state, {})
-full = 0
-for free in range(0, 300_000, 20_000):  # ENOSPC here and there: mkdir, state, manifest
-    filler.write_bytes(b"")
-    stat = os.statvfs(root)
-    filler.write_bytes(bytes(max(0, stat.f_bavail * stat.f_frsize - free)))
-    if not refused(200, "No space left on device"):
-        break
-    full += 1
-    assert names() == ["step-000000100"], names()
-    store.verify(100)
-assert full >= 10 and names() == ["step-000000100", "step-000000200"], (full, names())
-filler.unlink()
-store.save(300, state, {})
-assert store.prune(Retention(2)) == [100]
-
-(store.path(300) / "state.pt").write_bytes(b"rotten")
-subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
-assert refused(400, "Read-only file system")
-told = []
-newest = store.newest_valid(lambda step, problem: told.append(problem))
-assert newest is not None and newest[0] == 200 and newest[1] == state
-assert len(told) == 1 and "Read-only file system" in told[0] and "left in place" in told[0], told
-try:
-    store.prune(Retention(1))
-except CheckpointError:
-    pass
-else:
-    raise AssertionError("pruned on a read-only volume")
-assert names() == ["step-000000200", "step-000000300"], names()
-"""
+SMALL_VOLUME = program_text("failing_volume_small_volume")
 
 
 # volume, checkpoint, line, command: the volume is a small tmpfs, full from that checkpoint to that line.
-FULL_FOR_A_WHILE = """
-import subprocess, sys, time
-from pathlib import Path
-
-volume, checkpoint, line = Path(sys.argv[1]), *sys.argv[2:4]
-output = Path("output.txt")
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(volume)], check=True)
-with output.open("w") as file:
-    run = subprocess.Popen(sys.argv[4:], stdout=file, stderr=file)
-
-def until(condition, what):
-    deadline = time.monotonic() + 200
-    while not condition():
-        if run.poll() is not None or time.monotonic() > deadline:
-            run.kill()
-            sys.exit(f"no {what}: {output.read_text()}")
-        time.sleep(0.01)
-
-until((volume / "run" / "checkpoints" / checkpoint).exists, "checkpoint")
-try:
-    (volume / "filler").write_bytes(bytes(2_000_000))
-except OSError:
-    pass
-until(lambda: line in output.read_text(), "failed save")
-(volume / "filler").unlink()
-code = run.wait(90)
-print(output.read_text(), *sorted(path.name for path in (volume / "run" / "checkpoints").iterdir()))
-sys.exit(code)
-"""
+FULL_FOR_A_WHILE = program_text("failing_volume_full_for_a_while")
 
 
 # volume, size, line, command: the volume is a tmpfs of this size; SIGTERM at the line, if there is one.

@@ -12,20 +12,10 @@ import pytest
 from small_runs import TASK, Runs
 
 import tandem
+from program_files import program_text
 from tandem.telemetry import health
 
-HOLD = """
-import os, sys, time
-
-
-class Hold:
-    def find_spec(self, name, path=None, target=None):
-        while name == "torch" and not os.path.exists("go"):
-            time.sleep(0.02)
-
-
-sys.meta_path.insert(0, Hold())
-"""
+HOLD = program_text("first_sign_hold")
 """Every import of torch waits for a file."""
 
 

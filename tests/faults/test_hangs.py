@@ -10,37 +10,14 @@ import pytest
 import torch
 from small_runs import Runs, rank_processes
 
+from program_files import program_text
+
 pytestmark = pytest.mark.timeout(300)
 
 FLAGS = ("--steps", 200, "--checkpoint-every", 20, "--hang-timeout", 2, "--threads", 1)
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
 
-LEAVING = """
-import time
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch.distributed as dist
-from small import Small
-
-
-@dataclass
-class Leaving(Small):
-    how: str = ""
-    calls: int = 0
-
-    def loss(self, model, batch):
-        if model.training:
-            self.calls += 1
-            once = Path(f"left-{dist.get_rank()}")
-            if self.calls == 60 and not once.exists():
-                once.touch()
-                if self.how == "sleep" and dist.get_rank() == 1:
-                    time.sleep(1000)
-                if self.how == "skip" and dist.get_rank() != 1:
-                    dist.barrier()
-        return super().loss(model, batch)
-"""
+LEAVING = program_text("hangs_leaving")
 
 
 def named(runs: Runs, run: str) -> dict[str, Any]:
@@ -88,28 +65,7 @@ def test_a_rank_that_leaves_the_others_waiting_is_named(runs: Runs, how: str) ->
     assert runs.summary(how)["restarts"] == 1
 
 
-PATIENT = """
-import time
-from dataclasses import dataclass
-
-import torch.distributed as dist
-from small import Small
-
-
-@dataclass
-class Patient(Small):
-    calls: int = 0
-
-    def loss(self, model, batch):
-        self.calls += model.training
-        if model.training and self.calls <= 2 and dist.get_rank() == 1:
-            time.sleep(3)  # as a compilation does: DDP's warm-up pass, and the first step
-        return super().loss(model, batch)
-
-    def evaluate_batch(self, model, batch):
-        time.sleep(3 if dist.get_rank() == 1 else 0)
-        return {"loss": (1.0, 1)}
-"""
+PATIENT = program_text("hangs_patient")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from small_runs import Runs, rank_processes
 
+from program_files import program_text
 from tandem.launch.kill import processes_of
 from tandem.run.directory import RunDir
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
@@ -28,31 +29,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 LONG = ("--steps", 100_000, "--checkpoint-every", "20", "--log-every", "5")
 
 
-CHATTY = """
-from small import Small
+CHATTY = program_text("hangup_chatty")
 
 
-class Chatty(Small):
-    def loss(self, model, batch):
-        print("a step")
-        return super().loss(model, batch)
-"""
-
-
-SCRIPT = """
-import signal
-import time
-
-def hear(*_):
-    for _ in range(10):
-        print("heard")
-    raise SystemExit(143)
-
-signal.signal(signal.SIGTERM, hear)
-while True:
-    print("here", flush=True)
-    time.sleep(0.1)
-"""
+SCRIPT = program_text("hangup_script")
 
 
 @pytest.fixture

@@ -12,21 +12,13 @@ from typing import Any
 import pytest
 from small_runs import Runs
 
+from program_files import program_text
+
 pytestmark = pytest.mark.timeout(600)
 LIMIT = 250.0
 LISTENS, UNCONNECTED = "0A", "07"  # proc(5): a TCP socket that listens, a UDP socket that anyone may send to
 
-SCRIPT = """
-import os, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=timedelta(seconds=200))
-for step in range(10_000):
-    dist.all_reduce(torch.ones(1))
-    if step == 3 and dist.get_rank() == 0:
-        open("trains", "w").close()
-    time.sleep(0.02)
-"""
+SCRIPT = program_text("listening_script")
 
 
 def tree(pid: int) -> Iterator[int]:

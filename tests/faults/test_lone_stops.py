@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from small_runs import Runs
 
+from program_files import program_text
 from tandem.checkpoint.listing import list_checkpoints, newest_step
 from tandem.run.directory import RunDir
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
@@ -18,52 +19,13 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 SAVES = ("--checkpoint-every", "20", "--steps", "100000")
 AGAIN = "press Ctrl-C again"
 
-STAND = """
-import ctypes, pathlib
+STAND = program_text("lone_stops_stand")
 
-def stand():
-    # As a wait for a peer that hangs: no handler of Python's runs.
-    pathlib.Path("stands").touch()
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)
-"""
+STUCK = program_text("lone_stops_stuck")
 
-STUCK = """
-from small import Small
-from stand import stand
+LOOP = program_text("lone_stops_loop")
 
-class Stuck(Small):
-    def after_step(self, model, step):
-        if step == 30:
-            stand()
-"""
-
-LOOP = """
-import torch, tandem
-from stand import stand
-
-run = tandem.start()
-model = run.wrap(torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run.keep(model=model, optimizer=optimizer)
-data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
-for x, y in run.batches(data, batch_size=16, epochs=100_000):
-    if run.step == 30:
-        stand()
-    run.backward(torch.nn.functional.cross_entropy(model(x), y))
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-SLOW_START = """
-import time
-from small import Small
-
-class SlowStart(Small):
-    def build_datasets(self):
-        print("making data", flush=True)
-        time.sleep(600)
-"""
+SLOW_START = program_text("lone_stops_slow_start")
 
 
 def write(runs: Runs, **modules: str) -> None:

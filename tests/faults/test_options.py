@@ -6,6 +6,8 @@ import sys
 import pytest
 from small_runs import Runs
 
+from program_files import program_text
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -39,15 +41,7 @@ def test_a_run_again_from_its_config_json_has_the_same_bits(runs: Runs) -> None:
     assert summary["weights_sha256"] == first["weights_sha256"] and summary["nodes"] == 2
 
 
-OWN_OPTIMIZER = """
-import torch
-from small import Small
-
-
-class Own(Small):
-    def build_optimizer(self, model):
-        return torch.optim.Adam(model.parameters(), lr=0.003)
-"""
+OWN_OPTIMIZER = program_text("options_own_optimizer")
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from small_runs import Runs
 
+from program_files import program_text
 from tree import of_launch
 
 pytestmark = pytest.mark.timeout(600)
@@ -19,16 +20,7 @@ EVERY = ("--checkpoint-every", "20", "--steps", "200", "--log-every", "10")
 SLOW = 0.02  # seconds per step, so that the second one comes while the first trains
 
 
-PATIENT = """
-import time
-from pathlib import Path
-from small import Small
-
-class Patient(Small):
-    def after_step(self, model, step):
-        while step == 50 and not Path("go").exists():
-            time.sleep(0.05)
-"""
+PATIENT = program_text("owners_patient")
 
 
 def logged(runs: Runs, run: str) -> list[int]:
@@ -117,11 +109,7 @@ def test_a_frozen_launch_that_comes_back_ends_with_2_and_publishes_nothing(runs:
     assert newest.name == "step-000000200"
 
 
-SCRIPT = """
-import time, sys
-print("begun", flush=True)
-time.sleep(600)
-"""
+SCRIPT = program_text("owners_script")
 
 
 @pytest.mark.soak

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trials import TRIALS, rows
+from trial_rows import TRIALS, rows
 
-from disk import Disk, Survives, materialise, policies
-from store_trials import lose_power_in
-from system_calls import can_trace, mark, trace
 from tandem.checkpoint.storage import folder
+from trials.disk import Disk, Survives, materialise, policies
+from trials.power import lose_power_in
+from trials.system_calls import can_trace, mark, trace
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 

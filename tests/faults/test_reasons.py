@@ -8,28 +8,13 @@ import pytest
 from small_runs import Runs, rank_processes
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from program_files import program_text
+
 pytestmark = pytest.mark.timeout(600)
 LIMIT = 250.0  # two nodes import torch in half a minute, on a busy machine in two
 
-LATE = """
-import threading, time
-import torch.distributed as dist
-from small import Small
-
-class Late(Small):
-    def after_step(self, model, step):
-        if step == 5 and dist.get_rank() == 1:
-            threading.Thread(target=time.sleep, args=(20,)).start()  # the interpreter waits for it
-"""
-BUG = """
-import torch.distributed as dist
-from small import Small
-
-class Buggy(Small):
-    def after_step(self, model, step):
-        if step == 5 and dist.get_rank() == 1:
-            raise KeyError("no such column")
-"""
+LATE = program_text("reasons_late")
+BUG = program_text("reasons_bug")
 SAID = "rank 1 on node 1: KeyError: 'no such column'"
 
 

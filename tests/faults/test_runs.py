@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_runs import Runs, rank_processes
 
+from program_files import program_text
 from tree import of_launch
 
 pytestmark = pytest.mark.timeout(300)
@@ -78,18 +79,7 @@ def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs, free_por
     assert output.count("SIGTERM came before training started; nothing to save") == 1, output
 
 
-SLOW_START = """
-import time
-from pathlib import Path
-from small import Small
-
-class SlowStart(Small):
-    def build_datasets(self):
-        if Path("slow").exists():
-            print("making data", flush=True)
-            time.sleep(600)
-        return super().build_datasets()
-"""
+SLOW_START = program_text("runs_slow_start")
 
 
 @pytest.mark.slow
@@ -127,15 +117,7 @@ def test_a_stop_before_the_first_step_ends_the_ranks(runs: Runs, there: str) -> 
     assert not rank_processes(process.pid)
 
 
-STUCK = """
-import ctypes
-from small import Small
-
-class Stuck(Small):
-    def after_step(self, model, step):
-        if step == 30:
-            ctypes.PyDLL(None).sleep(600)  # holds the interpreter: no thread of this rank runs any more
-"""
+STUCK = program_text("runs_stuck")
 
 
 @pytest.mark.slow
@@ -173,32 +155,7 @@ def test_an_error_in_the_task_is_not_retried(runs: Runs) -> None:
     assert runs.summary("broken")["state"] == "failed"
 
 
-UNREADABLE = """
-import torch.distributed as dist
-from small import Small
-
-from tandem.data.datasets import Datasets
-
-
-class Torn:
-    def __init__(self, rows):
-        self.rows, self.read = rows, 0
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        self.read += 1
-        if dist.get_rank() == 1 and self.read > 300:
-            raise OSError("bad block")
-        return self.rows[index]
-
-
-class Unreadable(Small):
-    def build_datasets(self):
-        datasets = super().build_datasets()
-        return Datasets(Torn(datasets.train), datasets.evaluation)
-"""
+UNREADABLE = program_text("runs_unreadable")
 
 
 @pytest.mark.soak

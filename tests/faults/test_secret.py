@@ -12,6 +12,8 @@ from networks import Machine, machines
 from small_runs import Runs, rank_processes
 from test_listening import beyond_loopback, open_to
 
+from program_files import program_text
+
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 LIMIT = 250.0
 PORT = 29600
@@ -19,56 +21,12 @@ SECRET = "a secret of this job alone"
 SLOW = 0.02
 FLAGS = ("--steps", 300, "--checkpoint-every", 20, "--threads", 1)  # each machine would use all cores
 
-SCRIPT = """
-import os, torch, torch.distributed as dist
-assert not [name for name in os.environ if "SECRET" in name]
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    os.kill(os.getpid(), 9)  # the next generation has a store of its own
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-print("sum", int(total), "by", os.environ["MASTER_ADDR"], flush=True)
-dist.destroy_process_group()
-"""
+SCRIPT = program_text("secret_script")
 
-HELD = """
-import time
-from pathlib import Path
-from small import Small
-
-
-class Held(Small):
-    def loss(self, model, batch):
-        while model.training and Path("hold").exists() and Path("run/checkpoints/step-000000020").exists():
-            time.sleep(0.05)
-        return super().loss(model, batch)
-"""
+HELD = program_text("secret_held")
 """Trains no further than step 20 and a bit while there is a file `hold`."""
 
-ENEMY = """
-import itertools, secrets, socket, sys, time
-from contextlib import suppress
-from tandem.launch import guard
-
-address, held = (sys.argv[1], int(sys.argv[2])), []
-said = [b"", b"\\x3c\\x85\\xf7\\xce" + bytes(300), secrets.token_bytes(3000), b"\\x16\\x03\\x01\\x02\\0\\x01"]
-
-print("begins", flush=True)
-for turn in itertools.count():
-    time.sleep(0.01)
-    with suppress(OSError):
-        stranger = socket.create_connection(address, timeout=5)
-        held.append(stranger)  # half open, for as long as the gate bears it
-        if turn % 10 == 0:
-            guard.ask(stranger, b"x" * 32, turn % 65536)
-        elif turn % 10 == 1:
-            for data in (said[1], said[2]):
-                stranger.sendall(data)
-        else:
-            stranger.sendall(said[turn % len(said)])
-    if len(held) > 300:
-        held.pop(0).close()
-"""
+ENEMY = program_text("secret_enemy")
 """What somebody without the secret may say: torch's own words, TLS and junk, 100 times a second."""
 
 

@@ -7,51 +7,14 @@ import pytest
 import torch
 from small_runs import Runs
 
+from program_files import program_text
 from tandem.checkpoint.flatten import flatten
 from tandem.checkpoint.state import deserialize
 from tandem.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.timeout(300)
 
-TASK = """
-import os
-import signal
-from pathlib import Path
-
-from small import Small
-
-
-def die_at(place):
-    wanted = Path("die-at")
-    try:
-        if wanted.read_text() != place:
-            return
-        wanted.rename(f"died-{os.getpid()}")  # one of the ranks
-    except FileNotFoundError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Remembers(Small):
-    def __init__(self):
-        self.losses, self.average = [], None
-
-    def after_step(self, model, step):
-        die_at(f"step {step}")
-        weight = next(model.parameters()).detach()
-        self.average = weight.clone() if self.average is None else self.average.lerp(weight, 0.1)
-
-    def after_evaluation(self, scores):
-        die_at(f"evaluation {len(self.losses) + 1}")
-        self.losses.append(scores["loss"])
-        return len(self.losses) == 5
-
-    def state_dict(self):
-        return {"losses": list(self.losses), "average": self.average}
-
-    def load_state_dict(self, state):
-        self.losses, self.average = list(state["losses"]), state["average"]
-"""
+TASK = program_text("task_memory_task")
 FLAGS = ("--task", "remembers.py:Remembers", "--threads", 1, "--steps", 150)
 
 
@@ -114,22 +77,7 @@ def test_two_ranks_end_together_and_the_run_is_complete(remembers: Runs) -> None
     assert remembers.finish("launch", "run", "--nproc", 2, *longer)["global_step"] == 160
 
 
-THAWS = """
-from remembers import die_at
-from small import Small
-
-
-class Thaws(Small):
-    def __init__(self):
-        pass
-
-    def freeze(self, model, epoch):
-        model[0].requires_grad_(epoch >= 2)
-        model[1].requires_grad_(epoch != 1)
-
-    def after_step(self, model, step):
-        die_at(f"step {step}")
-"""
+THAWS = program_text("task_memory_thaws")
 
 
 @pytest.mark.multi

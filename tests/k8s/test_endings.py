@@ -7,16 +7,10 @@ import pytest
 from simulated_cluster import Cluster, Pod
 from small_jobs import RUN_SECONDS, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-BUG = """
-import torch.distributed as dist
-from small import Small
+from program_files import program_text
 
-class Buggy(Small):
-    def after_step(self, model, step):
-        if step == 5 and dist.get_rank() == 1:
-            raise KeyError("no such column")
-"""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+BUG = program_text("endings_bug")
 REASON = "rank 1 on node 1: KeyError: 'no such column'"
 LINGER = {"TANDEM_METRICS_LINGER": "20", "TANDEM_TASK__DELAY": "0.05", "TANDEM_STEPS": "60"}
 

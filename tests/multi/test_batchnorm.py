@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from patience import patient
+from program_files import program_text
 from tandem.distributed.batchnorm import SynchronisedBatchNorm
 from tandem.distributed.group import Position, ProcessGroup
 
@@ -185,25 +186,7 @@ def test_corners(free_port: int, tmp_path: Path) -> None:
     assert torch.equal(first["mean"], second["mean"]) and bool(first["mean"].any())
 
 
-LOOP = """
-import torch, tandem
-from torch import nn
-
-run = tandem.start()
-torch.manual_seed(1)
-norm = nn.BatchNorm1d(32)
-model = run.wrap(nn.Sequential(nn.Linear(8, 32), norm, nn.ReLU(), nn.Linear(32, 2)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run.keep(model=model, optimizer=optimizer)
-x = torch.randn(256, 8, generator=torch.Generator().manual_seed(3))
-dataset = torch.utils.data.TensorDataset(x, x[:, :2].argmax(1))
-for inputs, labels in run.batches(dataset, batch_size=16, steps=4):
-    loss = nn.functional.cross_entropy(model(inputs), labels)
-    run.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-open(f"means-{run.rank}", "w").write(str(norm.running_mean.tolist()))
-"""
+LOOP = program_text("batchnorm_loop")
 
 
 @pytest.mark.soak

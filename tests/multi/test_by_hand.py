@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tandem
+from program_files import program_text
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position, ProcessGroup
@@ -21,23 +22,7 @@ from tandem.distributed.meeting import check_fresh
 from tandem.errors import ConfigError
 from tandem.platforms.placement import detect
 
-TASK = """
-import torch
-from torch import nn
-from tandem.data.datasets import Datasets, TensorRows
-
-class Line:
-    def build_model(self):
-        return nn.Linear(4, 1)
-
-    def build_datasets(self):
-        rows = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
-        return Datasets(TensorRows(rows, rows.sum(1, keepdim=True)), TensorRows(rows, rows[:, :1]))
-
-    def loss(self, model, batch):
-        rows, targets = batch
-        return nn.functional.mse_loss(model(rows), targets)
-"""
+TASK = program_text("by_hand_task")
 FOREIGN = re.compile(r"TANDEM_|PET_|SLURM_|OMPI_|TORCHELASTIC_|RANK$|LOCAL_|WORLD_SIZE|MASTER_|NNODES")
 SETTINGS = "--task line.py:Line --batch-size 24 --steps 8 --threads 1 --metrics-linger 0".split()
 SETTINGS += ["--metrics", "0"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from needs import require_strategy
+from program_files import program_text
 
 pytestmark = [
     pytest.mark.multi,
@@ -18,48 +19,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile needs a C compiler"),
 ]
 
-TASK = """
-import json
-import os
-
-import torch
-from torch import nn
-
-from tandem.data.datasets import Datasets, TensorRows
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-class Deep:
-    def build_model(self):
-        return Blocks()
-
-    def build_datasets(self):
-        x = torch.randn(261, 8, generator=torch.Generator().manual_seed(7))
-        y = x.prod(1, keepdim=True)
-        return Datasets(TensorRows(x[:240], y[:240]), TensorRows(x, y))
-
-    def loss(self, model, batch):
-        x, y = batch
-        return nn.functional.mse_loss(model(x), y)
-
-    def after_step(self, model, step):
-        from torch._dynamo.utils import counters
-
-        with open(f"graphs-{os.environ['NAME']}.json", "w") as file:
-            json.dump(dict(counters["aot_autograd"]), file)
-"""
+TASK = program_text("compile_task")
 FLAGS = (
     "launch --nproc 2 --task deep.py:Deep --batch-size 24 --steps 12 --lr 0.01 --device cpu --log-every 4 "
     "--metrics 0 --metrics-linger 0"

@@ -6,40 +6,16 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
+
 pytestmark = pytest.mark.timeout(300)
 
 NAMES = sorted(
     sys.stdlib_module_names | {"torch", "numpy", "pydantic", "prometheus_client", "tqdm", "dotenv"}
 )
 HOSTILE = "import sys\nopen({marks!r}, 'a').write({name!r} + ' ')\nraise SystemExit('{name} was run')\n"
-TASK = """
-import queue, random, tabnanny
-import torch
-from torch import nn
-from neighbour import WIDTH
-from tandem.data.datasets import Datasets, TensorRows
-
-class Mine:
-    def build_model(self):
-        return nn.Linear(WIDTH, 3)
-
-    def build_datasets(self):
-        x = torch.randn(480, WIDTH)
-        rows = TensorRows(x, x[:, :3].argmax(1))
-        return Datasets(rows, rows)
-
-    def loss(self, model, batch):
-        x, y = batch
-        return nn.functional.cross_entropy(model(x), y)
-"""
-SCRIPT = """
-import os, sys, tabnanny, random
-import neighbour
-import torch.distributed as dist
-dist.init_process_group("gloo")
-print("path", sys.path[0], "safe", os.environ.get("PYTHONSAFEPATH"), flush=True)
-dist.destroy_process_group()
-"""
+TASK = program_text("current_folder_task")
+SCRIPT = program_text("current_folder_script")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from program_files import program_text
 from tandem import cli
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import ConfigError
@@ -20,79 +21,10 @@ from tandem.launch.scoring import told
 
 pytestmark = pytest.mark.multi
 
-TASK = """
-from dataclasses import dataclass
-
-import torch
-from torch import nn
-
-from tandem.data.datasets import Datasets, TensorRows
-
-
-@dataclass
-class Small:
-    width: int = 8
-
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, self.width), nn.BatchNorm1d(self.width), nn.ReLU(),
-                             nn.Linear(self.width, 3))
-
-    def build_datasets(self):
-        generator = torch.Generator().manual_seed(7)
-        x = torch.randn(240, 8, generator=generator)
-        rows = TensorRows(x, x[:, :3].argmax(1))
-        return Datasets(rows, TensorRows(x[:101], x[:101, :3].argmax(1)))
-
-    def loss(self, model, batch):
-        x, y = batch
-        out = model(x)
-        return nn.functional.cross_entropy(out, y), {"accuracy": ((out.argmax(1) == y).sum(), len(y))}
-
-
-class Apart(Small):
-    def loss(self, model, batch):
-        return nn.functional.cross_entropy(model[3](model[2](model[1](model[0](batch[0])))), batch[1])
-
-
-class Broken(Small):
-    def evaluate_batch(self, model, batch):
-        raise RuntimeError("this evaluation is broken")
-"""
-PLAIN = """
-import sys, torch
-from torch import nn
-assert "tandem" not in sys.modules
-model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-if sys.argv[1].endswith(".pt"):
-    weights = torch.load(sys.argv[1], weights_only=True)
-else:
-    from safetensors.torch import load_file
-    weights = load_file(sys.argv[1])
-model.load_state_dict(weights)
-torch.save(model.eval()(torch.linspace(-1, 1, 80).reshape(10, 8)), sys.argv[2])
-"""
-PRETRAINED = """
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
-
-from small import Small
-
-
-class Tiny(Small):
-    def build_model(self):
-        return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-
-    def loss(self, model, batch):
-        ids = batch[0].abs().long().clamp(max=15)
-        return model(input_ids=ids, labels=ids).loss
-"""
-LOADED = """
-import sys, torch
-from transformers import GPT2LMHeadModel
-model = GPT2LMHeadModel.from_pretrained(sys.argv[1])
-theirs = torch.load(sys.argv[2], weights_only=True)
-assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items()), "weights"
-"""
+TASK = program_text("eval_export_task")
+PLAIN = program_text("eval_export_plain")
+PRETRAINED = program_text("eval_export_pretrained")
+LOADED = program_text("eval_export_loaded")
 NO_CALL = "loss never calls the model itself; call model(...)"
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ROOT / "build" / "frameworks" / "bin" / "python"

@@ -12,65 +12,11 @@ import pytest
 import played_gpu
 from patience import patient
 from played_gpu import Notes
+from program_files import program_text
 
 pytestmark = pytest.mark.multi
 
-TASK = """
-import os
-import time
-from pathlib import Path
-
-import torch
-from torch import nn
-
-from tandem.data.datasets import Datasets, TensorRows
-
-
-def standing_by():
-    found = 0
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
-            is_ours = int(parent) == os.getppid()
-            found += is_ours and path.read_text() == "tandem-standby\\n"
-        except OSError:
-            pass
-    return found
-
-
-class Small:
-    steps = 0
-
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
-
-    def build_datasets(self):
-        x = torch.randn(2500, 8, generator=torch.Generator().manual_seed(7))
-        rows = TensorRows(x, x[:, :3].argmax(1))
-        return Datasets(rows, TensorRows(x[:101], x[:101, :3].argmax(1)))
-
-    def loss(self, model, batch):
-        x, y = batch
-        self.steps += model.training
-        if self.steps == 9 and torch.distributed.get_rank() == 1 and os.path.exists("sticks"):
-            os.remove("sticks")
-            torch.cuda.Event.sticks = True
-        if self.steps == 9 and torch.distributed.get_rank() == 1 and os.path.exists("dies"):
-            while standing_by() < 2:
-                time.sleep(0.05)
-            os.remove("dies")
-            os.kill(os.getpid(), 9)
-        if self.steps == 9 and torch.distributed.get_rank() == 0 and os.path.exists("loses"):
-            os.rename("loses", "gone")
-            os.kill(os.getpid(), 9)
-        if self.steps == 9 and torch.distributed.get_rank() == 0 and os.path.exists("fails"):
-            os.remove("fails")
-            error = torch.AcceleratorError("CUDA error: unspecified launch failure")
-            error.error_code = 719
-            raise error
-        out = model(x)
-        return nn.functional.cross_entropy(out, y), {"accuracy": ((out.argmax(1) == y).sum(), len(y))}
-"""
+TASK = program_text("gpu_branches_task")
 STEPS = 40
 FLAGS = ("--task", "small.py:Small", "--batch-size", "24", "--steps", STEPS, "--log-every", STEPS // 2,
          "--device", "cuda", "--metrics-linger", "0", "--metrics", "0")  # fmt: skip
@@ -197,33 +143,7 @@ def test_gpus_that_are_gone_in_a_later_generation_are_waited_for_and_no_cpu_is_t
     assert "GPUs that this node trained on have disappeared" in output and "(generation 3)" in output
 
 
-LOOP = """
-import json
-import os
-
-import torch
-
-import played_gpu
-
-mode, notes = played_gpu.play()
-mode.__enter__()
-import tandem
-
-run = tandem.start(["--device", "cuda", "--metrics", "0", "--metrics-linger", "0", "--log-every", "20"])
-model = run.wrap(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-run.keep(model=model, optimizer=optimizer)
-x = torch.randn(480, 8)
-rows = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
-for inputs, labels in run.batches(rows, batch_size=24, steps=40):
-    loss = torch.nn.functional.cross_entropy(model(inputs), labels)
-    run.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    run.log(loss=loss, twice=2 * loss)
-with open("notes.json", "w") as file:
-    json.dump(notes.counts, file)
-"""
+LOOP = program_text("gpu_branches_loop")
 
 
 def test_no_step_of_a_custom_loop_makes_the_host_wait_for_the_gpu(processes: Any, tmp_path: Path) -> None:

@@ -11,42 +11,13 @@ from own_loops import Scripts
 from torch import nn
 
 from needs import require_strategy
+from program_files import program_text
 from tandem.checkpoint.state import weights_sha256
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
-TASK = """
-import torch
-from torch import nn
-from tandem.data.datasets import Datasets, TensorRows
-
-class Layers:
-    def build_model(self):
-        return nn.Sequential(nn.Linear(4, 33), nn.ReLU(), nn.Linear(33, 2))
-
-    def build_datasets(self):
-        rows = TensorRows(torch.ones(48, 4), torch.ones(48, 2))
-        return Datasets(rows, rows)
-
-    def loss(self, model, batch):
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-"""
-LOOP = """
-import torch, tandem
-from torch import nn
-
-run = tandem.start()
-model = run.wrap(nn.Sequential(nn.Linear(4, 33), nn.ReLU(), nn.Linear(33, 2)))
-average = nn.Linear(1, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-run.keep(model=model, average=average, optimizer=optimizer)
-dataset = torch.utils.data.TensorDataset(torch.ones(48, 4), torch.ones(48, 2))
-for inputs, targets in run.batches(dataset, batch_size=16, steps=2):
-    run.backward(nn.functional.mse_loss(model(inputs), targets))
-    optimizer.step()
-    optimizer.zero_grad()
-torch.save(model.state_dict(), "ended.pt")
-"""
+TASK = program_text("init_from_task")
+LOOP = program_text("init_from_loop")
 
 
 class Hostile:

@@ -8,48 +8,12 @@ import pytest
 import torch
 from own_loops import Scripts
 
+from program_files import program_text
 from tandem.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(250)]
 
-NUMPY = """
-import os
-import numpy as np, torch, tandem
-from torch import nn
-
-class Env:
-    def __init__(self):
-        self.x, self.count, self.rate = np.zeros(3, np.float32), np.int64(0), np.float32(0.1)
-    def state_dict(self):
-        return {"x": self.x, "count": self.count, "rate": self.rate}
-    def load_state_dict(self, state):
-        self.x, self.count, self.rate = state["x"], state["count"], state["rate"]
-
-run = tandem.start()
-model = run.wrap(nn.Linear(8, 2))
-opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-env, noise = Env(), np.random.default_rng(5)
-kept = run.keep(model=model, opt=opt, env=env, noise=noise, best=np.float32(0))
-x = torch.randn(480, 8)
-data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
-first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-for a, b in run.batches(data, batch_size=24, steps=int(os.environ["STEPS"])):
-    if run.step >= 15:  # after the first checkpoint
-        for g in opt.param_groups:
-            g["lr"] = 0.005 * (1 + np.cos(np.pi * run.step / 80)) * env.rate
-    if first_life and run.rank == 1 and run.step == int(os.environ.get("DIE_AT", -1)):
-        os.kill(os.getpid(), 9)
-    env.x = env.x * env.rate + np.float32(noise.normal())
-    env.count, env.rate = env.count + 1, env.rate * 0.99
-    loss = nn.functional.cross_entropy(model(a + float(env.x[0])), b)
-    run.backward(loss)
-    opt.step()
-    opt.zero_grad()
-    accuracy = np.mean((model(a).argmax(1) == b).numpy(), dtype=np.float32)
-    kept.best = max(kept.best, accuracy)
-    run.log(accuracy=accuracy, count=env.count, array=env.x[:1])
-print("ended with", type(env.x).__name__, type(env.count).__name__, type(env.rate).__name__)
-"""
+NUMPY = program_text("kept_state_numpy")
 PER_RANK = """
 import os
 import numpy as np, torch, tandem
@@ -184,45 +148,7 @@ def test_what_differs_without_being_named_is_said_once_and_is_the_reason(scripts
     assert "neither named" not in verdict
 
 
-TASK = """
-import os
-import numpy as np, torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from tandem.data.datasets import Datasets
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.seen = nn.Linear(8, 8), nn.Linear(8, 8), 0
-    def forward(self, x):
-        self.seen += self.training
-        return self.b(torch.tanh(self.a(x)))
-    def get_extra_state(self):
-        late = eval(os.environ.get("LATE", "0")) if self.seen > 12 else 0
-        return {"seen": np.int64(self.seen), "history": np.arange(self.seen), "late": late}
-    def set_extra_state(self, state):
-        assert len(state["history"]) == state["seen"]
-        self.seen = state["seen"]
-
-class T:
-    def __init__(self):
-        self.best = eval(os.environ.get("EARLY", "np.float32(0)"))
-    def build_model(self):
-        return Net()
-    def build_datasets(self):
-        x = torch.randn(int(os.environ.get("N", 480)), 8, generator=torch.Generator().manual_seed(1))
-        return Datasets(TensorDataset(x, x[:, :2].argmax(1)), None)
-    def build_optimizer(self, model):
-        groups = [{"params": getattr(model, p).parameters()} for p in os.environ.get("ORDER", "ab")]
-        return torch.optim.AdamW(groups, lr=np.float64(0.01))
-    def loss(self, model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-    def state_dict(self):
-        return {"best": self.best}
-    def load_state_dict(self, state):
-        self.best = state["best"]
-"""
+TASK = program_text("kept_state_task")
 
 
 class Tasks:

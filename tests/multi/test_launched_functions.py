@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from patience import patient
+from program_files import program_text
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -23,67 +24,11 @@ ENVIRONMENT = {
     "TANDEM_METRICS_LINGER": "0",
 }
 
-RESULTS = """
-import os, sys, threading, tandem
-import neighbour  # beside this script
+RESULTS = program_text("launched_functions_results")
 
-class Pair:
-    def __init__(self, ranks, factor):
-        self.ranks, self.factor = ranks, factor
+INTERRUPTED = program_text("launched_functions_interrupted")
 
-def summed(factor):
-    def of_all_ranks(more, pair=Pair):
-        import torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        ranks = torch.tensor([dist.get_rank() + 1.0])
-        dist.all_reduce(ranks)
-        dist.destroy_process_group()
-        print("rank", os.environ["RANK"], sys.argv)
-        return pair(ranks * factor + more, neighbour.VALUE)
-    return of_all_ranks
-
-def fails():
-    raise LookupError("no such thing")
-
-done = tandem.launch(summed(10), 0.5)
-assert isinstance(done.result, Pair), done
-assert done.result.ranks.tolist() == [30.5] and done.result.factor == 7, vars(done.result)
-assert done.run_dir.is_absolute() and done.run_dir.name.startswith("of_all_ranks-")
-assert (done.summary["world_size"], done.summary["task"]) == (2, "of_all_ranks"), done.summary
-for function in (fails, lambda: threading.Lock()):
-    try:
-        tandem.launch(function, nodes=1)
-    except tandem.TandemError as error:
-        print("CAUGHT", error.exit_code, str(error).replace("\\n", "NEWLINE"))
-"""
-
-INTERRUPTED = """
-import torch, tandem
-
-def train():
-    run = tandem.start()
-    model = run.wrap(torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    run.keep(model=model, optimizer=optimizer)
-    data = torch.utils.data.TensorDataset(torch.ones(64, 2))
-    for (inputs,) in run.batches(data, batch_size=8, steps=1_000_000):
-        run.backward(model(inputs).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-try:
-    tandem.launch(train, nodes=2, run_dir="run", log_every=10)
-except KeyboardInterrupt:
-    print("INTERRUPTED")
-"""
-
-EXECUTE = """
-import sys, nbformat
-from nbclient import NotebookClient
-notebook = nbformat.read(sys.argv[1], 4)
-NotebookClient(notebook, timeout=float(sys.argv[2])).execute(cwd=".")
-print("".join(each.get("text", "") for cell in notebook.cells for each in cell.get("outputs", ())))
-"""
+EXECUTE = program_text("launched_functions_execute")
 
 
 def write(folder: Path, name: str, text: str) -> str:

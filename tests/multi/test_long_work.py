@@ -7,85 +7,16 @@ from typing import Any
 import pytest
 from own_loops import Scripts
 
+from program_files import program_text
+
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 LONG_SECONDS = float(os.environ.get("LONG_WORK_SECONDS", "11"))
 """More than ten: after those a rank was called hung. `LONG_WORK_SECONDS=90` is what is promised."""
 
-LOOP = """
-import hashlib, os, subprocess, sys, threading, time
-import torch, tandem
-from torch import nn
+LOOP = program_text("long_work_loop")
 
-SECONDS, PLACES = float(os.environ["SECONDS"]), os.environ["PLACES"].split()
-
-def work(place, on=None):
-    if place in PLACES and run.step == 5 + 3 * PLACES.index(place) and run.rank != on and place not in done:
-        done.add(place)
-        until = time.monotonic() + SECONDS
-        if place == "computing":
-            while time.monotonic() < until:
-                hashlib.sha256(bytes(1000)).digest()
-        elif place == "process":
-            subprocess.run([sys.executable, "-c", f"import time; time.sleep({SECONDS})"])
-        elif place == "thread":
-            thread = threading.Thread(target=time.sleep, args=[SECONDS])
-            thread.start()
-            thread.join()
-        else:
-            time.sleep(SECONDS)
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 2)
-    def forward(self, x):
-        work("forward")
-        return self.layer(x)
-
-done = set()
-run = tandem.start()
-model = run.wrap(Model())
-opt = torch.optim.SGD(model.parameters(), lr=0.1)
-opt.register_step_pre_hook(lambda *_: work("optimizer"))
-run.keep(model=model, opt=opt)
-x = torch.randn(480, 8)
-data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
-for a, b in run.batches(data, batch_size=24, steps=40):
-    work("data", on=1)
-    loss = nn.functional.cross_entropy(model(a), b)
-    work("loss", on=0)
-    run.backward(loss)
-    work("computing")
-    opt.step()
-    opt.zero_grad()
-    work("process", on=1)
-    work("thread")
-    work("between")
-"""
-
-STUCK = """
-import os, threading, time
-import torch, tandem
-import torch.distributed as dist
-from torch import nn
-
-run = tandem.start()
-model = run.wrap(nn.Linear(8, 2))
-opt = torch.optim.SGD(model.parameters(), lr=0.1)
-run.keep(model=model, opt=opt)
-x = torch.randn(480, 8)
-data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
-for a, b in run.batches(data, batch_size=24, steps=60):
-    if run.step == 30:
-        if os.environ["HOW"] == "asleep" and run.rank == 1:
-            threading.Event().wait()
-        if os.environ["HOW"] == "alone" and run.rank == 0:
-            dist.barrier()
-    run.backward(nn.functional.cross_entropy(model(a), b))
-    opt.step()
-    opt.zero_grad()
-"""
+STUCK = program_text("long_work_stuck")
 
 
 @pytest.fixture

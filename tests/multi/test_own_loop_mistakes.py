@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from own_loops import SMALL, Scripts
 
+from program_files import program_text
 from tandem.config import Settings
 from tandem.errors import ConfigError
 from tandem.own_loop.engine import check_settings
@@ -18,37 +19,7 @@ def scripts(tmp_path: Path, processes: Any) -> Scripts:
     return Scripts(tmp_path, processes)
 
 
-MISTAKES = """
-import torch, tandem
-from torch import nn
-
-def tried(what):
-    try:
-        what()
-    except tandem.TandemError as error:
-        print("said:", error.exit_code, error)
-
-run = tandem.start()
-tried(tandem.start)
-dataset = torch.utils.data.TensorDataset(torch.randn(64, 8))
-tried(lambda: run.batches(dataset, batch_size=16, epochs=1))
-tried(lambda: run.keep(best=1.0))
-tried(lambda: run.wrap("a model"))
-model = run.wrap(nn.Linear(8, 1))
-tried(lambda: run.keep(stranger=torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=0.1)))
-tried(lambda: run.keep(model=model, name="a text"))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run.keep(model=model, optimizer=optimizer)
-tried(lambda: run.keep(model=model))
-tried(lambda: run.wrap(nn.Linear(8, 1)))
-tried(lambda: run.backward(model(torch.randn(1, 8)).sum()))
-for (rows,) in run.batches(dataset, batch_size=16, epochs=1):
-    tried(lambda: run.backward(model(rows)))
-    tried(lambda: run.backward(model(rows).sum().detach()))
-    tried(lambda: run.log(rows=rows))
-    run.backward(model(rows).mean())
-    run.backward(model(rows).mean())
-"""
+MISTAKES = program_text("own_loop_mistakes_mistakes")
 LINES = (
     "tandem.start() was called twice",
     "run.batches was called before run.keep",
@@ -81,7 +52,7 @@ def test_a_plain_backward_is_one_line_on_one_rank_and_under_an_agent(scripts: Sc
     scripts.write("plain.py", SMALL.replace("run.backward(loss)", "loss.backward()"))
     code, output = scripts.alone("plain.py", "alone")
     assert code == 2, output
-    assert "plain.py line 20" in output.splitlines()[-1] and "run.backward(loss)" in output.splitlines()[-1]
+    assert "plain.py line 23" in output.splitlines()[-1] and "run.backward(loss)" in output.splitlines()[-1]
     assert "Traceback" not in output and "nan" not in output
     code, output = scripts.processes.wait(scripts.launch(["--nproc", "2"], "plain.py", "launched"))
     assert code == 2, output

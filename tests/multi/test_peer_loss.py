@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from patience import patient
+from program_files import program_text
 from tandem.distributed.compression.half import Half
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.peers import is_peer_loss
@@ -178,22 +179,7 @@ def test_what_gloo_and_the_store_raise_means_a_lost_peer(
             rank.join()
 
 
-TASK = """
-import torch
-from torch import nn
-from tandem.data.datasets import Datasets, TensorRows
-
-class Forgetful:
-    def build_model(self):
-        return nn.Linear(2, 1)
-
-    def build_datasets(self):
-        rows = TensorRows(torch.ones(8, 2), torch.ones(8))
-        return Datasets(rows, rows)
-
-    def loss(self, model, batch):
-        raise RuntimeError("cannot restore the vocabulary")
-"""
+TASK = program_text("peer_loss_task")
 
 
 def test_a_tasks_error_that_sounds_like_the_store_ends_1_with_its_traceback(

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from patience import patient
+from program_files import program_text
 from tandem.errors import ConfigError
 from tandem.tasks.base import load_task
 
@@ -108,21 +109,7 @@ def reviews(path: Path) -> Path:
 
 
 # A model with its tokenizer in a folder, as save_pretrained writes them, and the task on it.
-PRETRAINED = """
-import sys
-from pathlib import Path
-from finetune import FineTune
-data, folder = map(Path, sys.argv[1:])
-first = FineTune(data)
-model = first.build_model()
-model.save_pretrained(folder)
-first.tokenizer.save_pretrained(folder)
-again = FineTune(data, pretrained=folder, train_body=False)
-loaded = again.build_model()
-same = all((loaded.state_dict()[name] == value).all() for name, value in model.state_dict().items())
-trained = [name for name, each in loaded.named_parameters() if each.requires_grad]
-print("same", same, "trained", *trained)
-"""
+PRETRAINED = program_text("recipes_pretrained")
 
 
 @pytest.mark.slow

@@ -10,31 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from program_files import program_text
 from tandem.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.timeout(300)  # the runs of all mistakes are one fixture
 
 TASKS = Path(__file__).parents[1] / "fixtures" / "mistaken_tasks.py"
-DRIVER = """
-import json, os, sys
-import torch._dynamo  # as optimizers do: what a run imports is imported once for all
-from tandem import cli
-from tandem.config import resolve
-from tandem.launch import lone_rank
-from tandem.rank import task
-
-tasks, folder, words = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-resolve({}, {})
-codes = {}
-for name, more in words.items():
-    if (child := os.fork()) == 0:
-        output = os.open(f"{folder}/{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1), os.dup2(output, 2)
-        sys.argv = ["tandem", "train", "--task", f"{tasks}:{name}", "--run-dir", f"{folder}/{name}", *more]
-        cli.main()
-    codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print(json.dumps(codes))
-"""
+DRIVER = program_text("task_mistakes_driver")
 SHORT = ["--batch-size", "8", "--epochs", "1", "--metrics", "0", "--threads", "1"]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
+
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 TUTORIALS = Path(__file__).parents[2] / "examples" / "tutorials"
 LIMIT_SECONDS = 280.0
@@ -123,11 +125,7 @@ def test_mnist_as_a_task_by_hand_set_variables(tutorials: Tutorials, free_port: 
     assert [line["step"] for line in tutorials.lines("task")].count(20) >= 1
 
 
-PRETRAINED = """
-import torch, torchvision
-weights = torchvision.models.resnet34().state_dict()  # 1000 classes, as the published ones
-torch.save({f"module.{name}": tensor for name, tensor in weights.items()}, "r34.pth")  # saved from inside DDP
-"""
+PRETRAINED = program_text("tutorials_pretrained")
 
 
 def resnet34(*words: object) -> list[object]:

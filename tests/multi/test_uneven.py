@@ -12,6 +12,7 @@ import torch
 from test_strategies import Blocks, Classes, in_processes
 from torch import Tensor
 
+from program_files import program_text
 from tandem.config import Settings
 from tandem.data.kinds import evaluation_batches, training_data
 from tandem.data.source import Reader
@@ -141,34 +142,7 @@ def test_what_cannot_be_is_said_in_one_line() -> None:
         training_data(Parts((5,)), Reader(config, 0, 0, 1, None, torch.device("cpu")), None)
 
 
-TASK = """
-import torch
-from torch import nn
-from tandem.data.datasets import Datasets, TensorRows
-
-SIZES = (41, 13)
-
-
-class Files:
-    def of_rank(self, rank, world_size):
-        generator = torch.Generator().manual_seed(rank)
-        for _ in range(SIZES[rank]):
-            row = torch.randn(4, generator=generator)
-            yield row, row.sum(0, keepdim=True)
-
-
-class Line:
-    def build_model(self):
-        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-
-    def build_datasets(self):
-        return Datasets(Files(), Files())
-
-    def loss(self, model, batch):
-        rows, targets = batch
-        error = (model(rows) - targets).square()
-        return error.mean(), {"error": (error.sum(), len(rows))}
-"""
+TASK = program_text("uneven_task")
 
 
 @pytest.mark.slow

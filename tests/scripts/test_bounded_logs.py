@@ -4,25 +4,12 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
 from tandem.rotation import LOG_BYTES
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(300)]
 
-PRINTING = """
-import os, time
-rank, line = int(os.environ["RANK"]), "a line" + "." * 1000
-
-def much(first):
-    for number in range(first, first + 35_000):
-        print(line, number)
-
-much(0)
-time.sleep(1.5)  # whoever speaks for the rank looks four times a second
-much(35_000)
-time.sleep(1.5)
-print("the last word of rank", rank, flush=True)
-raise SystemExit(rank)
-"""
+PRINTING = program_text("bounded_logs_printing")
 
 
 def test_logs_are_bounded_while_their_ranks_write(scripts: Any) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
+
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 BEGIN = """
@@ -17,12 +19,7 @@ if os.environ["RANK"] == "1":
     dist.TCPStore("127.0.0.1", 1, 1, False, timeout=datetime.timedelta(seconds=1))
 dist.barrier()
 """
-NO_TEXT = """
-class Refused(Exception):
-    def __init__(self, code): self.code = code
-    def __str__(self): return "refused: " + self.code
-raise Refused(403)
-"""
+NO_TEXT = program_text("ends_no_text")
 AWAITED = """
 print("no newline", end="")
 warnings.warn("beware")

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
 from tree import MARK
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
-SHOW = """
-import os, json
-from pathlib import Path
-Path(os.environ["RANK"] + ".json").write_text(json.dumps(dict(os.environ)))
-"""
+SHOW = program_text("environment_show")
 DIFFERENT = {
     "MASTER_ADDR", "MASTER_PORT",  # a store of the agent's, wherever it is
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS",

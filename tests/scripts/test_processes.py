@@ -11,43 +11,15 @@ from typing import Any
 import pytest
 
 from patience import patient
+from program_files import program_text
 from tree import of_launch
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 TRIALS = Path(__file__).parents[2] / "benchmarks" / "child_trials.py"
 
-USR1 = """
-import os, signal, sys, time
-
-def handler(number, _frame):
-    open(f"heard-{signal.Signals(number).name}-{os.environ['RANK']}", "w").close()
-    if signal.Signals(number).name in sys.argv[1:]:
-        sys.exit(0)
-
-for name in sys.argv[1:]:
-    signal.signal(getattr(signal, name), handler)
-print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}", flush=True)
-while True:
-    time.sleep(0.1)
-"""
-EVERY_SIGNAL = """
-import os, signal, sys, time
-def handler(number, _frame):
-    open(f"handled-{number}", "w").close()
-for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
-    try:
-        signal.signal(number, handler)
-    except OSError:
-        pass
-first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-while first:
-    open(f"runs-{os.environ['RANK']}", "w").write(str(os.getpid()))
-    time.sleep(0.1)
-"""
-ORPHAN = """
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-"""
+USR1 = program_text("processes_usr1")
+EVERY_SIGNAL = program_text("processes_every_signal")
+ORPHAN = program_text("processes_orphan")
 
 
 LONG = ("daemon", "nested", "spawn", "popen", "loaders")

@@ -11,22 +11,13 @@ from typing import Any
 import pytest
 from unchanged import PROGRAMS
 
+from program_files import program_text
+
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 TUTORIAL = str(PROGRAMS / "ddp_tutorial.py")
 
-SLOW = """
-import os, time, torch, torch.distributed as dist
-print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}", flush=True)
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(2):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    open("computing", "w").close()
-    time.sleep(60 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 1)
-"""
+SLOW = program_text("restarts_slow")
 """Its first generation computes for a minute after its first step."""
 
 

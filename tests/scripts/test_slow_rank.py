@@ -7,26 +7,11 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
+
 pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SCRIPT = """
-import os, time
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(10, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}", flush=True)
-while not os.path.exists("enough"):
-    loss = model(torch.randn(8, 10)).sum()
-    if dist.get_rank() == 1:
-        time.sleep(0.2)  # here
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-os._exit(0)
-"""
+SCRIPT = program_text("slow_rank_script")
 LINE = next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# here" in line)
 
 

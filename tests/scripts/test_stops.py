@@ -11,21 +11,13 @@ from typing import Any
 import pytest
 from unchanged import PROGRAMS
 
+from program_files import program_text
 from tree import of_launch
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 TUTORIAL = str(PROGRAMS / "ddp_tutorial.py")
-ENDLESS = """
-import os, signal, sys, time
-if "deaf" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: print("not now", flush=True))
-if "polite" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-print(f"first line {time.time():.3f} pid {os.getpid()} rank {os.environ['RANK']}", flush=True)
-while True:
-    time.sleep(0.1)
-"""
+ENDLESS = program_text("stops_endless")
 
 
 def summary(scripts: Any) -> dict[str, Any]:

@@ -5,19 +5,11 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
+
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
-PROGRAM = """
-import os, sys
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-total = torch.tensor([1.0])
-dist.all_reduce(total)
-print("rank", dist.get_rank(), "of", int(total), os.environ["LOCAL_WORLD_SIZE"], *sys.argv[1:], flush=True)
-dist.destroy_process_group()
-"""
+PROGRAM = program_text("torchrun_commands_program")
 ALONE = [
     "--standalone --nproc-per-node 2 sums.py --lr 0.1",
     "--nproc_per_node=2 --nnodes=1 --node_rank=0 --master_addr=localhost --master_port=29513 "

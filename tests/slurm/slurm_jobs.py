@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import patient
+from program_files import program_text
 from two_nodes import HEAD, Cluster
 
 SBATCH_FILES = Path(__file__).parents[2] / "slurm"
@@ -15,70 +16,10 @@ TRAIN = SBATCH_FILES / "train.sbatch"
 STEPS = 240
 LIMIT_SECONDS = 280.0  # several imports of torch at once, on a machine that does other things
 # Dropout, batch norm and momentum make a resume hard; steps take long while the file `hold` is there.
-TASK = """
-import time
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from torch import nn
-
-from tandem.data.datasets import Datasets, TensorRows
-
-
-@dataclass
-class Held:
-    def build_model(self):
-        return nn.Sequential(
-            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3)
-        )
-
-    def build_datasets(self):
-        x = torch.randn(2400, 8, generator=torch.Generator().manual_seed(7))
-        rows = TensorRows(x, x[:, :3].argmax(1))
-        return Datasets(rows, rows)
-
-    def loss(self, model, batch):
-        x, y = batch
-        time.sleep(0.3 if model.training and Path("hold").exists() else 0)
-        return nn.functional.cross_entropy(model(x), y)
-"""
-OWN_LOOP = """
-import torch
-import tandem
-
-run = tandem.start()
-torch.manual_seed(1)
-model = run.wrap(torch.nn.Linear(8, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run.keep(model=model, optimizer=optimizer)
-x = torch.randn(240, 8)
-dataset = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
-for inputs, labels in run.batches(dataset, batch_size=24, epochs=3):
-    run.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-STAND_IN = """
-import signal
-import sys
-import time
-
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as tandem's agent ends, after a checkpoint
-print("started", flush=True)
-time.sleep(300 if sys.argv[1] == "wait" else 0)
-sys.exit(int(sys.argv[1]))
-"""
-PLAIN = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-total = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: sum {total.item():.0f}", flush=True)
-dist.destroy_process_group()
-"""
+TASK = program_text("slurm_jobs_task")
+OWN_LOOP = program_text("slurm_jobs_own_loop")
+STAND_IN = program_text("slurm_jobs_stand_in")
+PLAIN = program_text("slurm_jobs_plain")
 
 
 class Slurm:

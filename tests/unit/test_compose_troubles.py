@@ -66,18 +66,15 @@ def test_an_image_of_the_watchers_that_cannot_be_had_is_a_line_with_the_variable
     assert [word for word in words if word not in str(error.value)] == [] and "\n" not in str(error.value)
 
 
-def test_down_beside_an_up_that_removes_the_same_tries_again(
-    played: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "DOWN_AGAIN_SECONDS", 0.0)
+def test_down_beside_an_up_that_removes_the_same_tries_again(played: Any, tmp_path: Path) -> None:
     busy = "echo 'Error response from daemon: removal of container 12 is already in progress' >&2; exit 1"
     played(f"echo >>{tmp_path}/calls; [ $(wc -l <{tmp_path}/calls) -gt 2 ] || {{ {busy}; }}")
     own = engine.Cluster("own", {})
-    cluster.remove_all(own, [])
+    cluster.remove_all(own, [], pause=0.0)
     assert (tmp_path / "calls").read_text() == "\n" * 3
     played(busy)
     with pytest.raises(engine.ClusterError, match="already in progress"):
-        cluster.remove_all(own, [])
+        cluster.remove_all(own, [], pause=0.0)
 
 
 def test_a_taken_port_names_the_container_that_has_it(played: Any) -> None:
@@ -130,8 +127,8 @@ def test_prometheus_and_grafana_are_a_profile_and_the_job_is_followed() -> None:
 def test_the_forwarder_ends_when_all_nodes_are_gone(
     name: str, ends: bool, free_port: int, processes: Any
 ) -> None:
-    program = "import asyncio, sys; import forward; forward.START_SECONDS = forward.POLL_SECONDS = 0.2; "
-    program += f"asyncio.run(forward.run({free_port}, '127.0.0.1', 9, {name!r}))"
+    program = f"forward.run({free_port}, '127.0.0.1', 9, {name!r}, start=0.2, poll=0.2)"
+    program = f"import asyncio; import forward; asyncio.run({program})"
     process = processes.start([sys.executable, "-c", program], cwd=ROOT / "compose")
     if ends:
         code, output = processes.wait(process, 60)

@@ -9,6 +9,7 @@ from torch import nn
 
 from needs import require
 from patience import patient
+from program_files import program_text
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import Strategy as Single
@@ -73,20 +74,7 @@ def test_tf32_is_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flops.convolves(model) and not flops.convolves(torch.nn.Linear(1, 1))
 
 
-TF32 = """
-import os, sys
-import torch
-from tandem.training.flops import peak_flops
-
-torch.cuda.get_device_name = lambda device: "NVIDIA A40"
-gpu = torch.device("cuda", 0)
-for settings in sys.argv[1:]:
-    if os.fork() == 0:
-        exec(settings)
-        print(peak_flops(gpu, "fp32"), peak_flops(gpu, "fp32", convolves=True), flush=True)
-        os._exit(0)
-    os.wait()
-"""
+TF32 = program_text("costs_tf32")
 PEAKS = {
     'torch.backends.fp32_precision = "tf32"': (74.8e12, 74.8e12),
     'torch.backends.cuda.matmul.fp32_precision = "tf32"': (74.8e12, 74.8e12),

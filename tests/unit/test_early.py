@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
 
 import tandem
+from program_files import program_text
 from tandem.errors import FINISHED
 from tandem.launch.early import place_of
 from tandem.launch.meeting_place import MeetingPlace, _is_missed, announce
@@ -87,18 +88,7 @@ def test_nodes_that_are_all_there_miss_nobody_until_one_is_lost() -> None:
     assert _is_missed(store, StopFlag(), soon)
 
 
-SLOW_TORCH = """
-import sys, time
-
-
-class Slow:
-    def find_spec(self, name, path=None, target=None):
-        for _ in range(3000 * (name == "torch")):
-            time.sleep(0.01)
-
-
-sys.meta_path.insert(0, Slow())
-"""
+SLOW_TORCH = program_text("early_slow_torch")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -28,9 +28,6 @@ def follow_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module.socket, "gethostbyname", resolve)
     monkeypatch.setattr(module, "NOTES", tmp_path)
     monkeypatch.setattr(replica, "NOTES", tmp_path)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(module, "GONE_SECONDS", 0.1)
-    monkeypatch.setattr(module, "START_SECONDS", 0.1)
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     return module
 
@@ -39,7 +36,7 @@ def follow(module: Any, folder: Path, codes: dict[str, int]) -> int:
     nodes, log = module.Nodes("own", 2), module.Log(folder)
     for container, code in codes.items():
         replica.note_code(container, code)
-    return int(module.follow(nodes, log, []))
+    return int(module.follow(nodes, log, [], module.Waits(poll=0.01, gone=0.1)))
 
 
 @pytest.mark.parametrize(("codes", "code"), [
@@ -76,7 +73,7 @@ def test_other_containers_than_nodes_says_are_refused(
     follow_job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], there: set[str]
 ) -> None:
     follow_job.names = there
-    assert follow_job.main("own", "2", str(tmp_path)) == 2
+    assert follow_job.main("own", "2", str(tmp_path), follow_job.Waits(poll=0.01, start=0.1)) == 2
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "--scale" in said and "NODES=2 docker compose up" in said
 

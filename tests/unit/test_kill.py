@@ -10,23 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from program_files import program_text
 from tandem.cli import run
 from tandem.errors import ConfigError
 from tandem.launch.kill import processes_of
 from tandem.log import redirect_output, setup
 from tandem.run.directory import RunDir
 
-WRITER = """
-import os, sys, time
-from tandem.process import name_process
-name_process("tandem-rank-1")
-file = open(sys.argv[1], sys.argv[2])
-if os.fork() == 0:  # as a loader's worker does, it inherits what is open
-    more = open(sys.argv[3], "a") if sys.argv[3:] else None
-    time.sleep(60)
-print(os.getpid(), flush=True)
-time.sleep(60)
-"""
+WRITER = program_text("kill_writer")
 Start = Callable[..., subprocess.Popen[str]]
 
 

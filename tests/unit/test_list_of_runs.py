@@ -9,20 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from program_files import program_text
 from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import run
 from tandem.errors import ConfigError
 from tandem.report.runs import SETTLED_SECONDS, clean, find_runs, table
 
 AGO = SETTLED_SECONDS + 60
-OWNER = """
-import sys, time
-from pathlib import Path
-from tandem.run.lease import claim
-claim(Path(sys.argv[1]))
-print("mine", flush=True)
-time.sleep(300)
-"""
+OWNER = program_text("list_of_runs_owner")
 
 
 def make(folder: Path, state: str | None, saved: bool, age: float = 0.0, **more: str) -> Path:

@@ -13,7 +13,6 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tandem.config import Settings
-from tandem.distributed import meeting
 from tandem.distributed.meeting import (
     DUMP_SIGNAL,
     check_same_kind,
@@ -145,14 +144,13 @@ def test_without_nvidias_library_device_files_count(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_port_that_another_program_has_is_not_waited_for_in_silence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It accepts connections and says nothing: torch's own constructor would wait for ever."""
-    monkeypatch.setattr(meeting, "WAITING_WORD_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other, caplog.at_level(logging.INFO):
         port, began = other.getsockname()[1], time.monotonic()
         with pytest.raises(PeerLostError, match=f":{port} accepts connections.*--master"):
-            connect_store("127.0.0.1", port, timedelta(seconds=1), 1.0)
+            connect_store("127.0.0.1", port, timedelta(seconds=1), 1.0, word_every=0.2)
         with pytest.raises(PeerLostError):
             connect_store("127.0.0.1", port, timedelta(seconds=1), 600.0, lambda: True)
         assert time.monotonic() - began < 60

@@ -1,5 +1,6 @@
 """What a folder alone does not show: pytest collects all of them in one process."""
 
+import ast
 from collections import Counter
 from pathlib import Path
 
@@ -16,3 +17,21 @@ def test_no_two_modules_of_tests_have_one_name() -> None:
     """pytest takes two modules of one name for one, and ends where it collects both."""
     names = Counter(path.name for path in TESTS.rglob("*.py") if "fixtures" not in path.parts)
     assert [name for name, count in names.items() if count > 1 and name.startswith("test_")] == []
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_no_module_of_tests_imports_a_benchmark() -> None:
+    """What both need is in tests/trials; a benchmark is tested as a program."""
+    programs = {path.stem for path in (TESTS.parent / "benchmarks").glob("*.py")} | {"benchmarks"}
+    found = {str(path.relative_to(TESTS)): imported(path) & programs for path in TESTS.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {}

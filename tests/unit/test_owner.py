@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from program_files import program_text
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.storage.notes import FolderNotes, Notes, notes_at
 from tandem.checkpoint.store import CheckpointStore
@@ -24,17 +25,7 @@ from tandem.run import lease as module
 from tandem.run.lease import claim, refuse_if_owned
 from tandem.run.owner import Note, Token, fence
 
-HOLD = """
-import sys
-from pathlib import Path
-from tandem.run.lease import claim
-
-mine = claim(Path(sys.argv[1]), "a job")
-assert mine.problem is None, mine.problem
-print(mine.token.number, flush=True)
-input()
-mine.close()
-"""
+HOLD = program_text("owner_hold")
 
 Hold = Callable[[Path], "subprocess.Popen[str]"]
 

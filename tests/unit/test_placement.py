@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tandem.platforms
+from program_files import program_text
 from tandem.config.slices import LaunchConfig
 from tandem.errors import ConfigError
 from tandem.platforms.by_hand import unplaced
@@ -430,21 +431,7 @@ def test_torchrun_is_asked_first_and_the_orders_differ() -> None:
         assert detect({**inside, **ranks}, "host").platform == "torchrun"
 
 
-MOON = """
-from tandem.platforms.environment import Columns, Facts, Placement
-
-ORDER = 5
-COLUMNS = Columns(("CRATERS",), ("CRATER",))
-
-
-def detect(environ):
-    return "CRATER" in environ
-
-
-def read(facts: Facts) -> Placement:
-    facts = facts.on("moon", ("CRATER",), COLUMNS)
-    return Placement("moon", facts.number("nodes"), facts.number("node_rank"), None, facts.host(), 1969)
-"""
+MOON = program_text("placement_moon")
 
 
 def test_a_new_platform_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

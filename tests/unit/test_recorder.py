@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from gathered import Here
 
-from tandem.telemetry import recorder as recorder_module
 from tandem.telemetry.channel import MAX_MESSAGE_BYTES
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
@@ -174,12 +173,9 @@ def test_a_loss_that_is_no_number_is_shown_as_one(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_remembered_of_steps_is_bounded_without_log_lines(
-    wire: Wire, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Recorder(rank, 24, wire.send, StandingClock())
+def test_what_is_remembered_of_steps_is_bounded_without_log_lines(wire: Wire, rank: int) -> None:
+    made = Recorder(rank, 24, wire.send, StandingClock(), pause=0.0)  # a message after every step
     made.begin_run(0, 50, 10**6, None, None, None)
-    monkeypatch.setattr(recorder_module, "PROGRESS_SECONDS", 0.0)  # a message after every step
     train(made, 3000, 0)
     assert len(made._stragglers._times) <= 1000 and len(made._unsent) <= 1
 

@@ -60,11 +60,10 @@ AT_THE_NAME = 12 + len(b"\x019\x010\x010\x0210\x07in-addr\x04arpa\0") + 4 + 12
     record(b"\xc0\xff"), record(b"\x3fshort"), record(b"\x02\xff\xfe\0"), b"\xc0\x0c\x00",
 ], ids=["itself", "round", "behind", "longer than it is", "no text", "cut off"])  # fmt: skip
 @pytest.mark.timeout(20)
-def test_an_answer_that_is_none_ends(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_none_ends(answer: bytes) -> None:
     """A name that points at itself was read for ever."""
-    monkeypatch.setattr(replica, "RESOLVER_SECONDS", 0.1)
     with resolver(answer) as address:
-        assert replica.names_of("10.0.0.9", address) == []
+        assert replica.names_of("10.0.0.9", address, seconds=0.1) == []
 
 
 def test_only_the_resolver_is_heard() -> None:
@@ -86,10 +85,9 @@ def test_only_the_resolver_is_heard() -> None:
         assert replica.names_of("10.0.0.9", server.getsockname()) == ["demo-node-2.demo_default"]
 
 
-def test_a_lost_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "RESOLVER_SECONDS", 0.1)
+def test_a_lost_question_is_asked_again() -> None:
     with resolver(pointer("demo-node-2.demo_default", False), silent=1) as address:
-        assert replica.names_of("10.0.0.9", address) == ["demo-node-2.demo_default"]
+        assert replica.names_of("10.0.0.9", address, seconds=0.1) == ["demo-node-2.demo_default"]
 
 
 def test_the_index_makes_a_placement() -> None:

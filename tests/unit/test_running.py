@@ -7,15 +7,10 @@ import sys
 import time
 
 from patience import patient
+from program_files import program_text
 from tandem import running
 
-SAYS_BOTH = """
-import sys, time
-from tandem import running
-print(time.monotonic() - running.now(), flush=True)
-for _ in sys.stdin:
-    print(time.monotonic() - running.now(), flush=True)
-"""
+SAYS_BOTH = program_text("running_says_both")
 
 
 def test_a_pause_is_not_counted_whoever_asks_first() -> None:

@@ -9,17 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from program_files import program_text
 from tandem.errors import ConfigError
 from tandem.launch import scratch as module
 from tandem.launch.scratch import scratch
 
-HOLD = """
-from tandem.launch.scratch import scratch
-
-with scratch() as folder:
-    print(folder, flush=True)
-    input()
-"""
+HOLD = program_text("scratch_hold")
 
 
 def hold(folder: Path) -> tuple[subprocess.Popen[str], Path]:

@@ -190,7 +190,7 @@ def test_linger_waits_for_a_scrape_of_the_final_state(server: MetricsServer) -> 
     server.linger(FOR_EVER)
 
 
-def test_linger_waits_for_a_page_that_is_open(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linger_waits_for_a_page_that_is_open(server: MetricsServer) -> None:
     """Also where the run is stopped, and though nobody scrapes; but only as long as a page takes."""
     ask(server, "/api/run")
     assert wait_for(lambda: server._last_read["/api/run"] > 0)
@@ -200,9 +200,8 @@ def test_linger_waits_for_a_page_that_is_open(server: MetricsServer, monkeypatch
     threading.Timer(0.2, ask, (server, "/api/run")).start()
     server.linger(FOR_EVER, lambda: True)
     assert server._last_read["/api/run"] >= final or time.monotonic() >= final + PAGE_SECONDS
-    monkeypatch.setattr(server_module, "PAGE_SECONDS", 0.1)
     server._last_read["/api/run"] = final - 0.05
-    server.linger(FOR_EVER, lambda: True)
+    server.linger(FOR_EVER, lambda: True, page_seconds=0.1)
 
 
 def test_the_last_page_is_written(tmp_path: Path) -> None:
@@ -288,16 +287,15 @@ def test_a_page_is_held_until_the_end_and_gets_all_of_it() -> None:
     assert said["run"]["ending"] == {"state": "finished"} and said["history"] == {"points": [1]}
 
 
-def test_only_some_pages_are_held_and_none_for_ever(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_some_pages_are_held_and_none_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = MetricsServer(Registry(), "127.0.0.1", 0, dict, hold_seconds=0.0)
+    assert ask(short, "/api/end") == (200, b"{}\n")
+    short.close()
     monkeypatch.setattr(server_module, "MOST_HELD", 1)
-    monkeypatch.setattr(server_module, "HOLD_SECONDS", FOR_EVER)
+    server = MetricsServer(Registry(), "127.0.0.1", 0, dict, hold_seconds=FOR_EVER)
     held = threading.Thread(target=ask, args=(server, "/api/end", "GET", None))
     held.start()
     assert wait_for(lambda: server._held == 1, patient(60))
-    assert ask(server, "/api/end") == (200, b"{}\n")
-    monkeypatch.setattr(server_module, "HOLD_SECONDS", 0.0)
     assert ask(server, "/api/end") == (200, b"{}\n")
     assert wait_for(lambda: server._held == 1, patient(60)), "the first still waits"
     server.close()

@@ -11,21 +11,11 @@ from pathlib import Path
 import pytest
 
 from patience import patient
+from program_files import program_text
 from tandem.launch.sessions import ask, has_handler
 
-HEARS = """
-import os, signal, sys, time
-for number in map(int, sys.argv[2].split(",")):
-    signal.signal(number, lambda number, _: open(f"{sys.argv[1]}-{number}", "w").close())
-open(f"ready-{sys.argv[1]}", "w").close()
-time.sleep(300)
-"""
-ABOVE = """
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "hears.py", "below", sys.argv[2]])
-subprocess.Popen([sys.executable, "-c", "open('ready-helper', 'w'); import time; time.sleep(300)"])
-os.execv(sys.executable, [sys.executable, "hears.py", "above", sys.argv[1]])
-"""
+HEARS = program_text("sessions_hears")
+ABOVE = program_text("sessions_above")
 TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
 UNKNOWN = int(signal.SIGWINCH)  # a handler for what nobody sends
 

@@ -8,20 +8,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
-from tandem import silence
 from tandem.log import make_way, setup
-from tandem.silence import still
+from tandem.silence import still as still_for
 
 log = logging.getLogger("tandem.run")
+still = partial(still_for, silence=0.3, soon=0.1)
 
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr(silence, "SOON_SECONDS", 0.1)
     monkeypatch.setattr(sys, "stderr", written := io.StringIO())
     setup(None, None, 0, to_terminal=True, json_lines=False)
     yield written

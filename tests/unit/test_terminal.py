@@ -13,41 +13,12 @@ from pathlib import Path
 import pytest
 
 from patience import patient
+from program_files import program_text
 
 SOURCE = Path(__file__).parents[2] / "src"
 NO_RICH = "import sys; sys.modules['rich'] = None\n"
-TRAINS = """
-import logging, sys, time
-from tandem.log import setup
-from tandem.telemetry.progress import Progress
-
-log = setup(None, 0, 0, to_terminal=True, json_lines=False)
-progress = Progress(1200)
-for step in range(1, 1201):
-    progress.advance(step)
-    time.sleep(0.0005)
-    if step % 100 == 0:
-        progress.report(step, epoch=step // 600 + 1, loss=0.1234, samples_per_second=1170.4)
-    if step == 600:
-        progress.note("evaluation after step 600: accuracy 0.9")
-        log.warning("a save has failed")
-progress.close()
-log.info("the end")
-"""
-DIES = """
-import os, signal, sys
-from tandem.log import setup
-from tandem.telemetry.progress import Progress
-
-setup(None, None, 0, to_terminal=True, json_lines=False)
-if os.fork() == 0:
-    progress = Progress(100)
-    progress.advance(40)
-    os.kill(os.getpid(), signal.SIGKILL)
-os.wait()
-import logging
-logging.getLogger("tandem").warning("rank 0 on node 0 was killed")
-"""
+TRAINS = program_text("terminal_trains")
+DIES = program_text("terminal_dies")
 LINE = r"\d\d:\d\d:\d\d (?:rank|node) 0 \| "
 
 

@@ -163,11 +163,10 @@ def test_a_handler_says_what_it_knows() -> None:
         assert torch_private.nodes_here(less) is None and not hasattr(less, "_cache_duration")
 
 
-def test_a_store_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_holds_nobody() -> None:
     """The engine joins its thread, which stood in a read from a node 0 that was gone."""
-    monkeypatch.setattr(torch_private, "LEAVE_SECONDS", 0.1)
     never = threading.Event()
-    torch_private.stop_keep_alive(SimpleNamespace(_stop_heartbeats=never.wait))
+    torch_private.stop_keep_alive(SimpleNamespace(_stop_heartbeats=never.wait), limit=0.1)
     assert not never.is_set()
 
 

@@ -6,40 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from program_files import program_text
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.tasks.traces import MOST_LINES, full_trace, short_trace, what_and_where
 
-TASK = """
-import torch
-from torch import nn
-
-class Unspeakable(Exception):
-    def __str__(self):
-        raise TypeError("no text")
-
-def shapes():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(3, 3))
-    return model(torch.ones(2, 4))
-
-def dtypes():
-    return nn.Linear(4, 4)(torch.ones(2, 4, dtype=torch.float64))
-
-def deep(depth=12):
-    return shapes() if depth == 0 else deep(depth - 1)
-
-def unspeakable():
-    raise Unspeakable
-
-class Broken(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        class Local(Exception):
-            pass
-        raise Local("row 7 is broken")
-"""
+TASK = program_text("traces_task")
 
 
 @pytest.fixture
@@ -53,7 +25,7 @@ def task(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name, says, line",
-    [("shapes", "shapes", 11), ("dtypes", "dtype", 14), ("deep", "shapes", 11), ("unspeakable", "<", 20)],
+    [("shapes", "shapes", 12), ("dtypes", "dtype", 16), ("deep", "shapes", 12), ("unspeakable", "<", 24)],
 )
 def test_an_error_has_the_line_of_the_task(task: dict[str, Any], name: str, says: str, line: int) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
@@ -73,4 +45,4 @@ def test_an_error_of_a_class_that_cannot_be_sent_comes_from_a_loader_process(
     with pytest.raises(Exception) as caught:  # noqa: PT011
         list(train_batches(task["Broken"](), sampler, seed=0, workers=workers, device=torch.device("cpu")))
     said = what_and_where(caught.value)
-    assert "row 7 is broken" in said and said.endswith("my_task.py line 29)"), said
+    assert "row 7 is broken" in said and said.endswith("my_task.py line 35)"), said

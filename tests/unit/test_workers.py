@@ -8,236 +8,28 @@ from pathlib import Path
 
 import pytest
 
-STARTED_TOO_LATE = """
-import signal, time
-from tandem.signals import default_signals
+from program_files import program_text
 
-def rank(job, position):
-    open("forked", "w").close()
-    while not __import__("os").path.exists("signalled"):
-        time.sleep(0.01)
-    default_signals()
-    time.sleep(300)
-"""
-INTERRUPTED = """
-def rank(job, position):
-    raise RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. ")
-"""
+STARTED_TOO_LATE = program_text("workers_started_too_late")
+INTERRUPTED = program_text("workers_interrupted")
 """What torch's handler of SIGCHLD raises while the rank's own code deals with the first sign of that end."""
-REPORTS = """
-import sys
-from pathlib import Path
-from tandem.launch.fork_server import start_fork_server
-from tandem.launch.workers import Workers
-from agent import Place
-
-if __name__ == "__main__":
-    start_fork_server([sys.argv[2]], Path(sys.argv[1]))
-    workers = Workers("hit:rank", None, [])
-    workers.start({0: Place()})
-    print(workers.wait(60), workers.codes())
-    workers.kill()
-"""
+REPORTS = program_text("workers_reports")
 DYING = "import os\nos._exit(1)\n"
-AGENT = """
-import os, signal, sys, time
-from dataclasses import dataclass
-from pathlib import Path
-from tandem.errors import TandemError
-from tandem.launch.fork_server import start_fork_server
-from tandem.launch.workers import Workers
-
-@dataclass
-class Place:
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    nodes: int = 1
-    memories: tuple = ()
-
-if __name__ == "__main__":
-    start_fork_server([sys.argv[2]], Path(sys.argv[1]))
-    workers = Workers("late:rank", None, [])
-    try:
-        (pid,) = workers.start({0: Place()}).values()
-    except TandemError as error:
-        sys.exit(f"{error.exit_code}: {error}")
-    while not os.path.exists("forked"):
-        time.sleep(0.01)
-    workers.signal(signal.SIGTERM)
-    open("signalled", "w").close()
-    print(workers.wait(60), workers.codes())
-    workers.kill()
-"""
-STUCK = """
-import ctypes, logging, os, sys
-from pathlib import Path
-from tandem.launch import workers as module
-from agent import Place, Workers, start_fork_server
-
-PTRACE_SEIZE, PTRACE_O_TRACEEXIT, PTRACE_DETACH = 0x4206, 0x40, 17
-
-def ptrace(request, pid, data=None):
-    call = ctypes.CDLL(None).ptrace
-    call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-    return call(request, pid, None, data)
-
-if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s")
-    module.KILLED_SECONDS = 1.0
-    start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("late:rank", None, [])
-    pids = workers.start({0: Place(), 1: Place(rank=1, local_rank=1)})
-    if ptrace(PTRACE_SEIZE, pids[1], PTRACE_O_TRACEEXIT):  # it will stop in the kernel, on its way out
-        sys.exit("no ptrace")
-    print(workers.kill(), pids[1])
-    ptrace(PTRACE_DETACH, pids[1])
-"""
-DELAYED = """
-import os, time
-from tandem.launch import workers
-
-original = workers.end_with_parent
-
-def end_with_parent(number):
-    parent = os.getppid()
-    open("asked", "w").close()
-    while os.getppid() == parent:
-        time.sleep(0.01)
-    original(number)
-
-def warm_up(job, expected):
-    open("warmed", "w").close()
-
-workers.end_with_parent = end_with_parent
-"""
+AGENT = program_text("workers_agent")
+STUCK = program_text("workers_stuck")
+DELAYED = program_text("workers_delayed")
 """A busy machine: what is forked gets on only when the fork server, and its agent, are gone."""
-ENDING = """
-import os, sys, time
-from pathlib import Path
-from agent import Workers, start_fork_server
-
-if __name__ == "__main__":
-    start_fork_server([sys.argv[2]], Path(sys.argv[1]))
-    Workers("late:rank", None, [], "delayed:warm_up").stand_by(1)
-    while not os.path.exists("asked"):
-        time.sleep(0.01)
-    os._exit(7)
-"""
+ENDING = program_text("workers_ending")
 """A rank whose program has a fork server of its own: what comes from that is the program's."""
-OWN_POOL = """
-import multiprocessing, signal, sys, time
-from tandem.signals import StopFlag
-
-def sleeps(said):
-    ours = [name for name in ("tandem.launch.deaf", "tandem.launch.warm", "torch") if name in sys.modules]
-    said.put((ours, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL))
-    time.sleep(300)
-
-def rank(job, position):
-    StopFlag().install()
-    own = multiprocessing.get_context("forkserver")
-    said = own.SimpleQueue()
-    child = own.Process(target=sleeps, args=(said,))
-    child.start()
-    print(*said.get(), flush=True)
-    child.terminate()
-    child.join(30)
-    print(child.exitcode, flush=True)
-    return 0
-"""
-OWN = """
-import sys
-from pathlib import Path
-from agent import Place, Workers, start_fork_server
-
-if __name__ == "__main__":
-    start_fork_server(["tandem.launch.warm"], Path(sys.argv[1]))
-    workers = Workers("pool:rank", None, [])
-    workers.start({0: Place()})
-    workers.wait(80)
-    workers.kill()
-"""
+OWN_POOL = program_text("workers_own_pool")
+OWN = program_text("workers_own")
 """The fork server is killed, as where memory is short, and its folder has a file of a library's name."""
-AGAIN = """
-import multiprocessing.forkserver, os, signal, sys
-from pathlib import Path
-from agent import Place, Workers, start_fork_server
-
-if __name__ == "__main__":
-    start_fork_server([], Path(sys.argv[1]))
-    pid = multiprocessing.forkserver._forkserver._forkserver_pid
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    os.mkdir("here")
-    os.chdir("here")
-    Path("random.py").write_text("open('was-run', 'w')")
-    workers = Workers("posixpath:join", "", [])
-    workers.start({0: Place()})
-    workers.wait(80)
-    print(workers.kill())
-"""
+AGAIN = program_text("workers_again")
 """Ranks whose GPU was opened in advance: generations in which the nodes have other places each time."""
-BOUND = """
-import os, time
-from pathlib import Path
-
-def warm_up(job, expected):
-    Path(f".warm-{os.getpid()}").write_text(str(expected.local_rank))
-    os.rename(f".warm-{os.getpid()}", f"warm-{os.getpid()}")
-
-def rank(job, position):
-    if position.nodes == 3:
-        os._exit(134 if position.local_rank else 0)
-    time.sleep(300)
-"""
-GENERATIONS = """
-import sys, time
-from pathlib import Path
-from agent import Place, Workers, start_fork_server
-from tandem.work.base import gpu_of
-
-def warm():
-    return {int(path.name[5:]): int(path.read_text()) for path in Path().glob("warm-*")}
-
-if __name__ == "__main__":
-    start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("bound:rank", None, [], "bound:warm_up", gpu_of)
-    for number, ranks in ((1, (0, 1)), (2, (3, 2)), (3, (0, 1))):
-        ready = warm()
-        pids = workers.start({gpu: Place(rank=rank, local_rank=gpu, nodes=number)
-                              for gpu, rank in enumerate(ranks)})
-        while not set(pids.values()) <= warm().keys():
-            time.sleep(0.01)
-        print([warm()[pids[gpu]] for gpu in (0, 1)], len(ready.keys() & set(pids.values())))
-        while len(warm()) < 2 * number + 2:
-            workers.stand_by(2)
-            time.sleep(0.01)
-        if number == 3:
-            workers.wait(60)
-        print(sorted(workers.kill().values()), len(workers._standby))
-"""
+BOUND = program_text("workers_bound")
+GENERATIONS = program_text("workers_generations")
 """The job has another size: what stood by for a place that is no more makes room."""
-RESIZED = """
-import sys, time
-from pathlib import Path
-from agent import Place, Workers, start_fork_server
-from generations import warm
-from tandem.work.base import place_of
-
-if __name__ == "__main__":
-    start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("bound:rank", None, [], "bound:warm_up", place_of)
-    for size in (1, 2, 2):
-        ready = warm()
-        pids = workers.start({0: Place(world_size=size)})
-        print(len(ready.keys() & set(pids.values())))
-        while not warm().keys() - ready.keys() - set(pids.values()):
-            workers.stand_by(1)
-            time.sleep(0.01)
-        workers.kill()
-    workers.dismiss()
-"""
+RESIZED = program_text("workers_resized")
 TEXTS = {"late": STARTED_TOO_LATE, "dying": DYING, "agent": AGENT, "stuck": STUCK}
 TEXTS |= {"delayed": DELAYED, "ending": ENDING, "pool": OWN_POOL, "own": OWN, "again": AGAIN}
 TEXTS |= {"hit": INTERRUPTED, "reports": REPORTS}

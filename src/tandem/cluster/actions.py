@@ -243,8 +243,8 @@ def down(options: argparse.Namespace) -> int:
     return 0
 
 
-def remove_all(cluster: Cluster, more: Sequence[str]) -> None:
-    """Run `docker compose down`, and retry if it fails. Raises ClusterError.
+def remove_all(cluster: Cluster, more: Sequence[str], pause: float = DOWN_AGAIN_SECONDS) -> None:
+    """Run `docker compose down`, and retry after `pause` seconds if it fails. Raises ClusterError.
 
     An `up` in another terminal may be removing its forwarder or reading the volume at the same time.
     """
@@ -257,7 +257,7 @@ def remove_all(cluster: Cluster, more: Sequence[str]) -> None:
         except ClusterError:
             if not left:
                 raise
-            time.sleep(DOWN_AGAIN_SECONDS)
+            time.sleep(pause)
 
 
 def end(project: str) -> None:

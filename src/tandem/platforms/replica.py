@@ -47,8 +47,13 @@ def with_index(environ: Mapping[str, str], resolver: tuple[str, int] = RESOLVER)
     )
 
 
-def names_of(address: str, resolver: tuple[str, int] = RESOLVER) -> list[str]:
-    """Return the names that a resolver has for an IPv4 address (RFC 1035, type PTR); [] without an answer."""
+def names_of(
+    address: str, resolver: tuple[str, int] = RESOLVER, seconds: float = RESOLVER_SECONDS
+) -> list[str]:
+    """Return the names that a resolver has for an IPv4 address (RFC 1035, type PTR).
+
+    Returns [] if none of ATTEMPTS questions is answered within `seconds`.
+    """
     question = _encode(".".join(reversed(address.split("."))) + ".in-addr.arpa")
     question += struct.pack(">HH", _PTR, _INTERNET)
     for _ in range(ATTEMPTS):
@@ -56,7 +61,7 @@ def names_of(address: str, resolver: tuple[str, int] = RESOLVER) -> list[str]:
         number = secrets.randbelow(2**16)
         query = struct.pack(">6H", number, 0x0100, 1, 0, 0, 0) + question
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
-            channel.settimeout(RESOLVER_SECONDS)
+            channel.settimeout(seconds)
             try:
                 channel.connect(resolver)  # a connected socket accepts no other host's answer
                 channel.send(query)

@@ -45,8 +45,10 @@ class MetricsServer:
         access: Access | None = None,
         about: Callable[[], Mapping[str, object]] = dict,
         log: Callable[[], Mapping[str, object]] = dict,
+        hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self.metrics = metrics
+        self._hold_seconds = hold_seconds
         self.access = access or Access()
         self._status = status
         self._asked = {
@@ -75,34 +77,41 @@ class MetricsServer:
         """Return True if a page was generated and sent completely after `moment` (time.monotonic())."""
         return self._last_read["/metrics"] >= moment
 
-    def linger(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> None:
+    def linger(
+        self,
+        seconds: float,
+        stop: Callable[[], bool] = lambda: False,
+        page_seconds: float = PAGE_SECONDS,
+    ) -> None:
         """Wait until readers have seen the final state, or until `seconds` have passed.
 
         A scraper is awaited if there ever was one, until `stop()` returns True. An open page is awaited for
-        PAGE_SECONDS if its connection is held (`end`) or it has just requested /api/run.
+        `page_seconds` if its connection is held (`end`) or it has just requested /api/run.
         """
         started = time.monotonic()
         final = self.metrics.final_since
         moment = started if final is None else final
-        while self._is_awaited(moment) or (self.scraped and not self.scraped_since(moment) and not stop()):
+        while self._is_awaited(moment, page_seconds) or (
+            self.scraped and not self.scraped_since(moment) and not stop()
+        ):
             left = started + seconds - time.monotonic()
             if left <= 0:
                 return
             with self._read_done:
                 self._read_done.wait(min(left, 0.1))
 
-    def _is_awaited(self, moment: float) -> bool:
+    def _is_awaited(self, moment: float, seconds: float) -> bool:
         """Return True if a page that was open at `moment` has sent no request since, and still may."""
-        asked_before = moment - PAGE_SECONDS < self._last_read["/api/run"] < moment
-        return (asked_before or self._held > 0) and time.monotonic() < moment + PAGE_SECONDS
+        asked_before = moment - seconds < self._last_read["/api/run"] < moment
+        return (asked_before or self._held > 0) and time.monotonic() < moment + seconds
 
     def end(self) -> Mapping[str, object]:
         """Wait until the run is over; return everything that the page shows of it.
 
-        There may be no second response. Empty after HOLD_SECONDS, and immediately if MOST_HELD others wait
+        There may be no second response. Empty after `hold_seconds`, and immediately if MOST_HELD others wait
         already, because threads are few.
         """
-        deadline = time.monotonic() + HOLD_SECONDS
+        deadline = time.monotonic() + self._hold_seconds
         with self._read_done:
             self._held += 1
             has_room = self._held <= MOST_HELD  # decided once: a later page must not end an earlier one

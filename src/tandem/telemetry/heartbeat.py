@@ -27,13 +27,21 @@ log = logging.getLogger("tandem.heartbeat")
 class Heartbeats:
     """Sends the heartbeats of one rank, with the time limits from `limits`.
 
-    A rank that is stuck for as long as a hang writes torch's flight recorder to `directory`.
+    One is sent every `pause` seconds. A rank that is stuck for as long as a hang writes torch's flight
+    recorder to `directory`.
     """
 
     def __init__(
-        self, rank: int, clock: Clock, send: Send, limits: ReliabilityConfig, directory: Path
+        self,
+        rank: int,
+        clock: Clock,
+        send: Send,
+        limits: ReliabilityConfig,
+        directory: Path,
+        pause: float = BEAT_SECONDS,
     ) -> None:
         self._rank, self._clock, self._send = rank, clock, send
+        self._pause = pause
         self._limits = Limits(limits.hang_seconds, limits.phase_timeout)
         self._path = directory / layout.flight(rank)
         self._effort = Effort()
@@ -48,7 +56,7 @@ class Heartbeats:
             clock, now = self._clock, running.now()
             quiet = now - clock.since
             trains = clock.current in STEP_PHASES and clock.has_trained
-            stands = quiet > 2 * BEAT_SECONDS
+            stands = quiet > 2 * self._pause
             kernel = clock.kernel() if stands and trains else None
             phase, step = clock.current, clock.step
             # The host waits for the kernel later in the step, in a place where it also waits for other ranks.
@@ -77,7 +85,7 @@ class Heartbeats:
 
     def _beat(self) -> None:
         while True:
-            time.sleep(BEAT_SECONDS)
+            time.sleep(self._pause)
             try:
                 self._effort.look(by_cpu_time=self._clock.is_of_host)
                 self.send()

@@ -52,10 +52,22 @@ TOKENS = "tokens"
 
 
 class Recorder:
-    """The reports of one rank in one launch. `send` sends its messages; `clock` has its position."""
+    """The reports of one rank in one launch.
 
-    def __init__(self, rank: int, batch_size: int, send: Send, clock: Clock, node: int = 0) -> None:
+    `send` sends its messages, those about steps every `pause` seconds; `clock` has its position.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        batch_size: int,
+        send: Send,
+        clock: Clock,
+        node: int = 0,
+        pause: float = PROGRESS_SECONDS,
+    ) -> None:
         self.rank, self.clock, self._send = rank, clock, send
+        self._pause = pause
         self._plan, self.meter = Plan(batch_size), Meter()
         self._journal: Journal | None = None  # the displays of rank 0, set by `begin_run`
         self._progress: Progress | None = None
@@ -112,7 +124,7 @@ class Recorder:
         self._judge_ranks(self._stragglers.arrived())
         if self._progress is not None:
             self._progress.advance(self.step)
-        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS or len(self._unsent) >= MAX_TIMES:
+        if time.monotonic() - self._sent_at >= self._pause or len(self._unsent) >= MAX_TIMES:
             self.samples(*self._news_of_steps())
 
     def _timed(self, times: Sequence[StepTimes]) -> None:

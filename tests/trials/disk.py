@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Union
 
-from system_calls import Call
+from trials.system_calls import Call
 
 PAGE = 4096
 Tree = dict[str, Union["Tree", bytes]]  # a directory: name -> file or directory

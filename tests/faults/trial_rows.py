@@ -1,4 +1,4 @@
-"""The trials of benchmarks/ as the tests run them: in a process of their own, as many as TANDEM_TRIALS."""
+"""The rows of benchmarks/store_trials.py, run in a process of its own with TANDEM_TRIALS trials."""
 
 import json
 import os

@@ -1,0 +1,10 @@
+import sys
+from pathlib import Path
+
+from tandem.run.lease import claim
+
+mine = claim(Path(sys.argv[1]), "a job")
+assert mine.problem is None, mine.problem
+print(mine.token.number, flush=True)
+input()
+mine.close()

@@ -1,0 +1,4 @@
+import time
+
+print("begun", flush=True)
+time.sleep(600)

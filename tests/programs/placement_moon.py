@@ -1,0 +1,13 @@
+from tandem.platforms.environment import Columns, Facts, Placement
+
+ORDER = 5
+COLUMNS = Columns(("CRATERS",), ("CRATER",))
+
+
+def detect(environ):
+    return "CRATER" in environ
+
+
+def read(facts: Facts) -> Placement:
+    facts = facts.on("moon", ("CRATER",), COLUMNS)
+    return Placement("moon", facts.number("nodes"), facts.number("node_rank"), None, facts.host(), 1969)

@@ -1,0 +1,5 @@
+from tandem.launch.scratch import scratch
+
+with scratch() as folder:
+    print(folder, flush=True)
+    input()

@@ -1,0 +1,2 @@
+def rank(job, position):
+    raise RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. ")

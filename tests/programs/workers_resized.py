@@ -1,0 +1,21 @@
+import sys
+import time
+from pathlib import Path
+
+from agent import Place, Workers, start_fork_server
+from generations import warm
+
+from tandem.work.base import place_of
+
+if __name__ == "__main__":
+    start_fork_server([], Path(sys.argv[1]))
+    workers = Workers("bound:rank", None, [], "bound:warm_up", place_of)
+    for size in (1, 2, 2):
+        ready = warm()
+        pids = workers.start({0: Place(world_size=size)})
+        print(len(ready.keys() & set(pids.values())))
+        while not warm().keys() - ready.keys() - set(pids.values()):
+            workers.stand_by(1)
+            time.sleep(0.01)
+        workers.kill()
+    workers.dismiss()
