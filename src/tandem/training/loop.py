@@ -107,7 +107,7 @@ class Course:
 
 @dataclass
 class Training(Course):
-    """A task's run, assembled by `run.py`."""
+    """A task's run, assembled by `rank/task.py`."""
 
     task: WholeTask
     model: nn.Module
