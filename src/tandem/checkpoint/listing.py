@@ -153,7 +153,7 @@ def age_in_words(seconds: float) -> str:
 def is_finished(directory: PurePath) -> bool:
     """Return True if the newest checkpoint is from the last step of its run; False if that is unknown.
 
-    Its bytes are verified: a run that has to fall back to an older checkpoint still has steps to train.
+    Its bytes are verified, because a run that falls back to an older checkpoint still has steps to train.
     """
     store = CheckpointStore(directory)
     try:

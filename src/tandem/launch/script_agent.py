@@ -200,6 +200,11 @@ class ScriptAgent(NodeAgent):
         """
         return True
 
+    def _known_cause(self) -> str:
+        cause = self._cause
+        is_known = cause is not None and cause.code != PEER_LOST and not was_killed(cause.code)
+        return str(cause) if is_known else super()._known_cause()
+
     def _said(self, codes: Mapping[int, int]) -> str:
         return str(self._cause) if self._cause is not None else super()._said(codes)
 
