@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from tandem.launch.termination import leave_word
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import Workers, gpu_of, nothing_of, place_of
-from tandem.log import reporting, setup
+from tandem.log import is_quiet, reporting, setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process
 from tandem.report.access import Access, load_access
@@ -35,6 +36,7 @@ from tandem.script.job import Program
 from tandem.signals import StopFlag, stop_together
 from tandem.silence import still
 from tandem.telemetry.health import Limits, Starting
+from tandem.words import shown
 
 if TYPE_CHECKING:
     from tandem.launch.agent import AgentReport
@@ -245,8 +247,18 @@ def _run_agent(
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
             leave_word(f"ended with code {report.code}: {report.reason}")
+        elif work.is_script and placement.node_rank == 0 and view.plan is None:
+            _show_end(settings, report.code, view.restarts)
         view.linger(stop)
         return report.code
+
+
+def _show_end(settings: Settings, code: int, restarts: int) -> None:
+    """Print the last line of a script; a task or custom loop has printed its own summary."""
+    if settings.telemetry.log_format != "json" and not is_quiet():
+        run = shown(settings.run.place)
+        said = f"{settings.run.task} ended with code {code}; restarts: {restarts}; run directory: {run}"
+        print(said, file=sys.stderr)
 
 
 def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "AgentReport":

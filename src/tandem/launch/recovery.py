@@ -68,7 +68,7 @@ class Recovery:
             for rank, code in codes.items()
             if code and was_killed(code)
         ]
-        # After an end that is not retried, no node reads it, and a frozen node 0 would delay this node's exit.
+        # After an end that is not retried, no node reads it, and a frozen node 0 would delay the exit.
         if any(code not in (FINISHED, STOPPED) for code in codes.values()):
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
                 self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
