@@ -245,3 +245,6 @@ def test_the_closing_line_names_the_error_where_there_is_one() -> None:
     cause = Cause(0, 0, "127.0.0.1", 1, ("Traceback (most recent call last):", "ValueError: my bug"))
     assert cause.in_one_line() == "rank 0 on node 0 (127.0.0.1) ended with 1: ValueError: my bug"
     assert Cause(0, 0, "127.0.0.1", 3, ("some output",)).in_one_line().endswith("ended with 3")
+    full = ("tandem.errors.CheckpointError: cannot write checkpoint step 4: No space left on device",)
+    assert Cause(0, 0, "h", 1, full).in_one_line().endswith(" 1: " + full[0].partition(": ")[2])
+    assert Cause(0, 0, "h", 137, full).in_one_line().endswith(" 137: " + full[0].partition(": ")[2])

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from tandem import running
 from tandem.distributed.position import Position
 from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED, is_own, was_killed
-from tandem.launch.endings import Cause, choose, failures, last_words
+from tandem.launch.endings import Cause, choose, failures, is_of_tandem, last_words
 from tandem.launch.generations import NodeAgent
 from tandem.launch.rendezvous import VERDICT_KEY, VerdictError, leave_verdict, verdict_in
 from tandem.launch.rendezvous_state import others_live
@@ -169,7 +169,10 @@ class ScriptAgent(NodeAgent):
     def _cause_of(self, local_rank: int, code: int) -> Cause:
         position = self._positions[local_rank]
         log = self._node.view.run_dir / "log" / f"rank-{position.rank}.log"
-        words = () if was_killed(code) else last_words(error_file(position), log)
+        words = last_words(error_file(position), log)
+        # A rank that could not save before it stopped exits with 137, but has not been killed.
+        if was_killed(code) and not (words and is_of_tandem(words[-1])):
+            words = ()
         return Cause(position.rank, position.node_rank, position.node_name, code, words)
 
     def _told(self, cause: Cause) -> str:
@@ -206,7 +209,9 @@ class ScriptAgent(NodeAgent):
         return str(cause) if is_known else super()._known_cause()
 
     def _said(self, codes: Mapping[int, int]) -> str:
-        return str(self._cause) if self._cause is not None else super()._said(codes)
+        if self._cause is None:
+            return super()._said(codes)
+        return str(self._cause) if self._cause.code == PEER_LOST else self._cause.in_one_line()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group = cast(Any, worker_group)
