@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -90,8 +89,6 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
         refuse_uneven(settings, placement, environ)
     if placement.starts_all:
         refuse_if_owned(settings.run.place)  # fail early; node 0 takes the lease only once it has started
-        if settings.telemetry.log_format != "json" and not is_quiet():
-            print(where(settings.run.place, program is not None), file=sys.stderr)
     placement = with_port(placement)
     if program:
         work = script_work(program, settings, chosen)
@@ -99,6 +96,9 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
         work = task_work(RANK_FUNCTION, settings, chosen)
     if placement.starts_all and placement.nodes > 1:
         return simulate(settings, placement, as_flags(flags), environ, stop, work.preload, program)
+    is_here = placement.node_rank == 0 and (placement.starts_all or placement.nodes_share_host)
+    if is_here and settings.telemetry.log_format != "json" and not is_quiet():
+        work = work._replace(header=where(settings.run.place, program is not None))
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
         os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
     state = environ.get("TANDEM_STATE_DIR")

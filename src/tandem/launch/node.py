@@ -51,7 +51,7 @@ class Work(NamedTuple):
     """What a node's ranks run.
 
     `rank_function` and `warm_up` are "module:name"; both receive `job`. The fork server imports `preload`
-    before it forks the first rank.
+    before it forks the first rank. `header` is printed once nothing is wrong with the settings and the task.
     """
 
     rank_function: str
@@ -59,6 +59,7 @@ class Work(NamedTuple):
     job: Any
     preload: Sequence[str]
     is_script: bool = False
+    header: str = ""
 
 
 def task_work(rank_function: str, settings: Settings, chosen: Collection[str]) -> Work:
@@ -127,6 +128,8 @@ def _run_in(
             if prepared.decision.kind == "complete":
                 announce(place, FINISHED, stop=stop)
                 return FINISHED
+            if work.header:
+                print(work.header, file=sys.stderr)
         return _run_agent(folder, settings, place, work, state_dir, stop, prepared)
 
 
