@@ -91,3 +91,10 @@ def test_a_script_has_one_closing_line_on_the_terminal_alone(scripts: Any, quiet
 def test_a_wrapper_with_a_code_of_no_signal_ends_the_job(scripts: Any) -> None:
     code, said = scripts.run(scripts.tandem("--nodes", 2, "--", "sh", "-c", "exit 241"))
     assert code == 241 and "generation 2" not in said, said
+
+
+def test_a_flag_of_tandem_after_the_script_has_a_hint(scripts: Any) -> None:
+    (scripts.folder / "usage.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    code, said = scripts.run(scripts.tandem("--nproc", 1, "usage.py", "--nodes", 2))
+    assert code == 2 and "unrecognized arguments: --nodes 2" in said, said
+    assert said.splitlines()[-1].endswith(": tandem launch --nodes 2 usage.py"), said

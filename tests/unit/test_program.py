@@ -13,6 +13,7 @@ from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.launch.endings import Cause, choose, failures, last_words
+from tandem.launch.misplaced import hint
 from tandem.launch.program import check, is_own_loop, split, to_verify, variables_of
 from tandem.script.environment import variables
 from tandem.script.execute import code_of
@@ -248,3 +249,24 @@ def test_the_closing_line_names_the_error_where_there_is_one() -> None:
     full = ("tandem.errors.CheckpointError: cannot write checkpoint step 4: No space left on device",)
     assert Cause(0, 0, "h", 1, full).in_one_line().endswith(" 1: " + full[0].partition(": ")[2])
     assert Cause(0, 0, "h", 137, full).in_one_line().endswith(" 137: " + full[0].partition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "typed"),
+    [
+        (("--nodes", "2"), "train.py: error: unrecognized arguments: --nodes 2", "--nodes 2"),
+        (("--lr=1", "data"), "train.py: error: unrecognized arguments: --lr=1", "--lr=1"),
+        (("--nproc_per_node", "4"), "Error: No such option: --nproc_per_node", "--nproc_per_node 4"),
+        (("--nodes", "2", "--size", "3"), "train.py: error: unrecognized arguments: --size 3", ""),
+        (("--epochs", "x"), "train.py: error: argument --epochs: invalid int value: 'x'", ""),
+        (("--size", "3"), "train.py: error: unrecognized arguments: --size 3", ""),
+    ],
+)
+def test_a_flag_of_tandem_that_the_script_rejects_has_a_hint(
+    arguments: tuple[str, ...], said: str, typed: str
+) -> None:
+    found = hint(Program("script", "train.py", arguments), said)
+    assert found.endswith(f": tandem launch {typed} train.py") if typed else found == ""
+    assert hint(Program("command", "train.py", arguments), said) == ""
+    if typed:
+        assert f"tandem launch {typed} -m train" in hint(Program("module", "train", arguments), said)

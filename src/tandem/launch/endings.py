@@ -59,10 +59,7 @@ def choose(first: Mapping[int, int], later: Mapping[int, int]) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a generation ended: the responsible rank, its exit code, and the last lines of its output.
-
-    A killed rank has no `lines`.
-    """
+    """Why a generation ended: the responsible rank, its exit code, and the last lines of its output."""
 
     rank: int
     node: int
@@ -72,7 +69,7 @@ class Cause:
 
     def __str__(self) -> str:
         who = f"rank {self.rank} on node {self.node} ({self.node_name})"
-        if was_killed(self.code) and not self.lines:
+        if was_killed(self.code) and not (self.lines and is_of_tandem(self.lines[-1])):
             return f"{who} was killed ({signal_name(self.code)})"
         if self.code == PEER_LOST:
             return f"{who} lost its peers"

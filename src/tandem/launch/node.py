@@ -17,8 +17,9 @@ from tandem.checkpoint.memory import NodeMemory
 from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import ONE_PROCESS
-from tandem.errors import FINISHED, STOPPED, ConfigError, CrashLoopError, TandemError
+from tandem.errors import FINISHED, MISCONFIGURED, STOPPED, ConfigError, CrashLoopError, TandemError
 from tandem.launch.fork_server import start_fork_server
+from tandem.launch.misplaced import hint
 from tandem.launch.program import job_of
 from tandem.launch.run_dir import decide, owned, prepare_run_dir, run_folder
 from tandem.launch.scratch import scratch
@@ -32,6 +33,7 @@ from tandem.log import is_quiet, reporting, setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process
 from tandem.report.access import Access, load_access
+from tandem.rotation import tail
 from tandem.script.job import Program
 from tandem.signals import StopFlag, stop_together
 from tandem.silence import still
@@ -250,10 +252,20 @@ def _run_agent(
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
             leave_word(f"ended with code {report.code}: {report.reason}")
+            if report.code == MISCONFIGURED and work.is_script and placement.node_rank == 0:
+                _show_hint(work.job.program, run_dir)
         elif work.is_script and placement.node_rank == 0 and view.plan is None:
             _show_end(settings, report.code, view.restarts)
         view.linger(stop)
         return report.code
+
+
+def _show_hint(program: Program, run_dir: Path) -> None:
+    """Print what to type if the script has rejected a flag of tandem that follows it."""
+    with contextlib.suppress(OSError):
+        said = tail(run_dir / "log" / "rank-0.log", 4000)[0].decode(errors="replace").splitlines()
+        if said and (told := hint(program, said[-1])):
+            print(f"tandem: {told}", file=sys.stderr)
 
 
 def _show_end(settings: Settings, code: int, restarts: int) -> None:
