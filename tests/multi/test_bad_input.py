@@ -189,6 +189,7 @@ def test_half_of_a_distributed_environment_exits_2(
     line = the_error(output)
     assert code == 2, output
     assert any(name in line for name in variables), line
+    assert "by-hand" not in line and ("; set it or give --" in line or "type `unset " in line), line
 
 
 @pytest.mark.slow
