@@ -44,7 +44,7 @@ def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
         "between",
         "checkpoint",
     )
-    assert f"rank {rank} on node {rank}" in output
+    assert f"rank {rank} on node {rank} hung; training again after" in output
     assert runs.summary("stopped")["weights_sha256"] == undisturbed
     other = runs.folder / "stopped" / "log"
     assert "Thread" in (other / f"stacks-rank-{1 - rank}.txt").read_text()

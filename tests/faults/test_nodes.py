@@ -100,13 +100,17 @@ def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, fre
     def trains_on(nodes: int) -> bool:
         return worlds()[-1:] == [nodes] and len(runs.events("elastic", "training")) >= len(worlds())
 
+    def causes() -> list[str]:
+        return [event["cause"] for event in runs.events("elastic", "recovered")]
+
     cluster = Cluster(runs, free_port, "elastic", "--steps", 600, "--elastic", "1:2")
     runs.until(lambda: trains_on(2), "world of both")
     cluster.kill(1)
     runs.until(lambda: trains_on(1), "world without node 1")
+    runs.until(lambda: causes() == ["node 1 was lost"], "the cause of the restart")
     cluster.nodes[1] = cluster.start(1)
     summary = cluster.finish()
-    assert worlds() == [2, 1, 2]
+    assert worlds() == [2, 1, 2] and causes() == ["node 1 was lost", "a node joined"]
     assert summary["global_step"] == 600
     assert summary["samples_seen"] == 600 * 24
 

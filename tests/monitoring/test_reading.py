@@ -36,7 +36,7 @@ EVENTS: tuple[dict[str, object], ...] = (
         "median_seconds": 0.02,
     },
     {"kind": "rank_killed", "rank": 1, "node": 0, "signal": "SIGKILL", "seconds": 0.5, "steps_lost": 0},
-    {"kind": "recovered", "seconds": 1.5, "steps_lost": 2},
+    {"kind": "recovered", "cause": "node 1 was lost", "seconds": 1.5, "steps_lost": 2},
     {"kind": "hang", "rank": 0, "node": 0, "phase": "train", "step": 350, "seconds": 10.0},
     {"kind": "a_new_kind", "words": [1, 2]},
     {"kind": "fallback", "step": 300, "problem": "state.pt: SHA-256 differs"},
@@ -200,7 +200,7 @@ def test_events_are_sentences_and_noise_is_folded(browser: Browser, url: str) ->
     assert said[0].startswith("The checkpoint of step 300 cannot be used")
     assert said[1] == "a new kind: words [1,2]"
     assert said[2] == "Rank 0 on node 0 has hung in train at step 350 for 10 s; restarting all ranks"
-    assert said[3] == "Training again after 1.5 s, 2 steps lost"
+    assert said[3] == "Training again after 1.5 s, 2 steps lost (node 1 was lost)"
     assert said[4] == "Rank 1 on node 0 was killed (SIGKILL); training again after 500 ms, 0 steps lost"
     assert said[5].startswith("Rank 1 on node 0 is a straggler: it needs 30 ms per step (median 20 ms)")
     assert said[6] == "3 checkpoints saved, the newest of step 300; 2 routine events more"

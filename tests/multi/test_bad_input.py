@@ -130,6 +130,17 @@ def test_a_task_file_without_read_permission_exits_2(run_tandem: Tandem, tmp_pat
     assert "secret.py" in the_error(output)
 
 
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_mistake_in_the_task_comes_without_the_header_of_a_run(
+    nodes: str, run_tandem: Tandem, tmp_path: Path
+) -> None:
+    (tmp_path / "lacks.py").write_text("class Lacks:\n    def build_model(self): ...\n")
+    flags = ["--nodes", nodes, "--task", "lacks.py:Lacks", "--metrics", "0", "--run-dir", "run"]
+    code, output = run_tandem("launch", *flags)
+    assert code == 2 and "build_datasets" in the_error(output), output
+    assert not re.search("^(run|checkpoints|logs) ", output, re.M) and not (tmp_path / "run").exists(), output
+
+
 def test_an_unknown_variable_names_the_nearest(run_tandem: Tandem) -> None:
     code, output = run_tandem("launch", TANDEM_EPOCH="3")
     assert code == 2, output
@@ -178,6 +189,7 @@ def test_half_of_a_distributed_environment_exits_2(
     line = the_error(output)
     assert code == 2, output
     assert any(name in line for name in variables), line
+    assert "by-hand" not in line and ("; set it or give --" in line or "type `unset " in line), line
 
 
 @pytest.mark.slow

@@ -127,6 +127,43 @@ def test_a_rank_killed_in_the_last_save_saves_after_the_restart(scripts: Scripts
     assert (scripts.folder / "run/checkpoints/step-000000048/manifest.json").exists()
 
 
+def test_a_finished_run_with_a_damaged_last_checkpoint_trains_again(scripts: Scripts) -> None:
+    """Neither its ranks nor its agent call it finished: the agent would keep the old summary."""
+    scripts.write("small.py", "import os\nprint('summary', os.path.exists('run/summary.json'))\n" + SMALL)
+    code, output = scripts.processes.wait(scripts.launch(["--nproc", "1"], "small.py", "run"), LIMIT_SECONDS)
+    assert code == 0, output
+    (state,) = (scripts.folder / "run/checkpoints/step-000000048").glob("state*.pt")
+    whole = bytearray(state.read_bytes())
+    whole[len(whole) // 2] ^= 0xFF
+    state.write_bytes(whole)
+    code, output = scripts.processes.wait(scripts.launch(["--nproc", "1"], "small.py", "run"), LIMIT_SECONDS)
+    assert code == 0, output
+    assert "step 48 is damaged" in output and "already finished" not in output, output
+    assert "summary False" in output and "after the loop 48" in output, output
+    assert scripts.summary("run")["resumed_from_step"] == 45
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["failing", "stopped"])
+def test_why_saves_fail_is_in_the_last_line(scripts: Scripts, stops: bool) -> None:
+    """A rank that could not save before it stopped was said to have been killed by SIGKILL."""
+    slow = "    import time; time.sleep(0.05)\n"
+    obstacle = f"{slow}    if run.step == 3:\n        open('run/checkpoints', 'w').close()\n"
+    scripts.write("full.py", SMALL.replace("    seen += 1\n", obstacle))
+    flags = ["--nproc", "1", "--checkpoint-every", "1000" if stops else "5"]
+    process = scripts.launch(flags, "full.py", "run")
+    deadline, lines = time.monotonic() + patient(LIMIT_SECONDS), scripts.folder / "run/metrics.jsonl"
+    while stops and '"step": 8' not in (lines.read_text() if lines.exists() else ""):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    if stops:
+        process.send_signal(signal.SIGTERM)
+    code, output = scripts.processes.wait(process, LIMIT_SECONDS)
+    assert code == (137 if stops else 1), output
+    last = output.splitlines()[-1]
+    assert f"ended with {code}: " in last and "run/checkpoints: Not a directory" in last, output
+    assert "SIGKILL" not in last and "restarting all ranks" not in output, output
+
+
 @pytest.mark.soak
 def test_a_script_that_leaves_its_loop_by_sys_exit_has_not_ended_well(scripts: Scripts) -> None:
     scripts.write("left.py", SMALL.replace("    seen += 1\n", "    raise SystemExit(0)\n"))

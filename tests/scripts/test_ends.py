@@ -72,8 +72,26 @@ def test_a_wrapper_that_passes_on_the_signal_of_its_child_is_started_again(scrip
     os.chmod(scripts.folder / "wrapper.sh", 0o700)
     code, said = scripts.run(scripts.tandem("--nproc", 1, "--", "./wrapper.sh"))
     assert code == 0 and f"({signal.Signals(number).name})" in said and "generation 2" in said, said
+    assert "code 0; restarts: 1; run directory: run" in said.splitlines()[-1], said
+
+
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_a_script_has_one_closing_line_on_the_terminal_alone(scripts: Any, quiet: list[str]) -> None:
+    code, said = scripts.run(scripts.tandem("--nodes", 2, *quiet, "--", "echo", "its output"))
+    assert code == 0, said
+    lines = [line for line in said.splitlines() if line.startswith("echo ended with code 0; restarts: 0;")]
+    assert len(lines) == (0 if quiet else 1) and said.count("run directory") == len(lines), said
+    logs = (scripts.folder / "run/log").glob("*.log")
+    assert not any("run directory" in log.read_text() for log in logs)
 
 
 def test_a_wrapper_with_a_code_of_no_signal_ends_the_job(scripts: Any) -> None:
     code, said = scripts.run(scripts.tandem("--nodes", 2, "--", "sh", "-c", "exit 241"))
     assert code == 241 and "generation 2" not in said, said
+
+
+def test_a_flag_of_tandem_after_the_script_has_a_hint(scripts: Any) -> None:
+    (scripts.folder / "usage.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    code, said = scripts.run(scripts.tandem("--nproc", 1, "usage.py", "--nodes", 2))
+    assert code == 2 and "unrecognized arguments: --nodes 2" in said, said
+    assert said.splitlines()[-1].endswith(": tandem launch --nodes 2 usage.py"), said

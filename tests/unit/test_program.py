@@ -12,6 +12,7 @@ import pytest
 from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
+from tandem.launch.misplaced import hint
 from tandem.launch.program import check, is_own_loop, split, to_verify
 from tandem.script.environment import variables
 from tandem.script.execute import code_of
@@ -268,3 +269,27 @@ def test_the_closing_line_names_the_error_where_there_is_one() -> None:
     cause = Cause(0, 0, "127.0.0.1", 1, ("Traceback (most recent call last):", "ValueError: my bug"))
     assert cause.in_one_line() == "rank 0 on node 0 (127.0.0.1) ended with 1: ValueError: my bug"
     assert Cause(0, 0, "127.0.0.1", 3, ("some output",)).in_one_line().endswith("ended with 3")
+    full = ("tandem.errors.CheckpointError: cannot write checkpoint step 4: No space left on device",)
+    assert Cause(0, 0, "h", 1, full).in_one_line().endswith(" 1: " + full[0].partition(": ")[2])
+    assert Cause(0, 0, "h", 137, full).in_one_line().endswith(" 137: " + full[0].partition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "typed"),
+    [
+        (("--nodes", "2"), "train.py: error: unrecognized arguments: --nodes 2", "--nodes 2"),
+        (("--lr=1", "data"), "train.py: error: unrecognized arguments: --lr=1", "--lr=1"),
+        (("--nproc_per_node", "4"), "Error: No such option: --nproc_per_node", "--nproc_per_node 4"),
+        (("--nodes", "2", "--size", "3"), "train.py: error: unrecognized arguments: --size 3", ""),
+        (("--epochs", "x"), "train.py: error: argument --epochs: invalid int value: 'x'", ""),
+        (("--size", "3"), "train.py: error: unrecognized arguments: --size 3", ""),
+    ],
+)
+def test_a_flag_of_tandem_that_the_script_rejects_has_a_hint(
+    arguments: tuple[str, ...], said: str, typed: str
+) -> None:
+    found = hint(Program("script", "train.py", arguments), said)
+    assert found.endswith(f": tandem launch {typed} train.py") if typed else found == ""
+    assert hint(Program("command", "train.py", arguments), said) == ""
+    if typed:
+        assert f"tandem launch {typed} -m train" in hint(Program("module", "train", arguments), said)

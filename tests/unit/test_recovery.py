@@ -51,15 +51,39 @@ def test_a_rank_that_was_killed_elsewhere_is_named_when_its_node_comes_back(
 
 
 def test_a_node_that_is_new_names_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    (first, _), view = two_nodes()
+    (first, second), view = two_nodes()
     with caplog.at_level(logging.INFO, "tandem.agent"):
+        second.failed(TWO[1], {0: None})
         first.failed(TWO[0], {0: None})
         first.interrupted(2)
-        first.trains()
+        first.trains(3)
     joined, again = caplog.messages
     assert joined == "a node wants to join; restarting all ranks (generation 2)"
-    assert re.fullmatch(r"training again after [\d.]+ \w+", again), again
-    assert [event["kind"] for event in view.events] == ["recovered"]
+    assert re.fullmatch(r"a node joined; training again after [\d.]+ \w+", again), again
+    assert [(event["kind"], event["cause"]) for event in view.events] == [("recovered", "a node joined")]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "why", "cause"),
+    [
+        ({0: None}, {0: None}, "rank 1 on node 1 hung", "rank 1 on node 1 hung"),
+        ({0: None}, None, "", "node 1 was lost"),
+        ({0: 200}, None, "", "node 1 was lost"),
+        ({0: 200}, {0: 200}, "", "the ranks lost their connections"),
+        ({0: 1}, {0: 200}, "rank 0 on node 0 ended with 1", "rank 0 on node 0 ended with 1"),
+    ],
+)
+def test_without_a_killed_rank_the_line_has_another_cause(
+    here: dict[int, int | None], there: dict[int, int | None] | None, why: str, cause: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    (first, second), view = two_nodes()
+    if there is not None:
+        second.failed(TWO[1], there)
+    first.failed(TWO[0], here, why=why)
+    first.trains(2)
+    (line,), (event,) = caplog.messages, view.events
+    assert line.startswith(f"{cause}; training again after ") and event["cause"] == cause
 
 
 @pytest.mark.parametrize(("plan", "lost"), [(None, None), (RunStarted(10, 100, 100), 2)])
@@ -69,7 +93,7 @@ def test_steps_lost_are_said_of_a_task_whose_steps_are_known(
     """A script was said to have lost none, whatever it does again."""
     (first, _), view = two_nodes(plan)
     first.failed(TWO[0], {0: 137})
-    first.trains()
+    first.trains(2)
     (line,), (event,) = caplog.messages, view.events
     assert line.startswith("rank 0 on node 0 was killed (SIGKILL); training again after ")
     assert line.endswith(f", {lost} steps lost") == (lost is not None) == ("lost" in line)
@@ -102,5 +126,5 @@ def test_a_failed_gpu_is_not_called_a_kill(caplog: pytest.LogCaptureFixture) -> 
     (first, second), _ = two_nodes()
     first.failed(TWO[0], {0: 134}, {0})
     second.failed(TWO[1], {0: 134})
-    first.trains()
+    first.trains(2)
     assert "the GPU of rank 1 on node 1 failed" in caplog.text and "rank 0" not in caplog.text

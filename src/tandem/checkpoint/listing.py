@@ -153,14 +153,20 @@ def age_in_words(seconds: float) -> str:
 
 
 def is_finished(store: CheckpointStore) -> bool:
-    """Return True if the newest checkpoint is from the last step of its run; False if that is unknown."""
+    """Return True if the newest checkpoint is from the last step of its run; False if that is unknown.
+
+    Its bytes are verified, because a run that falls back to an older checkpoint still has steps to train.
+    """
     try:
         step = max(store.steps(), default=None)
         info = {} if step is None else store.info(step)
+        planned = step if "ended_of" in info else info.get("steps_planned")
+        if step is None or not isinstance(planned, int) or step < planned:
+            return False
+        store.verify(step)
     except CheckpointError:
         return False
-    planned = step if "ended_of" in info else info.get("steps_planned")
-    return step is not None and isinstance(planned, int) and step >= planned
+    return True
 
 
 def newest_step(store: CheckpointStore) -> int | None:

@@ -3,9 +3,9 @@
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from tandem.config import Given, Settings, as_flags, resolve
@@ -13,6 +13,7 @@ from tandem.config.task_names import parsed, untyped
 from tandem.errors import ConfigError, TandemError
 from tandem.json_output import wrap_stderr
 from tandem.launch.gpus import gpus_of, share_of_replica
+from tandem.launch.misplaced import hint
 from tandem.launch.node import run_this_node, with_port
 from tandem.launch.program import check
 from tandem.launch.run_dir import of_this_job
@@ -81,15 +82,16 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     work.check(placement, lambda: gpus_of(environ))
     if placement.starts_all:
         refuse_if_owned(run.where)  # fail early; node 0 takes the lease only once it has started
-        if settings.telemetry.log_format != "json" and not is_quiet():
-            print(where(run, work.saves), file=sys.stderr)
     placement = with_port(placement)
     if placement.starts_all and placement.nodes > 1:
         return simulate(run, settings, placement, as_flags(flags), environ, stop, work)
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
         os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
+    is_here = placement.node_rank == 0 and (placement.starts_all or placement.nodes_share_host)
+    is_shown = is_here and settings.telemetry.log_format != "json" and not is_quiet()
+    header = where(run, work.saves) if is_shown else ""
     state = environ.get("TANDEM_STATE_DIR")
-    return run_this_node(run, settings, placement, work, Path(state) if state else None, stop)
+    return run_this_node(run, settings, placement, work, Path(state) if state else None, stop, header)
 
 
 def _work_of(program: Program | None, run: RunDir, settings: Settings, chosen: frozenset[str]) -> Workload:
@@ -97,7 +99,7 @@ def _work_of(program: Program | None, run: RunDir, settings: Settings, chosen: f
     if program is not None:
         from tandem.work.program import ProgramWork
 
-        return ProgramWork(program, run, settings, chosen)
+        return ProgramWork(program, run, settings, chosen, partial(hint, program))
     from tandem.work.task import TaskWork
 
     return TaskWork(run, settings, chosen)

@@ -26,7 +26,17 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from tandem import running
 from tandem.distributed.group import Position, first_line
-from tandem.errors import FAILED, FINISHED, INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED, StuckError, is_own
+from tandem.errors import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED_TWICE,
+    KILLED,
+    PEER_LOST,
+    STOPPED,
+    StuckError,
+    is_own,
+    was_killed,
+)
 from tandem.launch.completion import await_other_nodes, cause_in, leave_cause
 from tandem.launch.elastic import Departures
 from tandem.launch.membership import Membership
@@ -143,7 +153,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._workers.kill()
                 self._has_saved = True
                 continue
-            self._recovery.failed(self._positions, self._workers.codes(), self._workers.aborted())
+            ended = self._workers.codes(), self._workers.aborted()
+            self._recovery.failed(self._positions, *ended, why=self._known_cause())
             if code is None:
                 self._workers.kill()
                 # None: nodes wait to be let in, or the job ended elsewhere. The latter needs no line here,
@@ -188,10 +199,19 @@ class NodeAgent(SimpleElasticAgent):
         waits_since = self._waiting_since if self._joining else None
         return self._work.saves and is_time_to_save(self._node, self._watchdog.has_ever_trained, waits_since)
 
+    def _known_cause(self) -> str:
+        """Return why the generation ended, if exit codes do not show it; else ""."""
+        cause = self._cause
+        if cause is not None and cause.code != PEER_LOST and not was_killed(cause.code):
+            return str(cause)
+        return "" if self._hang is None else f"rank {self._hang.rank} on node {self._hang.node} hung"
+
     def _said(self, codes: Mapping[int, int]) -> str:
         """Describe on one line how a generation ended on this node."""
         if self._cause is not None:
-            return str(self._cause)
+            return str(self._cause) if self._cause.code == PEER_LOST else self._cause.in_one_line()
+        if known := self._known_cause():  # the codes are those of ranks that this agent has killed
+            return known
         shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
         ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))
         said = f"ranks exited with {', '.join(ends)}"
@@ -269,7 +289,7 @@ class NodeAgent(SimpleElasticAgent):
             if self._stopping and (code := self._stopping.code(self._watchdog.has_trained)) is not None:
                 return code
             if self._watchdog.has_trained:
-                self._recovery.trains()
+                self._recovery.trains(self._positions[0].nodes)
                 # Only now: standby processes would compete with a starting generation for the cores.
                 if now > next_fork:
                     next_fork = now + STANDBY_SECONDS

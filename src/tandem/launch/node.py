@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from tandem.launch.termination import leave_word
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import Workers
-from tandem.log import reporting, setup
+from tandem.log import is_quiet, reporting, setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process
 from tandem.report.access import Access, load_access
@@ -49,8 +50,12 @@ def run_this_node(
     work: Workload,
     state_dir: Path | None,
     stop: StopFlag,
+    header: str = "",
 ) -> int:
-    """Do everything that one node does in a run, and return its exit code (see `errors`)."""
+    """Do everything that one node does in a run, and return its exit code (see `errors`).
+
+    `header` is printed once nothing is wrong with the settings and the task.
+    """
     name_process(f"tandem-node-{placement.node_rank}")
     key = take_key(os.environ)  # the variable goes; ranks must not see the secret
     set_for_ranks(placement.is_one_host, work.has_own_store)
@@ -80,6 +85,8 @@ def run_this_node(
             if prepared.decision.kind == "complete":
                 announce(place, FINISHED, stop=stop)
                 return FINISHED
+            if header:
+                print(header, file=sys.stderr)
         return _run_agent(folder, run, settings, place, work, state_dir, stop, prepared)
 
 
@@ -166,6 +173,11 @@ def _run_agent(
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
             leave_word(f"ended with code {report.code}: {report.reason}")
+        is_shown = settings.telemetry.log_format != "json" and not is_quiet()
+        # A custom loop, which has a plan, has printed its own summary.
+        if placement.node_rank == 0 and is_shown and view.plan is None:
+            if line := work.last_line(report.code, view.restarts):
+                print(line, file=sys.stderr)
         view.linger(stop)
         return report.code
 

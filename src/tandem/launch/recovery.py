@@ -1,7 +1,8 @@
-"""Report which rank was killed and what it cost: a line on node 0's terminal, an event, a row of the page.
+"""Report why ranks were restarted and what it cost: a line on node 0's terminal, an event, a row of the page.
 
 A killed rank's peers only notice that it is gone. Its own agent sees the signal and writes it to the agents'
-store before it joins the next rendezvous. Node 0 reads it when all ranks train again.
+store before it joins the next rendezvous. Node 0 reads it when all ranks train again. A node that wrote
+nothing was lost.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from collections.abc import Collection, Mapping
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.position import Position
-from tandem.errors import GPU_FAILED, PEER_LOST, shell_code, was_killed
+from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, shell_code, was_killed
 from tandem.launch.part import Node
 from tandem.log import counted
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
@@ -28,6 +29,7 @@ ABORTED = -signal.SIGABRT
 
 It explains nothing if another rank was killed: NCCL's watchdog aborts ranks that have lost a peer.
 """
+JOINED = "a node joined"
 
 
 class Recovery:
@@ -37,21 +39,24 @@ class Recovery:
         self._node, self._store = node, store
         self._since: float | None = None  # when the last generation failed, until it is reported
         self._step, self._keys = 0, list[str]()
-        self._is_aborted = False
+        self._is_aborted, self._why = False, ""
 
     def failed(
         self,
         positions: Mapping[int, Position],
         codes: Mapping[int, int | None],
         aborted: Collection[int] = (),
+        why: str = "",
     ) -> None:
         """Record that a generation of ranks {local rank: position} has ended, with these codes so far.
 
-        `aborted`: the local ranks that SIGABRT ended.
+        `aborted`: the local ranks that SIGABRT ended. `why`: the cause, if the agent knows one that is not in
+        the codes.
         """
         first = positions[0]
         prefix = f"{first.store[2] if first.store else ''}/killed/"
         self._since, self._step = time.monotonic(), self._node.view.rank_zeros_step()
+        self._why = why
         self._keys = [f"{prefix}{node}" for node in range(first.nodes)]
         # Only if all others lost their peers: a rank that failed by itself explains the abort.
         self._is_aborted = bool(aborted) and all(
@@ -62,7 +67,8 @@ class Recovery:
             for rank, code in codes.items()
             if code and was_killed(code)
         ]
-        if killed:
+        # After an end that is not retried, no node reads it, and a frozen node 0 would delay the exit.
+        if any(code not in (FINISHED, STOPPED) for code in codes.values()):
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
                 self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
 
@@ -89,10 +95,11 @@ class Recovery:
         level, why = (logging.WARNING, killed) if killed else (logging.INFO, "a node wants to join")
         log.log(level, "%s; restarting all ranks (generation %d)", why, number)
 
-    def trains(self) -> None:
-        """Report on node 0, at the next generation's first step, what the failure cost and who was killed.
+    def trains(self, nodes: int) -> None:
+        """Report on node 0, at the first step of the next generation, why ranks were restarted and its cost.
 
-        Which steps a script repeats is unknown, so its lost steps are not reported.
+        `nodes`: how many take part in that generation. Which steps a script repeats is unknown, so its lost
+        steps are not reported.
         """
         since, self._since = self._since, None
         if since is None or self._node.placement.node_rank != 0:
@@ -107,9 +114,21 @@ class Recovery:
             log.warning("%s; %s", _told(rank, node, code), again)
             told = {"rank": rank, "node": node, "signal": signal_name(shell_code(code))}
             self._node.view.event("rank_killed", **told, **fields)
-        if not killed:  # after a hang, a lost node or a new one, which was logged when it happened
-            log.info("%s", again)
-            self._node.view.event("recovered", **fields)
+        if not killed:
+            why = self._why or self._cause_among(nodes)
+            log.log(logging.INFO if why == JOINED else logging.WARNING, "%s; %s", why, again)
+            self._node.view.event("recovered", cause=why, **fields)
+
+    def _cause_among(self, nodes: int) -> str:
+        """Return why a generation ended in which no rank was killed, failed or hung.
+
+        The agents that saw its end have written something; the others were killed or lost their connection.
+        """
+        with contextlib.suppress(RuntimeError):
+            lost = [str(node) for node, key in enumerate(self._keys) if not self._store.check([key])]
+            if lost:
+                return f"node {lost[0]} was lost" if len(lost) == 1 else f"nodes {', '.join(lost)} were lost"
+        return JOINED if nodes > len(self._keys) else "the ranks lost their connections"
 
     def _killed(self) -> list[tuple[int, int, int]]:
         """Return (rank, node, code) of all killed ranks, as far as their agents have written it."""

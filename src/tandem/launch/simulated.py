@@ -49,6 +49,7 @@ from tandem.signals import StopFlag, default_handlers, handed_on
 from tandem.silence import still
 from tandem.timeouts import DEAF_NODE_SECONDS, LEAVE_SECONDS, SUPERVISE_SECONDS, TRACKER_END_SECONDS
 from tandem.work.base import Workload
+from tandem.work.endings import signal_name
 
 log = logging.getLogger("tandem.launch")
 
@@ -138,10 +139,11 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
             return
         for index, node in enumerate(nodes):
             # While processes of a killed node are left, a successor could not take over its position.
-            is_to_start = node.was_killed() and not stop and restarts_left > 0 and _others_run(nodes, index)
+            killed_by = node.killed_by()
+            is_to_start = killed_by and not stop and restarts_left > 0 and _others_run(nodes, index)
             if is_to_start and not _left_of(nodes):
                 restarts_left -= 1
-                log.warning("node %d was killed (%s); restarting it", index, node.code())
+                log.warning("node %d was killed (%s); restarting it", index, killed_by)
                 node.start("--resume", "auto")  # whatever --resume this launch started with
 
 
@@ -167,7 +169,7 @@ def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
 def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
     # A restarted node would wait in vain for nodes that have ended by themselves.
     others = [node for position, node in enumerate(nodes) if position != index]
-    return not others or any(node.code() is None or node.was_killed() for node in others)
+    return not others or any(node.code() is None or node.killed_by() for node in others)
 
 
 class SimulatedNode:
@@ -205,8 +207,10 @@ class SimulatedNode:
             return KILLED
         return code if code is None else shell_code(code)
 
-    def was_killed(self) -> bool:
-        return self._process is not None and (self._process.exitcode or 0) < 0
+    def killed_by(self) -> str:
+        """Return the name of the signal that killed this node; "" if none did."""
+        code = (self._process.exitcode if self._process is not None else None) or 0
+        return signal_name(shell_code(code)) if code < 0 else ""
 
     def is_cut_off(self) -> bool:
         """Return whether no process can report its exit code any more; it has received SIGTERM then."""

@@ -317,6 +317,11 @@ class NodeView:
         step = max((beat.step for beat in self._beats.values()), default=0)
         return health.record(self._state, step, self.last_progress, self._limits.of(self._state))
 
+    @property
+    def restarts(self) -> int:
+        """How often ranks were restarted in this run, in this launch and earlier ones."""
+        return self._restarts.total
+
     def rank_zeros_step(self) -> int:
         """Return the number of steps that rank 0 had finished at its last heartbeat."""
         return self._beats[0].step if 0 in self._beats else 0

@@ -137,9 +137,7 @@ class Facts:
         """
         sources = self.sources(column)
         if len(set(sources.values())) > 1:
-            raise ConfigError(
-                f"{said(sources)} contradict each other; expected equal values ({self.platform})"
-            )
+            raise ConfigError(f"{said(sources)} contradict each other; expected equal values{self._where}")
         return next(iter(sources.values()), None)
 
     def number(self, column: str, default: int | None = None) -> int:
@@ -157,8 +155,21 @@ class Facts:
     def variable(self, name: str) -> int:
         value = self.environ.get(name)
         if not value:
-            raise ConfigError(f"{self.seen()} but {name} is not; {self.platform} needs it")
+            raise ConfigError(f"{self.seen()} but {name} is not; {self._advice}")
         return whole(name, value)
+
+    @property
+    def _where(self) -> str:
+        """The platform's name, as the end of a message; "" without a platform."""
+        return "" if self.platform in NAMELESS else f" ({self.platform})"
+
+    @property
+    def _advice(self) -> str:
+        """What to do about a missing variable."""
+        if self.platform not in NAMELESS:
+            return f"{self.platform} needs it"
+        found = " ".join(name for name in self.marks if self.environ.get(name))
+        return f"start ranks with torchrun, which sets both, or type `unset {found}`"
 
     def host(self) -> str:
         host = self.text("host")
@@ -186,7 +197,7 @@ class Facts:
             column, "--" + column.replace("_", "-")
         )
         return ConfigError(
-            f"{self.seen()} but {' and '.join(names) or flag} is not ({self.platform}); set it or give {flag}"
+            f"{self.seen()} but {' and '.join(names) or flag} is not{self._where}; set it or give {flag}"
         )
 
     def seen(self) -> str:

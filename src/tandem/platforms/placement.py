@@ -133,7 +133,7 @@ def _checked(placement: Placement, facts: Facts) -> Placement:
     if placement.nodes < 1 or placement.node_rank >= placement.nodes:
         raise ConfigError(
             f"invalid node {placement.node_rank} of {placement.nodes} ({given}, host {facts.hostname}); "
-            f"{placement.platform} numbers nodes from 0 to nodes - 1"
+            "nodes are numbered from 0 to nodes - 1"
         )
     if placement.master_port > 65535:
         raise ConfigError(

@@ -92,6 +92,9 @@ class Workload(Protocol):
     def explain(self, end: GenerationEnd) -> tuple[int, Cause | None]:
         """Return the node's exit code after a rank failed or all ended, and the cause if there is one."""
 
+    def last_line(self, code: int, restarts: int) -> str:
+        """Return what node 0 prints last about a run that ended with `code`; "" if the ranks have said it."""
+
 
 def place_of(position: Any) -> tuple[int, ...] | None:
     """Return what a script may read about its rank when it is imported: a standby key for scripts."""

@@ -21,7 +21,7 @@ LINES_SHOWN, LINE_CHARACTERS = 12, 1000
 TASK_FAILED = "the task failed: "
 NO_ERROR = re.compile(r"\d\d:\d\d:\d\d (node|rank) \d+ \| (?!error: )")
 """A line of tandem's own log below the level of an error."""
-WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.errors\.\w+: )?")
+WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.[\w.]+Error: )?")
 """What torch and a traceback put before an error's message."""
 
 ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Exit)(: |$)")
@@ -68,7 +68,7 @@ class Cause:
 
     def __str__(self) -> str:
         who = f"rank {self.rank} on node {self.node} ({self.node_name})"
-        if was_killed(self.code):
+        if was_killed(self.code) and not (self.lines and is_of_tandem(self.lines[-1])):
             return f"{who} was killed ({signal_name(self.code)})"
         if self.code == PEER_LOST:
             return f"{who} lost its peers"
@@ -76,8 +76,9 @@ class Cause:
 
     def in_one_line(self) -> str:
         """Return the cause on one line, with the rank's error if its last line has one."""
-        said = WHOSE.sub("", self.lines[-1]) if self.lines else ""
-        return f"{self}: {said}" if ERROR.match(said) else str(self)
+        last = self.lines[-1] if self.lines else ""
+        said = WHOSE.sub("", last)
+        return f"{self}: {said}" if is_of_tandem(last) or ERROR.match(said) else str(self)
 
     def told(self) -> str:
         """Return the cause with the last lines of the rank's traceback below it."""
@@ -102,6 +103,12 @@ class Cause:
 
 def _printable(text: str) -> str:
     return printable(text)[:LINE_CHARACTERS]
+
+
+def is_of_tandem(line: str) -> bool:
+    """Return whether this is the last line of the traceback of an error of tandem."""
+    found = WHOSE.match(line)
+    return found is not None and found[2] is not None
 
 
 def last_words(error_file: Path, log: Path) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from tandem.errors import (
     FAILED,
     FINISHED,
     KILLED,
+    MISCONFIGURED,
     PEER_LOST,
     STOPPED,
     ConfigError,
@@ -27,12 +28,14 @@ from tandem.errors import (
     was_killed,
 )
 from tandem.platforms.placement import Placement
+from tandem.rotation import tail
 from tandem.run.directory import RunDir
 from tandem.script.environment import error_file
 from tandem.script.job import Job, Program
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
+from tandem.words import shown
 from tandem.work.base import TRAINED, GenerationEnd, place_of
-from tandem.work.endings import Cause, choose, failures, last_words
+from tandem.work.endings import Cause, choose, failures, is_of_tandem, last_words
 
 log = logging.getLogger("tandem.launch")
 
@@ -40,7 +43,8 @@ log = logging.getLogger("tandem.launch")
 class ProgramWork:
     """A program's ranks save, stop and report errors in their own way; their exit codes have to be explained.
 
-    `chosen` as for `variables_of`.
+    `chosen` as for `variables_of`. `hint` maps the last line of a program that rejected its arguments to what
+    to type instead, or to "".
     """
 
     saves = False
@@ -51,8 +55,17 @@ class ProgramWork:
     warm_up = "tandem.script.rank:warm_up"
     standby_key: Callable[..., object] = staticmethod(place_of)
 
-    def __init__(self, program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        run: RunDir,
+        settings: Settings,
+        chosen: Collection[str],
+        hint: Callable[[str], str] = lambda said: "",
+    ) -> None:
         self._program = program
+        self._hint = hint
+        self._name = settings.run.task
         self._run = run
         self._launch = settings.launch
         self.job = job_of(program, run, settings, chosen)
@@ -96,9 +109,10 @@ class ProgramWork:
         if end.stop and code == PEER_LOST and STOPPED in end.now().values():
             return STOPPED, None  # it lost the rank that handled the signal first
         position = end.positions[local_rank]
-        words = (
-            () if was_killed(code) else last_words(error_file(position), self._run.rank_log(position.rank))
-        )
+        words = last_words(error_file(position), self._run.rank_log(position.rank))
+        # A rank that could not save before it stopped exits with 137, but has not been killed.
+        if was_killed(code) and not (words and is_of_tandem(words[-1])):
+            words = ()
         cause = Cause(position.rank, position.node_rank, position.node_name, code, words)
         if end.nodes > 1 and not end.stop:
             with contextlib.suppress(RuntimeError):
@@ -110,6 +124,17 @@ class ProgramWork:
         if code == PEER_LOST and FINISHED in end.now().values():
             return FAILED, replace(cause, code=FAILED)  # no rank was lost: some ranks returned too early
         return code, cause
+
+    def last_line(self, code: int, restarts: int) -> str:
+        if code == MISCONFIGURED:
+            with contextlib.suppress(OSError):
+                said = tail(self._run.rank_log(0), 4000)[0].decode(errors="replace").splitlines()
+                if said and (hint := self._hint(said[-1])):
+                    return f"tandem: {hint}"
+        if code not in (FINISHED, STOPPED):
+            return ""
+        run = shown(self._run.where)
+        return f"{self._name} ended with code {code}; restarts: {restarts}; run directory: {run}"
 
 
 def _asked_to_stop(end: GenerationEnd, code: int) -> int:

@@ -114,3 +114,7 @@ class TaskWork:
         if code == PEER_LOST and (end.positions[0].nodes == 1 or end.last_words):
             code = job_code(list(end.blamed().values()))
         return code, None
+
+    def last_line(self, code: int, restarts: int) -> str:
+        """Return nothing: rank 0 has printed the run's summary, or the error that ended it."""
+        return ""

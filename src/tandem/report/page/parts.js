@@ -69,7 +69,7 @@ function sentence(event) {
     straggler: () => `${who} is a straggler: it needs ${seconds(rest.own_seconds)} per step (median ${seconds(rest.median_seconds)}); ${rest.place ? `most of it at ${rest.place}` : `the extra time is in ${rest.phase}`}`,
     hang: () => `${who} has hung in ${rest.phase}${at} for ${seconds(rest.seconds)}; restarting all ranks`,
     rank_killed: () => `${who} was killed (${rest.signal}); training again${cost}`,
-    recovered: () => `Training again${cost}`,
+    recovered: () => `Training again${cost}${isGiven(rest.cause) ? ` (${rest.cause})` : ""}`,
     rank_failed: () => `A rank failed: ${reason}`,
     nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
     replica_mismatch: () => `Ranks ${told(rest.ranks)} have different parameters from rank 0${at}`,
