@@ -88,3 +88,12 @@ def test_behind_a_command_a_killed_rank_goes_on_from_the_newest_checkpoint(scrip
     summary = scripts.summary("run")
     assert (summary["state"], summary["global_step"]) == ("finished", 48)
     assert summary["resumed_from_step"] in (15, 20)  # by the save that was on its way
+
+
+def test_ranks_without_a_run_directory_are_refused_in_one_line(scripts: Scripts, free_port: int) -> None:
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    # An empty TANDEM_RUN_DIR counts as unset.
+    ranks = [scripts.start("small.py", "", RANK=rank, LOCAL_RANK=rank, **place) for rank in range(2)]
+    codes, outputs = zip(*[scripts.processes.wait(each) for each in ranks], strict=True)
+    assert codes == (2, 2), outputs
+    assert outputs[0].count("\n") == 1 and "TANDEM_RUN_DIR=" in outputs[0] and not outputs[1], outputs

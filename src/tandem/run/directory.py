@@ -59,8 +59,9 @@ class RunDir:
         if run_dir is None:
             if placement.platform != "none":
                 raise ConfigError(
-                    f"no run directory is set, and on {placement.platform} all nodes need the same one; "
-                    "give --run-dir DIR (on the shared volume) or TANDEM_RUN_DIR"
+                    "no run directory is set, and all ranks need the same one; set TANDEM_RUN_DIR=runs/NAME "
+                    "before the command, or give --run-dir runs/NAME; with several nodes, on a volume that all "
+                    "of them see"
                 )
             name = settings.run.task.rpartition(":")[2] if ":" in settings.run.task else settings.run.task
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
