@@ -34,6 +34,7 @@ Start here: tandem demo
 
 def main() -> None:
     """Run the console script; exit with the verb's exit code."""
+    _open_closed_streams()
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     environ = dict(os.environ)  # a copy with the job's secret, which a launch removes from os.environ
     try:
@@ -67,6 +68,21 @@ def main() -> None:
         drain()  # at a normal exit of the interpreter, atexit calls it
         os._exit(code)  # threads of gloo and of the store abort some interpreters at a normal exit
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that the caller has closed (`2>&-`), so that writing to them does nothing.
+
+    Otherwise the next file or socket would become stderr, and an error of the last flush would replace the
+    exit code.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # the kernel gives the lowest free descriptor, which is this one
+            mode = "r" if name == "stdin" else "w"
+            os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)
+            setattr(sys, name, open(descriptor, mode, closefd=False))
 
 
 def run(verb: str, words: Sequence[str], environ: Environment) -> int:

@@ -60,8 +60,7 @@ class RunDir:
             if placement.platform != "none":
                 raise ConfigError(
                     "no run directory is set, and all ranks need the same one; set TANDEM_RUN_DIR=runs/NAME "
-                    "before the command, or give --run-dir runs/NAME; with several nodes, on a volume that all "
-                    "of them see"
+                    "before the command, or give --run-dir runs/NAME; several nodes need it on a shared volume"
                 )
             name = settings.run.task.rpartition(":")[2] if ":" in settings.run.task else settings.run.task
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
