@@ -96,7 +96,7 @@ $(STAMP): requirements.lock pyproject.toml $(if $(filter-out file undefined defa
 	@$(call installed,requirements.lock)
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@# uv compiles no bytecode. Importing what a run needs writes it once, even if PYTHONDONTWRITEBYTECODE is set.
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import tandem.launch.agent, tandem.launch.warm, tandem.rank.task'
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import tandem.launch.agent, tandem.launch.preload, tandem.rank.task'
 	@touch $@
 
 $(TOOLS): requirements-dev.lock $(STAMP)

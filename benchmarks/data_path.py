@@ -34,7 +34,7 @@ from table import Row, finish
 from tandem.config.slices import DataConfig
 from tandem.data.digits import prepare_digits
 from tandem.data.kinds import training_data
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 from tandem.tasks.digits import Digits
 from tandem.tasks.image_folder import ImageFolder
 from tandem.tasks.normalised import normalised
@@ -115,7 +115,7 @@ def image_folder(folder: Path, workers: int) -> Batches:
 def by_tandem(data: Any, batch_size: int, workers: int = 0) -> Batches:
     """What a single rank of a run trains on."""
     config = DataConfig(batch_size=batch_size, workers=workers)
-    reader = Reader(config, seed=0, rank=0, world_size=1, collate=None, device=torch.device("cpu"))
+    reader = BatchReader(config, seed=0, rank=0, world_size=1, collate=None, device=torch.device("cpu"))
     for micro_batches in training_data(data, reader, None).steps(0, 1_000_000_000):
         yield from micro_batches
 

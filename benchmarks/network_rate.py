@@ -19,8 +19,8 @@ sys.path.insert(0, str(HERE.parent / "src"))
 
 from table import save  # noqa: E402
 from tandem.cluster.actions import remove_metrics, start  # noqa: E402
-from tandem.cluster.ending import Job  # noqa: E402
 from tandem.cluster.engine import Cluster, ClusterError, check_engine  # noqa: E402
+from tandem.cluster.job import ClusterJob  # noqa: E402
 
 STEPS, LOG_EVERY = 40, 10
 RATES = ("", "1gbit", "100mbit")
@@ -54,7 +54,7 @@ def measure(image: str, nodes: int, rate: str) -> float:
         },
     )
     start(cluster)
-    job = Job.of(cluster)
+    job = ClusterJob.of(cluster)
     job.wait()
     remove_metrics(cluster)
     codes = list(job.codes().values())

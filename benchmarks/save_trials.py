@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import async_save
 
 from table import Row, render
 from tandem.checkpoint.flatten import flatten
-from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.store import CheckpointStore

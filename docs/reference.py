@@ -16,7 +16,7 @@ from typing import Any
 from tandem import cli, errors
 from tandem.config.topics import EXIT_CODES
 from tandem.data.datasets import Datasets
-from tandem.own_loop import run
+from tandem.custom_loop import run
 from tandem.tasks import base
 
 DOCS = Path(__file__).parent

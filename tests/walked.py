@@ -22,7 +22,7 @@ from tandem.training import loop, run
 SRC = Path(tandem.cli.__file__).parent
 WALKS: dict[str, tuple[tuple[type, ...], Any, str]] = {
     "settings": ((Settings, *filter(dataclasses.is_dataclass, vars(slices).values())), run, "_run"),
-    "loop": ((loop.Course,), run, "train"),
+    "loop": ((loop.LoopState,), run, "train"),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.kubernetes.render import UsageError, render
-from tandem.kubernetes.spoken import speak_make
+from tandem.kubernetes.wording import speak_make
 
 WRONG = 2
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tandem.config.sources import OTHER_VARIABLES, VARIABLES
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 from tandem_k8s.documents import Document, PodTemplate, job_specs, pod_templates, title
 
 Problems = Iterator[str]

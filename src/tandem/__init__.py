@@ -6,21 +6,21 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from tandem.custom_loop.run import Run as Run
+    from tandem.custom_loop.run import start as start
     from tandem.data.datasets import Datasets as Datasets
     from tandem.errors import TandemError as TandemError
     from tandem.launch.from_python import launch as launch
-    from tandem.own_loop.run import Run as Run
-    from tandem.own_loop.run import start as start
     from tandem.tasks.base import Task as Task
 
 __version__ = "0.1.0"  # the only place; the build reads it
 
 _PUBLIC = {
     "Datasets": "tandem.data.datasets",
-    "Run": "tandem.own_loop.run",
+    "Run": "tandem.custom_loop.run",
     "Task": "tandem.tasks.base",
     "TandemError": "tandem.errors",
-    "start": "tandem.own_loop.run",
+    "start": "tandem.custom_loop.run",
 }
 __all__ = ["Datasets", "Run", "TandemError", "Task", "launch", "start"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from tandem import __version__
 from tandem.errors import FINISHED, ConfigError, TandemError
-from tandem.verbs import k8s, place, runs, tasks
+from tandem.text import did_you_mean, nearest
+from tandem.verbs import host, k8s, runs, tasks
 from tandem.verbs.verb import Environment, Verb
-from tandem.words import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -49,7 +49,7 @@ def main() -> None:
             from tandem.signals import left_at_stop_signals
 
             with left_at_stop_signals(code):
-                from tandem.launch.early import tell_others
+                from tandem.launch.announce_error import tell_others
 
                 tell_others(sys.argv[2:], environ, error)
     except KeyboardInterrupt:
@@ -114,7 +114,7 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         print(parser_of(verb, is_short="--help" not in words).format_help(), end="")
         return FINISHED
     if verb == "health" and not words:  # probes call it every few seconds, so it builds no parser
-        return place.health(None, environ)
+        return host.health(None, environ)
     options = parser_of(verb).read(words)
     options.program = program
     if name := getattr(options, "log_level", None):
@@ -169,7 +169,7 @@ def _completion_options(parser: "Parser") -> None:
 VERBS: Mapping[str, Verb] = {
     **tasks.VERBS,
     **runs.VERBS,
-    **place.VERBS,
+    **host.VERBS,
     **k8s.VERBS,
     "completion": Verb(
         completion, "bash|zsh|fish", "print a completion script for your shell", _completion_options, False

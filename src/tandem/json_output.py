@@ -102,7 +102,8 @@ def _become_the_writer(source: int) -> None:
 
 def write_on(source: int, to: int, node: int, marker: bytes, drained: Callable[[], object]) -> None:
     """Read `source` to its end and write JSON lines to `to`. Call `drained()` at each `marker` line."""
-    begun, plain = b"", list[bytes]()
+    begun = b""
+    plain = list[bytes]()
 
     def write(text: bytes) -> None:
         with suppress(OSError):  # the reader is gone; programs that print must not notice

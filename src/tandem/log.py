@@ -22,7 +22,8 @@ from tandem import rotation
 from tandem.errors import ConfigError, text_of
 
 LOGGER_NAME = "tandem"
-CLEAR, PLAIN = "\r\x1b[K", "\x1b[0m"
+CLEAR = "\r\x1b[K"
+PLAIN = "\x1b[0m"
 COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
@@ -185,7 +186,8 @@ class FileHandler(logging.FileHandler):
         path = Path(self.baseFilename)
         if self.stream is not None and rotation.has_gone(path, self.stream.fileno(), rotation.LOG_BYTES):
             with suppress(OSError):  # it stays with the older one, and tries again
-                before, self.stream = self.stream, self._open()
+                before = self.stream
+                self.stream = self._open()
                 before.close()
         super().emit(record)
 

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from tandem.timeouts import END_LOOK_SECONDS
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
 ENDED = ("Z", "X", "x")
 
 
@@ -176,7 +178,8 @@ def close_device_files() -> None:
                 os.close(int(name))
 
 
-SAFE_PATH, OURS = "PYTHONSAFEPATH", "tandem"
+SAFE_PATH = "PYTHONSAFEPATH"
+OURS = "tandem"
 _is_ours = False
 
 

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from tandem.bounded_reader import opened
 from tandem.layout import OLDER
-from tandem.reading import opened
 
 LOG_BYTES = 32 * 2**20
 """The size at which a file of log/ is full.
@@ -23,7 +23,8 @@ With the previous file, a rank's output takes about twice that.
 """
 EVENTS_BYTES = 2 * 2**20
 """The size at which events.jsonl is full. Less than `reading.TAIL_BYTES`, so readers see both files whole."""
-TRIES, PAUSE_SECONDS = 200, 0.005
+TRIES = 200
+PAUSE_SECONDS = 0.005
 """How often to check whether a rename is over. It takes milliseconds, or tenths of a second for events."""
 
 
@@ -133,9 +134,11 @@ def tail(path: Path, count: int) -> tuple[bytes, bool]:
                 continue  # renamed between the two
             if not files:
                 raise FileNotFoundError(f"{path} does not exist")
-            found, is_cut = b"", False
+            found = b""
+            is_cut = False
             for file in files:
-                size, left = file.seek(0, os.SEEK_END), count - len(found)
+                size = file.seek(0, os.SEEK_END)
+                left = count - len(found)
                 file.seek(max(0, size - left))
                 found = file.read(left) + found
                 is_cut = is_cut or size > left
@@ -151,7 +154,9 @@ class Output:
     """
 
     def __init__(self, path: Path, *descriptors: int) -> None:
-        self._path, self._descriptors, self._process = path, descriptors, os.getpid()
+        self._path = path
+        self._descriptors = descriptors
+        self._process = os.getpid()
         self._stat = os.fstat(descriptors[0])
 
     def renew(self) -> None:

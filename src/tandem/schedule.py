@@ -49,7 +49,8 @@ class Cadence:
         found = _CADENCE.fullmatch(text)
         if not found:
             raise ValueError(CADENCE_VALID)
-        value, unit = float(found[1]), _UNITS[found[2] or ""]
+        value = float(found[1])
+        unit = _UNITS[found[2] or ""]
         if value == 0:
             return cls(0.0, "never")
         if not math.isfinite(value) or (unit == "steps" and value % 1) or (unit == "percent" and value > 100):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from tandem import running
+from tandem import running_clock
 from tandem.errors import StoppedError
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
@@ -68,7 +68,7 @@ class StopFlag:
         own = [number for number in SCHEDULERS_SIGNALS if callable(signal.getsignal(number))]
         for number in {*STOP_SIGNALS, *_hangup()}.difference(own):
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
-        running.now()  # starts its thread outside of a handler
+        running_clock.now()  # starts its thread outside of a handler
         hear_stop_signals()
         return self
 
@@ -131,10 +131,10 @@ class StopFlag:
         elif self._wake is None:
             self._count(number)
         else:  # the listener counts, because this handler may run late and look like another signal
-            self._is_first(number, running.now())
+            self._is_first(number, running_clock.now())
 
     def _count(self, number: int) -> None:
-        now = running.now()
+        now = running_clock.now()
         is_interrupt = number == signal.SIGINT or (self.is_torchruns and self.interrupts > 0)
         if now - self._last > REPEAT_WINDOW_SECONDS and is_interrupt:
             self.interrupts += 1
@@ -146,7 +146,8 @@ class StopFlag:
 
     def _is_first(self, number: int, now: float) -> None:
         if self.signal_number is None:
-            self.signal_number, self.at = number, now
+            self.signal_number = number
+            self.at = now
 
 
 def stop_together(with_this_process: Callable[[int], None]) -> None:

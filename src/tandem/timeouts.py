@@ -4,7 +4,7 @@ To understand or tune a delay, look here for what each number is measured agains
 instead (--hang-timeout, --master-timeout, ...).
 """
 
-# Progress lines of a slow start (silence.py)
+# Progress lines of a slow start (slow_start.py)
 
 SILENCE_SECONDS = 3.0
 """Silence after which a start logs what it is doing. A quick start has finished by then, or logged."""
@@ -34,7 +34,7 @@ IDLE_HANG_SECONDS = 180.0
 AGAIN_SECONDS = 30.0
 """The same for a rank in the place where the last generation hung."""
 RUNNING_TICK_SECONDS = 0.2
-"""Between two readings of the clock of `running.py`."""
+"""Between two readings of the clock of `running_clock.py`."""
 LONGEST_GAP_SECONDS = 1.0
 """The time between two such readings counts as at most this: the process was stopped."""
 SLOW_RANKS_SECONDS = 5.0
@@ -128,7 +128,8 @@ KEEP_ALIVE_SECONDS = 1
 Longer among many nodes.
 """
 KEEP_ALIVE_ATTEMPTS = 5
-TORCH_POLL_SECONDS, TORCH_KEEP_ALIVE_SECONDS = 1.0, 5
+TORCH_POLL_SECONDS = 1.0
+TORCH_KEEP_ALIVE_SECONDS = 5
 """torch's own values of both, and the upper limits here."""
 BACKOFF_SECONDS_A_NODE = 0.02
 """Per node: the longest backoff of a node whose write to the shared state came too late."""
@@ -160,7 +161,7 @@ LEFT_POLL_SECONDS = 0.02
 """Between two checks on node 0 whether all nodes have left."""
 
 MEETING_FILE_SECONDS = 600.0
-"""Ranks of one start write the file through which they connect within this time (distributed/meeting.py)."""
+"""Ranks of one start write the file that connects them within this time (distributed/group_store.py)."""
 
 # The lease on a run directory (run/lease.py)
 

@@ -12,7 +12,7 @@ from program_files import program_text
 from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.errors import ConfigError
-from tandem.verify.check import Parts, compared, facts_of_ranks
+from tandem.verify.check import TaskParts, compared, facts_of_ranks
 from tandem.verify.probe import facts_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -111,7 +111,7 @@ def test_a_task_that_cannot_train_is_one_line_with_its_code(runs: Runs) -> None:
 
 
 def test_each_part_is_said_when_it_begins_with_the_time_that_is_left() -> None:
-    parts = Parts(iter([100.0, 106.0]).__next__)
+    parts = TaskParts(iter([100.0, 106.0]).__next__)
     assert [str(parts.next(what)) for what in "abcd"] == [
         "  1 of 4 a",
         "  2 of 4 b; about 30 s to go",

@@ -18,7 +18,7 @@ from program_files import program_text
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.meeting import check_fresh
+from tandem.distributed.group_store import check_fresh
 from tandem.errors import ConfigError
 from tandem.platforms.placement import detect
 

@@ -21,12 +21,12 @@ from torch import nn
 from needs import require_strategy
 from tandem.config import Settings
 from tandem.config.slices import ComputeConfig, ExchangeConfig
+from tandem.custom_loop.limits import check_settings
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.replica import Passenger, Replica
+from tandem.distributed.replica import PiggybackedValues, Replica
 from tandem.distributed.strategy import check_together
 from tandem.errors import ConfigError
-from tandem.own_loop.limits import check_settings
 
 pytestmark = pytest.mark.multi
 
@@ -167,7 +167,7 @@ def replicas(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
     found = {}
     for kind in ("none", "bf16", "fp16"):
         torch.manual_seed(0)
-        passenger = Passenger(torch.zeros(3))
+        passenger = PiggybackedValues(torch.zeros(3))
         replica = Replica(Said().model, group, passenger, ExchangeConfig(gradient_compression=kind))  # type: ignore[arg-type]
         for step in range(2):
             replica.zero_grad()

@@ -14,7 +14,7 @@ from patience import patient
 from played_gpu import play
 from tandem.config import Settings
 from tandem.distributed.connecting import announce, complaint
-from tandem.distributed.meeting import check_same_kind, open_store
+from tandem.distributed.group_store import check_same_kind, open_store
 from tandem.distributed.position import Position
 from tandem.log import setup
 from tandem.rank.session import RankSession

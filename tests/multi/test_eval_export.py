@@ -17,7 +17,7 @@ from program_files import program_text
 from tandem import cli
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import ConfigError
-from tandem.launch.scoring import told
+from tandem.launch.eval_command import told
 
 pytestmark = pytest.mark.multi
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.config import Settings
 from tandem.data.kinds import training_data
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
 from tandem.tasks.base import WholeTask
@@ -41,7 +41,7 @@ def step(group: ProcessGroup, name: str, cut: dict[str, Any]) -> tuple[int, floa
     stepper = Stepper(
         group, strategy, settings.compute, settings.optimization, 64, 0, task, model, optimizer, Clock()
     )
-    reader = Reader(settings.data, 5, group.rank, group.size, None, group.device)
+    reader = BatchReader(settings.data, 5, group.rank, group.size, None, group.device)
     (batches,) = training_data(rows(), reader, None).steps(1, 2)
     stepper.settle(batches, 1, Costs())
     agreed = stepper.take(batches, 1, Proposal())

@@ -17,7 +17,7 @@ from tandem.distributed.devices import choose_devices
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
-from tandem.tasks.parts import model_of
+from tandem.tasks.build import model_of
 
 pytestmark = pytest.mark.multi
 

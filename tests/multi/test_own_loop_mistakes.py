@@ -8,8 +8,8 @@ from own_loops import SMALL, Scripts
 
 from program_files import program_text
 from tandem.config import Settings
+from tandem.custom_loop.engine import check_settings
 from tandem.errors import ConfigError
-from tandem.own_loop.engine import check_settings
 
 pytestmark = pytest.mark.multi
 

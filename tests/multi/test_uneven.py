@@ -15,7 +15,7 @@ from torch import Tensor
 from program_files import program_text
 from tandem.config import Settings
 from tandem.data.kinds import evaluation_batches, training_data
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
@@ -64,9 +64,9 @@ def stepper_of(group: ProcessGroup, name: str) -> tuple[Stepper, Any]:
     return Stepper(group, strategy, *made, Clock()), model
 
 
-def reader_of(group: ProcessGroup, micro: int | None = None) -> Reader:
+def reader_of(group: ProcessGroup, micro: int | None = None) -> BatchReader:
     config = Settings().replace(batch_size=SHARE * 3, micro_batch_size=micro).data
-    return Reader(config, 0, group.rank, group.size, None, group.device, group.gather)
+    return BatchReader(config, 0, group.rank, group.size, None, group.device, group.gather)
 
 
 def uneven(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
@@ -135,11 +135,13 @@ def test_what_cannot_be_is_said_in_one_line() -> None:
     for sizes, batch, said in (((0, 0), 4, "no samples for any rank"), ((5, 3, 2), 4, "over 3 ranks")):
         config = Settings().replace(batch_size=batch).data
         gathered = list(sizes)
-        reader = Reader(config, 0, 0, len(sizes), None, torch.device("cpu"), lambda size, all=gathered: all)  # type: ignore[misc]
+        reader = BatchReader(
+            config, 0, 0, len(sizes), None, torch.device("cpu"), lambda size, all=gathered: all
+        )  # type: ignore[misc]
         with pytest.raises(ConfigError, match=said):
             training_data(Parts(sizes), reader, None)
     with pytest.raises(ConfigError, match="works only in tasks"):
-        training_data(Parts((5,)), Reader(config, 0, 0, 1, None, torch.device("cpu")), None)
+        training_data(Parts((5,)), BatchReader(config, 0, 0, 1, None, torch.device("cpu")), None)
 
 
 TASK = program_text("uneven_task")

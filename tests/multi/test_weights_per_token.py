@@ -12,7 +12,7 @@ from torch.nn import functional
 from tandem.config import Settings
 from tandem.data.datasets import TensorRows
 from tandem.data.kinds import training_data
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
 from tandem.tasks.base import WholeTask
@@ -51,7 +51,7 @@ def one_step(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
     found = []
     for micro in (None, 1, 3):
         settings = Settings().replace(batch_size=BATCH, micro_batch_size=micro)
-        reader = Reader(settings.data, 0, group.rank, group.size, None, group.device, group.gather)
+        reader = BatchReader(settings.data, 0, group.rank, group.size, None, group.device, group.gather)
         strategy = strategies.load(name, group)
         model = strategy.spread(model_of_words())
         task: Any = WholeTask(Words())  # type: ignore[arg-type]

@@ -25,8 +25,8 @@ from zoo_rows import BATCH, KILLED_AT, SAMPLES, SAVED_AT, STEPS, ZOO, Row, avera
 
 import tandem
 import tandem.cli
+import tandem.custom_loop.run
 import tandem.launch.lone_rank
-import tandem.own_loop.run
 import tandem.rank.task
 import tandem.report.server
 from tandem.checkpoint.state import deserialize

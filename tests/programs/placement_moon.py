@@ -1,4 +1,4 @@
-from tandem.platforms.environment import Columns, Facts, Placement
+from tandem.platforms.environment import Columns, Placement, PlatformEnv
 
 ORDER = 5
 COLUMNS = Columns(("CRATERS",), ("CRATER",))
@@ -8,6 +8,6 @@ def detect(environ):
     return "CRATER" in environ
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     facts = facts.on("moon", ("CRATER",), COLUMNS)
     return Placement("moon", facts.number("nodes"), facts.number("node_rank"), None, facts.host(), 1969)

@@ -1,8 +1,8 @@
 import sys
 import time
 
-from tandem import running
+from tandem import running_clock
 
-print(time.monotonic() - running.now(), flush=True)
+print(time.monotonic() - running_clock.now(), flush=True)
 for _ in sys.stdin:
-    print(time.monotonic() - running.now(), flush=True)
+    print(time.monotonic() - running_clock.now(), flush=True)

@@ -5,7 +5,7 @@ import sys
 import time
 from contextlib import suppress
 
-from tandem.launch import guard
+from tandem.launch import tls_proxy
 
 address, held = (sys.argv[1], int(sys.argv[2])), []
 said = [b"", b"\x3c\x85\xf7\xce" + bytes(300), secrets.token_bytes(3000), b"\x16\x03\x01\x02\0\x01"]
@@ -17,7 +17,7 @@ for turn in itertools.count():
         stranger = socket.create_connection(address, timeout=5)
         held.append(stranger)  # half open, for as long as the gate bears it
         if turn % 10 == 0:
-            guard.ask(stranger, b"x" * 32, turn % 65536)
+            tls_proxy.ask(stranger, b"x" * 32, turn % 65536)
         elif turn % 10 == 1:
             for data in (said[1], said[2]):
                 stranger.sendall(data)

@@ -4,7 +4,7 @@ from pathlib import Path
 from agent import Place, Workers, start_fork_server
 
 if __name__ == "__main__":
-    start_fork_server(["tandem.launch.warm"], Path(sys.argv[1]))
+    start_fork_server(["tandem.launch.preload"], Path(sys.argv[1]))
     workers = Workers("pool:rank", None, [])
     workers.start({0: Place()})
     workers.wait(80)

@@ -7,7 +7,11 @@ from tandem.signals import StopFlag
 
 
 def sleeps(said):
-    ours = [name for name in ("tandem.launch.deaf", "tandem.launch.warm", "torch") if name in sys.modules]
+    ours = [
+        name
+        for name in ("tandem.launch.fork_server_signals", "tandem.launch.preload", "torch")
+        if name in sys.modules
+    ]
     said.put((ours, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL))
     time.sleep(300)
 

@@ -17,7 +17,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, RunTakenError
 from tandem.run.lease import claim
-from tandem.run.owner import Note, fence
+from tandem.run.owner import LeaseRecord, fence
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -155,7 +155,7 @@ def test_a_run_there_belongs_to_one_launch(store_address: str) -> None:
     store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
     store.save(1, STATE, {})
     notes = notes_at(run / "owner")
-    theirs = replace(Note.mine(""), word="theirs", host="far", boot="another", machine="")
+    theirs = replace(LeaseRecord.mine(""), word="theirs", host="far", boot="another", machine="")
     assert not notes.create(1, theirs.render()), "a number is given once"
     assert notes.create(2, theirs.render()) and notes.numbers() == [1, 2]
     with pytest.raises(RunTakenError, match="on far"):

@@ -11,7 +11,7 @@ from tandem.checkpoint.locate import checkpoints_of
 from tandem.checkpoint.storage import _made, storage_at
 from tandem.checkpoint.storage.folder import Folder
 from tandem.checkpoint.storage.objects import Objects
-from tandem.checkpoint.storage.protocol import Entries, Payload, Reader
+from tandem.checkpoint.storage.protocol import Entries, Payload, StorageReader
 from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import run
 from tandem.config import address, resolve
@@ -36,7 +36,7 @@ class Drawer:
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
         return self._folder.list(self._at(directory))
 
-    def open(self, path: PurePath, from_disk: bool = False) -> Reader:
+    def open(self, path: PurePath, from_disk: bool = False) -> StorageReader:
         return self._folder.open(self._at(path), from_disk)
 
     def commit(
@@ -44,8 +44,8 @@ class Drawer:
     ) -> int:
         return self._folder.commit(self._at(target), payload, manifest, replace)
 
-    def mend(self, directory: PurePath) -> None:
-        self._folder.mend(self._at(directory))
+    def repair(self, directory: PurePath) -> None:
+        self._folder.repair(self._at(directory))
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         self._folder.rename(self._at(source), self._at(target))

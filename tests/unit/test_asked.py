@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tandem.config.slices import DataConfig
-from tandem.data.asked import Asking, Moment, asking
 from tandem.data.kinds import evaluation_batches, training_data
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
+from tandem.data.step_context import StepContext, WithStepContext, asking
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import line_of
 
@@ -61,9 +61,9 @@ def test_who_does_not_ask_is_called_as_it_is() -> None:
         type("Collator", (Bare,), {"collate": lambda self, samples, step_size=1: samples})(),
     ):
         whole = WholeTask(task)
-        assert not isinstance(whole.loss, Asking) and not isinstance(whole.collate, Asking)
+        assert not isinstance(whole.loss, WithStepContext) and not isinstance(whole.collate, WithStepContext)
     for method in (lambda step: step, lambda epoch, step: step, lambda *step, **epoch: step, dict.get, None):
-        assert asking(method, 2, Moment()) is method, "what is always given may have any name"
+        assert asking(method, 2, StepContext()) is method, "what is always given may have any name"
 
 
 def test_a_loss_is_told_of_the_step_that_is_taken() -> None:
@@ -91,7 +91,7 @@ def test_mistakes_are_said_of_the_method_itself() -> None:
 @pytest.mark.parametrize("task", [Tells(), TellsEpoch()], ids=["step", "epoch"])
 def test_a_batch_is_told_of_its_own_step(task: Any, kind: str, workers: int, start: int) -> None:
     config = DataConfig(batch_size=4, micro_batch_size=2, workers=workers)
-    reader = Reader(config, 0, 0, 1, WholeTask(task).collate, CPU, lambda size: [size])
+    reader = BatchReader(config, 0, 0, 1, WholeTask(task).collate, CPU, lambda size: [size])
     given = training_data(SETS[kind], reader, None).steps(start, STEPS)
     for step, micro_batches in zip(range(start, STEPS), given, strict=True):
         wanted = step if isinstance(task, Tells) else step // EPOCH_STEPS

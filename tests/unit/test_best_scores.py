@@ -8,7 +8,7 @@ from tandem.config import Settings
 from tandem.errors import ConfigError
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
-from tandem.training.loop import EVENTS, Timetable
+from tandem.training.loop import EVENTS, EventSchedule
 from tandem.training.saving import warn_of_missing_score
 
 
@@ -30,7 +30,7 @@ from tandem.training.saving import warn_of_missing_score
 )
 def test_evaluations_that_are_saved(evaluate: str, save: str, all_saved: bool) -> None:
     every = dict.fromkeys(EVENTS, "never") | {"eval": evaluate, "save": save}
-    assert Timetable.of(100, 400, **every).saves_every_evaluation() == all_saved
+    assert EventSchedule.of(100, 400, **every).saves_every_evaluation() == all_saved
 
 
 def test_a_score_that_nobody_gives_is_named(caplog: pytest.LogCaptureFixture) -> None:

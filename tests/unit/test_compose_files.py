@@ -23,7 +23,7 @@ from cpu_lock import cpu_lock  # noqa: E402
 from patience import patient  # noqa: E402
 from tandem.cluster import actions as cluster  # noqa: E402
 from tandem.cluster import command_line, engine, faults, job_secret, preflight  # noqa: E402
-from tandem.cluster.network import Shape  # noqa: E402
+from tandem.cluster.network import LinkShape  # noqa: E402
 
 # The cluster decides these itself: places, ports, folders, and the grace period that Compose has to exceed.
 DECIDED = {
@@ -287,24 +287,25 @@ def test_the_cpu_lock_is_the_other_without_cuda() -> None:
 
 
 @pytest.mark.parametrize(("shape", "commands"), [
-    (Shape("100mbit"), ["qdisc replace dev eth0 root handle 1: tbf rate 100mbit burst 256kb latency 400ms"]),
-    (Shape("", "20ms", "1%"), ["qdisc replace dev eth0 root handle 1: netem delay 20ms loss 1%"]),
-    (Shape("1gbit", "5ms"), [
+    (LinkShape("100mbit"),
+     ["qdisc replace dev eth0 root handle 1: tbf rate 100mbit burst 256kb latency 400ms"]),
+    (LinkShape("", "20ms", "1%"), ["qdisc replace dev eth0 root handle 1: netem delay 20ms loss 1%"]),
+    (LinkShape("1gbit", "5ms"), [
         "qdisc replace dev eth0 root handle 1: netem delay 5ms",
         "qdisc replace dev eth0 parent 1: handle 2: tbf rate 1gbit burst 256kb latency 400ms",
     ]),
 ])  # fmt: skip
-def test_what_tc_is_told(shape: Shape, commands: list[str]) -> None:
+def test_what_tc_is_told(shape: LinkShape, commands: list[str]) -> None:
     shape.check()
     assert shape.commands() == commands
 
 
 @pytest.mark.parametrize(("shape", "line"), [
-    (Shape("100"), "RATE: invalid value '100'; expected a value such as RATE=100mbit"),
-    (Shape("", "20"), "LATENCY: invalid value '20'; expected a value such as LATENCY=20ms"),
-    (Shape("", "", "1;ls"), "LOSS: invalid value '1;ls'; expected a value such as LOSS=1%"),
+    (LinkShape("100"), "RATE: invalid value '100'; expected a value such as RATE=100mbit"),
+    (LinkShape("", "20"), "LATENCY: invalid value '20'; expected a value such as LATENCY=20ms"),
+    (LinkShape("", "", "1;ls"), "LOSS: invalid value '1;ls'; expected a value such as LOSS=1%"),
 ])  # fmt: skip
-def test_what_tc_would_not_take(shape: Shape, line: str) -> None:
+def test_what_tc_would_not_take(shape: LinkShape, line: str) -> None:
     with pytest.raises(engine.ClusterError) as error:
         shape.check()
     assert str(error.value) == line

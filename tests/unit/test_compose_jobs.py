@@ -9,7 +9,7 @@ import pytest
 
 from tandem.cluster import actions as cluster
 from tandem.cluster import command_line, engine, network
-from tandem.cluster import ending as job
+from tandem.cluster import job as job
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ def wrote(played: Any, summary: dict[str, Any], ago: float = 0) -> None:
 
 def ended(played: Any, *nodes: engine.Node) -> tuple[int, str]:
     """The job's end, after `nodes` are all that is there."""
-    followed = job.Job.of(played)
+    followed = job.ClusterJob.of(played)
     played.there = list(nodes)
     followed.wait()
     return followed.ending()

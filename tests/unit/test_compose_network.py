@@ -11,7 +11,7 @@ import pytest
 from tandem.cluster import chaos
 from tandem.cluster.engine import Cluster, Node
 from tandem.cluster.faults import Fault, Scene
-from tandem.cluster.network import Shape, cut, mend, shape_node
+from tandem.cluster.network import LinkShape, cut, repair, shape_node
 
 NODE = Node(1, "n-node-1", "id", "running", 0, 1, 1, "first", "")
 
@@ -62,15 +62,15 @@ def cluster(require: Callable[..., None]) -> Iterator[Namespace]:
 
 def slow_network(scene: Scene) -> str:
     """A fault with a shape of its own, lifted as faults lift it."""
-    shape_node(scene.cluster, scene.node, Shape("1mbit"))
+    shape_node(scene.cluster, scene.node, LinkShape("1mbit"))
     assert scene.cluster.rate() == "1Mbit"  # type: ignore[attr-defined]
-    shape_node(scene.cluster, scene.node, Shape())
+    shape_node(scene.cluster, scene.node, LinkShape())
     return "slow"
 
 
 def partition(scene: Scene) -> str:
     cut(scene.cluster, scene.node)
-    mend(scene.cluster, scene.node)
+    repair(scene.cluster, scene.node)
     return "cut"
 
 
@@ -86,7 +86,7 @@ def restart(scene: Scene) -> str:
 def test_the_users_rate_is_back_after_a_fault(
     cluster: Namespace, inject: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape_node(cluster, cluster.nodes()[0], Shape("100mbit"))
+    shape_node(cluster, cluster.nodes()[0], LinkShape("100mbit"))
     steps = iter(range(10, 100))
     monkeypatch.setattr(chaos, "live_step", lambda cluster: next(steps))
     monkeypatch.setitem(chaos.FAULTS, "tried", Fault(inject, lambda scene: "went on", reopens=False))

@@ -11,13 +11,13 @@ from torch import nn
 from tandem.config.slices import ComputeConfig, ExchangeConfig, OptimisationConfig
 from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.strategy.single import Strategy as Single
+from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.recorder import Recorder
-from tandem.training.groups import groups_of
 from tandem.training.optim import Schedule, build_optimizer
+from tandem.training.parameter_groups import groups_of
 from tandem.training.resume import load_state
 from tandem.training.step import Readings
 

@@ -12,7 +12,7 @@ from patience import patient
 from program_files import program_text
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.strategy.single import Strategy as Single
+from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.training import flops
 from tandem.training.buffers import buffers_kept
 from tandem.training.flops import flops_of, peak_flops

@@ -24,10 +24,10 @@ from tandem.distributed.position import Position
 from tandem.errors import ConfigError, GpuLostError, PeerLostError, is_retried
 from tandem.signals import StopFlag
 from tandem.tasks.recompute import recomputed
-from tandem.training.layout import lay_out
-from tandem.training.learner import check_compilation
+from tandem.training.channels_last import lay_out
 from tandem.training.precision import precision_of
 from tandem.training.resume import on_their_devices
+from tandem.training.train_state import check_compilation
 from tandem.verify import doctor, machine, resume
 
 

@@ -16,9 +16,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
 import tandem
 from program_files import program_text
 from tandem.errors import FINISHED
-from tandem.launch.early import place_of
-from tandem.launch.meeting_place import MeetingPlace, _is_missed, announce
+from tandem.launch.announce_error import place_of
 from tandem.launch.rendezvous_state import STATE_KEY, to_text
+from tandem.launch.store_endpoint import StoreEndpoint, _is_missed, announce
 from tandem.log import setup
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
@@ -117,7 +117,7 @@ def test_a_complete_run_says_that_it_waits_for_the_others_and_hears_a_signal(
     stop = StopFlag()
     threading.Timer(4, setattr, (stop, "signal_number", signal.SIGINT)).start()
     began = time.monotonic()
-    announce(MeetingPlace(Placement("by-hand", 2, 0, 1, "127.0.0.1", free_port), None), FINISHED, stop=stop)
+    announce(StoreEndpoint(Placement("by-hand", 2, 0, 1, "127.0.0.1", free_port), None), FINISHED, stop=stop)
     assert time.monotonic() - began < 20
     setup(None, None, 0, to_terminal=False, json_lines=False)
     assert "still telling the other nodes, for up to 30 s" in capsys.readouterr().err

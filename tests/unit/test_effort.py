@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tandem import running
-from tandem.telemetry.effort import Effort, in_collective
+from tandem import running_clock
+from tandem.telemetry.thread_activity import ThreadActivity, in_collective
 from tandem.timeouts import BEAT_SECONDS
 
 
 def seen_while(work: Callable[[], object]) -> float:
     """For how long no work was seen at the end of `work`, which this thread, the main one, does."""
-    effort, done = Effort(), threading.Event()
+    effort, done = ThreadActivity(), threading.Event()
 
     def look() -> None:
         while not done.wait(BEAT_SECONDS):
@@ -24,7 +24,7 @@ def seen_while(work: Callable[[], object]) -> float:
     looking = threading.Thread(target=look)
     looking.start()
     work()
-    idle = running.now() - effort.worked_at
+    idle = running_clock.now() - effort.worked_at
     done.set()
     looking.join()
     return idle

@@ -16,9 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from patience import patient
 from tandem.errors import ConfigError
-from tandem.launch import guard
-from tandem.launch.guard import Gate, RefusedError, Way, answer, ask, is_gate
+from tandem.launch import tls_proxy
 from tandem.launch.secret import take_key
+from tandem.launch.tls_proxy import ProxyClient, ProxyRefusedError, ProxyServer, answer, ask, is_gate
 
 KEY, OTHER = secrets.token_bytes(32), secrets.token_bytes(32)
 NAME = 0
@@ -30,8 +30,8 @@ def store() -> TCPStore:
 
 
 @pytest.fixture
-def gate(store: TCPStore) -> Gate:
-    gate = Gate(0, KEY)
+def gate(store: TCPStore) -> ProxyServer:
+    gate = ProxyServer(0, KEY)
     gate.open(NAME, store.port)
     return gate
 
@@ -67,8 +67,8 @@ def both(
     return errors
 
 
-def test_a_node_with_the_secret_uses_the_store_as_if_it_were_here(store: TCPStore, gate: Gate) -> None:
-    way = Way(("127.0.0.1", gate.port), KEY, NAME)
+def test_a_node_with_the_secret_uses_the_store_as_if_it_were_here(store: TCPStore, gate: ProxyServer) -> None:
+    way = ProxyClient(("127.0.0.1", gate.port), KEY, NAME)
     way.check()
     clients = [client(way.port) for _ in range(5)]
     clients[0].set("a", "b" * 300_000)  # more than one TLS record, both ways
@@ -91,25 +91,27 @@ def test_a_node_with_the_secret_uses_the_store_as_if_it_were_here(store: TCPStor
     assert not waits.is_alive()
 
 
-def test_a_node_with_another_secret_or_for_another_door_is_refused(store: TCPStore, gate: Gate) -> None:
-    with pytest.raises(RefusedError, match="different secret"):
-        Way(("127.0.0.1", gate.port), OTHER, NAME).check()
-    elsewhere = Way(("127.0.0.1", gate.port), KEY, store.port)  # what nobody has opened
+def test_a_node_with_another_secret_or_for_another_door_is_refused(
+    store: TCPStore, gate: ProxyServer
+) -> None:
+    with pytest.raises(ProxyRefusedError, match="different secret"):
+        ProxyClient(("127.0.0.1", gate.port), OTHER, NAME).check()
+    elsewhere = ProxyClient(("127.0.0.1", gate.port), KEY, store.port)  # what nobody has opened
     with socket.create_connection(("127.0.0.1", elsewhere.port), timeout=patient(20)) as plain:
         with suppress(ConnectionError):
             assert plain.recv(1) == b""
     store.set("still", "here")
 
 
-def test_a_store_without_a_gate_is_no_gate(store: TCPStore, gate: Gate) -> None:
+def test_a_store_without_a_gate_is_no_gate(store: TCPStore, gate: ProxyServer) -> None:
     """Downgrade: node 0 without a secret, or somebody in its place."""
     with pytest.raises(OSError, match="no node 0 with a secret"):
-        Way(("127.0.0.1", store.port), KEY, NAME).check()
+        ProxyClient(("127.0.0.1", store.port), KEY, NAME).check()
     assert is_gate(("127.0.0.1", gate.port)) and not is_gate(("127.0.0.1", store.port))
 
 
-def test_nobody_without_the_secret_reaches_the_store(store: TCPStore, gate: Gate) -> None:
-    way = Way(("127.0.0.1", gate.port), KEY, NAME)
+def test_nobody_without_the_secret_reaches_the_store(store: TCPStore, gate: ProxyServer) -> None:
+    way = ProxyClient(("127.0.0.1", gate.port), KEY, NAME)
     one = client(way.port)
     junk = [b"", b"\0" * 600, b"GET / HTTP/1.0\r\n\r\n", secrets.token_bytes(4000), b"\x16\x03\x01\x02\0\x01"]
     held = []
@@ -120,17 +122,17 @@ def test_nobody_without_the_secret_reaches_the_store(store: TCPStore, gate: Gate
         held.append(stranger)  # half open, for ever
         if turn % 50 == 0:
             one.set(f"turn-{turn}", "1")
-            Way(("127.0.0.1", gate.port), KEY, NAME).check()
+            ProxyClient(("127.0.0.1", gate.port), KEY, NAME).check()
     assert not store.check(["anything"]) and store.check(["turn-250"])
     for stranger in held:
         stranger.close()
 
 
-def test_a_crowd_from_one_address_pushes_out_nobody_of_another(gate: Gate) -> None:
+def test_a_crowd_from_one_address_pushes_out_nobody_of_another(gate: ProxyServer) -> None:
     slow = socket.create_connection(("127.0.0.1", gate.port), source_address=("127.0.0.2", 0))
-    crowd = [socket.create_connection(("127.0.0.1", gate.port)) for _ in range(3 * guard.STRANGERS)]
+    crowd = [socket.create_connection(("127.0.0.1", gate.port)) for _ in range(3 * tls_proxy.STRANGERS)]
     for each in crowd:
-        assert each.recv(len(guard.GREETING)) in (guard.GREETING, b"")
+        assert each.recv(len(tls_proxy.GREETING)) in (tls_proxy.GREETING, b"")
     ask(slow, KEY, NAME).close()
     for each in crowd:
         each.close()
@@ -177,41 +179,41 @@ def test_somebody_in_between_who_hands_all_on_is_refused() -> None:
 
     def in_between() -> None:
         with suppress(OSError):
-            left[1].sendall(right[0].recv(len(guard.GREETING)))
-            near = guard._context(True).wrap_socket(left[1], server_side=True)
-            far = guard._context(False).wrap_socket(right[0])
+            left[1].sendall(right[0].recv(len(tls_proxy.GREETING)))
+            near = tls_proxy._context(True).wrap_socket(left[1], server_side=True)
+            far = tls_proxy._context(False).wrap_socket(right[0])
             near.sendall(far.recv(4096))
             far.sendall(near.recv(4096))
             near.sendall(far.recv(4096))
 
     threading.Thread(target=in_between, daemon=True).start()
     asking, answering = both(lambda: ask(left[0], KEY, NAME), lambda: answer(right[1], KEY))
-    assert isinstance(answering[0], RefusedError) and asking and isinstance(asking[0], OSError)
+    assert isinstance(answering[0], ProxyRefusedError) and asking and isinstance(asking[0], OSError)
 
 
 def test_a_node_0_that_knows_no_secret_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
     one, other = pair
 
     def pretend() -> None:
-        other.sendall(guard.GREETING)
-        connection = guard._context(True).wrap_socket(other, server_side=True)
+        other.sendall(tls_proxy.GREETING)
+        connection = tls_proxy._context(True).wrap_socket(other, server_side=True)
         connection.sendall(bytes(32))
-        said = guard._exactly(connection, 32 + 2 + 32)
+        said = tls_proxy._exactly(connection, 32 + 2 + 32)
         connection.sendall(said[-32:])  # its own proof, as if it were ours
         with suppress(OSError):
             connection.recv(1)
 
     refused, _ = both(lambda: ask(one, KEY, NAME), pretend)
-    assert isinstance(refused[0], RefusedError)
+    assert isinstance(refused[0], ProxyRefusedError)
 
 
-def test_only_tls_of_the_one_kind_is_spoken(gate: Gate) -> None:
+def test_only_tls_of_the_one_kind_is_spoken(gate: ProxyServer) -> None:
     for version in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.minimum_version = version
         with socket.create_connection(("127.0.0.1", gate.port), timeout=patient(20)) as plain:
-            assert plain.recv(len(guard.GREETING)) == guard.GREETING
+            assert plain.recv(len(tls_proxy.GREETING)) == tls_proxy.GREETING
             with pytest.raises(OSError, match=r"."):
                 context.wrap_socket(plain)
 

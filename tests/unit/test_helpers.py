@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tandem.distributed.helpers import killed_helper
+from tandem.distributed.child_processes import killed_helper
 
 FORK = multiprocessing.get_context("fork")
 

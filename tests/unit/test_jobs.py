@@ -12,9 +12,9 @@ from tandem.config import Settings
 from tandem.distributed.devices import choose_devices
 from tandem.errors import ConfigError, PeerLostError
 from tandem.launch import rendezvous
-from tandem.launch.meeting_place import MeetingPlace
 from tandem.launch.rendezvous import host_store, join_store
 from tandem.launch.run_dir import of_this_job
+from tandem.launch.store_endpoint import StoreEndpoint
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
 
@@ -76,7 +76,7 @@ def test_nodes_of_another_job_are_not_let_in(free_port: int) -> None:
 
 def test_node_0_needs_no_name_to_reach_its_own_store(free_port: int) -> None:
     """A pod's name is published when it is seen to live; until then its own store was "taken"."""
-    place = MeetingPlace(Placement("by-hand", 2, 0, None, "not-published.invalid", free_port), None)
+    place = StoreEndpoint(Placement("by-hand", 2, 0, None, "not-published.invalid", free_port), None)
     store = place.host()
     assert place.address == ("127.0.0.1", free_port)
     assert place.connect().get(rendezvous.NODES_KEY) == b"2"
@@ -85,9 +85,9 @@ def test_node_0_needs_no_name_to_reach_its_own_store(free_port: int) -> None:
 
 def test_the_gate_leads_to_the_agents_store_after_each_generation_of_a_script(free_port: int) -> None:
     """The first store of ranks took its place, and nobody who came later was let in."""
-    node_0 = MeetingPlace(Placement("by-hand", 2, 0, None, "127.0.0.1", free_port), b"key")
+    node_0 = StoreEndpoint(Placement("by-hand", 2, 0, None, "127.0.0.1", free_port), b"key")
     stores = [node_0.host()]
-    node_1 = MeetingPlace(replace(node_0.asked, node_rank=1), b"key")
+    node_1 = StoreEndpoint(replace(node_0.asked, node_rank=1), b"key")
     for generation in range(2):
         ranks, address = node_0.host_for_ranks()
         stores.append(ranks)
@@ -100,7 +100,7 @@ def test_the_gate_leads_to_the_agents_store_after_each_generation_of_a_script(fr
 
 def test_a_port_that_is_taken_is_said(free_port: int) -> None:
     with socket.create_server(("", free_port)):
-        place = MeetingPlace(Placement("by-hand", 2, 0, None, "localhost", free_port), None)
+        place = StoreEndpoint(Placement("by-hand", 2, 0, None, "localhost", free_port), None)
         said = f"cannot listen on localhost:{free_port}: .*--master HOST:PORT"
         with pytest.raises(PeerLostError, match=said):
             place.host()

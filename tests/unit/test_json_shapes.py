@@ -90,7 +90,7 @@ def of_doctor(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def of_eval(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    from tandem.launch.scoring import told
+    from tandem.launch.eval_command import told
 
     return json.loads(told(CheckpointStore(folder), 3, {"loss": float("nan"), "accuracy": 1.0}, 2, True))
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.custom_loop.kept import KeptState, KeptValues
+from tandem.custom_loop.logged_values import LoggedValues
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
-from tandem.own_loop.kept import Kept, KeptState
-from tandem.own_loop.numbers import Numbers
 
 
 class Alone:
@@ -37,7 +37,7 @@ class Thing:
         self.state = state["state"]
 
 
-def state_of(kept: Kept, *per_rank: str) -> KeptState:
+def state_of(kept: KeptValues, *per_rank: str) -> KeptState:
     return KeptState(kept, [kept.model], ALONE, per_rank)
 
 
@@ -60,11 +60,11 @@ NUMBERS = [
 
 @pytest.mark.parametrize("value", NUMBERS, ids=repr)
 def test_a_kept_number_takes_any_number_and_stays_pythons(value: Any) -> None:
-    kept = Kept(model=nn.Linear(2, 2), best=np.float32(0.25) if isinstance(value, np.generic) else 0.25)
+    kept = KeptValues(model=nn.Linear(2, 2), best=np.float32(0.25) if isinstance(value, np.generic) else 0.25)
     state = state_of(kept)
     kept.best = value
     assert type(kept.best) in (bool, int, float) and kept.best == value
-    other = Kept(model=nn.Linear(2, 2), best=0.0)
+    other = KeptValues(model=nn.Linear(2, 2), best=0.0)
     state_of(other).load(state.whole(), state.own())
     assert other.best == kept.best
 
@@ -75,7 +75,7 @@ def test_a_kept_number_takes_any_number_and_stays_pythons(value: Any) -> None:
     ids=repr,
 )
 def test_a_kept_number_that_becomes_something_else_is_one_line(value: Any) -> None:
-    kept = Kept(model=nn.Linear(2, 2), best=0.0)
+    kept = KeptValues(model=nn.Linear(2, 2), best=0.0)
     with pytest.raises(ConfigError) as caught:
         kept.best = value
     assert "'best'" in str(caught.value) and "\n" not in str(caught.value) and caught.value.exit_code == 2
@@ -88,7 +88,7 @@ def test_a_kept_number_that_becomes_something_else_is_one_line(value: Any) -> No
     ids=repr,
 )
 def test_a_kept_tensor_keeps_its_form(value: Any) -> None:
-    kept = Kept(model=nn.Linear(2, 2), seen=torch.zeros(3))
+    kept = KeptValues(model=nn.Linear(2, 2), seen=torch.zeros(3))
     state = state_of(kept)
     kept.seen = torch.full((3,), 2.0)
     kept.seen = np.full(3, 3.0, np.float32)
@@ -98,7 +98,7 @@ def test_a_kept_tensor_keeps_its_form(value: Any) -> None:
 
 
 def test_a_kept_tensor_that_grows_in_place_is_refused_at_the_save() -> None:
-    kept = Kept(model=nn.Linear(2, 2), seen=torch.zeros(3))
+    kept = KeptValues(model=nn.Linear(2, 2), seen=torch.zeros(3))
     state = state_of(kept)
     kept.seen.resize_(5)
     with pytest.raises(ConfigError, match="seen"):
@@ -107,7 +107,7 @@ def test_a_kept_tensor_that_grows_in_place_is_refused_at_the_save() -> None:
 
 def test_an_array_is_kept_and_restored_in_place() -> None:
     arrays = [np.zeros((2, 3)), np.zeros(4, np.int32)[::-1], np.zeros(3, ">f4")]
-    kept = Kept(model=nn.Linear(2, 2), a=arrays[0], b=arrays[1], c=arrays[2])
+    kept = KeptValues(model=nn.Linear(2, 2), a=arrays[0], b=arrays[1], c=arrays[2])
     state = state_of(kept)
     for array in arrays:
         array += 2
@@ -124,15 +124,15 @@ def test_an_array_is_kept_and_restored_in_place() -> None:
 )
 def test_an_array_that_cannot_be_restored_is_refused_at_once(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"run.keep\(odd"):
-        state_of(Kept(model=nn.Linear(2, 2), odd=value))
+        state_of(KeptValues(model=nn.Linear(2, 2), odd=value))
 
 
 def test_what_cannot_be_saved_is_named_with_its_place() -> None:
     with pytest.raises(ConfigError) as caught:
-        state_of(Kept(model=nn.Linear(2, 2), env=Thing({"a": [decimal.Decimal(1)]})))
+        state_of(KeptValues(model=nn.Linear(2, 2), env=Thing({"a": [decimal.Decimal(1)]})))
     assert "env['state']['a'][0]" in str(caught.value) and "decimal.Decimal" in str(caught.value)
     with pytest.raises(ConfigError, match=r"env\['state'\]"):
-        state_of(Kept(model=nn.Linear(2, 2), env=Thing(decimal.Decimal(1))), "env")
+        state_of(KeptValues(model=nn.Linear(2, 2), env=Thing(decimal.Decimal(1))), "env")
 
 
 GENERATORS: list[Any] = [
@@ -149,7 +149,7 @@ GENERATORS: list[Any] = [
 def test_random_generators_can_be_kept(make: Any, draw: Any, per_rank: list[str]) -> None:
     from tandem.checkpoint.state import deserialize, serialize
 
-    kept = Kept(model=nn.Linear(2, 2), rng=make())
+    kept = KeptValues(model=nn.Linear(2, 2), rng=make())
     state = state_of(kept, *per_rank)
     draw(kept.rng)
     saved = deserialize(serialize({**state.whole(), "per_rank": state.own()}))
@@ -163,7 +163,7 @@ LOGGED = [*NUMBERS, decimal.Decimal("0.5"), fractions.Fraction(1, 2), np.array([
 
 @pytest.mark.parametrize("value", LOGGED, ids=repr)
 def test_any_number_can_be_logged(value: Any) -> None:
-    numbers = Numbers(ALONE)
+    numbers = LoggedValues(ALONE)
     numbers.add("accuracy", value)
     total, count = numbers._sums["accuracy"]
     assert count == 1 and (float(total) == float(np.asarray(value).item()) or value != value)
@@ -174,5 +174,5 @@ def test_any_number_can_be_logged(value: Any) -> None:
 )
 def test_what_is_no_number_cannot_be_logged(value: Any) -> None:
     with pytest.raises(ConfigError, match="accuracy") as caught:
-        Numbers(ALONE).add("accuracy", value)
+        LoggedValues(ALONE).add("accuracy", value)
     assert "\n" not in str(caught.value)

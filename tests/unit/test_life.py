@@ -12,18 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.signals import StopFlag
-from tandem.telemetry import life, metrics
+from tandem.telemetry import agent_state, metrics
 from tandem.telemetry.meter import ACTIVITIES
 from tandem.telemetry.registry import Registry
 from tandem.telemetry.restarts import Restarts
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(list(life.ACTIVITY_OF)), st.floats(0, 10), st.booleans()), max_size=40)
+    st.lists(
+        st.tuples(st.sampled_from(list(agent_state.ACTIVITY_OF)), st.floats(0, 10), st.booleans()),
+        max_size=40,
+    )
 )
 def test_activities_add_up_to_wall_time(switches: list[tuple[str, float, bool]]) -> None:
     now = start = 1000.0
-    activities, spent = life.Activities(start), dict.fromkeys(ACTIVITIES, 0.0)
+    activities, spent = agent_state.Activities(start), dict.fromkeys(ACTIVITIES, 0.0)
 
     def take() -> None:
         rows: Any = activities.take(now)
@@ -41,7 +44,7 @@ def test_activities_add_up_to_wall_time(switches: list[tuple[str, float, bool]])
 
 
 def test_time_belongs_to_the_state_that_the_run_is_in() -> None:
-    activities = life.Activities(-3.0)
+    activities = agent_state.Activities(-3.0)
     for state, now in (("rendezvous", 2.0), ("training", 4.0), ("checkpointing", 9.0), ("training", 10.0)):
         activities.enter(state, now)
     activities.enter("succeeded", 14.0)
@@ -51,22 +54,22 @@ def test_time_belongs_to_the_state_that_the_run_is_in() -> None:
 
 
 def test_a_clock_that_steps_back_counts_nothing() -> None:
-    activities = life.Activities(10.0)
+    activities = agent_state.Activities(10.0)
     activities.enter("training", 5.0)
     rows: Any = activities.take(11.0)
     assert [value for _, _, value in rows] == [1.0]
 
 
 def test_the_age_of_a_process_grows() -> None:
-    first = life.process_age_seconds()
+    first = agent_state.process_age_seconds()
     assert 0 < first < 24 * 3600
     time.sleep(0.05)
-    assert life.process_age_seconds() > first
+    assert agent_state.process_age_seconds() > first
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 50), st.integers(0, 9)), max_size=30))
 def test_steps_done_again_and_new_ones_are_all_steps(moves: list[tuple[bool, int, int]]) -> None:
-    replays, done, reached, steps, again = life.Replays(), 0, 0, 0, 0
+    replays, done, reached, steps, again = agent_state.Replays(), 0, 0, 0, 0
     replays.begin(0)
     for restarts, amount, unreported in moves:
         if restarts:  # killed `unreported` steps after the last report, of which a snapshot knows
@@ -81,7 +84,7 @@ def test_steps_done_again_and_new_ones_are_all_steps(moves: list[tuple[bool, int
 
 
 def test_an_agent_started_anew_knows_how_far_the_run_had_come() -> None:
-    replays = life.Replays(reached=120)
+    replays = agent_state.Replays(reached=120)
     replays.begin(100)
     assert [replays.advance(step) for step in (110, 110, 130, 140)] == [10, 0, 10, 0]
 
@@ -121,14 +124,16 @@ def test_signals_are_counted_once() -> None:
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         stop._handle(number, None)
     assert stop.received == {"SIGTERM": 1}  # the rest are repeats within two seconds
-    assert life.signal_increments(stop.received, counted) == [metrics.SIGNALS_RECEIVED.inc(signal="SIGTERM")]
-    assert life.signal_increments(stop.received, counted) == []
+    assert agent_state.signal_increments(stop.received, counted) == [
+        metrics.SIGNALS_RECEIVED.inc(signal="SIGTERM")
+    ]
+    assert agent_state.signal_increments(stop.received, counted) == []
 
 
 def test_log_messages_are_counted_by_level() -> None:
     registry = Registry()
-    life.count_log_messages(lambda message: registry.apply(message.samples))  # type: ignore[union-attr]
-    life.count_log_messages(lambda message: registry.apply(message.samples))  # type: ignore[union-attr] # replaces it
+    agent_state.count_log_messages(lambda message: registry.apply(message.samples))  # type: ignore[union-attr]
+    agent_state.count_log_messages(lambda message: registry.apply(message.samples))  # type: ignore[union-attr] # replaces it
     logger = logging.getLogger("tandem.test")
     try:
         logger.info("not counted")
@@ -136,7 +141,9 @@ def test_log_messages_are_counted_by_level() -> None:
             logger.log(level, "counted")
     finally:
         parent = logging.getLogger("tandem")
-        parent.handlers = [each for each in parent.handlers if not isinstance(each, life.CountingHandler)]
+        parent.handlers = [
+            each for each in parent.handlers if not isinstance(each, agent_state.CountingHandler)
+        ]
     counted = [
         registry.registry.get_sample_value("tandem_log_messages_total", {"level": level})
         for level in ("warning", "error", "critical")
@@ -145,10 +152,10 @@ def test_log_messages_are_counted_by_level() -> None:
 
 
 def test_the_memory_of_a_process() -> None:
-    assert life.resident_bytes(os.getpid()) > 2**20
-    assert life.resident_bytes(2**22 + 5) == 0
+    assert agent_state.resident_bytes(os.getpid()) > 2**20
+    assert agent_state.resident_bytes(2**22 + 5) == 0
 
 
 def test_a_volume_that_does_not_answer_has_no_size(tmp_path: Path) -> None:
-    assert len(life.volume_sizes(tmp_path)) == 2
-    assert life.volume_sizes(tmp_path / "gone") == []
+    assert len(agent_state.volume_sizes(tmp_path)) == 2
+    assert agent_state.volume_sizes(tmp_path / "gone") == []

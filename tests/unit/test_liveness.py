@@ -13,9 +13,9 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import FAILED
 from tandem.launch import rendezvous
 from tandem.launch.elastic import LastCall
+from tandem.launch.generation_sync import check_all_are_in
 from tandem.launch.rendezvous import StoreLostError, VerdictError
 from tandem.launch.rendezvous_state import WatchfulBackend
-from tandem.launch.round import check_all_are_in
 from tandem.platforms.placement import Placement
 
 NODES = [engine._NodeDesc(f"node{index}", 1, index) for index in (0, 1)]
@@ -70,7 +70,7 @@ def test_a_node_that_says_nothing_more_is_out_after_its_time(monkeypatch: pytest
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     true, off = holders(store)
     now = [100.0]
-    monkeypatch.setattr(liveness.running, "now", lambda: now[0])
+    monkeypatch.setattr(liveness.running_clock, "now", lambda: now[0])
     for index, holder in enumerate((true, off)):
         holder.sync()
         holder.state.participants[NODES[index]] = 0

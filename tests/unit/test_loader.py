@@ -24,7 +24,7 @@ from tandem.data.kinds import evaluation_batches, takes_workers, training_data
 from tandem.data.loader import loader_processes, to_device, train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed, kept_generators
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class Collecting(Noisy):
     [("auto", 1, 0), ("auto", 4, 3), ("auto", 64, 8), (0, 64, 0), (12, 1, 12)],
 )
 def test_workers_by_themselves_leave_a_cpu_to_the_rank(wanted: Any, cores: int, processes: int) -> None:
-    reader = Reader(DataConfig(batch_size=10, workers=wanted), 5, 0, 1, None, CPU)
+    reader = BatchReader(DataConfig(batch_size=10, workers=wanted), 5, 0, 1, None, CPU)
     reader.cores = cores
     assert reader.workers == loader_processes(wanted, cores) == processes
 
@@ -86,7 +86,7 @@ class Whose(Noisy):
 def test_workers_by_themselves_load_the_same_samples_in_the_same_order() -> None:
     made = {}
     for cores in (1, 2, 4):
-        reader = Reader(DataConfig(batch_size=10, workers="auto"), 5, 0, 1, None, CPU)
+        reader = BatchReader(DataConfig(batch_size=10, workers="auto"), 5, 0, 1, None, CPU)
         reader.cores = cores
         steps = list(training_data(Whose(), reader, 4).steps(0, 4))
         made[cores] = [batch[0].tolist() for step in steps for batch in step]
@@ -111,7 +111,9 @@ def test_only_data_that_are_loaded_by_the_sample_take_workers() -> None:
     datasets = [(Noisy(), None), (rows, default_collate), (rows, None), (Stream(), None), (Part(), None)]
     assert [takes_workers(*each) for each in datasets] == [True, True, False, False, False]
     for dataset in (Stream(), Part()):  # a number above 0 is refused there
-        reader = Reader(DataConfig(batch_size=10, workers="auto"), 5, 0, 1, None, CPU, lambda mine: [mine])
+        reader = BatchReader(
+            DataConfig(batch_size=10, workers="auto"), 5, 0, 1, None, CPU, lambda mine: [mine]
+        )
         assert len(list(training_data(dataset, reader, 4).steps(0, 4))) == 4
 
 

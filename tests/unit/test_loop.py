@@ -17,7 +17,7 @@ from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, Readings, StepTimes
 from tandem.telemetry.recorder import Recorder
-from tandem.training.loop import Timetable, Training, train
+from tandem.training.loop import EventSchedule, TaskLoopState, train
 from tandem.training.nonfinite import Policy
 from tandem.training.step import Proposal
 
@@ -63,7 +63,7 @@ def training(
     policy: str = "stop",
     ends_at: int = 0,
     **cadences: str,
-) -> tuple[Training, list[int]]:
+) -> tuple[TaskLoopState, list[int]]:
     """20 steps; a stop signal comes while step `stop_at` is prepared. The list fills with steps saved."""
     saved: list[int] = []
     stop = StopFlag()
@@ -84,13 +84,13 @@ def training(
         "snapshot": "never",
         **cadences,
     }
-    made = Training(
+    made = TaskLoopState(
         world=cast(ProcessGroup, SimpleNamespace(is_first=True, gather_rows=lambda row: Here([row]))),
         task=WholeTask(task),
         model=nn.Identity(),
         stepper=cast(Any, LateStepper(bad)),
         schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),
-        timetable=Timetable({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
+        timetable=EventSchedule({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
         recorder=recorder,
         clock=clock,
         nonfinite=Policy(policy, lambda: False, recorder),

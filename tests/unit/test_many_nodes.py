@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem import running
+from tandem import running_clock
 from tandem.launch.rendezvous import read_all
 from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog
 from tandem.telemetry import metrics
@@ -65,8 +65,8 @@ def test_metrics_of_a_node_are_taken_in_when_they_change_or_were_dropped(
 
     assert [read(50.0), read(50.0), read(60.0)] == [50.0, 50.0, 60.0]
     assert len(taken) == 2  # what says the same once more is not taken in again
-    now = running.now()
-    monkeypatch.setattr(running, "now", lambda: now + STALE_SECONDS + 1)
+    now = running_clock.now()
+    monkeypatch.setattr(running_clock, "now", lambda: now + STALE_SECONDS + 1)
     assert read(60.0, again=True) is None  # nothing new for long: the node is gone
     assert read(60.0) == 60.0
 

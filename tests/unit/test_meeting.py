@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tandem.config import Settings
-from tandem.distributed.meeting import (
+from tandem.distributed.group_store import (
     DUMP_SIGNAL,
     check_same_kind,
     connect_store,

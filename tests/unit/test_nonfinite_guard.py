@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.consensus import Consensus, left_out
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.strategy.single import Strategy as Single
+from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.errors import NonFiniteError
 from tandem.telemetry.families import Sample
 from tandem.training.nonfinite import MOST_SKIPS_IN_A_ROW, Guard, Policy, culprit

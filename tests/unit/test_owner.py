@@ -23,7 +23,7 @@ from tandem.errors import CheckpointError, ConfigError, RunTakenError, StoppedEr
 from tandem.platforms.placement import Placement
 from tandem.run import lease as module
 from tandem.run.lease import claim, refuse_if_owned
-from tandem.run.owner import Note, Token, fence
+from tandem.run.owner import LeaseRecord, Token, fence
 
 HOLD = program_text("owner_hold")
 
@@ -55,9 +55,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def the_note(run: Path) -> Note:
+def the_note(run: Path) -> LeaseRecord:
     notes = notes_at(run / "owner")
-    note = Note.parse(notes.read(max(notes.numbers())))
+    note = LeaseRecord.parse(notes.read(max(notes.numbers())))
     assert note is not None
     return note
 
@@ -227,7 +227,7 @@ def test_the_same_job_started_again_elsewhere_does_not_wait(run: Path, hold: Hol
 def test_a_machine_that_was_started_again_has_no_owners_of_before(run: Path, hold: Hold) -> None:
     hold(run).kill()
     change(run, boot="earlier", machine="m")
-    here = replace(Note.mine(""), machine="m")
+    here = replace(LeaseRecord.mine(""), machine="m")
     assert the_note(run).is_seen_from(here) and the_note(run).is_gone(here)
     assert not the_note(run).is_seen_from(replace(here, host="another of that image"))
 
@@ -263,7 +263,7 @@ def test_what_is_no_note_is_watched_and_then_replaced(
     run: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | str
 ) -> None:
     if isinstance(content, str):
-        content = json.dumps({**asdict(Note.mine("")), "renewed": "soon"}).encode()
+        content = json.dumps({**asdict(LeaseRecord.mine("")), "renewed": "soon"}).encode()
     (run / "owner").mkdir(parents=True)
     (run / "owner" / "000000003").write_bytes(content)
     monkeypatch.setattr(module, "OWNER_EXPIRY_SECONDS", 0.1)
@@ -287,7 +287,7 @@ def test_of_many_at_once_one_gets_it(run: Path) -> None:
     def one() -> None:
         together.wait()
         notes = FolderNotes(run / "owner")
-        note = Note.mine("")
+        note = LeaseRecord.mine("")
         (got if notes.create(1, note.render()) else refused).append(note.word)
 
     threads = [threading.Thread(target=one) for _ in range(8)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.custom_loop.backward import Backward
+from tandem.custom_loop.micro_batches import MicroBatches
 from tandem.errors import ConfigError
-from tandem.own_loop.backward import Backward
-from tandem.own_loop.parts import Parts
 
 
 class Exchanges:
@@ -54,7 +54,7 @@ def first(batch: Any) -> Tensor:
 def test_parts_are_the_batch(batch: Any) -> None:
     """Those of a dataclass and of a UserDict were the whole batch, again and again; a number was an error."""
     exchanges, weights, found = Exchanges(), [], []
-    parts = Parts(0, 0, cast(Backward, exchanges))
+    parts = MicroBatches(0, 0, cast(Backward, exchanges))
     for part in parts.of(batch, 3, step=0):
         assert type(part) is type(batch)
         found.append(first(part))
@@ -67,4 +67,4 @@ def test_parts_are_the_batch(batch: Any) -> None:
 @pytest.mark.parametrize("count", [0, 8, -1])
 def test_as_many_parts_as_there_are_samples(count: int) -> None:
     with pytest.raises(ConfigError, match=rf"invalid value {count}; expected 1 to 7"):
-        list(Parts(0, 0, cast(Backward, Exchanges())).of(X, count, step=0))
+        list(MicroBatches(0, 0, cast(Backward, Exchanges())).of(X, count, step=0))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tandem.checkpoint.flatten import flatten, unflatten
-from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.plain import DEEPEST, restored
 from tandem.checkpoint.snapshot import Snapshots, newest_snapshot
 from tandem.checkpoint.state import deserialize, serialize

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.custom_loop.limits import check_dataset, hints_as_arguments
+from tandem.custom_loop.plain_backward import PlainBackward
 from tandem.errors import ConfigError
-from tandem.own_loop.limits import check_dataset, hints_as_arguments
-from tandem.own_loop.plain_backward import PlainBackward
 
 
 @pytest.fixture

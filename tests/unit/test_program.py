@@ -12,14 +12,14 @@ import pytest
 from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
-from tandem.launch.misplaced import hint
+from tandem.launch.misplaced_flags import hint
 from tandem.launch.program import check, is_own_loop, split, to_verify
 from tandem.script.environment import variables
 from tandem.script.execute import code_of
 from tandem.script.job import Job, Program
-from tandem.script.watch import where
-from tandem.work.endings import Cause, choose, failures, last_words
+from tandem.script.observer import where
 from tandem.work.program import variables_of
+from tandem.work.root_cause import Cause, choose, failures, last_words
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
 

@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from tandem.launch.elastic import LastCall
+from tandem.launch.generation_sync import agreed
 from tandem.launch.rendezvous import StoreLostError
 from tandem.launch.rendezvous_state import (
     NO_STATE,
@@ -28,7 +29,6 @@ from tandem.launch.rendezvous_state import (
     to_text,
     who_is_here,
 )
-from tandem.launch.round import agreed
 from tandem.platforms.placement import Placement
 
 NODES = [engine._NodeDesc(f"{index:06d}.node{index}", 7 + index, index) for index in range(3)]

@@ -22,7 +22,7 @@ from tandem.run.directory import RunDir
 from tandem.telemetry import journal as journal_module
 from tandem.telemetry.journal import Journal, read_events
 from tandem.telemetry.restarts import Restarts
-from tandem.work.endings import last_words
+from tandem.work.root_cause import last_words
 
 SMALL = 2000
 

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from tandem.launch import round as rounds
+from tandem.launch import generation_sync as rounds
+from tandem.launch.generation_sync import GenerationStore
 from tandem.launch.rendezvous import StopRequestedError, StoreLostError
-from tandem.launch.round import RoundStore
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_what_is_there_is_read_without_a_look(store: PrefixStore) -> None:
     def look() -> None:
         pytest.fail("nobody had to wait")
 
-    here = RoundStore(store, look, 0.005)
+    here = GenerationStore(store, look, 0.005)
     here.multi_set(["a", "b"], ["1", "2"])
     here.set("c", "3")
     assert here.get("c") == b"3" and here.multi_get(["b", "a"]) == [b"2", b"1"]
@@ -42,7 +42,7 @@ def test_what_comes_later_is_waited_for(store: PrefixStore) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert RoundStore(store, nothing, 0.005).get("late") == b"x"
+    assert GenerationStore(store, nothing, 0.005).get("late") == b"x"
     writer.join()
 
 
@@ -54,7 +54,7 @@ def test_a_look_ends_the_wait(store: PrefixStore) -> None:
             raise StopRequestedError
 
     with pytest.raises(StopRequestedError):
-        RoundStore(store, look, 0.005).multi_get(["never", "ever"])
+        GenerationStore(store, look, 0.005).multi_get(["never", "ever"])
 
 
 def test_nobody_is_waited_for_longer_than_for_a_read_of_the_store(
@@ -62,7 +62,7 @@ def test_nobody_is_waited_for_longer_than_for_a_read_of_the_store(
 ) -> None:
     monkeypatch.setattr(rounds, "STORE_READ_SECONDS", 0.05)
     with pytest.raises(StoreLostError, match="sent nothing for 0.05 s"):
-        RoundStore(store, nothing, 0.005).get("never")
+        GenerationStore(store, nothing, 0.005).get("never")
 
 
 def test_torchs_engine_gives_ranks_through_it() -> None:
@@ -74,7 +74,7 @@ def test_torchs_engine_gives_ranks_through_it() -> None:
         time.sleep(0.1 * number)
         own = TCPStore("127.0.0.1", server.port, is_master=False)
         spec = SimpleNamespace(role="default", local_world_size=3 - number)
-        workers = assign(None, RoundStore(PrefixStore("round/2", own), nothing, 0.005), number, 2, spec)
+        workers = assign(None, GenerationStore(PrefixStore("round/2", own), nothing, 0.005), number, 2, spec)
         return [(worker.global_rank, worker.world_size) for worker in workers]
 
     with ThreadPoolExecutor() as pool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.reading import (
+from tandem.bounded_reader import (
     LINE_BYTES,
     MOST_STRAY_LINES,
     RECORD_BYTES,

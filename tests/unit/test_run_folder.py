@@ -9,7 +9,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.launch.run_dir import prepare_run_dir
 from tandem.run.directory import RunDir
-from tandem.run.lease import Claim
+from tandem.run.lease import Lease
 
 
 def test_folders_that_nothing_has_come_into_go_again(tmp_path: Path) -> None:
@@ -44,5 +44,5 @@ def test_a_start_takes_away_the_summary_of_the_last_one(
     if saved:
         CheckpointStore(tmp_path / "checkpoints").save(saved, b"state", {"steps_planned": 9})
     decision = ResumeDecision(kind) if kind is not None else None  # type: ignore[arg-type]
-    prepare_run_dir(RunDir(tmp_path), Settings().replace(run_dir=tmp_path), Claim(tmp_path), decision)
+    prepare_run_dir(RunDir(tmp_path), Settings().replace(run_dir=tmp_path), Lease(tmp_path), decision)
     assert (tmp_path / "summary.json").exists() == stays and (tmp_path / "config.json").exists()

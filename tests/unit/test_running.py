@@ -8,7 +8,7 @@ import time
 
 from patience import patient
 from program_files import program_text
-from tandem import running
+from tandem import running_clock
 
 SAYS_BOTH = program_text("running_says_both")
 
@@ -34,18 +34,18 @@ def test_a_pause_is_not_counted_whoever_asks_first() -> None:
 
 
 def test_it_never_goes_back_and_goes_on_in_a_forked_child() -> None:
-    before = running.now()
+    before = running_clock.now()
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            first = running.now()
+            first = running_clock.now()
             time.sleep(1.5)  # longer than a gap that counts: a thread of the child's own has to look
-            os.write(theirs, f"{first} {running.now()}".encode())
+            os.write(theirs, f"{first} {running_clock.now()}".encode())
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     first, later = map(float, os.read(ours, 100).split())
     assert before <= first and later - first > 1.2
-    moments = [running.now() for _ in range(1000)]
+    moments = [running_clock.now() for _ in range(1000)]
     assert moments == sorted(moments) and moments[0] >= before

@@ -8,7 +8,7 @@ import pytest
 from tandem.config import Given, Settings
 from tandem.config.task_names import is_script
 from tandem.errors import ConfigError
-from tandem.launch.scoring import settings_of
+from tandem.launch.eval_command import settings_of
 from tandem.launch.script import said_by_rank_0
 from tandem.platforms.environment import Placement
 from tandem.telemetry.progress import Progress

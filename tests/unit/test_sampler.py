@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.data.batch_shares import equal_shares, places
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed, derive_seeds
-from tandem.data.shares import equal_shares, places
 from tandem.errors import ConfigError
 
 seeds = st.integers(0, 2**63 - 1)

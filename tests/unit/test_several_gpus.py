@@ -27,7 +27,7 @@ class Stages(nn.Module):
 def test_ddp_leaves_each_part_of_a_model_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped: list[nn.Module] = []
     monkeypatch.setattr(ddp, "DistributedDataParallel", lambda module, **_: wrapped.append(module))
-    strategy = ddp.Strategy(ProcessGroup(Position(), CPU, (CPU, CPU)), ExchangeConfig(), ComputeConfig())
+    strategy = ddp.DDPStrategy(ProcessGroup(Position(), CPU, (CPU, CPU)), ExchangeConfig(), ComputeConfig())
     model = Stages()
     strategy.spread(model)
     strategy.wrap(model, 4)

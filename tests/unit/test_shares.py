@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
-from tandem.data.sampler import GlobalOrder, TrainBatches
-from tandem.data.shares import (
+from tandem.data.batch_shares import (
     apportion,
     check_even,
     equal_shares,
@@ -20,7 +19,8 @@ from tandem.data.shares import (
     given_shares,
     places,
 )
-from tandem.data.source import Reader
+from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
 from tandem.launch.gpus import gpus_of
 from tandem.platforms.placement import Placement
@@ -113,9 +113,9 @@ def test_shares_fit_micro_batches_if_all_ranks_can_make_as_many() -> None:
 
 
 def test_only_an_unequal_batch_without_shares_is_refused_at_a_fresh_start() -> None:
-    def reader(**values: object) -> Reader:
+    def reader(**values: object) -> BatchReader:
         config = Settings().replace(batch_size=10, **values).data
-        return Reader(config, 0, 0, 3, None, torch.device("cpu"))
+        return BatchReader(config, 0, 0, 3, None, torch.device("cpu"))
 
     with pytest.raises(ConfigError, match="does not divide"):
         reader().check_shares()

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from tandem.log import make_way, setup
-from tandem.silence import still as still_for
+from tandem.slow_start import still as still_for
 
 log = logging.getLogger("tandem.run")
 still = partial(still_for, silence=0.3, soon=0.1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launch.reach import Finding
+from tandem.launch.connectivity import ConnectivityProblem
 from tandem.verify import containers
 
 APPTAINER = "echo apptainer version 1.4.5"
@@ -14,7 +14,9 @@ PYXIS = "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'"
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node1"}
 
 
-def found(folder: Path, programs: dict[str, str], limit: str = "100", **variables: str) -> list[Finding]:
+def found(
+    folder: Path, programs: dict[str, str], limit: str = "100", **variables: str
+) -> list[ConnectivityProblem]:
     for name, script in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import played_gpu
-from tandem.checkpoint import memory as memory_module
+from tandem.checkpoint import node_memory as memory_module
 from tandem.checkpoint import snapshot as snapshot_module
 from tandem.checkpoint.flatten import flatten, unflatten
-from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.pinned import Pinned
 from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_snapshot
 from tandem.errors import ConfigError

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.config.slices import DataConfig
 from tandem.data.kinds import evaluation_batches, training_data
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def opened(kind: Callable[[], Any], rank: int, world_size: int, micro: int | Non
     """(dataset, training data) of one rank; `more` are planned steps and a collate function."""
     dataset = kind()
     config = DataConfig(batch_size=10, micro_batch_size=micro, workers=more.get("workers", 0))
-    reader = Reader(config, 5, rank, world_size, more.get("collate"), CPU)
+    reader = BatchReader(config, 5, rank, world_size, more.get("collate"), CPU)
     return dataset, training_data(dataset, reader, more.get("planned"))
 
 

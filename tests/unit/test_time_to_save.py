@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tandem import running
-from tandem.launch.stops import is_time_to_save
+from tandem import running_clock
+from tandem.launch.shutdown import is_time_to_save
 from tandem.timeouts import MEET_TO_SAVE_SECONDS
 
 
 def node(ago: float | None, interrupts: int = 0, shutdown_timeout: float = 25.0) -> Any:
-    stop = SimpleNamespace(at=None if ago is None else running.now() - ago, interrupts=interrupts)
+    stop = SimpleNamespace(at=None if ago is None else running_clock.now() - ago, interrupts=interrupts)
     return SimpleNamespace(stop=stop, config=SimpleNamespace(shutdown_timeout=shutdown_timeout))
 
 
@@ -33,5 +33,5 @@ def node(ago: float | None, interrupts: int = 0, shutdown_timeout: float = 25.0)
 def test_ranks_start_once_more_while_there_is_time(
     asked: dict[str, Any], has_trained: bool, waits: float | None, expected: bool
 ) -> None:
-    since = None if waits is None else running.now() - waits
+    since = None if waits is None else running_clock.now() - waits
     assert is_time_to_save(node(**asked), has_trained, since) is expected

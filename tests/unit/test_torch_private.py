@@ -16,7 +16,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
 from tandem import torch_private
-from tandem.distributed.strategy.fsdp import Strategy as FullyShardedStrategy
+from tandem.distributed.strategy.fsdp import FSDPStrategy as FullyShardedStrategy
 from tandem.errors import ConfigError
 
 

@@ -17,9 +17,9 @@ from tandem.config import Given, resolve
 from tandem.errors import ConfigError
 from tandem.launch.run_dir import prepare_run_dir
 from tandem.report import tracking
-from tandem.report.trackers import Beginning, Row, numbers_of
+from tandem.report.trackers import MetricRow, RunStart, numbers_of
 from tandem.run.directory import RunDir
-from tandem.run.lease import Claim
+from tandem.run.lease import Lease
 from tandem.telemetry.journal import Journal
 
 
@@ -27,17 +27,17 @@ class Kept:
     """A tracker in memory, which is away as long as `away`."""
 
     def __init__(self) -> None:
-        self.rows_there: list[Row] = []
-        self.began: list[Beginning] = []
+        self.rows_there: list[MetricRow] = []
+        self.began: list[RunStart] = []
         self.states: list[str] = []
         self.away, self.id = False, "there"
 
-    def begin(self, name: str, beginning: Beginning) -> "Kept":
+    def begin(self, name: str, beginning: RunStart) -> "Kept":
         self.rows([])
         self.began.append(beginning)
         return self
 
-    def rows(self, rows: Sequence[Row]) -> None:
+    def rows(self, rows: Sequence[MetricRow]) -> None:
         if self.away:
             raise ConnectionError("nobody is at http://me:hunter22@there")
         self.rows_there += rows
@@ -191,12 +191,12 @@ def test_a_missing_package_is_one_line_before_anything_starts(name: str, tmp_pat
     settings = settings.replace(run_dir=tmp_path / "run")
     typed = rf"run: pip install 'tandem-train\[{name}\]', or omit --tracker"
     with pytest.raises(ConfigError, match=typed):
-        prepare_run_dir(RunDir.of(settings), settings, Claim(tmp_path / "run"), ResumeDecision("fresh"))
+        prepare_run_dir(RunDir.of(settings), settings, Lease(tmp_path / "run"), ResumeDecision("fresh"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_journal_that_is_longer_again_than_before_its_cut_is_read_from_its_start(tmp_path: Path) -> None:
-    journal, reader = Journal(tmp_path), tracking.Journal(tmp_path / "metrics.jsonl")
+    journal, reader = Journal(tmp_path), tracking.JournalReader(tmp_path / "metrics.jsonl")
     assert list(reader.read()) == []
     for step in (10, 20, 30):
         journal.metrics(step)

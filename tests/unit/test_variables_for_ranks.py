@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tandem.distributed.group import _bind
-from tandem.launch.variables import set_for_ranks
+from tandem.launch.torch_variables import set_for_ranks
 
 NCCL2 = "TORCH_DIST_USE_NCCL2"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem import running
+from tandem import running_clock
 from tandem.launch import watchdog
 from tandem.launch.watchdog import Watchdog
 from tandem.telemetry import metrics
@@ -127,12 +127,12 @@ def test_an_agent_that_is_silent_while_ranks_get_on_is_no_hang() -> None:
     dog.begin_generation("generation/1", {0: os.getpid()}, range(2))
     heard = Heartbeat(0, 7, "train", "backward", 0.0, 1800.0, 10.0, trained=True, waiting=False)
     remote = replace(WELL, rank=1, node=1)
-    dog._nodes[1] = watchdog._Heard([remote], 1, running.now() - 30)
+    dog._nodes[1] = watchdog._Heard([remote], 1, running_clock.now() - 30)
     dog.hear(heard)
     dog.hear(replace(heard, step=8))
-    dog._look(running.now())
+    dog._look(running_clock.now())
     assert dog.alarm is None and dog._unheard == {1}
-    dog._look(running.now() + 11)
+    dog._look(running_clock.now() + 11)
     assert dog.alarm is not None and (dog.alarm.rank, dog.alarm.halted) == (1, True)
 
 
@@ -143,13 +143,13 @@ def test_a_node_that_cannot_reach_node_0_keeps_its_connections_while_its_ranks_g
     monkeypatch.setattr(watchdog, "cut_connections", cut.append)
     dog = Watchdog(1, "there", 5, lambda: pytest.fail("not started"), Registry())
     dog.begin_generation("generation/1", {1: os.getpid()}, range(2))
-    dog._last_exchange = running.now() - 30
+    dog._last_exchange = running_clock.now() - 30
     heard = Heartbeat(1, 7, "train", "backward", 0.0, 1800.0, 10.0, trained=True, waiting=False)
     dog.hear(heard)
     dog.hear(replace(heard, step=8))
-    dog._look(running.now())
+    dog._look(running_clock.now())
     assert cut == [] and dog._unheard == {0}
-    dog._look(running.now() + 11)
+    dog._look(running_clock.now() + 11)
     assert cut == [5]
 
 
@@ -241,9 +241,9 @@ def test_the_silence_of_a_store_that_is_gone_is_none_of_the_next_generations(
     cut = list[int]()
     monkeypatch.setattr(watchdog, "cut_connections", cut.append)
     dog = Watchdog(1, "there", free_port, lambda: pytest.fail("not started"), Registry())
-    dog._last_exchange = running.now() - 60
+    dog._last_exchange = running_clock.now() - 60
     dog.begin_generation("generation/2", {}, range(2))
-    dog._look(running.now() + 5)
+    dog._look(running_clock.now() + 5)
     assert cut == []
-    dog._look(running.now() + 15)
+    dog._look(running_clock.now() + 15)
     assert cut == [free_port], "its own silence counts"

@@ -16,7 +16,7 @@ from torch import nn
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import ComputeConfig, ExchangeConfig
-from tandem.distributed.strategy.single import Strategy
+from tandem.distributed.strategy.single import SingleStrategy
 from tandem.errors import ConfigError
 from tandem.training.weights import PREFIXES, Initial, fit, read_weights, tensors_in
 
@@ -31,8 +31,10 @@ class Net(nn.Module):
         self.tied = self.head
 
 
-def single() -> Strategy:
-    return Strategy(cast(Any, argparse.Namespace(size=1, devices=[])), ExchangeConfig(), ComputeConfig())
+def single() -> SingleStrategy:
+    return SingleStrategy(
+        cast(Any, argparse.Namespace(size=1, devices=[])), ExchangeConfig(), ComputeConfig()
+    )
 
 
 def state_of(seed: int = 5, classes: int = 3) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import tandem
-from tandem import words
+from tandem import text
 from tandem.telemetry.progress import Progress
-from tandem.words import did_you_mean, lasting, nearest
+from tandem.text import did_you_mean, format_duration, nearest
 
 
 @pytest.mark.parametrize(("seconds", "said"), [
@@ -18,7 +18,7 @@ from tandem.words import did_you_mean, lasting, nearest
     (7530, "2 h 6 min"), (86399, "1 d"), (90000, "1 d 1 h"), (1e9, "11,574 d 1 h"),
 ])  # fmt: skip
 def test_a_time_has_two_units_at_most(seconds: float, said: str) -> None:
-    assert lasting(seconds) == said
+    assert format_duration(seconds) == said
 
 
 def test_steps_and_samples_have_their_commas(caplog: pytest.LogCaptureFixture) -> None:
@@ -36,6 +36,6 @@ def test_the_nearest_name_and_its_hint() -> None:
 
 
 def test_one_helper_words_all_suggestions() -> None:
-    sources = set(Path(tandem.__file__).parent.rglob("*.py")) - {Path(words.__file__)}
+    sources = set(Path(tandem.__file__).parent.rglob("*.py")) - {Path(text.__file__)}
     texts = {path: path.read_text() for path in sources}
     assert [path for path, text in texts.items() if "difflib" in text or "did you mean {" in text] == []

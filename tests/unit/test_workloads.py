@@ -15,8 +15,8 @@ from tandem.run.directory import RunDir
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, Workload, gpu_of, nothing_of
-from tandem.work.endings import Cause
 from tandem.work.program import ProgramWork
+from tandem.work.root_cause import Cause
 from tandem.work.task import TaskWork
 
 NODE_1_KILLED = Cause(1, 1, "b", KILLED)
@@ -122,7 +122,7 @@ def test_standby_processes_fit_their_rank(tmp_path: Path) -> None:
     assert task(tmp_path, warm_gpu=True).standby_key is gpu_of
     assert program(tmp_path).standby_key(at(1, 2)) == (1, 1, 2, 2)
     # A new interpreter drops what was imported.
-    assert program(tmp_path).preload == ["tandem.launch.warm", "tandem.script.rank"]
+    assert program(tmp_path).preload == ["tandem.launch.preload", "tandem.script.rank"]
     assert program(tmp_path, fresh_interpreter=True).preload == ["tandem.script.rank"]
     assert program(tmp_path, "command").preload == ["tandem.script.rank"]
 

@@ -6,7 +6,7 @@ import torch
 
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
-from tandem.checkpoint.writer import CheckpointWriter, Later, SaveOutcome
+from tandem.checkpoint.writer import CheckpointWriter, PendingScores, SaveOutcome
 
 
 def save_all(store: CheckpointStore, steps: range) -> tuple[list[SaveOutcome], list[int]]:
@@ -40,7 +40,7 @@ def test_a_newest_that_is_damaged_is_not_called_verified(tmp_path: Path) -> None
 
 
 def test_a_save_waits_for_its_scores_with_the_manifest_alone(tmp_path: Path) -> None:
-    store, scores = CheckpointStore(tmp_path / "checkpoints"), Later()
+    store, scores = CheckpointStore(tmp_path / "checkpoints"), PendingScores()
     writer = CheckpointWriter(store, Retention(2), 0)
     writer.save(1, {"weight": torch.ones(3)}, lambda: {"eval": dict(scores.value())})
     assert store.steps() == []

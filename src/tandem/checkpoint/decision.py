@@ -162,13 +162,15 @@ def _is_same_command(info: Mapping[str, Any], settings: Settings) -> bool:
 
     A setting that only one of the two versions of tandem knows is not compared.
     """
-    old, new = _saved(info), _plain(settings.to_dict())
+    old = _saved(info)
+    new = _plain(settings.to_dict())
     return "resume" in old and all(old[key] == new[key] for key in old.keys() & new.keys())
 
 
 def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePath) -> list[str]:
     """Raise ConfigError if fingerprints differ; return a message per setting that only one version knows."""
-    old, new = translated(info.get("fingerprint", {})), _plain(settings.fingerprint_fields())
+    old = translated(info.get("fingerprint", {}))
+    new = _plain(settings.fingerprint_fields())
     known = old.keys() & new.keys()
     was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
     differing = [
@@ -189,7 +191,8 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
 
 
 def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
-    old, new = _saved(info), _plain(settings.to_dict())
+    old = _saved(info)
+    new = _plain(settings.to_dict())
     no_matter = {"resume", "master", "node_rank", "on_data_change"}
     same = {*settings.fingerprint_fields(), *no_matter}
     return [

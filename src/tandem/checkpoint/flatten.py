@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.checkpoint.plain import TYPES, VALID, Plain, RefusedError, shown
+from tandem.checkpoint.plain import TYPES, VALID, Plain, UnsupportedValueError, shown
 from tandem.errors import ConfigError
 
 HERE_WAS_A_TENSOR = ...
@@ -30,12 +30,13 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
         tensors.append(value)
         return HERE_WAS_A_TENSOR
 
-    skeleton, converted = dict[Any, Any](), list[Any]()
+    skeleton = dict[Any, Any]()
+    converted = list[Any]()
     for name, value in state.items():
         plain = Plain(take)
         try:
             skeleton[name] = plain.of(value)
-        except RefusedError as error:
+        except UnsupportedValueError as error:
             path = [name, *error.path]
             where = shown(path[1:] if name in OF_A_LOOP and len(path) > 1 else path)
             advice = "" if ";" in error.what else f"; {VALID}"

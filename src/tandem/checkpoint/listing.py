@@ -9,7 +9,9 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError, CorruptCheckpointError
 from tandem.log import printable
 
-MOST_SCORES, LONGEST_CELL, LONGEST_LINE = 8, 100, 600
+MOST_SCORES = 8
+LONGEST_CELL = 100
+LONGEST_LINE = 600
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ def list_checkpoints(
         return _row(store, step, sizes.get(step, 0), verify, now, tuple(why.get(step, ())))
 
     def damaged(step: int) -> CheckpointRow:
-        size, lost = sizes.get(step, 0), "its manifest is missing"
+        size = sizes.get(step, 0)
+        lost = "its manifest is missing"
         return CheckpointRow(step, store.path(step), size, 0.0, False, lost, kept=("not counted",))
 
     rows = [*map(row, store.steps()), *map(damaged, store.without_manifest())]
@@ -51,7 +54,9 @@ def list_checkpoints(
 def _row(
     store: CheckpointStore, step: int, size: int, verify: bool, now: float, kept: tuple[str, ...]
 ) -> CheckpointRow | None:
-    verified, problem, written = None, "", now
+    verified = None
+    problem = ""
+    written = now
     try:
         written = store.manifest(step)["written_at"]
         if verify:
@@ -60,7 +65,8 @@ def _row(
     except CorruptCheckpointError as error:
         if step not in store.steps():  # pruned in the meantime
             return None
-        verified, problem = False, str(error)
+        verified = False
+        problem = str(error)
     age = max(0.0, now - written)
     return CheckpointRow(step, store.path(step), size, age, verified, problem, store.scores(step), kept)
 

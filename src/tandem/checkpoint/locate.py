@@ -46,7 +46,8 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
             )
         path = path.resolve()
     if step is None and (match := STEP_NAME.fullmatch(path.name)):
-        path, step = path.parent, int(match[1])
+        path = path.parent
+        step = int(match[1])
     store = checkpoints_of(path)
     steps = store.steps()
     if not steps:

@@ -7,9 +7,9 @@ import re
 import time
 from typing import Any
 
-from tandem.checkpoint.storage.protocol import Reader
+from tandem.bounded_reader import DEEPEST, LARGEST, JsonShape, count, finite, is_deep, text, typed
+from tandem.checkpoint.storage.protocol import StorageReader
 from tandem.errors import CheckpointError, CorruptCheckpointError
-from tandem.reading import DEEPEST, LARGEST, Shape, count, finite, is_deep, text, typed
 
 FORMAT = 1
 CHUNK_BYTES = 2**20
@@ -97,11 +97,11 @@ def _fingerprint(value: object) -> object:
     return value
 
 
-MANIFEST = Shape(
+MANIFEST = JsonShape(
     {"format": count, "step": count, "written_at": finite, "files": _only_the_state, "info": _table},
     required=frozenset({"format", "step", "written_at", "files", "info"}),
 )
-INFO = Shape({
+INFO = JsonShape({
     "settings": _table, "fingerprint": _fingerprint, "eval": _scores, "train_samples": count,
     "steps_per_epoch": count, "steps_planned": count, "ended_of": count, "task": text,
     "data": _table,
@@ -134,9 +134,10 @@ def check(path: object, wanted: dict[str, Any], size: int, digest: str) -> None:
         raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not match the manifest")
 
 
-def measured(file: Reader) -> tuple[int, str]:
+def measured(file: StorageReader) -> tuple[int, str]:
     """Return (bytes, SHA-256) of a file, read in chunks."""
-    size, digest = 0, hashlib.sha256()
+    size = 0
+    digest = hashlib.sha256()
     while chunk := file.read(CHUNK_BYTES):
         size += len(chunk)
         digest.update(chunk)

@@ -63,7 +63,8 @@ def homes_in_one_piece(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
     Each tensor has its own storage, because torch.save requires that for views with different dtypes.
     """
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for source in sources:
         offsets.append(end)
         end += -(-source.nbytes // ALIGNMENT) * ALIGNMENT

@@ -42,7 +42,7 @@ TEXT = {"str_": np.str_, "bytes_": np.bytes_}
 _HERE = object()
 
 
-class RefusedError(Exception):
+class UnsupportedValueError(Exception):
     """A value that cannot be saved: `what` describes it; `keys` leads to it, innermost key first."""
 
     def __init__(self, what: str) -> None:
@@ -72,14 +72,14 @@ class Plain:
             return value if kind is not str or value.isascii() else _encodable(value)
         if isinstance(value, Tensor):
             if reason := unusual(value):
-                raise RefusedError(f"{reason}; use a dense tensor, or leave it out of the state")
+                raise UnsupportedValueError(f"{reason}; use a dense tensor, or leave it out of the state")
             return self._put(value.detach())
         if kind is int:
             if -LARGEST < value < LARGEST:
                 return value
-            raise RefusedError(f"an integer of {value.bit_length()} bits")
+            raise UnsupportedValueError(f"an integer of {value.bit_length()} bits")
         if depth > DEEPEST:
-            raise RefusedError(f"nested deeper than {DEEPEST} levels, or contains itself")
+            raise UnsupportedValueError(f"nested deeper than {DEEPEST} levels, or contains itself")
         if kind is dict:
             return self._dict(value, depth)
         if kind is list:
@@ -100,7 +100,7 @@ class Plain:
             before = len(self.converted)
             try:
                 found = self.of(item, depth + 1)
-            except RefusedError as error:
+            except UnsupportedValueError as error:
                 error.keys.append(key)
                 raise
             if len(self.converted) > before:
@@ -118,35 +118,46 @@ class Plain:
         The conversion is recorded after those of the values inside it.
         """
         if kind is np.ndarray:
-            plain, was = self._put(tensor_of(value)), "ndarray"
+            plain = self._put(tensor_of(value))
+            was = "ndarray"
         elif isinstance(value, np.generic):
-            plain, was = _number(value), kind.__name__
+            plain = _number(value)
+            was = kind.__name__
             was = was if kind in TEXT.values() else value.dtype.name
         elif kind in (OrderedDict, Counter):
-            plain, was = self._dict(value, depth), kind.__name__
+            plain = self._dict(value, depth)
+            was = kind.__name__
             # A module's state_dict(), where the order is kept by a plain dict too.
             if depth == 0 and kind is OrderedDict:
                 return plain
         elif kind is defaultdict:
             name = getattr(value.default_factory, "__name__", "")
             if value.default_factory is not None and FACTORIES.get(name) is not value.default_factory:
-                raise RefusedError(f"a defaultdict whose default_factory is {name or 'unnamed'}; use a dict")
-            plain, was = self._dict(value, depth), f"defaultdict:{name}"
+                raise UnsupportedValueError(
+                    f"a defaultdict whose default_factory is {name or 'unnamed'}; use a dict"
+                )
+            plain = self._dict(value, depth)
+            was = f"defaultdict:{name}"
         elif kind is deque:
             plain = list(self._items(enumerate(value), depth))
             was = f"deque:{'' if value.maxlen is None else value.maxlen}"
         elif kind in (set, frozenset):
-            plain, was = sorted((_key(item) for item in value), key=repr), kind.__name__
+            plain = sorted((_key(item) for item in value), key=repr)
+            was = kind.__name__
         elif kind is bytearray:
-            plain, was = bytes(value), "bytearray"
+            plain = bytes(value)
+            was = "bytearray"
         elif kind is torch.Size:
-            plain, was = tuple(value), "Size"
+            plain = tuple(value)
+            was = "Size"
         elif isinstance(value, torch.dtype):
-            plain, was = str(value).removeprefix("torch."), "dtype"
+            plain = str(value).removeprefix("torch.")
+            was = "dtype"
         elif isinstance(value, torch.device):
-            plain, was = str(value), "device"
+            plain = str(value)
+            was = "device"
         else:
-            raise RefusedError(_named(value, kind))
+            raise UnsupportedValueError(_named(value, kind))
         self.converted.append(([], was))
         return plain
 
@@ -206,7 +217,7 @@ def _as_it_was(plain: Any, was: str) -> Any:
 def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
     """Convert an array to a tensor, without a copy if torch can use its memory. Raises RefusedError."""
     if array.dtype.newbyteorder("=").name not in NUMBERS:
-        raise RefusedError(f"a NumPy array of dtype {array.dtype}")
+        raise UnsupportedValueError(f"a NumPy array of dtype {array.dtype}")
     usable = array.flags.writeable and array.dtype.isnative and all(stride >= 0 for stride in array.strides)
     if not usable or any(stride % array.itemsize for stride in array.strides):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
@@ -233,7 +244,7 @@ def shown(path: Iterable[Any]) -> str:
 def _number(value: "np.generic[Any]") -> Any:
     plain = value.item()
     if value.dtype.name not in NUMBERS and type(value) not in TEXT.values():
-        raise RefusedError(f"a NumPy {value.dtype.name}")
+        raise UnsupportedValueError(f"a NumPy {value.dtype.name}")
     return _encodable(plain) if isinstance(plain, str) else plain
 
 
@@ -248,14 +259,14 @@ def _key(key: Any) -> Any:
         return tuple(map(_key, key))
     if isinstance(key, np.generic):
         return _number(key)
-    raise RefusedError(f"a dict or set in which a key or item is {_named(key, kind)}")
+    raise UnsupportedValueError(f"a dict or set in which a key or item is {_named(key, kind)}")
 
 
 def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RefusedError("text with lone surrogates, which UTF-8 cannot encode") from None
+        raise UnsupportedValueError("text with lone surrogates, which UTF-8 cannot encode") from None
     return text
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, unflatten
-from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.pinned import Pinned, streams_of
 from tandem.checkpoint.plain import restored
 from tandem.process import memory_left
@@ -42,7 +42,8 @@ LENGTH = struct.Struct("<q")
 HEADER_BYTES = 64
 ALIGNMENT = 64
 SKELETON_SLACK = 2  # the skeleton's numbers may need more bytes later
-PER_RANK, OF = "per_rank", "of"
+PER_RANK = "per_rank"
+OF = "of"
 """Keys of a state: per-rank values; in a snapshot of those, [rank, world size]."""
 
 TensorForm = tuple[str, tuple[int, ...]]
@@ -67,7 +68,9 @@ class Layout:
     def of(cls, forms: Sequence[TensorForm], own: Collection[int], ranks: int) -> "Layout":
         """Compute the layout. `own`: the tensors that rank 0 writes, regardless of the sizes of the parts."""
         order = sorted(range(len(forms)), key=lambda index: index not in own)
-        offsets, end, own_end = [0] * len(forms), 0, 0
+        offsets = [0] * len(forms)
+        end = 0
+        own_end = 0
         for index in order:
             offsets[index] = end
             end += _aligned(_bytes(forms[index]))
@@ -79,10 +82,12 @@ class Layout:
 
     def part(self, rank: int) -> list[tuple[int, int, int, int]]:
         """Return (tensor, first element, elements, byte offset in the part) of what `rank` writes."""
-        low, high = self.cuts[rank], self.cuts[rank + 1]
+        low = self.cuts[rank]
+        high = self.cuts[rank + 1]
         found = []
         for index in self.order:
-            begin, width = self.offsets[index], _width(self.forms[index])
+            begin = self.offsets[index]
+            width = _width(self.forms[index])
             first = max(low - begin, 0) // width
             last = min(high - begin, _bytes(self.forms[index])) // width
             if last > first:
@@ -114,8 +119,10 @@ class Snapshots:
     """
 
     def __init__(self, regions: Sequence[NodeMemory], local_rank: int, kept: int | None) -> None:
-        self._regions, self._region = regions, regions[local_rank]
-        self._rank, self._ranks = local_rank, len(regions)
+        self._regions = regions
+        self._region = regions[local_rank]
+        self._rank = local_rank
+        self._ranks = len(regions)
         self._layout: Layout | None = None
         self._memory: mmap.mmap | None = None
         self._part: list[tuple[int, int, int, int]] = []
@@ -141,7 +148,8 @@ class Snapshots:
         text = marshal.dumps((skeleton, forms, sorted(own))) if self._rank == 0 else b""
         if self._layout is None or list(self._layout.forms) != forms or len(text) > self._capacity:
             self._lay_out(forms, own, len(text))
-        memory, layout = self._memory, self._layout
+        memory = self._memory
+        layout = self._layout
         assert memory is not None and layout is not None
         self._slot = 1 - self._slot
         SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, 0)
@@ -183,7 +191,8 @@ class Snapshots:
             if slot != self._slot or not self._is_kept:
                 SLOT.pack_into(memory, slot * SLOT.size, 0, 0)
         self._layout, self._part, self._memory = layout, layout.part(self._rank), memory
-        self._capacity, self._slot_bytes = data - LENGTH.size, slot_bytes
+        self._capacity = data - LENGTH.size
+        self._slot_bytes = slot_bytes
         raw = torch.frombuffer(memory, dtype=torch.uint8)
         first, second = (
             [

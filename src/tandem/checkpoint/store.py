@@ -28,7 +28,7 @@ from tandem.checkpoint.manifest import (
 )
 from tandem.checkpoint.retention import Retention, Scores, why_kept
 from tandem.checkpoint.storage import storage_at
-from tandem.checkpoint.storage.protocol import MANIFEST, STEP_NAME, Entries, Payload, Reader, unstale
+from tandem.checkpoint.storage.protocol import MANIFEST, STEP_NAME, Entries, Payload, StorageReader, unstale
 from tandem.errors import CheckpointError, CorruptCheckpointError, RunTakenError, UnloadableError
 
 T = TypeVar("T")
@@ -53,7 +53,9 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: PurePath, fence: Callable[[], None] = lambda: None) -> None:
-        self.directory, self._storage, self._fence = directory, storage_at(directory), fence
+        self.directory = directory
+        self._storage = storage_at(directory)
+        self._fence = fence
         self._ours: set[int] | None = None  # steps that a save may replace
         self._scores: dict[int, Scores] = {}
         self.unloadable: set[int] = set()
@@ -168,14 +170,15 @@ class CheckpointStore:
         with translated(f"cannot remove old checkpoints in {self.directory}"):
             self._fence()
             self._storage.remove([self.path(step) for step in doomed])
-            self._storage.mend(self.directory)  # also finish an interrupted prune
+            self._storage.repair(self.directory)  # also finish an interrupted prune
         for step in doomed:
             self._scores.pop(step, None)
         return doomed
 
     def quarantine(self, step: int) -> PurePath:
         """Rename a damaged checkpoint so that it is not used again; return its new path."""
-        there, number = self.set_aside(), 1
+        there = self.set_aside()
+        number = 1
         while (name := f"corrupt-{self.path(step).name}-{number}") in there:
             number += 1
         with translated(f"cannot quarantine {self.path(step)}"):
@@ -195,9 +198,11 @@ class CheckpointStore:
             return None
         name = time.strftime(f"{layout.CHECKPOINTS_BEFORE}%Y%m%dT%H%M%SZ", time.gmtime())
         with translated(f"cannot move the checkpoints in {self.directory} aside"):
-            aside, number = self.directory.with_name(name), 1
+            aside = self.directory.with_name(name)
+            number = 1
             while self._storage.list(aside):
-                aside, number = aside.with_name(f"{name}-{number + 1}"), number + 1
+                aside = aside.with_name(f"{name}-{number + 1}")
+                number = number + 1
             if everything:
                 self._storage.rename(self.directory, aside)
             else:  # newest first: if killed halfway, the rest is still a consistent history
@@ -212,7 +217,7 @@ class CheckpointStore:
         """
         path = self.path(step) / MANIFEST
 
-        def whole(file: Reader) -> bytes:
+        def whole(file: StorageReader) -> bytes:
             if file.size > LARGEST_BYTES:
                 raise CorruptCheckpointError(f"{path} has {file.size} bytes, too many for a manifest")
             return file.read(file.size)
@@ -235,7 +240,7 @@ class CheckpointStore:
         for name, wanted in self.manifest(step)["files"].items():
             path = self.path(step) / name
 
-            def sized(file: Reader, path: PurePath = path, wanted: Any = wanted) -> tuple[int, str]:
+            def sized(file: StorageReader, path: PurePath = path, wanted: Any = wanted) -> tuple[int, str]:
                 check_size(path, wanted, file.size)
                 return measured(file)
 
@@ -247,7 +252,7 @@ class CheckpointStore:
         ((name, wanted),) = manifest["files"].items()
         path = self.path(step) / name
 
-        def whole(file: Reader) -> bytes:
+        def whole(file: StorageReader) -> bytes:
             check_size(path, wanted, file.size)
             check_fits(path, file.size)
             return file.read(file.size)
@@ -256,7 +261,7 @@ class CheckpointStore:
         check(path, wanted, len(state), hashlib.sha256(state).hexdigest())
         return state, manifest["info"]
 
-    def _read(self, path: PurePath, use: Callable[[Reader], T], from_disk: bool = False) -> T:
+    def _read(self, path: PurePath, use: Callable[[StorageReader], T], from_disk: bool = False) -> T:
         """Return `use(file)`; start again if its NFS handle is stale.
 
         Raises CorruptCheckpointError for a missing file, and CheckpointError for a failing volume.
@@ -299,7 +304,7 @@ class CheckpointStore:
         """
         if quarantine:
             with translated(f"cannot repair {self.directory}"):
-                self._storage.mend(self.directory)
+                self._storage.repair(self.directory)
         for step in self.steps():
             try:
                 return step, read(step)

@@ -31,7 +31,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self._homes: list[Tensor] = []
-        self._pinned, self._memory = Pinned(), torch.empty(0)
+        self._pinned = Pinned()
+        self._memory = torch.empty(0)
 
     def copy(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copy the tensors into this object's memory, valid until the next call; tied tensors stay tied."""
@@ -68,7 +69,7 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
 
 
-class Later:
+class PendingScores:
     """Scores that are not known when a save begins: the writer thread waits for them."""
 
     def __init__(self) -> None:
@@ -107,8 +108,12 @@ class CheckpointWriter:
         verified: Callable[[int], None] = lambda step: None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._keep, self._allowed = store, keep, failures_allowed
-        self._report, self._verified, self._before = report, verified, before
+        self._store = store
+        self._keep = keep
+        self._allowed = failures_allowed
+        self._report = report
+        self._verified = verified
+        self._before = before
         self._buffers = Buffers()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -172,11 +177,14 @@ class CheckpointWriter:
 
         try:
             size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), seal)
-            self._failures_in_a_row, self.last_step = 0, step
-            self._unsaved, self.problem = None, ""
+            self._failures_in_a_row = 0
+            self.last_step = step
+            self._unsaved = None
+            self.problem = ""
         except CheckpointError as error:
             size = None
-            self._unsaved, self.problem = (step, state, info), str(error)
+            self._unsaved = (step, state, info)
+            self.problem = str(error)
             self._failed(step, error)
         # Such as RunTakenError. `wait` raises it in the training thread.
         except BaseException as error:

@@ -18,7 +18,6 @@ from pathlib import Path
 from tandem import shipped
 from tandem.cluster import job_secret
 from tandem.cluster.cores import OURS, limits_given, share_of
-from tandem.cluster.ending import Job
 from tandem.cluster.engine import (
     HERE,
     STOP_SECONDS,
@@ -31,7 +30,8 @@ from tandem.cluster.engine import (
     is_watched,
     variables_in_dotenv,
 )
-from tandem.cluster.network import Shape, check_shape, keep_shape, shape_of
+from tandem.cluster.job import ClusterJob
+from tandem.cluster.network import LinkShape, check_shape, keep_shape, shape_of
 from tandem.cluster.preflight import (
     VOLUMES,
     check_free,
@@ -47,19 +47,20 @@ from tandem.cluster.project import DEFAULT_IMAGE, build_command, image_of, own_v
 from tandem.cluster.project import build as build_image
 from tandem.cluster.volume import remove_volumes
 from tandem.cluster.wording import say
-from tandem.cluster.work import work_of
+from tandem.cluster.workload import work_of
 from tandem.config.secrets import is_secret
 
 START_SECONDS = 300.0
 LAST_LINES_SECONDS = 3.0
-DOWN_TRIES, DOWN_AGAIN_SECONDS = 4, 1.0
+DOWN_TRIES = 4
+DOWN_AGAIN_SECONDS = 1.0
 METRICS_PORT = 19469
 
 
 def wanted(options: argparse.Namespace) -> Cluster:
     """Return the cluster that the options of `up` describe; needs no engine. Raises ClusterError."""
     nodes = checked_nodes(options.nodes)
-    Shape(options.rate, options.latency, options.loss).check()
+    LinkShape(options.rate, options.latency, options.loss).check()
     port = checked_port(options.metrics_port or str(METRICS_PORT))
     check_gpus(options.gpus)
     variables = variables_of(options, nodes, port) | {"SECRET_FILE": str(job_secret.path_of(options.project))}
@@ -70,7 +71,8 @@ def up(options: argparse.Namespace) -> int:
     """Build if needed, start, follow, and return the job's code."""
     cluster = wanted(options)
     cluster = replace(cluster, watched=cluster.watched or is_watched(options.project))
-    shape, port = shape_of(cluster), int(cluster.variables["METRICS_PORT"])
+    shape = shape_of(cluster)
+    port = int(cluster.variables["METRICS_PORT"])
     unfinished = [node for node in cluster.nodes() if node.is_unfinished]
     if unfinished:
         raise ClusterError(
@@ -93,7 +95,7 @@ def up(options: argparse.Namespace) -> int:
     if options.monitoring == "1":
         watch(cluster)
     start(cluster)
-    job = Job.of(cluster)
+    job = ClusterJob.of(cluster)
     forwarder = metrics_containers(cluster)
     follow(job)
     # But not a new one of `compose-scale`, which stops this job and starts another.
@@ -182,7 +184,7 @@ def start(cluster: Cluster) -> None:
     cluster.compose("up", "--detach", *fresh, *job, seconds=START_SECONDS)
 
 
-def follow(job: Job) -> None:
+def follow(job: ClusterJob) -> None:
     """Show the logs until no node runs or is about to restart. Ctrl-C stops the nodes."""
     with subprocess.Popen(
         ["docker", *job.cluster.command("logs", "--follow", "node")],
@@ -266,7 +268,7 @@ def end(project: str) -> None:
     cluster = Cluster(project, by_hand, watched=True)  # the defaults of compose.yaml
     with contextlib.suppress(ClusterError):
         cluster = Cluster.found(project)
-    job = Job.of(cluster)
+    job = ClusterJob.of(cluster)
     if not job.unfinished:
         return
     say("stopping: every node saves and ends; Ctrl-C kills them")
@@ -307,8 +309,9 @@ def shell(options: argparse.Namespace) -> int:
 def scale(options: argparse.Namespace) -> int:
     """Stop all nodes after a checkpoint and start the requested number, which resume from it."""
     found = Cluster.found(options.project)
-    nodes, before = checked_nodes(options.nodes), len(found.nodes())
-    Job.of(found).stop()
+    nodes = checked_nodes(options.nodes)
+    before = len(found.nodes())
+    ClusterJob.of(found).stop()
     remove_metrics(found)
     secret = job_secret.make(found.project, {**variables_in_dotenv(), **os.environ})
     more = {**limits_given(), "NODES": str(nodes), "SECRET_FILE": str(secret)}

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.cluster.actions import remove_metrics, start
-from tandem.cluster.ending import Job
 from tandem.cluster.engine import HERE, Cluster, ClusterError, docker
 from tandem.cluster.faults import FAULTS, POLL_SECONDS, Scene
+from tandem.cluster.job import ClusterJob
 from tandem.cluster.network import keep_shape
 from tandem.cluster.preflight import checked_node
 from tandem.cluster.project import DEFAULT_IMAGE
@@ -42,7 +42,7 @@ class OutcomeError(ClusterError):
 
 
 @dataclass(frozen=True)
-class Row:
+class ChaosRow:
     """One row of the table."""
 
     fault: str
@@ -85,7 +85,7 @@ def is_between_checkpoints(cluster: Cluster) -> bool:
     return len(saved) > 1 and (live_step(cluster) or 0) > saved[-1]
 
 
-def break_it(cluster: Cluster, name: str, index: int) -> Row:
+def break_it(cluster: Cluster, name: str, index: int) -> ChaosRow:
     """Inject the fault into the running cluster and wait for its documented outcome. Raises ClusterError."""
     fault = FAULTS[name]
     until(cluster, lambda: is_between_checkpoints(cluster), "step after two checkpoints", READY_SECONDS)
@@ -105,10 +105,11 @@ def break_it(cluster: Cluster, name: str, index: int) -> Row:
         return bool(happened) and step is not None and step > (lifted_at_step if floor is None else floor)
 
     until(cluster, exists, f"documented outcome of {name}", OUTCOME_SECONDS)
-    seconds, resumed = time.monotonic() - began, scene.resumed()
+    seconds = time.monotonic() - began
+    resumed = scene.resumed()
     if fault.reopens and resumed is None:
         raise OutcomeError(f"no world was opened after {name}, and one had to be")
-    return Row(name, done, happened, seconds, 0 if resumed is None else max(0, scene.step - resumed))
+    return ChaosRow(name, done, happened, seconds, 0 if resumed is None else max(0, scene.step - resumed))
 
 
 def own_cluster(project: str, image: str, run: str) -> Cluster:
@@ -118,7 +119,7 @@ def own_cluster(project: str, image: str, run: str) -> Cluster:
 
 def finish(cluster: Cluster) -> str:
     """Wait for a successful end; return the weights' SHA-256. Raises OutcomeError."""
-    job = Job.of(cluster)
+    job = ClusterJob.of(cluster)
     job.wait()
     remove_metrics(cluster)
     code, _ = job.ending()
@@ -132,7 +133,8 @@ def table(project: str, image: str, index: int) -> int:
     """Test every fault in a new cluster; return 0 if all end with an uninterrupted run's weights, else 1."""
     stamp = time.strftime("%H%M%S")
     baseline = own_cluster(project, image, f"baseline-{stamp}")
-    rows, failed = [], 0
+    rows = []
+    failed = 0
     try:
         start(baseline)
         expected = finish(baseline)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tandem.cluster import actions
-from tandem.cluster.bring import check_get, get
 from tandem.cluster.chaos import chaos, check_chaos
+from tandem.cluster.copy_run import check_get, get
 from tandem.cluster.engine import ClusterError, check_compose, check_engine
 from tandem.cluster.faults import FAULTS
 from tandem.cluster.preflight import check_image, check_project, check_switch, checked_node, checked_nodes

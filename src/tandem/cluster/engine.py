@@ -333,7 +333,9 @@ def is_watched(project: str) -> bool:
 
 
 def _node(described: Mapping[str, object]) -> Node:
-    state, config, network = described["State"], described["Config"], described["NetworkSettings"]
+    state = described["State"]
+    config = described["Config"]
+    network = described["NetworkSettings"]
     assert isinstance(state, dict) and isinstance(config, dict) and isinstance(network, dict)
     return Node(
         index=int(config["Labels"]["com.docker.compose.container-number"]) - 1,

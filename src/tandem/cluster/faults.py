@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tandem.cluster.engine import Cluster, ClusterError, Node, docker
-from tandem.cluster.network import cut, mend
+from tandem.cluster.network import cut, repair
 
 PAUSE_SECONDS = 6.0
 FREEZE_ATTEMPTS = 5
@@ -173,7 +173,7 @@ def _partition(scene: Scene) -> str:
     try:
         time.sleep(PARTITION_SECONDS)
     finally:
-        mend(scene.cluster, scene.node)
+        repair(scene.cluster, scene.node)
     return f"cut node {scene.node.index} off for {PARTITION_SECONDS:.0f} s"
 
 
@@ -234,7 +234,8 @@ def _next_world(scene: Scene) -> str | None:
 
 
 def _was_reported(scene: Scene) -> str | None:
-    named, outcome = scene.since("hang"), _next_world(scene)
+    named = scene.since("hang")
+    outcome = _next_world(scene)
     for event in named:
         if (event["rank"], event["node"]) != (scene.note, scene.node.index):
             raise ClusterError(
@@ -247,7 +248,8 @@ def _was_reported(scene: Scene) -> str | None:
 
 
 def _node_came_back(scene: Scene) -> str | None:
-    node, outcome = scene.cluster.node(scene.node.index), _next_world(scene)
+    node = scene.cluster.node(scene.node.index)
+    outcome = _next_world(scene)
     if outcome is None or node.starts <= scene.starts_before:
         return None
     return f"Docker restarted it, {outcome}"
@@ -258,7 +260,8 @@ def _same_world(scene: Scene) -> str | None:
 
 
 def _saves_again(scene: Scene) -> str | None:
-    failed, saved = scene.since("checkpoint_failed"), scene.since("checkpoint")
+    failed = scene.since("checkpoint_failed")
+    saved = scene.since("checkpoint")
     last = int(str(failed[-1]["step"]))
     later = [int(str(event["step"])) for event in saved if int(str(event["step"])) > last]
     if not later:
@@ -267,7 +270,8 @@ def _saves_again(scene: Scene) -> str | None:
 
 
 def _fell_back(scene: Scene) -> str | None:
-    step, outcome = scene.resumed(), _next_world(scene)
+    step = scene.resumed()
+    outcome = _next_world(scene)
     if step is None or step >= scene.note:
         return None
     return f"checkpoint {scene.note} was set aside, {outcome}"

@@ -12,7 +12,8 @@ from pathlib import Path
 from tandem import shipped
 from tandem.cluster.engine import ClusterError
 
-GIVEN, GIVEN_FILE = "TANDEM_JOB_SECRET", "TANDEM_JOB_SECRET_FILE"
+GIVEN = "TANDEM_JOB_SECRET"
+GIVEN_FILE = "TANDEM_JOB_SECRET_FILE"
 ROOT = shipped.checkout()
 
 

@@ -18,7 +18,7 @@ LOSS = re.compile(r"[0-9]+(\.[0-9]+)?%")
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinkShape:
     """The limits of a node's outgoing traffic; empty means unlimited."""
 
     rate: str = ""
@@ -49,7 +49,8 @@ class Shape:
         bucket = f"tbf rate {self.rate} burst {BURST} latency {QUEUE}"
         if not (self.latency or self.loss):
             return [f"qdisc replace dev {DEVICE} root handle 1: {bucket}"]
-        delay, loss = (self.latency and f" delay {self.latency}"), (self.loss and f" loss {self.loss}")
+        delay = self.latency and f" delay {self.latency}"
+        loss = self.loss and f" loss {self.loss}"
         outer = [f"qdisc replace dev {DEVICE} root handle 1: netem{delay}{loss}"]
         return outer + ([f"qdisc replace dev {DEVICE} parent 1: handle 2: {bucket}"] if self.rate else [])
 
@@ -60,7 +61,7 @@ def has_netem(cluster: Cluster) -> bool:
     return "yes" in cluster.helper("sh", "-c", tried, options=["--cap-add", "NET_ADMIN"], check=False)
 
 
-def check_shape(cluster: Cluster, shape: Shape) -> None:
+def check_shape(cluster: Cluster, shape: LinkShape) -> None:
     """Raise ClusterError if the kernel cannot do what is requested."""
     shape.check()
     if (shape.latency or shape.loss) and not has_netem(cluster):
@@ -71,10 +72,10 @@ def check_shape(cluster: Cluster, shape: Shape) -> None:
         )
 
 
-def shape_of(cluster: Cluster) -> Shape:
+def shape_of(cluster: Cluster) -> LinkShape:
     """Return the shape that the user requested at the start (RATE, LATENCY, LOSS)."""
     asked = cluster.variables
-    return Shape(asked.get("RATE", ""), asked.get("LATENCY", ""), asked.get("LOSS", ""))
+    return LinkShape(asked.get("RATE", ""), asked.get("LATENCY", ""), asked.get("LOSS", ""))
 
 
 def keep_shape(cluster: Cluster, shaped: dict[str, str]) -> None:
@@ -97,7 +98,7 @@ def keep_shape(cluster: Cluster, shaped: dict[str, str]) -> None:
                 raise
 
 
-def shape_node(cluster: Cluster, node: Node, shape: Shape) -> None:
+def shape_node(cluster: Cluster, node: Node, shape: LinkShape) -> None:
     """Limit the node's outgoing traffic to `shape`; an empty shape removes all limits."""
     commands = shape.commands() if shape else [f"qdisc del dev {DEVICE} root"]
     in_namespace(cluster, node, " && ".join(f"tc {command}" for command in commands), check=bool(shape))
@@ -108,7 +109,7 @@ def cut(cluster: Cluster, node: Node) -> None:
     in_namespace(cluster, node, f"ip link set {DEVICE} down")
 
 
-def mend(cluster: Cluster, node: Node) -> None:
+def repair(cluster: Cluster, node: Node) -> None:
     """Bring the link up again, with the default route that was lost with it."""
     route = f"ip route replace default via {node.gateway} dev {DEVICE}" if node.gateway else "true"
     in_namespace(cluster, node, f"ip link set {DEVICE} up && {route}")

@@ -21,7 +21,8 @@ def project_folder() -> Path | None:
 
     In addition to a checkout, a Dockerfile alone is not enough: the directory may be unrelated.
     """
-    here, checkout = Path.cwd(), shipped.checkout()
+    here = Path.cwd()
+    checkout = shipped.checkout()
     if here == checkout or not (here / "Dockerfile").is_file():
         return None
     return here if checkout is None or (here / OVERRIDE_NAME).is_file() else None

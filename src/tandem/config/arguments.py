@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from tandem.config.brought_along import meant_by
 from tandem.config.examples import examples_of
 from tandem.config.fields import Setting, convert, placeholder, plain, words_of
+from tandem.config.foreign_flags import meant_by
 from tandem.config.removed import instead_of
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 _TRAINING = (
     "task", "task_fields", "steps", "seed", "data", "optimization", "compute", "exchange",
@@ -91,7 +91,8 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
             exit_on_error=False,
         )
-        self._verb, self._takes_settings = verb, takes_settings
+        self._verb = verb
+        self._takes_settings = takes_settings
         self._help = f"See `tandem {verb} --help`"
         self._see = SEE if takes_settings else self._help
         self._valid: dict[str, str] = {}

@@ -94,7 +94,8 @@ def _value_of(node: "Node", depth: int) -> Any:
 def _table_of(node: "MappingNode", depth: int) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in node.value:
-        name, line = key.value, key.start_mark.line + 1
+        name = key.value
+        line = key.start_mark.line + 1
         if not isinstance(name, str):
             raise ValueError(f"line {line} has a key that is not a name")
         if name in table:

@@ -107,7 +107,8 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merge_computing(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     # 240 was the default of lr_base_batch_size.
-    rule, base = old.get("lr_scaling"), old.get("lr_base_batch_size", 240)
+    rule = old.get("lr_scaling")
+    base = old.get("lr_base_batch_size", 240)
     if rule == "auto":
         rule = "linear" if old.get("optimizer", "sgd") == "sgd" else "sqrt"
     if rule in ("linear", "sqrt"):

@@ -11,7 +11,7 @@ from tandem.config.fields import Setting, convert, settings_of, words_of
 from tandem.config.removed import instead_of, translated
 from tandem.config.secrets import HIDDEN, hide, is_secret
 from tandem.errors import ConfigError
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 LONGEST = 1000
 SEE = "See `tandem config --explain`"

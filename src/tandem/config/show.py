@@ -23,7 +23,8 @@ def explain(loaded: Loaded) -> str:
 
 def as_toml(settings: Settings, chosen: Collection[str] = ()) -> str:
     """Return a file for `--config`: a section per group, with defaults as comments unless `chosen`."""
-    default, lines = Settings(), ["# Settings of tandem. A line that starts with # shows a default."]
+    default = Settings()
+    lines = ["# Settings of tandem. A line that starts with # shows a default."]
     for slice_name, model in SLICES.items():
         lines += ["", f"[{slice_name}]  # {model.__doc__}"]
         for name in FIELDS:

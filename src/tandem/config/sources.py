@@ -19,7 +19,8 @@ from tandem.config.removed import instead_of, instead_of_value, translated
 from tandem.config.settings import SETTINGS, SLICES, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
-PREFIX, TASK_PREFIX = "TANDEM_", "TANDEM_TASK__"
+PREFIX = "TANDEM_"
+TASK_PREFIX = "TANDEM_TASK__"
 # Read by other code, so they are not typos of a setting.
 OTHER_VARIABLES = [
     PREFIX + name

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tandem.config.sources import Loaded
 from tandem.errors import ConfigError
 from tandem.log import printable
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 BUILT_IN: Mapping[str, str] = {
     "digits": "tandem.tasks.digits:Digits",

@@ -5,7 +5,7 @@ from tandem.config.removed import instead_of
 from tandem.config.settings import SETTINGS, SLICES
 from tandem.config.sources import PREFIX
 from tandem.errors import ConfigError
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 EXIT_CODES = """\
 Exit codes of a run; what to do about each one: docs/troubleshooting.md

@@ -90,7 +90,8 @@ class TensorRows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         assert len(inputs) == len(targets), (len(inputs), len(targets))
-        self.inputs, self.targets = inputs, targets
+        self.inputs = inputs
+        self.targets = targets
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -109,7 +110,9 @@ def random_crop_flip(images: Tensor, keys: Tensor, padding: int = 4) -> Tensor:
     padded = functional.pad(images, (0, 0, padding, padding, padding, padding))
     places = 2 * padding + 1
     # One key gives three independent numbers, from different bits.
-    top, left, flip = keys % places, (keys >> 20) % places, (keys >> 40) % 2
+    top = keys % places
+    left = (keys >> 20) % places
+    flip = (keys >> 40) % 2
     rows = torch.arange(height) + top.unsqueeze(1)
     columns = torch.arange(width).expand(len(keys), -1)
     columns = torch.where(flip.unsqueeze(1) == 1, columns.flip(1), columns) + left.unsqueeze(1)

@@ -22,7 +22,8 @@ from tandem.data import idx
 from tandem.data.seeds import derive_seed
 from tandem.errors import ConfigError
 
-TRAIN_SAMPLES, EVALUATION_SAMPLES = 60_000, 10_000
+TRAIN_SAMPLES = 60_000
+EVALUATION_SAMPLES = 10_000
 SIDE = 28
 """Width and height of an image in pixels."""
 _GLYPH_SIDE = 112  # drawn four times as large, then sampled
@@ -72,7 +73,8 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Draw `count` images, uint8 [count, 28, 28], and their labels, uint8 [count]."""
     generator = torch.Generator().manual_seed(derive_seed(seed))
     glyphs = _glyphs()
-    images, labels = torch.empty(count, SIDE, SIDE, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
+    images = torch.empty(count, SIDE, SIDE, dtype=torch.uint8)
+    labels = torch.empty(count, dtype=torch.uint8)
     for start in range(0, count, _CHUNK):
         stop = min(start + _CHUNK, count)
         labels[start:stop] = torch.randint(10, (stop - start,), generator=generator, dtype=torch.uint8)
@@ -127,8 +129,10 @@ def _draw_line(glyph: Tensor, start: tuple[int, int], stop: tuple[int, int], rad
     """Ink the pixels with centers within `radius` of a line; all in 1/_FINE pixel from the middle."""
     columns, rows = (_pixels(*ends, radius) for ends in zip(start, stop, strict=True))
     center = (torch.arange(_GLYPH_SIDE) * 2 - (_GLYPH_SIDE - 1)) * (_FINE // 2)
-    x, y = center[columns].view(1, -1) - start[0], center[rows].view(-1, 1) - start[1]
-    along_x, along_y = stop[0] - start[0], stop[1] - start[1]
+    x = center[columns].view(1, -1) - start[0]
+    y = center[rows].view(-1, 1) - start[1]
+    along_x = stop[0] - start[0]
+    along_y = stop[1] - start[1]
     length = along_x**2 + along_y**2  # squared; the distances below are squared and multiplied by its square
     nearest = (x * along_x + y * along_y).clamp_(0, length)
     away = (x * length - nearest * along_x) ** 2 + (y * length - nearest * along_y) ** 2
@@ -160,14 +164,20 @@ def _pictures(glyphs: Tensor, labels: Tensor, generator: torch.Generator) -> Ten
 
     style = labels.view(-1, 1, 1) * len(_GLYPH_STYLES) + uniform(0, len(_GLYPH_STYLES) - 1)
     turn = uniform(-_TURN, _TURN)
-    cosine, sine = _turned(turn, math.cos), _turned(turn, math.sin)
-    scale_x, scale_y, shear = uniform(3_200, 4_900), uniform(3_200, 4_900), uniform(-700, 700)
+    cosine = _turned(turn, math.cos)
+    sine = _turned(turn, math.sin)
+    scale_x = uniform(3_200, 4_900)
+    scale_y = uniform(3_200, 4_900)
+    shear = uniform(-700, 700)
     # Glyph pixels per image pixel, from the center outward: scale and shear of the rotated grid.
     step = _GLYPH_SIDE // SIDE
     grid = (torch.arange(SIDE, dtype=torch.int32) * 2 - (SIDE - 1)) * step  # in half pixels
-    row, column = grid.view(1, -1, 1), grid.view(1, 1, -1)
-    xx, xy = scale_x * cosine // _ONE, (scale_x * sine + shear * cosine) // _ONE
-    yx, yy = -scale_y * sine // _ONE, scale_y * cosine // _ONE
+    row = grid.view(1, -1, 1)
+    column = grid.view(1, 1, -1)
+    xx = scale_x * cosine // _ONE
+    xy = (scale_x * sine + shear * cosine) // _ONE
+    yx = -scale_y * sine // _ONE
+    yy = scale_y * cosine // _ONE
     x = ((column * xx + row * xy) >> 13) + (_GLYPH_SIDE // 2 + uniform(-10, 10))
     y = ((column * yx + row * yy) >> 13) + (_GLYPH_SIDE // 2 + uniform(-10, 10))
     place = style * _GLYPH_SIDE + y.clamp_(0, _GLYPH_SIDE - 1)

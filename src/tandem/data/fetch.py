@@ -22,9 +22,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tandem.data.asked import Asking
 from tandem.data.sampler import BatchKey
 from tandem.data.seeds import NUMPY, PYTHON, TORCH, derive_seed, kept_generators, seed_host_generators
+from tandem.data.step_context import WithStepContext
 from tandem.errors import text_of
 
 Batch = Any
@@ -76,7 +76,7 @@ def answers_in_batches(dataset: Any) -> bool:
         return not isinstance(dataset.__getitems__([0]), list)
 
 
-class Samples(Dataset[Batch]):
+class SampleFetcher(Dataset[Batch]):
     """Batches by key, assembled from single samples without changing the global generators.
 
     Seeding three generators takes longer than creating many a sample. Therefore only the generators from
@@ -90,7 +90,9 @@ class Samples(Dataset[Batch]):
     """
 
     def __init__(self, dataset: Any, seed: int, collate: Collate | None) -> None:
-        self.dataset, self.seed, self.collate = dataset, seed, collate or default_collate
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = collate or default_collate
         self._seeded = set() if hasattr(dataset, "__getitems__") else {TORCH}
 
     def __getitem__(self, key: BatchKey) -> Batch:
@@ -144,7 +146,7 @@ def _can_be_sent(kind: type[Exception]) -> bool:
 
 def collated(collate: Collate | None, samples: list[Any], step: int | None, epoch: int) -> Batch:
     """Collate a batch of the training step `step`; None: not for training."""
-    if step is not None and isinstance(collate, Asking):
+    if step is not None and isinstance(collate, WithStepContext):
         return collate.at(step, epoch, samples)
     return (collate or default_collate)(samples)
 

@@ -44,10 +44,12 @@ def data_facts(dataset: Any) -> dict[str, Any]:
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe how a training set differs from the one of a checkpoint; "" if no difference is known."""
-    was, count = saved.get("samples"), now.get("samples")
+    was = saved.get("samples")
+    count = now.get("samples")
     if isinstance(was, int) and isinstance(count, int) and was != count:
         return f"the training set had {was:,} samples and now has {count:,}"
-    before, after = saved.get("probe") or [], now.get("probe") or []
+    before = saved.get("probe") or []
+    after = now.get("probe") or []
     if before and after and (len(before) != len(after) or not all(map(_alike, before, after))):
         return f"the training set has different samples than before, though the same number ({count or 0:,})"
     return ""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tandem.errors import ConfigError
 
-IMAGES, LABELS = 3, 1
+IMAGES = 3
+LABELS = 1
 """Number of dimensions of the two kinds of file."""
 _UNSIGNED_BYTE = 8
 
@@ -70,10 +71,12 @@ def read_pair(folder: Path, images_name: str, labels_name: str, classes: int) ->
 
     Raises ConfigError if their lengths differ or a label is not below `classes`.
     """
-    images_path, labels_path = _present(folder, images_name), _present(folder, labels_name)
+    images_path = _present(folder, images_name)
+    labels_path = _present(folder, labels_name)
     if images_path is None or labels_path is None:
         raise ConfigError(f"{folder} has no {images_name if images_path is None else labels_name} (or .gz)")
-    images, labels = read_idx(images_path, IMAGES), read_idx(labels_path, LABELS).long()
+    images = read_idx(images_path, IMAGES)
+    labels = read_idx(labels_path, LABELS).long()
     if len(images) != len(labels):
         raise _broken(labels_path, f"{len(images)} labels, one for each image", f"{len(labels)}")
     if int(labels.max()) >= classes:

@@ -11,13 +11,13 @@ from tandem.data.mapped import MappedData
 from tandem.data.orders import MakeOrder
 from tandem.data.sampler import GlobalOrder
 from tandem.data.sharded import ShardedData
-from tandem.data.source import Reader, TrainingData
+from tandem.data.source import BatchReader, TrainingData
 from tandem.data.streamed import StreamedData, stream_batches
 from tandem.errors import ConfigError
 
 
 def training_data(
-    dataset: Any, reader: Reader, planned: int | None, order_of: MakeOrder = GlobalOrder
+    dataset: Any, reader: BatchReader, planned: int | None, order_of: MakeOrder = GlobalOrder
 ) -> TrainingData:
     """Return `dataset` as batches by step; `planned` is the number of steps of the run, if it is set.
 
@@ -26,7 +26,8 @@ def training_data(
     """
     if hasattr(dataset, "of_rank"):
         return ShardedData(dataset, reader)
-    batch_size, stream = reader.config.batch_size, is_stream(dataset)
+    batch_size = reader.config.batch_size
+    stream = is_stream(dataset)
     if not stream or hasattr(dataset, "__len__"):
         n = len(dataset)
     elif planned is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tandem.data.fetch import Batch, Collate, Fetch, Samples, whole_fetch
+from tandem.data.fetch import Batch, Collate, Fetch, SampleFetcher, whole_fetch
 from tandem.data.resident import picked, resident
 from tandem.data.sampler import BatchKey, TrainBatches
 from tandem.errors import ConfigError
@@ -43,7 +43,7 @@ def train_batches(
     """Yield this rank's micro-batches, from the sampler's first step to its last, on `device`."""
     fetch = _fetch_there(dataset, collate, device) or whole_fetch(dataset, collate, augment=True)
     if fetch is None:
-        yield from _loaded(Samples(dataset, seed, collate), sampler, workers, device)
+        yield from _loaded(SampleFetcher(dataset, seed, collate), sampler, workers, device)
         return
     for epoch, indices in sampler.micro_batches():
         yield moved(fetch(indices, epoch, seed), device)
@@ -83,7 +83,8 @@ def joint_batches(
     samples that do not divide evenly among the ranks come last, and are the same on all ranks.
     """
     even = len(dataset) // world_size * world_size
-    share, rest = range(rank, even, world_size), range(even, len(dataset))
+    share = range(rank, even, world_size)
+    rest = range(even, len(dataset))
     alone = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
     shared = [rest[start : start + batch_size] for start in range(0, len(rest), batch_size)]
     made = _made(dataset, [*alone, *shared], seed, workers, collate, device)
@@ -102,7 +103,7 @@ def _made(
     fetch = _fetch_there(dataset, collate, device) or whole_fetch(dataset, collate)
     if fetch is None:
         keys = [(0, list(indices), None) for indices in batches]
-        yield from _loaded(Samples(dataset, seed, collate), keys, workers, device)
+        yield from _loaded(SampleFetcher(dataset, seed, collate), keys, workers, device)
         return
     for indices in batches:
         yield moved(fetch(torch.tensor(indices), 0, seed), device)
@@ -163,7 +164,9 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 
     `sizes` must add up to the batch. A tensor of another length belongs to no sample, so it is in every part.
     """
-    samples, begin, parts = sum(sizes), 0, []
+    samples = sum(sizes)
+    begin = 0
+    parts = []
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor[begin : begin + size] if tensor.dim() and len(tensor) == samples else tensor
@@ -175,7 +178,7 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 
 def _loaded(
-    samples: Samples, keys: Iterable[BatchKey], workers: int, device: torch.device
+    samples: SampleFetcher, keys: Iterable[BatchKey], workers: int, device: torch.device
 ) -> Iterator[Batch]:
     """Load batches with torch's DataLoader. A whole batch is one item, so that `samples` creates it."""
     loader: DataLoader[Batch] = DataLoader(

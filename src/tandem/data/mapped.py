@@ -7,17 +7,20 @@ from typing import Any
 from tandem.data.fetch import Batch
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 
 
 class MappedData:
     """A map-style dataset in a shuffled order that is a function of (seed, step), so it has no state."""
 
-    def __init__(self, dataset: Any, reader: Reader, order: GlobalOrder) -> None:
-        self._dataset, self._reader, self.order = dataset, reader, order
+    def __init__(self, dataset: Any, reader: BatchReader, order: GlobalOrder) -> None:
+        self._dataset = dataset
+        self._reader = reader
+        self.order = order
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        reader, cut = self._reader, self._reader.cut(self.order, start, stop)
+        reader = self._reader
+        cut = self._reader.cut(self.order, start, stop)
         batches = train_batches(
             self._dataset,
             cut,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tandem.data.batch_shares import equal_shares, places
 from tandem.data.seeds import derive_seed
-from tandem.data.shares import equal_shares, places
 from tandem.errors import ConfigError
 
 BatchKey = tuple[int, list[int], int | None]

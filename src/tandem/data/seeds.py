@@ -21,7 +21,8 @@ _SECOND = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
-MODEL, STEP = 1, 2  # the purpose of a seed, so that no two uses share one
+MODEL = 1  # the purpose of a seed, so that no two uses share one
+STEP = 2
 
 
 def derive_seed(*parts: int, start: int = 0) -> int:
@@ -96,7 +97,8 @@ def kept_generators() -> Iterator[None]:
     """
     global _for_data
     _for_data = _for_data or numpy.random.MT19937(0)
-    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
+    torch_state = torch.default_generator.get_state()
+    python_state = random.getstate()
     numpy_generator = mtrand.get_bit_generator()
     mtrand.set_bit_generator(_for_data)
     try:

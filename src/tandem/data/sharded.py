@@ -14,7 +14,7 @@ from tandem.data.fetch import BATCH, Batch, collated
 from tandem.data.loader import moved
 from tandem.data.sampler import GlobalOrder
 from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
 
 
@@ -27,7 +27,9 @@ class ShardedOrder(GlobalOrder):
             raise ConfigError("of_rank() of the training set returns no samples for any rank")
         if batch_size % len(sizes):
             raise ConfigError(f"--batch-size {batch_size} does not divide evenly over {len(sizes)} ranks")
-        self.n, self.sizes, self.share = sum(sizes), list(sizes), batch_size // len(sizes)
+        self.n = sum(sizes)
+        self.sizes = list(sizes)
+        self.share = batch_size // len(sizes)
         self.steps_per_epoch = max(-(-size // self.share) for size in sizes)
 
     def of_rank(self, step: int, rank: int) -> int:
@@ -46,7 +48,7 @@ class ShardedOrder(GlobalOrder):
 class ShardedData:
     """This rank's own samples, in their order; a micro-batch without samples is None."""
 
-    def __init__(self, dataset: Any, reader: Reader) -> None:
+    def __init__(self, dataset: Any, reader: BatchReader) -> None:
         """All ranks must call this, because it gathers their sizes. Raises ConfigError."""
         if reader.gather is None:
             raise ConfigError(
@@ -61,7 +63,8 @@ class ShardedData:
             raise ConfigError(
                 "--batch-shares does not work with a dataset that has of_rank(), which decides the parts"
             )
-        self._dataset, self._reader = dataset, reader
+        self._dataset = dataset
+        self._reader = reader
         mine = self._part()
         size = len(mine) if hasattr(mine, "__len__") else sum(1 for _ in mine)
         self.sharded = ShardedOrder(reader.gather(size), reader.config.batch_size, reader.seed)
@@ -69,7 +72,8 @@ class ShardedData:
         self._samples: Iterator[Any] = iter(())
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch | None]]:
-        reader, order = self._reader, self.sharded
+        reader = self._reader
+        order = self.sharded
         micro = reader.config.micro_batch_size or order.share
         parts = -(-order.share // micro)
         for step in range(start, stop):
@@ -87,7 +91,8 @@ class ShardedData:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError if the sizes of the parts changed: a step would mean other samples."""
-        before, now = state.get("sizes"), self.sharded.sizes
+        before = state.get("sizes")
+        now = self.sharded.sizes
         if before is not None and before != now:
             raise ConfigError(
                 f"cannot resume: of_rank() returned {_listed(before)} samples for the ranks and now returns "

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 
 from tandem.config.slices import DataConfig
+from tandem.data.batch_shares import check_even, given_shares
 from tandem.data.fetch import Collate
 from tandem.data.loader import loader_processes
 from tandem.data.sampler import GlobalOrder, TrainBatches
-from tandem.data.shares import check_even, given_shares
 
 
 @dataclass
-class Reader:
+class BatchReader:
     """How one rank of `world_size` reads data: in batches as in `config`, onto `device`.
 
     `sizes`: samples of each rank in a global batch; empty: equal. A result of `cut` keeps the sizes it was

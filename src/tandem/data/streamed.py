@@ -11,7 +11,7 @@ from tandem.data.fetch import BATCH, Batch, Collate, collated
 from tandem.data.loader import moved
 from tandem.data.sampler import GlobalOrder
 from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
 
 
@@ -24,18 +24,21 @@ class StreamedData:
     called if it exists. Each sample is read with generators seeded for (seed, epoch, position).
     """
 
-    def __init__(self, dataset: Any, reader: Reader, order: GlobalOrder) -> None:
+    def __init__(self, dataset: Any, reader: BatchReader, order: GlobalOrder) -> None:
         if reader.config.workers not in (0, "auto"):
             raise ConfigError(
                 f"--workers: invalid value {reader.config.workers}; expected 0, because "
                 "ranks read a stream themselves"
             )
-        self._dataset, self._reader, self.order = dataset, reader, order
+        self._dataset = dataset
+        self._reader = reader
+        self.order = order
         self._iterator: Any = iter(())
         self._saved: Mapping[str, Any] = {}
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        cut, size = self._reader.cut(self.order, start, stop), self.order.batch_size
+        cut = self._reader.cut(self.order, start, stop)
+        size = self.order.batch_size
         for step in range(start, stop):
             epoch, position = divmod(step, self.order.steps_per_epoch)
             places = range(position * size, (position + 1) * size)
@@ -55,7 +58,8 @@ class StreamedData:
 
     def _open(self, epoch: int, place: int) -> None:
         """Start `epoch` at sample number `place`."""
-        saved, self._saved = self._saved if place else {}, {}
+        saved = self._saved if place else {}
+        self._saved = {}
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         if "dataset" in saved:
@@ -79,7 +83,9 @@ class StreamedData:
         self, step: int, places: range, samples: list[Any], ours: slice, sizes: list[int]
     ) -> list[Batch]:
         """Return this rank's micro-batches of a global batch, each collated with generators seeded for it."""
-        reader, batches, begin = self._reader, [], 0
+        reader = self._reader
+        batches = []
+        begin = 0
         epoch = step // self.order.steps_per_epoch
         for size in sizes:
             part = slice(begin, begin + size)
@@ -111,7 +117,8 @@ def stream_batches(
 
 def _seeded(dataset: Any, seed: int) -> Iterator[Any]:
     seed_host_generators(derive_seed(seed))
-    samples, end = iter(dataset), object()
+    samples = iter(dataset)
+    end = object()
     for place in count():
         seed_host_generators(derive_seed(seed, place))
         if (sample := next(samples, end)) is end:

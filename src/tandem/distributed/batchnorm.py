@@ -90,7 +90,8 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         values = _wide(input)
-        here, channels = values.numel() // max(1, values.size(1)), values.size(1)
+        here = values.numel() // max(1, values.size(1))
+        channels = values.size(1)
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64)
         # The var_mean of an empty share would be NaN.
         if here:
@@ -106,7 +107,8 @@ class _Normalise(torch.autograd.Function):
             )
         mean = sums[:channels] / count
         variance = (sums[channels:-1] / count - mean * mean).clamp_(min=0.0)
-        mean, variance = mean.to(values.dtype), variance.to(values.dtype)
+        mean = mean.to(values.dtype)
+        variance = variance.to(values.dtype)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
         ctx.count = count
         ctx.mark_non_differentiable(mean, variance)
@@ -124,11 +126,13 @@ class _Normalise(torch.autograd.Function):
         Those of weight and bias are sums over this rank's samples, which DDP averages.
         """
         input, weight, mean, scale = ctx.saved_tensors
-        values, gradient = _wide(input), _wide(gradient)
+        values = _wide(input)
+        gradient = _wide(gradient)
         shape = [1, -1] + [1] * (values.dim() - 2)
         centred = (values - mean.view(shape)) * scale.view(shape)
         dims = _all_but_channels(values)
-        of_bias, of_weight = gradient.sum(dims), (gradient * centred).sum(dims)
+        of_bias = gradient.sum(dims)
+        of_weight = (gradient * centred).sum(dims)
         of_input = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([of_bias, of_weight]).double()

@@ -13,14 +13,16 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from tandem.distributed.meeting import open_store
+from tandem.distributed.group_store import open_store
 from tandem.distributed.position import Position
 from tandem.errors import PEER_LOST
 from tandem.timeouts import LEAVE_SECONDS
 
 log = logging.getLogger("tandem.run")
 
-COMES, CONNECTS, CONNECTED = "not begun", "begun, but not done", "done"
+COMES = "not begun"
+CONNECTS = "begun, but not done"
+CONNECTED = "done"
 LIBRARIES = {"cuda": "NCCL", "cpu": "gloo"}
 MOST_NAMES = 4
 

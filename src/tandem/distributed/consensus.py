@@ -48,7 +48,8 @@ class ConsensusReader:
     """Reads the exchanged values: immediately on CPUs, one step later on GPUs (no host synchronization)."""
 
     def __init__(self, group: ProcessGroup, names: Sequence[str]) -> None:
-        self._group, self._names = group, names
+        self._group = group
+        self._names = names
         self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 
     def read(self, step: int, exchanged: Tensor) -> Consensus | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tandem.distributed.batchnorm import synchronised
 from tandem.distributed.connecting import announce, limited
 from tandem.distributed.gpu_failures import is_gpu_failure, is_of_cuda
-from tandem.distributed.meeting import check_same_kind, forget_dump_signal, open_store
+from tandem.distributed.group_store import check_same_kind, forget_dump_signal, open_store
 from tandem.distributed.position import Position as Position
 from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError, text_of
 from tandem.telemetry.stragglers import Gathering
@@ -167,7 +167,8 @@ class ProcessGroup:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Gather every rank's bytes on rank 0, ordered by rank, in chunks of 64 MiB; empty on other ranks."""
-        lengths, parts = self.gather(len(payload)), [payload]
+        lengths = self.gather(len(payload))
+        parts = [payload]
         for rank in range(1, self.size):
             received = bytearray()
             for start in range(0, lengths[rank], BROADCAST_CHUNK_BYTES):
@@ -186,7 +187,8 @@ class ProcessGroup:
         """Broadcast rank 0's bytes to every rank, in chunks of 64 MiB; other ranks pass None."""
         size = torch.tensor([len(payload) if payload is not None else 0], device=self.device)
         dist.broadcast(size, src=0)
-        total, parts = int(size.item()), io.BytesIO()
+        total = int(size.item())
+        parts = io.BytesIO()
         for start in range(0, total, BROADCAST_CHUNK_BYTES):
             length = min(BROADCAST_CHUNK_BYTES, total - start)
             if payload is not None:
@@ -204,7 +206,8 @@ class ProcessGroup:
 
     def on_first(self, action: Callable[[], T]) -> T | None:
         """Return the result of `action` on rank 0, None elsewhere. Its ConfigError is raised on all ranks."""
-        result, problem = None, ""
+        result = None
+        problem = ""
         if self.is_first:
             try:
                 result = action()
@@ -289,7 +292,7 @@ def _bind(device: torch.device, devices: Sequence[torch.device]) -> dict[str, An
 
     A rank with one GPU binds its group to it; otherwise torch 2.15 guesses by the global rank. A model on
     several GPUs has gradients on each, which only NCCL's older group supports. In the newer one, DDP's
-    backward also does not overlap with its communication (see launch/variables.py).
+    backward also does not overlap with its communication (see launch/torch_variables.py).
     """
     if device.type != "cuda":
         return {"backend": "gloo"}

@@ -56,7 +56,8 @@ ADDRESS = re.compile(r"connect to \((?P<host>[^\s()]+), (?P<port>\d+)\)|network 
 torch 2.11 to 2.15 (TCPStore, socket.cpp).
 """
 LOCAL = ("localhost", "::1", "127.0.0.1")
-DEPTH, MOST_ITEMS = 3, 100
+DEPTH = 3
+MOST_ITEMS = 100
 """How deep below a name in the failing line a store may be: `self.stores["a"]` has depth two."""
 
 
@@ -71,7 +72,8 @@ def is_peer_loss(error: BaseException, world_size: int) -> bool:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its causes and contexts, and the members of exception groups, each once."""
-    seen, left = set[int](), [error]
+    seen = set[int]()
+    left = [error]
     while left:
         each = left.pop()
         if id(each) in seen:
@@ -125,7 +127,8 @@ def _stores_named(trace: TracebackType) -> list[Any]:
     named = [each for each in dis.get_instructions(code) if isinstance(each.argval, str)]
     in_line = [each for each in named if each.positions and each.positions.lineno == trace.tb_lineno]
     for found in in_line, named:
-        names, stores = {each.argval for each in found}, list[Any]()
+        names = {each.argval for each in found}
+        stores = list[Any]()
         with suppress(Exception):  # a program's objects may do anything when they are inspected
             for name in names & there.keys():
                 stores += _stores_below(there[name], names, DEPTH)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.node_memory import NodeMemory
 from tandem.run.owner import Token
 
 
@@ -84,7 +84,8 @@ class Position:
         return Path(self.sample_socket).with_name("had-gpu") if self.sample_socket else None
 
     def __str__(self) -> str:
-        rank, node = f"rank {self.rank} of {self.world_size}", f"node {self.node_rank} of {self.nodes}"
+        rank = f"rank {self.rank} of {self.world_size}"
+        node = f"node {self.node_rank} of {self.nodes}"
         return f"{rank} on {node} ({self.node_name})"
 
 

@@ -23,7 +23,7 @@ from tandem.torch_private import buffer_argument
 
 
 @dataclass
-class Passenger:
+class PiggybackedValues:
     """Values for one backward pass: set before it, and picked up by the models it runs through."""
 
     numbers: Tensor
@@ -46,9 +46,10 @@ class _Carrying(nn.Module):
     has its own. This requires nothing of the model's output, which may have any type.
     """
 
-    def __init__(self, model: nn.Module, passenger: Passenger, finds_unused: bool) -> None:
+    def __init__(self, model: nn.Module, passenger: PiggybackedValues, finds_unused: bool) -> None:
         super().__init__()
-        self.model, self._passenger = model, passenger
+        self.model = model
+        self._passenger = passenger
         self.carrier = nn.Parameter(torch.zeros_like(passenger.numbers))
         self.is_settling = self.is_due = self.has_taken = False
         ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
@@ -105,7 +106,7 @@ class Replica(DistributedDataParallel):
     """A model on this rank, with rank 0's weights. Attributes that DDP does not have are the model's."""
 
     def __init__(
-        self, model: nn.Module, group: ProcessGroup, passenger: Passenger, exchange: ExchangeConfig
+        self, model: nn.Module, group: ProcessGroup, passenger: PiggybackedValues, exchange: ExchangeConfig
     ) -> None:
         super().__init__(
             _Carrying(model, passenger, exchange.find_unused),

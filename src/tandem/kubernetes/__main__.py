@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tandem.kubernetes import commands
 from tandem.kubernetes.parameters import JOB
 from tandem.kubernetes.render import KIND, UsageError
-from tandem.kubernetes.spoken import speak_make
+from tandem.kubernetes.wording import speak_make
 
 
 def main(words: Sequence[str]) -> int:

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.kubernetes import seen
+from tandem.kubernetes import job_state
 from tandem.kubernetes.parameters import JOB
 from tandem.kubernetes.render import GET_KUBECTL, KIND, UsageError, kinds
-from tandem.kubernetes.spoken import option, typed
+from tandem.kubernetes.wording import option, typed
 
 QUICK_SECONDS = 20
 DELETE_SECONDS = 240  # longer than the pods' grace period
 OPERATOR = "github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"
-QUEUE_LABEL, QUEUE_GROUP = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+QUEUE_GROUP = "kueue.x-k8s.io"
 WARNINGS = 20  # number of newest warnings to show
 
 
@@ -155,7 +156,8 @@ def apply(target: Target) -> int:
     for job in jobs_of(target):
         if "deletionTimestamp" in job["metadata"]:
             continue  # its pods are reported below
-        name, end = f"{job['kind']} {job['metadata']['name']}", seen.outcome(job, pods)
+        name = f"{job['kind']} {job['metadata']['name']}"
+        end = job_state.outcome(job, pods)
         if end is None:
             raise UsageError(
                 f"{name} exists and is still running, so apply would not change its pods; "
@@ -200,7 +202,7 @@ def _check_claims(target: Target) -> None:
     for asked in _documents(done.stdout):
         name = asked["metadata"]["name"]
         if asked["kind"] == "PersistentVolumeClaim" and name in there:
-            difference = seen.claim_difference(asked, there[name])
+            difference = job_state.claim_difference(asked, there[name])
             if difference:
                 raise UsageError(
                     f"the claim {name} exists with {difference}; change the manifest to match it, or "
@@ -210,7 +212,9 @@ def _check_claims(target: Target) -> None:
 
 def _documents(text: str) -> list[Any]:
     """Parse kubectl's JSON output: documents one after another, or one List."""
-    decoder, found, at = json.JSONDecoder(), list[Any](), 0
+    decoder = json.JSONDecoder()
+    found = list[Any]()
+    at = 0
     while text[at:].strip():
         at += len(text[at:]) - len(text[at:].lstrip())
         document, at = decoder.raw_decode(text, at)
@@ -227,11 +231,11 @@ def status(target: Target) -> int:
         target.kubectl("get", what, "--selector", target.selector, "--output=wide")
     ).returncode
     pods = kubectl_json(target, "pods")
-    _print("containers", [line for pod in pods for line in seen.container_lines(pod)])
+    _print("containers", [line for pod in pods for line in job_state.container_lines(pod)])
     own = {each["metadata"]["name"] for each in (*jobs_of(target), *pods)}
     own |= {claim["metadata"]["name"] for claim in kubectl_json(target, "persistentvolumeclaims")}
     warnings = kubectl_json(target, "events", "--field-selector=type=Warning", selected=False)
-    _print("warnings", seen.event_lines(warnings, own)[-WARNINGS:])
+    _print("warnings", job_state.event_lines(warnings, own)[-WARNINGS:])
     for line in _lost_nodes(target, pods):
         print(f"\n{line}", flush=True)
     return code
@@ -243,8 +247,8 @@ def _print(title: str, lines: Sequence[str]) -> None:
 
 
 def _lost_nodes(target: Target, pods: Sequence[Any]) -> list[str]:
-    lost = seen.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
-    return [seen.lost_node_line(node, names) for node, names in lost.items()]
+    lost = job_state.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
+    return [job_state.lost_node_line(node, names) for node, names in lost.items()]
 
 
 def delete(target: Target, purge: bool) -> int:
@@ -254,7 +258,7 @@ def delete(target: Target, purge: bool) -> int:
     """
     preflight(target)
     pods = kubectl_json(target, "pods")
-    lost = seen.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
+    lost = job_state.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
     stuck = {name for names in lost.values() for name in names}
     present = [REMOVED[kind] for kind in kinds(target.text) if kind in REMOVED]
     what = ",".join([*present, *(["persistentvolumeclaims"] if purge else [])])
@@ -262,7 +266,7 @@ def delete(target: Target, purge: bool) -> int:
     # A claim waits for the pods that use it, so with a stuck pod it would wait forever.
     wait = ["--wait=false"] if stuck else ["--wait=true", limit]
     code = subprocess.run(target.kubectl("delete", what, "--selector", target.selector, *wait)).returncode
-    waiting = [pod["metadata"]["name"] for pod in pods if not seen.has_begun(pod)]
+    waiting = [pod["metadata"]["name"] for pod in pods if not job_state.has_begun(pod)]
     if idle := [name for name in waiting if name not in stuck]:
         # The operator's init container is a shell that ignores SIGTERM, and it has nothing to save.
         ask(target.kubectl("delete", "pod", *idle, "--grace-period=1", "--ignore-not-found", "--wait=false"))
@@ -271,7 +275,7 @@ def delete(target: Target, purge: bool) -> int:
         ending = ["pod", "--selector", target.selector]
     gone = subprocess.run(target.kubectl("wait", "--for=delete", *ending, limit)).returncode if ending else 0
     for node, names in lost.items():
-        print(seen.lost_node_line(node, names), flush=True)
+        print(job_state.lost_node_line(node, names), flush=True)
     if not purge:
         print(
             "the volume with the checkpoints stays; the next apply resumes from it "

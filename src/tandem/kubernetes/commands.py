@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tandem.kubernetes import cluster, following, forwarding
 from tandem.kubernetes.parameters import JOB
 from tandem.kubernetes.render import ALIASES, FOLDERS, UsageError, parts_of, render, selection_of
-from tandem.kubernetes.spoken import option
+from tandem.kubernetes.wording import option
 
 KINDS = (*FOLDERS, *ALIASES)
 VERBS = ("render", "apply", "logs", "status", "forward", "delete")

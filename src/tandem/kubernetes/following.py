@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from tandem.kubernetes.cluster import Target, jobs_of, kubectl_json, preflight
+from tandem.kubernetes.job_state import container_lines, lives, outcome
 from tandem.kubernetes.render import UsageError
-from tandem.kubernetes.seen import container_lines, lives, outcome
 
 POLL_SECONDS = 2.0
 MISSED = 5  # how many consecutive answers may be missing while pods are followed
@@ -23,7 +23,8 @@ def logs(target: Target) -> int:
     """
     preflight(target)
     followed: Followed = {}
-    said, unseen = "", 0
+    said = ""
+    unseen = 0
     try:
         while True:
             found = jobs_of(target)

@@ -75,7 +75,9 @@ def _lines(text: str, values: Mapping[str, str]) -> Iterator[str]:
         if match is None:  # such as a list on one line: nothing to replace in it
             yield line
             continue
-        dashes, key, value = match["dashes"], match["key"], match["value"] or ""
+        dashes = match["dashes"]
+        key = match["key"]
+        value = match["value"] or ""
         # A list may begin at the column of its key: an entry is half a column deeper than a key.
         found = [(2 * (indent + dash.start()) + 1, "*") for dash in re.finditer("-", dashes)]
         found += [(2 * (indent + len(dashes)), key)] if key else []

@@ -11,8 +11,8 @@ from pathlib import Path
 from tandem import shipped
 from tandem.errors import ConfigError
 from tandem.kubernetes.parameters import JOB, substituted
-from tandem.kubernetes.spoken import mistake, typed
-from tandem.words import did_you_mean, nearest
+from tandem.kubernetes.wording import mistake, typed
+from tandem.text import did_you_mean, nearest
 
 FOLDERS = {
     "pytorchjob": "base",

@@ -11,9 +11,9 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError, is_retried
+from tandem.launch.connectivity import Connect, what_is_wrong
 from tandem.launch.generations import NodeAgent
-from tandem.launch.part import Node, RestartBudget
-from tandem.launch.reach import Connect, what_is_wrong
+from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.rendezvous import (
     StopRequestedError,
     StoreLostError,
@@ -46,7 +46,7 @@ class AgentReport:
     has_left: bool = False
 
 
-def run_agent(node: Node) -> AgentReport:
+def run_agent(node: NodeContext) -> AgentReport:
     """Run this node's ranks until the job is over, with one agent per connection to the store."""
     # Without this, torch starts one more TCPStore on rank 0 and passes its address to the ranks
     # (dynamic_rendezvous.py, `next_rendezvous`). tandem's ranks use the agents' store.
@@ -79,9 +79,10 @@ def run_agent(node: Node) -> AgentReport:
     return report
 
 
-def _run_connections(node: Node, watchdog: Watchdog, server: TCPStore | None) -> AgentReport:
+def _run_connections(node: NodeContext, watchdog: Watchdog, server: TCPStore | None) -> AgentReport:
     """Run one agent per connection to the store; rejoin the rendezvous when the connection is lost."""
-    budget, patience = RestartBudget(node.config.max_restarts), node.config.master_timeout
+    budget = RestartBudget(node.config.max_restarts)
+    patience = node.config.master_timeout
     while True:
         agent: NodeAgent | None = None
         try:
@@ -93,21 +94,26 @@ def _run_connections(node: Node, watchdog: Watchdog, server: TCPStore | None) ->
             code, reason = agent.run_generations()
         except StopRequestedError:
             # 137, not 143: a stop during the rendezvous saves nothing, and 143 promises a checkpoint.
-            code, reason = KILLED, _stopped(node, watchdog.has_ever_trained)
+            code = KILLED
+            reason = _stopped(node, watchdog.has_ever_trained)
         except VerdictError as verdict:
             # Every node exits with the same code and reason, whichever node found them.
-            code, reason = verdict.code, str(verdict)
+            code = verdict.code
+            reason = str(verdict)
         except RendezvousTimeoutError:
             missing = f"not all of {node.placement.nodes} nodes joined within {patience:.0f} s"
-            code, reason = PEER_LOST, f"{missing}; start the others, or raise --master-timeout"
+            code = PEER_LOST
+            reason = f"{missing}; start the others, or raise --master-timeout"
             # This node reached the store, so the check can read there which nodes are missing.
             _say_what_is_wrong(node, node.place.connect)
         except PeerLostError as error:
-            code, reason = error.exit_code, str(error)
+            code = error.exit_code
+            reason = str(error)
             # This node was not let in. The check opens its own connection, which a gate would refuse.
             _say_what_is_wrong(node)
         except TandemError as error:
-            code, reason = error.exit_code, str(error)
+            code = error.exit_code
+            reason = str(error)
         except (StoreLostError, RendezvousConnectionError, DistStoreError, DistNetworkError) as error:
             # The ranks use the same store. Those of a script may have survived, but cannot meet the next
             # generation's.
@@ -129,7 +135,7 @@ def _run_connections(node: Node, watchdog: Watchdog, server: TCPStore | None) ->
         return AgentReport(code, reason, budget.generations, has_left=has_left)
 
 
-def _stopped(node: Node, has_trained: bool) -> str:
+def _stopped(node: NodeContext, has_trained: bool) -> str:
     """Return the reason for a stop that arrived during the rendezvous."""
     if not has_trained:
         return f"{node.stop.name} came before training started; nothing to save"
@@ -137,7 +143,7 @@ def _stopped(node: Node, has_trained: bool) -> str:
     return f"{why}; run the same command again to resume from the last save"
 
 
-def _say_what_is_wrong(node: Node, connect: Connect | None = None) -> None:
+def _say_what_is_wrong(node: NodeContext, connect: Connect | None = None) -> None:
     """Log what `tandem doctor` would find wrong between the nodes, as one block.
 
     `connect` opens the agents' store, if this node was let in there.

@@ -13,13 +13,13 @@ from tandem.config.task_names import parsed, untyped
 from tandem.errors import ConfigError, TandemError
 from tandem.json_output import wrap_stderr
 from tandem.launch.gpus import gpus_of, share_of_replica
-from tandem.launch.misplaced import hint
+from tandem.launch.misplaced_flags import hint
 from tandem.launch.node import run_this_node, with_port
 from tandem.launch.program import check
 from tandem.launch.run_dir import of_this_job
 from tandem.launch.simulated import simulate
 from tandem.launch.termination import leave_word
-from tandem.launch.variables import wait_passively
+from tandem.launch.torch_variables import wait_passively
 from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import is_quiet, outlive_the_terminal, setup, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
@@ -28,8 +28,8 @@ from tandem.run.directory import RunDir
 from tandem.run.lease import refuse_if_owned
 from tandem.script.job import Program
 from tandem.signals import StopFlag
-from tandem.silence import still
-from tandem.words import shown
+from tandem.slow_start import still
+from tandem.text import shown
 from tandem.work.base import Workload
 
 log = logging.getLogger("tandem.launch")
@@ -57,7 +57,8 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
 
 def _launch_replica(flags: Flags, environ: Environment, program: Program | None) -> int:
     """Run under Compose, which restarts on any nonzero exit: exit at once if the last end was permanent."""
-    run_dir, container = RunDir(environ.get("TANDEM_RUN_DIR", ".")).folder, socket.gethostname()
+    run_dir = RunDir(environ.get("TANDEM_RUN_DIR", ".")).folder
+    container = socket.gethostname()
     code = stay_down_code(run_dir, container)
     if code is not None:
         return code

@@ -10,14 +10,14 @@ import time
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from tandem import running
+from tandem import running_clock
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, PEER_LOST, STOPPED
-from tandem.launch.part import Node
+from tandem.launch.node_context import NodeContext
 from tandem.launch.rendezvous import VERDICT_KEY, VerdictError, leave_verdict, verdict_in
 from tandem.launch.rendezvous_state import others_live
 from tandem.timeouts import LEAVE_SECONDS, MONITOR_SECONDS, WAITING_WORD_SECONDS
-from tandem.work.endings import Cause
+from tandem.work.root_cause import Cause
 
 log = logging.getLogger("tandem.agent")
 
@@ -25,14 +25,15 @@ CAUSE_KEY = "tandem/cause"
 
 
 def await_other_nodes(
-    node: Node, store: TCPStore, handler: DynamicRendezvousHandler, position: Position
+    node: NodeContext, store: TCPStore, handler: DynamicRendezvousHandler, position: Position
 ) -> None:
     """Wait on node 0 until the ranks of all nodes have succeeded; the ranks here have.
 
     Other nodes return at once. The wait lasts up to --master-timeout. Raises VerdictError if other nodes end
     in another way.
     """
-    config, heard = node.config, running.now()
+    config = node.config
+    heard = running_clock.now()
     key = f"{position.store[2] if position.store else ''}/well"
     with contextlib.suppress(RuntimeError):
         store.add(key, 1)
@@ -40,15 +41,17 @@ def await_other_nodes(
         return
     # A node that is restarted meanwhile reads it and exits with 0.
     leave_verdict(store, FINISHED, "")
-    deadline, next_word = heard + config.master_timeout, heard + WAITING_WORD_SECONDS
+    deadline = heard + config.master_timeout
+    next_word = heard + WAITING_WORD_SECONDS
     is_stopped = False
     while (well := store.add(key, 0)) < position.nodes:
         # A failure replaces the success in the store, whichever node was first.
         if (verdict := verdict_in(store)) is not None and verdict.code != FINISHED:
             raise verdict
-        now = running.now()
+        now = running_clock.now()
         if others_live(handler, node.placement):
-            heard, node.view.last_progress = now, time.time()
+            heard = now
+            node.view.last_progress = time.time()
         # A stop during this wait must not outlast the time that ranks have to stop.
         if node.stop and not is_stopped:
             is_stopped = True

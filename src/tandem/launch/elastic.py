@@ -30,7 +30,8 @@ class LastCall(RendezvousTimeout):
 
     def __init__(self, join_seconds: float, settle_seconds: float = FIRST_CALL_SECONDS) -> None:
         super().__init__(join=timedelta(seconds=join_seconds))
-        self._settle, self._has_begun = timedelta(seconds=settle_seconds), False
+        self._settle = timedelta(seconds=settle_seconds)
+        self._has_begun = False
 
     def has_begun(self) -> None:
         """Record that a generation has started since the store was created."""
@@ -45,7 +46,8 @@ class Departures:
     """Track nodes that leave a generation while the others continue."""
 
     def __init__(self, placement: Placement, store: TCPStore) -> None:
-        self._placement, self._store = placement, store
+        self._placement = placement
+        self._store = store
 
     def leaves(self, position: Position) -> None:
         """Announce that this node was asked to stop in the generation of `position`.

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, cast
 from tandem.errors import PeerLostError
 from tandem.process import SAFE_PATH, name_process, safe_path, stat_of
 from tandem.signals import IGNORED_BY_FORK_SERVER
-from tandem.silence import still
+from tandem.slow_start import still
 
 NAME = "tandem-forks"
 UNKNOWN = 255
@@ -32,7 +32,8 @@ UNKNOWN = 255
 
 
 # Modules that take effect when the server imports them.
-DEAF, KEEPER = "tandem.launch.deaf", "tandem.launch.keeper"
+DEAF = "tandem.launch.fork_server_signals"
+KEEPER = "tandem.launch.descendants"
 
 
 def start_fork_server(preload: Sequence[str], folder: Path, keeps: bool = True) -> Callable[[], None]:
@@ -121,7 +122,9 @@ def _fork(preload: Sequence[str]) -> int:
         os.close(alive)
         os.close(imports)
     server = cast(Any, forkserver)._forkserver
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+    server._forkserver_address = address
+    server._forkserver_alive_fd = ours
+    server._forkserver_pid = pid
     server._forkserver_authkey = secret
     return imported
 
@@ -137,9 +140,9 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
     code = 1
     try:
         name_process(NAME)
-        from tandem.launch.deaf import be_deaf
+        from tandem.launch.fork_server_signals import ignore_signals
 
-        be_deaf()  # again: its module may have been imported in the caller's own fork server
+        ignore_signals()  # again: its module may have been imported in the caller's own fork server
         # Fork servers that ranks start must not import deaf.py.
         multiprocessing.set_forkserver_preload(["__main__"])
         for name in preload:

@@ -30,8 +30,8 @@ from tandem.process import safe_path
 from tandem.run.directory import RunDir
 from tandem.script.function import RESULT, write
 from tandem.script.job import FUNCTION
-from tandem.work.endings import run_failed
 from tandem.work.program import text_of_setting
+from tandem.work.root_cause import run_failed
 
 NOT_HERE = ("task", "node_rank", "master")
 """Settings that `tandem.launch` does not take: it starts all nodes, on this machine."""
@@ -160,7 +160,8 @@ class LaunchHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._result: LaunchResult | None = None
         self._error: Exception | None = None
-        self._started, self._ended = threading.Event(), threading.Event()
+        self._started = threading.Event()
+        self._ended = threading.Event()
         # This daemon thread starts the job, so the job ends with it, and with this process.
         threading.Thread(target=self._work, name="tandem-launch", daemon=True).start()
         self._started.wait()

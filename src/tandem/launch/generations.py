@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from tandem import running
+from tandem import running_clock
 from tandem.distributed.group import Position, first_line
 from tandem.errors import (
     FAILED,
@@ -39,8 +39,9 @@ from tandem.errors import (
 )
 from tandem.launch.completion import await_other_nodes, cause_in, leave_cause
 from tandem.launch.elastic import Departures
+from tandem.launch.generation_sync import GenerationStore, agree_on_generation, agreed, check_all_are_in
 from tandem.launch.membership import Membership
-from tandem.launch.part import Node, RestartBudget
+from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.recovery import Recovery
 from tandem.launch.rendezvous import (
     LEFT_KEY,
@@ -55,9 +56,8 @@ from tandem.launch.rendezvous import (
 )
 from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
 from tandem.launch.repeats import Repeats
-from tandem.launch.round import RoundStore, agree_on_generation, agreed, check_all_are_in
+from tandem.launch.shutdown import Stopping, is_time_to_save
 from tandem.launch.stacks import gather_stacks
-from tandem.launch.stops import Stopping, is_time_to_save
 from tandem.launch.watchdog import Watchdog
 from tandem.signals import handed_on
 from tandem.telemetry.hangs import Alarm
@@ -72,7 +72,7 @@ from tandem.timeouts import (
 )
 from tandem.torch_private import stop_keep_alive
 from tandem.work.base import GenerationEnd
-from tandem.work.endings import Cause, failures
+from tandem.work.root_cause import Cause, failures
 
 log = logging.getLogger("tandem.agent")
 
@@ -80,15 +80,25 @@ log = logging.getLogger("tandem.agent")
 class NodeAgent(SimpleElasticAgent):
     """One connection to the agents' store, and the generations that this node takes part in through it."""
 
-    def __init__(self, node: Node, store: TCPStore, watchdog: Watchdog, budget: RestartBudget) -> None:
-        self._node, self._root, self._watchdog, self._budget = node, store, watchdog, budget
-        self._work, self._workers, self._stop = node.work, node.workers, node.stop
-        self._joining, self._restart, self._positions = False, 0, dict[int, Position]()
+    def __init__(self, node: NodeContext, store: TCPStore, watchdog: Watchdog, budget: RestartBudget) -> None:
+        self._node = node
+        self._root = store
+        self._watchdog = watchdog
+        self._budget = budget
+        self._work = node.work
+        self._workers = node.workers
+        self._stop = node.stop
+        self._joining = False
+        self._restart = 0
+        self._positions = dict[int, Position]()
         self._hang: Alarm | None = None
         self._cause: Cause | None = None  # why the last generation ended, if the workload knows
         self._meeting: TCPStore | None = None  # the store of the ranks, if they have their own
-        self._has_saved, self._waiting_since, self._next_word = False, running.now(), 0.0
-        self._recovery, self._departures = Recovery(node, store), Departures(node.placement, store)
+        self._has_saved = False
+        self._waiting_since = running_clock.now()
+        self._next_word = 0.0
+        self._recovery = Recovery(node, store)
+        self._departures = Departures(node.placement, store)
         self._repeats = Repeats(node, store)
         self._handler = handler = handler_of(node.placement, store, node.config, self._before_poll)
         spec = WorkerSpec(
@@ -121,7 +131,9 @@ class NodeAgent(SimpleElasticAgent):
     def _run_generations(self) -> tuple[int, str]:
         while True:
             self._await_end_of_last()
-            self._joining, self._waiting_since, self._next_word = True, running.now(), 1.0
+            self._joining = True
+            self._waiting_since = running_clock.now()
+            self._next_word = 1.0
             only_saves = bool(self._stop)
             if self._budget.generations:
                 self._node.view.rejoining()
@@ -133,7 +145,9 @@ class NodeAgent(SimpleElasticAgent):
                 if not self._has_saved:
                     raise
                 return STOPPED, f"stopped by {self._stop.name} after all ranks had saved for a departing node"
-            self._joining, self._hang, self._has_saved = False, None, False
+            self._joining = False
+            self._hang = None
+            self._has_saved = False
             self._ended_elsewhere_since: float | None = None
             membership = Membership(self._is_over)
             try:
@@ -238,12 +252,12 @@ class NodeAgent(SimpleElasticAgent):
 
         The kernel closes a rank's connections before its process ends, so its peers may end first.
         """
-        deadline = running.now() + BLAME_SECONDS
+        deadline = running_clock.now() + BLAME_SECONDS
         while True:
             codes = self._workers.codes()
             failed = failures(codes)
             explained = any(code != PEER_LOST for code in failed.values())
-            if explained or None not in codes.values() or running.now() > deadline:
+            if explained or None not in codes.values() or running_clock.now() > deadline:
                 return failed
             self._workers.pause(MONITOR_SECONDS)
 
@@ -267,11 +281,11 @@ class NodeAgent(SimpleElasticAgent):
     def _watch(self, membership: Membership) -> int | None:
         """Watch one generation; return its exit code on this node, or None if other nodes end it."""
         self._stopping: Stopping | None = None
-        next_fork = running.now() + MEMBERSHIP_SECONDS
+        next_fork = running_clock.now() + MEMBERSHIP_SECONDS
         while True:
             self._workers.pause(MONITOR_SECONDS)
             self._node.claim.check()
-            now = running.now()
+            now = running_clock.now()
             codes = self._workers.codes()
             ended = [code for code in codes.values() if code is not None]
             # The first failed rank is enough: its peers fail soon, or block in a collective until a timeout.
@@ -340,8 +354,8 @@ class NodeAgent(SimpleElasticAgent):
         if verdict is None or verdict.code == FINISHED:
             self._ended_elsewhere_since = None
             return False
-        self._ended_elsewhere_since = self._ended_elsewhere_since or running.now()
-        return running.now() > self._ended_elsewhere_since + UNMET_SECONDS
+        self._ended_elsewhere_since = self._ended_elsewhere_since or running_clock.now()
+        return running_clock.now() > self._ended_elsewhere_since + UNMET_SECONDS
 
     def _nodes_waiting(self) -> bool:
         try:
@@ -361,7 +375,7 @@ class NodeAgent(SimpleElasticAgent):
             raise StopRequestedError
         self._node.claim.check()
         heed_verdict(self._root, self._is_done)
-        waited = running.now() - self._waiting_since
+        waited = running_clock.now() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
             here = who_is_here(self._handler, self._node.placement)
@@ -399,13 +413,14 @@ class NodeAgent(SimpleElasticAgent):
                 leave_verdict(self._root, code, reason)
         stop_keep_alive(self._handler)
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
-            left, placement = self._root.add(LEFT_KEY, 1), self._node.placement
+            left = self._root.add(LEFT_KEY, 1)
+            placement = self._node.placement
             # After a success the others may still be finishing their last save, so node 0 waits as long as
             # for their arrival. Otherwise `stay_until_all_left` has its own limit, LEAVE_SECONDS.
-            stays = running.now() + self._node.config.master_timeout * (code == FINISHED)
+            stays = running_clock.now() + self._node.config.master_timeout * (code == FINISHED)
             while placement.node_rank == 0 and left < placement.nodes:
                 left = stay_until_all_left(self._root, placement.nodes, left, should_stop=self._has_no_time)
-                if self._stop or running.now() > stays or not others_live(self._handler, placement):
+                if self._stop or running_clock.now() > stays or not others_live(self._handler, placement):
                     break
                 self._node.view.last_progress = time.time()
         return False
@@ -425,16 +440,17 @@ class NodeAgent(SimpleElasticAgent):
     def _assign_worker_ranks(self, store: Any, group_rank: int, nodes: int, spec: WorkerSpec) -> Any:
         return super()._assign_worker_ranks(self._heeding(store, nodes), group_rank, nodes, spec)
 
-    def _heeding(self, store: Any, nodes: int) -> RoundStore:
+    def _heeding(self, store: Any, nodes: int) -> GenerationStore:
         def look() -> None:
             self._before_poll()
             check_all_stay(self._handler, nodes)
 
-        return RoundStore(store, look, paces(nodes).poll_seconds / 10)
+        return GenerationStore(store, look, paces(nodes).poll_seconds / 10)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Compute the position of every local rank, and start them there."""
-        group, placement = cast(Any, worker_group), self._node.placement
+        group = cast(Any, worker_group)
+        placement = self._node.placement
         self._cause = None
         # The first node of the round hosts the generation's store. The store of the last generation is
         # dropped with its reference.

@@ -40,7 +40,8 @@ def chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:
 def _count() -> int:
     """Count GPUs with NVML, which also works under WSL2, or else by the device files."""
     try:
-        nvml, count = ctypes.CDLL(NVML), ctypes.c_uint(0)
+        nvml = ctypes.CDLL(NVML)
+        count = ctypes.c_uint(0)
         if nvml.nvmlInit_v2() == 0:
             has_counted = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
             nvml.nvmlShutdown()  # nodes are forked from this process and may initialize it again
@@ -61,7 +62,8 @@ def share_of_replica(gpus: Sequence[str], per_node: str | None, node_rank: int, 
         return {}
     if not per_node.isdecimal() or not int(per_node):
         raise ConfigError(f"TANDEM_COMPOSE_GPUS: invalid value {per_node!r}; set GPUS to a number, or to all")
-    begin, wanted = node_rank * int(per_node), int(per_node)
+    begin = node_rank * int(per_node)
+    wanted = int(per_node)
     if len(gpus) < nodes * wanted:
         fits = len(gpus) // wanted
         use = f"NODES={fits}, " if fits else ""

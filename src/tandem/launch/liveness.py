@@ -3,13 +3,14 @@
 torch's rendezvous writes each node's wall clock into the shared state and compares it with the reader's
 clock. A node whose clock is six seconds behind would be dead to all others at once, and they would train
 without it. Here the age of a heartbeat is the time since this node first saw it change, measured while this
-node was running (running.py). When this node writes the state, it restores the other nodes' original values.
+node was running (running_clock.py). When this node writes the state, it restores the original values of the
+other nodes.
 """
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from tandem import running
+from tandem import running_clock
 from tandem.launch.elastic import LastCall
 
 DEADLINE = "deadline"
@@ -48,7 +49,7 @@ class OwnClock:
 
     def _translate(self, key: Any, written: datetime, ahead: timedelta = timedelta()) -> datetime:
         before = self._seen.get(key)
-        now = running.now()
+        now = running_clock.now()
         since = before[1] if before is not None and before[0] == written else now
         self._seen[key] = written, since
         self._given[key] = datetime.now(UTC) - timedelta(seconds=now - since) + ahead

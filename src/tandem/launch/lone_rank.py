@@ -15,8 +15,8 @@ from tandem.launch.lone_stop import LoneStop
 from tandem.launch.rendezvous import wait_for_master
 from tandem.launch.run_dir import prepare_run_dir
 from tandem.launch.scratch import scratch
+from tandem.launch.torch_variables import use_loopback
 from tandem.launch.tracker import TrackerProcess
-from tandem.launch.variables import use_loopback
 from tandem.launch.view import NodeView
 from tandem.log import reporting
 from tandem.platforms.placement import Placement
@@ -61,9 +61,11 @@ class LoneRank:
         placement: Placement,
         decision: Decide | None = None,
     ) -> None:
-        self._run, self._settings = run, settings
+        self._run = run
+        self._settings = settings
         self._view: NodeView | None = None
-        self._stop, self._stopping = StopFlag(), list[LoneStop]()
+        self._stop = StopFlag()
+        self._stopping = list[LoneStop]()
         if placement.is_one_host:
             use_loopback()
         run.make_private()
@@ -84,7 +86,8 @@ class LoneRank:
         placement: Placement,
         decision: Decide | None,
     ) -> None:
-        run, settings = self._run, self._settings
+        run = self._run
+        settings = self._settings
         self._claim = opened.enter_context(run.lease(placement))
         resume = decision() if decision is not None else None
         access = load_access(settings.metrics)

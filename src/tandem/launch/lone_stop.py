@@ -12,8 +12,8 @@ from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, STOPPED
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
+from tandem.text import format_duration, shown
 from tandem.timeouts import MONITOR_SECONDS, START_STOP_SECONDS
-from tandem.words import lasting, shown
 
 log = logging.getLogger("tandem.run")
 
@@ -30,7 +30,9 @@ class LoneStop:
     def __init__(
         self, stop: StopFlag, run: RunDir, position: Position, leave: Callable[[int, str], None]
     ) -> None:
-        self._stop, self._position, self._leave = stop, position, leave
+        self._stop = stop
+        self._position = position
+        self._leave = leave
         self._run = run
         self.is_over = False
         """Whether the run has ended and only its result remains to be shown."""
@@ -54,7 +56,9 @@ class LoneStop:
     def _how_long(self) -> str:
         """Return what is known in advance about the duration of the save."""
         took = [event.get("seconds") for event in self._run.events() if event.get("kind") == "checkpoint"]
-        said = f"the last save took {lasting(float(took[-1]))}" if took and took[-1] is not None else ""
+        said = (
+            f"the last save took {format_duration(float(took[-1]))}" if took and took[-1] is not None else ""
+        )
         limit = "torchrun allows 30 s" if self._position.platform == "torchrun" else ""
         return ", ".join(filter(None, [said, limit])) or "one step and one save"
 

@@ -14,7 +14,8 @@ class Membership:
     """Poll the rendezvous during one generation, from construction to `close`."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
-        self._ask, self._closing = ask, threading.Event()
+        self._ask = ask
+        self._closing = threading.Event()
         self._found = False
         self._error: Exception | None = None
         threading.Thread(target=self._look, name="tandem-membership", daemon=True).start()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.checkpoint.memory import NodeMemory
+from tandem.checkpoint.node_memory import NodeMemory
 from tandem.config import Settings
 from tandem.config.slices import ONE_PROCESS
 from tandem.errors import FINISHED, STOPPED, CrashLoopError, TandemError
@@ -20,8 +20,8 @@ from tandem.launch.run_dir import prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.secret import take_key
 from tandem.launch.termination import leave_word
+from tandem.launch.torch_variables import set_for_ranks
 from tandem.launch.tracker import TrackerProcess
-from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import Workers
 from tandem.log import is_quiet, reporting, setup
 from tandem.platforms.placement import Placement
@@ -29,16 +29,16 @@ from tandem.process import name_process
 from tandem.report.access import Access, load_access
 from tandem.run.crash_loop import CrashLoop
 from tandem.run.directory import RunDir
-from tandem.run.lease import Claim
+from tandem.run.lease import Lease
 from tandem.signals import StopFlag, stop_together
-from tandem.silence import still
-from tandem.telemetry.health import Limits, Starting
+from tandem.slow_start import still
+from tandem.telemetry.health import HealthLimits, Starting
 from tandem.work.base import Workload
 
 if TYPE_CHECKING:
     from tandem.launch.agent import AgentReport
-    from tandem.launch.meeting_place import MeetingPlace
-    from tandem.launch.part import Node
+    from tandem.launch.node_context import NodeContext
+    from tandem.launch.store_endpoint import StoreEndpoint
 
 log = logging.getLogger("tandem.launch")
 
@@ -66,13 +66,13 @@ def run_this_node(
         start_fork_server(work.preload, folder)  # must happen while this process has one thread
         with _saying_that_it_starts(settings, state_dir):
             with still("importing torch.distributed"):
-                from tandem.launch.meeting_place import MeetingPlace, announce
+                from tandem.launch.store_endpoint import StoreEndpoint, announce
 
-            place = MeetingPlace(placement, key)
+            place = StoreEndpoint(placement, key)
             try:
                 # Node 0 takes the lease on the run directory before it reads anything there: another launch
                 # may be writing.
-                mine = Claim(run.where)
+                mine = Lease(run.where)
                 if placement.node_rank == 0:
                     mine = opened.enter_context(run.lease(placement, lambda: bool(stop)))
                 prepared = _prepare(run, settings, placement, work, mine)
@@ -94,16 +94,16 @@ def _saying_that_it_starts(settings: Settings, state_dir: Path | None) -> Abstra
     """Keep the health probes informed while this node does something that takes seconds."""
     if state_dir is None:
         return contextlib.nullcontext()
-    return contextlib.closing(Starting(state_dir, Limits.asked(settings.launch, settings.reliability)))
+    return contextlib.closing(Starting(state_dir, HealthLimits.asked(settings.launch, settings.reliability)))
 
 
 class _Prepared(NamedTuple):
-    claim: Claim
+    claim: Lease
     decision: ResumeDecision = ResumeDecision("fresh")
     access: Access | None = None
 
 
-def _prepare(run: RunDir, settings: Settings, placement: Placement, work: Workload, mine: Claim) -> _Prepared:
+def _prepare(run: RunDir, settings: Settings, placement: Placement, work: Workload, mine: Lease) -> _Prepared:
     """Check what can be wrong before any rank starts; on node 0, also open the run directory.
 
     Raises TandemError.
@@ -124,7 +124,7 @@ def _run_agent(
     folder: Path,
     run: RunDir,
     settings: Settings,
-    place: "MeetingPlace",
+    place: "StoreEndpoint",
     work: Workload,
     state_dir: Path | None,
     stop: StopFlag,
@@ -133,7 +133,7 @@ def _run_agent(
     """Run the agent, together with what shows the run to the outside."""
     with still("importing the agent"):
         from tandem.launch.agent import run_agent
-        from tandem.launch.part import Node
+        from tandem.launch.node_context import NodeContext
         from tandem.launch.view import NodeView
 
     placement = place.placement
@@ -147,8 +147,10 @@ def _run_agent(
             opened.enter_context(TrackerProcess(settings, run.folder)) if placement.node_rank == 0 else None
         )
         log.info("%s", place.asked)
-        config, decision, mine = settings.launch, prepared.decision, prepared.claim
-        node = Node(run, placement, nproc, config, workers, view, stop, decision, mine, place, work)
+        config = settings.launch
+        decision = prepared.decision
+        mine = prepared.claim
+        node = NodeContext(run, placement, nproc, config, workers, view, stop, decision, mine, place, work)
         if placement.node_rank == 0:
             report = _run_counted(node, run.crash_loop(mine.look))
         else:
@@ -182,10 +184,10 @@ def _run_agent(
         return report.code
 
 
-def _run_counted(node: "Node", starts: CrashLoop) -> "AgentReport":
+def _run_counted(node: "NodeContext", starts: CrashLoop) -> "AgentReport":
     """Run the agent of node 0, unless earlier starts have saved nothing new for too long."""
     from tandem.launch.agent import AgentReport, run_agent
-    from tandem.launch.meeting_place import announce
+    from tandem.launch.store_endpoint import announce
 
     try:
         starts.begin(node.config.max_crash_loops, lambda: bool(node.stop))

@@ -14,7 +14,7 @@ from tandem.config.fields import words_in
 from tandem.config.task_names import BUILT_IN
 from tandem.errors import ConfigError
 from tandem.script.job import Program, problem_of_script
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 TASK = re.compile(r"[^-].*\.py:[A-Za-z_]\w*")
 LAUNCH = "tandem launch"
@@ -37,7 +37,8 @@ def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
     """
     index = 0
     while index < len(words):
-        word, ours = words[index], list(words[:index])
+        word = words[index]
+        ours = list(words[:index])
         if word in ("-m", "--"):
             rest = words[index + 1 :]
             if not rest:
@@ -119,7 +120,8 @@ def check(program: Program, flags: Mapping[str, Given], verb: str = LAUNCH) -> N
                     f"-m {program.target}: no module {top!r} found here{did_you_mean(near, '.')} {see}"
                 )
     elif shutil.which(program.target) is None:
-        file, problem = Path(program.target), "command not found"
+        file = Path(program.target)
+        problem = "command not found"
         if file.is_file():
             is_ready = os.access(file, os.X_OK)
             hint = f"for the file here use -- ./{file}" if is_ready else f"type: chmod +x {file}"

@@ -16,11 +16,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, shell_code, was_killed
-from tandem.launch.part import Node
+from tandem.launch.node_context import NodeContext
 from tandem.log import counted
+from tandem.text import format_duration
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
-from tandem.words import lasting
-from tandem.work.endings import signal_name
+from tandem.work.root_cause import signal_name
 
 log = logging.getLogger("tandem.agent")
 
@@ -35,11 +35,14 @@ JOINED = "a node joined"
 class Recovery:
     """Track, on one node, the time from the end of a generation to the first step of the next."""
 
-    def __init__(self, node: Node, store: TCPStore) -> None:
-        self._node, self._store = node, store
+    def __init__(self, node: NodeContext, store: TCPStore) -> None:
+        self._node = node
+        self._store = store
         self._since: float | None = None  # when the last generation failed, until it is reported
-        self._step, self._keys = 0, list[str]()
-        self._is_aborted, self._why = False, ""
+        self._step = 0
+        self._keys = list[str]()
+        self._is_aborted = False
+        self._why = ""
 
     def failed(
         self,
@@ -101,13 +104,15 @@ class Recovery:
         `nodes`: how many take part in that generation. Which steps a script repeats is unknown, so its lost
         steps are not reported.
         """
-        since, self._since = self._since, None
+        since = self._since
+        self._since = None
         if since is None or self._node.placement.node_rank != 0:
             return
-        seconds, plan = time.monotonic() - since, self._node.view.plan
+        seconds = time.monotonic() - since
+        plan = self._node.view.plan
         lost = max(0, self._step - plan.step) if plan is not None else None
         cost = "" if lost is None else f", {counted(lost, 'step')} lost"
-        again = f"training again after {lasting(seconds)}{cost}"
+        again = f"training again after {format_duration(seconds)}{cost}"
         fields = {"seconds": round(seconds, 1), **({} if lost is None else {"steps_lost": lost})}
         killed = self._killed()
         for rank, node, code in killed:

@@ -12,9 +12,9 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem import __version__, running
+from tandem import __version__, running_clock
 from tandem.distributed.group import first_line
-from tandem.distributed.meeting import connect_store, listen
+from tandem.distributed.group_store import connect_store, listen
 from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
 from tandem.log import printable
 from tandem.platforms.environment import LOOPBACK
@@ -110,9 +110,9 @@ def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[
     This uses separate connections, because torch's store writes a stack trace when a read of it ends this
     way.
     """
-    deadline = running.now() + seconds
+    deadline = running_clock.now() + seconds
     with contextlib.suppress(OSError):
-        while running.now() < deadline and not should_stop():
+        while running_clock.now() < deadline and not should_stop():
             address = placement.master_host, placement.master_port
             socket.create_connection(address, timeout=MASTER_ANSWER_SECONDS).close()
             time.sleep(MASTER_RETRY_SECONDS)
@@ -159,7 +159,8 @@ def serve(placement: Placement, port: int) -> TCPStore:
     Node 0 connects by loopback, because its own name may be published only once it is ready. Raises
     RuntimeError, OSError.
     """
-    host, here = LOOPBACK, None
+    host = LOOPBACK
+    here = None
     if placement.is_one_host:
         # torch's store binds to all interfaces, unless it gets a descriptor that already listens on one.
         here, port = listen(placement.master_host, port)
@@ -200,7 +201,8 @@ def join_store(
 
     Raises StoreLostError, TandemError.
     """
-    host, port = placement.master_host, placement.master_port
+    host = placement.master_host
+    port = placement.master_port
     try:
         timeout = timedelta(seconds=STORE_READ_SECONDS)
         store = connect_store(*reached_at, timeout, patience, should_stop)
@@ -242,8 +244,8 @@ def is_let_in(
     if was_in:
         raise PeerLostError(f"{differ}; restart it with the same number")
     log.warning("%s; waiting while the others train; to resize the job, restart all of its nodes", differ)
-    deadline = running.now() + seconds
-    while running.now() < deadline:
+    deadline = running_clock.now() + seconds
+    while running_clock.now() < deadline:
         if stop:
             raise StopRequestedError
         try:
@@ -261,7 +263,7 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
     The name is resolved at every attempt, because a recreated pod has a new address. Returns early if
     `should_stop()` is true. Raises PeerLostError after `timeout_seconds`.
     """
-    started = running.now()
+    started = running_clock.now()
     next_word = started + 1.0
     while not should_stop():
         try:
@@ -270,13 +272,13 @@ def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: C
             return
         except OSError as error:
             problem = error.strerror or first_line(error)
-        waited = running.now() - started
+        waited = running_clock.now() - started
         if waited >= timeout_seconds:
             raise PeerLostError(
                 f"master {host}:{port} did not answer within {timeout_seconds:.0f} s ({problem}); "
                 "check that node 0 runs and that its name resolves here, or give --master HOST:PORT"
             )
-        if running.now() >= next_word:
+        if running_clock.now() >= next_word:
             log.info(
                 "waiting for master %s:%d: %s (%.0f of %.0f s)", host, port, problem, waited, timeout_seconds
             )
@@ -292,8 +294,8 @@ def stay_until_all_left(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Wait until `nodes` nodes have left, but at most `seconds`; return how many have."""
-    deadline = running.now() + seconds
-    while left < nodes and running.now() < deadline and not should_stop():
+    deadline = running_clock.now() + seconds
+    while left < nodes and running_clock.now() < deadline and not should_stop():
         time.sleep(LEFT_POLL_SECONDS)
         left = store.add(LEFT_KEY, 0)
     return left

@@ -35,12 +35,14 @@ from tandem.torch_private import handler_pace, hasten_handler, nodes_here, rende
 
 log = logging.getLogger("tandem.agent")
 
-STATE_KEY, NO_STATE = "tandem/rendezvous", b"none"
+STATE_KEY = "tandem/rendezvous"
+NO_STATE = b"none"
 FEW_NODES = 16  # the largest number of nodes that poll as often as timeouts.py says
 MOST_BYTES = 16 * 2**20
 """More than ten thousand nodes need."""
 NODES_NAMED = 8
-FLAGS, WAITING = ("complete", "closed"), ("wait_list", "redundancy_list")
+FLAGS = ("complete", "closed")
+WAITING = ("wait_list", "redundancy_list")
 
 
 class WatchfulBackend(RendezvousBackend):
@@ -51,8 +53,11 @@ class WatchfulBackend(RendezvousBackend):
     """
 
     def __init__(self, store: TCPStore, last_call: LastCall, before_poll: Callable[[], None]) -> None:
-        self._store, self._before_poll, self._clock = store, before_poll, OwnClock(last_call)
-        self._last, self._has_warned = NO_STATE, False
+        self._store = store
+        self._before_poll = before_poll
+        self._clock = OwnClock(last_call)
+        self._last = NO_STATE
+        self._has_warned = False
 
     @property
     def name(self) -> str:
@@ -67,7 +72,8 @@ class WatchfulBackend(RendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> Any:
         """Return (state, token, whether it is this one), or None."""
         # Pickled by torch's engine in this process, so it is trusted.
-        text, expected = to_text(self._clock.sent(pickle.loads(state))), token or NO_STATE
+        text = to_text(self._clock.sent(pickle.loads(state)))
+        expected = token or NO_STATE
         found = self._replace(expected, text)
         if found == expected and found != text:  # compare_set returns the expected value if the key is gone
             found = self._replace(b"", text)
@@ -123,7 +129,7 @@ def handler_of(
     return handler
 
 
-class Pace(NamedTuple):
+class PollIntervals(NamedTuple):
     """Seconds between polls, between heartbeats, and the longest wait after a write that came late."""
 
     poll_seconds: float
@@ -131,7 +137,7 @@ class Pace(NamedTuple):
     backoff_seconds: float
 
 
-def paces(nodes: int) -> Pace:
+def paces(nodes: int) -> PollIntervals:
     """Return how often `nodes` nodes poll and write the state that they share.
 
     Every heartbeat is written into the state and read by all, so the total cost grows with the square of the
@@ -140,11 +146,12 @@ def paces(nodes: int) -> Pace:
     each waits for a random time.
     """
     if nodes <= FEW_NODES:
-        return Pace(RENDEZVOUS_POLL_SECONDS, KEEP_ALIVE_SECONDS, 0.0)
+        return PollIntervals(RENDEZVOUS_POLL_SECONDS, KEEP_ALIVE_SECONDS, 0.0)
     rarer = (nodes / FEW_NODES) ** 2
-    poll, alive = RENDEZVOUS_POLL_SECONDS * rarer, round(KEEP_ALIVE_SECONDS * rarer)
+    poll = RENDEZVOUS_POLL_SECONDS * rarer
+    alive = round(KEEP_ALIVE_SECONDS * rarer)
     backoff = min(BACKOFF_SECONDS_A_NODE * nodes, TORCH_KEEP_ALIVE_SECONDS)
-    return Pace(min(poll, TORCH_POLL_SECONDS), min(alive, TORCH_KEEP_ALIVE_SECONDS), backoff)
+    return PollIntervals(min(poll, TORCH_POLL_SECONDS), min(alive, TORCH_KEEP_ALIVE_SECONDS), backoff)
 
 
 def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
@@ -199,7 +206,8 @@ def from_text(text: bytes) -> Any:
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text)} bytes")
     try:
-        words, state = json.loads(text), state_kind()
+        words = json.loads(text)
+        state = state_kind()
         state.round = _number(words["round"])
         for name in FLAGS:
             setattr(state, name, _checked(bool, words[name]))

@@ -15,10 +15,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, PEER_LOST, STOPPED
-from tandem.launch.part import Node
+from tandem.launch.node_context import NodeContext
 from tandem.script.environment import error_file
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
-from tandem.work.endings import Cause, last_words
+from tandem.work.root_cause import Cause, last_words
 
 log = logging.getLogger("tandem.agent")
 
@@ -29,8 +29,9 @@ Words = tuple[Cause, str]
 class Repeats:
     """Compare the end of each generation that is followed by another with the end before it."""
 
-    def __init__(self, node: Node, store: TCPStore) -> None:
-        self._node, self._store = node, store
+    def __init__(self, node: NodeContext, store: TCPStore) -> None:
+        self._node = node
+        self._store = store
         self._last: tuple[int, int] | None = None
 
     def ended(self, code: int, positions: Mapping[int, Position], codes: Mapping[int, int]) -> None:
@@ -46,7 +47,8 @@ class Repeats:
             told = [[cause.to_json(), where] for cause, where in mine]
             self._store.set(f"{prefix}{first.node_rank}", json.dumps(told))
         this = code, self._node.view.rank_zeros_step()
-        is_same, self._last = this == self._last, this
+        is_same = this == self._last
+        self._last = this
         if is_same and first.node_rank == 0:
             self._show(mine + self._of_others(prefix, first.nodes))
 
@@ -57,7 +59,8 @@ class Repeats:
 
     def _of_others(self, prefix: str, nodes: int) -> list[Words]:
         """Return what the other nodes have written within OTHERS_SECONDS."""
-        found, missing = list[Words](), set(range(1, nodes))
+        found = list[Words]()
+        missing = set(range(1, nodes))
         deadline = time.monotonic() + OTHERS_SECONDS
         with contextlib.suppress(RuntimeError):
             while missing and time.monotonic() < deadline:

@@ -12,8 +12,8 @@ from tandem.errors import ConfigError
 from tandem.platforms.placement import Placement
 from tandem.report.trackers import check
 from tandem.run.directory import RunDir, unwritable
-from tandem.run.lease import Claim
-from tandem.telemetry.health import Limits, record, write_run_health
+from tandem.run.lease import Lease
+from tandem.telemetry.health import HealthLimits, record, write_run_health
 from tandem.telemetry.journal import write_json_atomic
 
 log = logging.getLogger("tandem.launch")
@@ -29,7 +29,8 @@ def of_this_job(run: RunDir, settings: Settings, placement: Placement) -> Settin
 
     A job that the scheduler restarts resumes despite `--resume never`, or it would never end.
     """
-    folder, never = run.folder, settings.checkpoint.resume == "never"
+    folder = run.folder
+    never = settings.checkpoint.resume == "never"
     if not run.is_here:
         return settings
     is_first = not placement.node_rank and not placement.rank
@@ -69,7 +70,7 @@ def _noted(note: Path, text: str) -> str:
         return note.read_text(encoding="ascii")
 
 
-def prepare_run_dir(run: RunDir, settings: Settings, mine: Claim, decision: ResumeDecision | None) -> None:
+def prepare_run_dir(run: RunDir, settings: Settings, mine: Lease, decision: ResumeDecision | None) -> None:
     """Create the run directory and write config.json.
 
     Removes the last launch's summary, unless the run is complete. A run that does not resume is a new one for
@@ -86,7 +87,7 @@ def prepare_run_dir(run: RunDir, settings: Settings, mine: Claim, decision: Resu
         run.mirror.begin((run.folder / layout.CONFIG).read_bytes(), keeps_summary=over)
         if not over:
             run.forget_summary()
-            limit = Limits.asked(settings.launch, settings.reliability).of("starting")
+            limit = HealthLimits.asked(settings.launch, settings.reliability).of("starting")
             write_run_health(run.folder, record("starting", 0, time.time(), limit))
         if is_new:
             (run.folder / layout.TRACKER).unlink(missing_ok=True)

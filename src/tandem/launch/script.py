@@ -22,9 +22,9 @@ from tandem import layout
 from tandem.config import Parser, resolve
 from tandem.data.loader import end_loaders
 from tandem.distributed import position as positions
+from tandem.distributed.child_processes import killed_helper
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import first_line
-from tandem.distributed.helpers import killed_helper
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.json_output import drain, wrap_stderr
@@ -59,7 +59,8 @@ class ScriptRank:
             self.position = replace(self._launched.position, init="env")
             self._launched.hand_over()
             return
-        environ, asked = of_this_process(os.environ), loaded.settings.launch
+        environ = of_this_process(os.environ)
+        asked = loaded.settings.launch
         placement = detect(environ, socket.gethostname(), asked).as_rank()
         if placement.rank is None and placement.nodes > 1:
             raise ConfigError(
@@ -119,16 +120,19 @@ class Ending:
 
     def __init__(self, lone: LoneRank, world_size: int) -> None:
         self.close: Callable[[int], int] = lambda code: code
-        self._lone, self._world_size = lone, world_size
+        self._lone = lone
+        self._world_size = world_size
         self.hear = lone.hear
-        self._code, self._reason = FINISHED, "the script finished"
+        self._code = FINISHED
+        self._reason = "the script finished"
         self._show = sys.excepthook
         # atexit runs after the hook, so it knows how the script ended.
         sys.excepthook = self._uncaught
         atexit.register(self._at_exit)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._code, self._reason = code_of(error, self._world_size), first_line(error)
+        self._code = code_of(error, self._world_size)
+        self._reason = first_line(error)
         end_loaders()
         if self._code != PEER_LOST and not isinstance(error, TandemError):
             self._show_own(kind, error, trace)
@@ -150,7 +154,8 @@ class Ending:
         try:
             self._code = self.close(self._code)
         except TandemError as error:
-            self._code, self._reason = error.exit_code, str(error)
+            self._code = error.exit_code
+            self._reason = str(error)
             log.error("%s", error)
         self._lone.ended(self._code, self._reason)
         self._lone.close()

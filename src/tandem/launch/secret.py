@@ -12,8 +12,10 @@ from pathlib import Path
 from tandem.config.sources import DOTENV, dotenv_variables
 from tandem.errors import ConfigError
 
-SECRET, SECRET_FILE = "TANDEM_JOB_SECRET", "TANDEM_JOB_SECRET_FILE"
-SHORTEST_SECRET, LONGEST_SECRET = 16, 4096
+SECRET = "TANDEM_JOB_SECRET"
+SECRET_FILE = "TANDEM_JOB_SECRET_FILE"
+SHORTEST_SECRET = 16
+LONGEST_SECRET = 4096
 
 
 def take_key(environ: MutableMapping[str, str]) -> bytes | None:
@@ -23,10 +25,12 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
     """
     if environ is os.environ:
         _wipe(SECRET)
-    text, file = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
+    text = environ.pop(SECRET, "")
+    file = environ.pop(SECRET_FILE, "")
     if not text and not file:
         said = dotenv_variables(DOTENV)
-        text, file = said.get(SECRET) or "", said.get(SECRET_FILE) or ""
+        text = said.get(SECRET) or ""
+        file = said.get(SECRET_FILE) or ""
     if text and file:
         raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set; set only one of them")
     if not text and not file:

@@ -20,12 +20,14 @@ def ask(leader: int, number: int) -> list[int]:
     SIGUSR1 or SIGUSR2 gets SIGTERM instead, because their default action would end it without a save.
     """
     session = {pid: each for pid, each in living().items() if each.session == leader}
-    heard, covered = list[int](), dict[int, bool]()
+    heard = list[int]()
+    covered = dict[int, bool]()
     if leader not in session:  # it has just been forked and not yet called setsid
         send(number, [leader])
     for each in _parents_first(session, leader):
         sent = _instead(each.pid, number)
-        hears, is_covered = has_handler(each.pid, sent), covered.get(each.parent, False)
+        hears = has_handler(each.pid, sent)
+        is_covered = covered.get(each.parent, False)
         covered[each.pid] = hears or is_covered
         if each.name != LOADER and (hears or not is_covered):
             send(sent, [each])

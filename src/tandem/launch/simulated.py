@@ -38,7 +38,7 @@ from tandem.launch.fork_server import (
 )
 from tandem.launch.gpus import gpus_of, shared_out
 from tandem.launch.scratch import scratch
-from tandem.launch.variables import set_for_ranks
+from tandem.launch.torch_variables import set_for_ranks
 from tandem.launch.workers import resolve
 from tandem.log import redirect_output
 from tandem.platforms.by_hand import unplaced
@@ -46,15 +46,16 @@ from tandem.platforms.placement import Placement
 from tandem.process import Process, below, end_with_parent, stat_of
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag, default_handlers, handed_on
-from tandem.silence import still
+from tandem.slow_start import still
 from tandem.timeouts import DEAF_NODE_SECONDS, LEAVE_SECONDS, SUPERVISE_SECONDS, TRACKER_END_SECONDS
 from tandem.work.base import Workload
-from tandem.work.endings import signal_name
+from tandem.work.root_cause import signal_name
 
 log = logging.getLogger("tandem.launch")
 
 # Names, not imports: one imports torch, the other is in a higher layer.
-AGENT, PROGRAM = "tandem.launch.agent", "tandem.cli:main"
+AGENT = "tandem.launch.agent"
+PROGRAM = "tandem.cli:main"
 ENDING_SECONDS = LEAVE_SECONDS + TRACKER_END_SECONDS  # from the end of its ranks until a node has exited
 
 
@@ -112,7 +113,8 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
     Nodes are killed by a second Ctrl-C, and after the time that they have to stop; earlier if one is frozen
     and cannot handle the signal. What they have started ends with them.
     """
-    restarts_left, stops_at = config.max_restarts, float("inf")
+    restarts_left = config.max_restarts
+    stops_at = float("inf")
     while any(node.code() is None for node in nodes):
         time.sleep(SUPERVISE_SECONDS)
         if stop and stops_at == float("inf"):
@@ -182,8 +184,10 @@ class SimulatedNode:
         variables: Mapping[str, str],
         program: Sequence[str] = (),
     ) -> None:
-        self._arguments, self._program = arguments, program
-        self._output, self._variables = output, variables
+        self._arguments = arguments
+        self._program = program
+        self._output = output
+        self._variables = variables
         self._context = multiprocessing.get_context("forkserver")
         self._process: ForkServerProcess | None = None
 

@@ -22,8 +22,10 @@ class SlowRanks:
     """Report the times of all ranks to `tell`, and a straggler to the log and to `event`."""
 
     def __init__(self, tell: Callable[[Message], object], event: Callable[..., object]) -> None:
-        self._tell, self._event = tell, event
-        self._watch, self._looked_at = StragglerWatch(), 0.0
+        self._tell = tell
+        self._event = event
+        self._watch = StragglerWatch()
+        self._looked_at = 0.0
 
     def look(self, beats: Sequence[Beat]) -> None:
         """Compare the ranks every SLOW_RANKS_SECONDS; do nothing in between, or if they train a task."""
@@ -33,7 +35,8 @@ class SlowRanks:
         if len(known) < 2 or len(known) < len(beats):
             return
         now = time.monotonic()
-        seconds, self._looked_at = now - self._looked_at, now
+        seconds = now - self._looked_at
+        self._looked_at = now
         report = self._watch.report([_times(beat, seconds) for _, beat in sorted(known.items())])
         unknown = metrics.RANK_DATA_SECONDS.name
         self._tell(Samples([each for each in report.samples if each.name != unknown]))
@@ -45,7 +48,8 @@ class SlowRanks:
 
 
 def _times(beat: Beat, seconds: float) -> RankTimes:
-    own, quick = beat.own or 0.0, beat.quick or 0.0
+    own = beat.own or 0.0
+    quick = beat.quick or 0.0
     phases = tuple(own if name == "other" else 0.0 for name in PHASES)
     # A script's rank does not report how long a whole step takes. It is at least its own time.
     return RankTimes(beat.rank, beat.node, own, quick, own, seconds, phases, beat.doing or "")

@@ -13,7 +13,9 @@ from tandem.timeouts import MONITOR_SECONDS, NO_ANSWER_SECONDS, STACKS_SECONDS
 
 def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) -> str:
     """Have the ranks {local rank: rank} write their stacks; return a sentence about the files."""
-    pids, began, asks_again = workers.pids(), time.monotonic(), True
+    pids = workers.pids()
+    began = time.monotonic()
+    asks_again = True
     files = {each: stacks_file(log_folder, ranks[each]) for each in pids}
     sizes = {each: _bytes(path) for each, path in files.items()}
     workers.ask_for_stacks()

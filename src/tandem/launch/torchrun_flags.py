@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from tandem.config.brought_along import TORCHRUN
+from tandem.config.foreign_flags import TORCHRUN
 from tandem.errors import ConfigError
 from tandem.launch.addresses import addresses_of, is_local
 from tandem.launch.program import SEE, takes_next
 
-RENDEZVOUS_PORT, MASTER_PORT = "29400", "29500"
+RENDEZVOUS_PORT = "29400"
+MASTER_PORT = "29500"
 """torchrun's default ports for `--rdzv-endpoint` and `--master-port`."""
 SHORT = {"-r": "--redirects", "-t": "--tee"}
 SAME = ("--node-rank", "--max-restarts", "--numa-binding", "--shutdown-timeout")
@@ -45,7 +46,8 @@ def translated(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
     """Return (tandem's words, torchrun's {flag: value}, the program with its arguments)."""
-    ours, theirs = list[str](), dict[str, str]()
+    ours = list[str]()
+    theirs = dict[str, str]()
     index = 0
     while index < len(words) and (words[index].startswith("-") and words[index] not in ("-m", "--")):
         word = words[index]
@@ -99,7 +101,8 @@ def _master(theirs: Mapping[str, str]) -> str | None:
     if endpoint := theirs.get("--rdzv-endpoint"):
         return endpoint if endpoint.rpartition(":")[2].isdigit() else f"{endpoint}:{RENDEZVOUS_PORT}"
     if "--master-addr" in theirs or "--master-port" in theirs:
-        host, port = theirs.get("--master-addr", "127.0.0.1"), theirs.get("--master-port", MASTER_PORT)
+        host = theirs.get("--master-addr", "127.0.0.1")
+        port = theirs.get("--master-port", MASTER_PORT)
         return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
     return None
 

@@ -33,7 +33,8 @@ class TrackerProcess:
     """The tracker's process, from construction to `ended`; does nothing if the run has no tracker."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self._name, self._folder = settings.telemetry.remote_tracker, folder
+        self._name = settings.telemetry.remote_tracker
+        self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         if self._name is not None:
             command = [

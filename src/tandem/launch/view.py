@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tandem import layout, running
+from tandem import layout, running_clock
 from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings
 from tandem.config.secrets import secrets_in
@@ -23,8 +23,8 @@ from tandem.report.history import History
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.silence import still
-from tandem.telemetry import health, life, metrics, restarts
+from tandem.slow_start import still
+from tandem.telemetry import agent_state, health, metrics, restarts
 from tandem.telemetry.channel import Receiver
 from tandem.telemetry.families import Sample
 from tandem.telemetry.gpu import Gpus
@@ -52,25 +52,29 @@ class NodeView:
         access: Access | None = None,
         stop: StopFlag | None = None,
     ) -> None:
-        self._run, self._settings, self._placement = run, settings, placement
+        self._run = run
+        self._settings = settings
+        self._placement = placement
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
         self._pids: Mapping[int, int] = {}
         self.plan: RunStarted | None = None
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
-        self._limits = health.Limits.asked(settings.launch, settings.reliability)
+        self._limits = health.HealthLimits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # the reason given by the first rank that failed
-        self._state, self.last_progress = "starting", time.time()
-        self._health_file = life.HealthFile(state_dir)
+        self._state = "starting"
+        self.last_progress = time.time()
+        self._health_file = agent_state.HealthFile(state_dir)
         self._stop = stop
         self.linger_seconds = settings.metrics.metrics_linger
         self._ending: dict[str, object] | None = None
-        self._restarts, self._nodes = Restarts(), placement.nodes
+        self._restarts = Restarts()
+        self._nodes = placement.nodes
         self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
-        self._activities = life.Activities(self._began - life.process_age_seconds())
-        self._replays = life.Replays()
+        self._activities = agent_state.Activities(self._began - agent_state.process_age_seconds())
+        self._replays = agent_state.Replays()
         self.socket_path = scratch / "samples.sock"
         self.metrics = Registry(node=placement.node_rank)
         self.metrics.before_page = self._bring_up_to_date
@@ -81,7 +85,7 @@ class NodeView:
         self._about = About(run.folder, [*secrets_in(os.environ), (access.token if access else None) or ""])
         if placement.node_rank == 0:
             self._open_on_first_node(settings, access)
-        life.count_log_messages(self.receive)
+        agent_state.count_log_messages(self.receive)
         self._receiver = Receiver(self.socket_path, self.receive, self.metrics.count_error)
         self._thread = threading.Thread(target=self._tick, name="tandem-node", daemon=True)
         self._thread.start()
@@ -94,13 +98,13 @@ class NodeView:
     def _open_on_first_node(self, settings: Settings, access: Access | None) -> None:
         """Open the journal, the history and the server, on node 0."""
         self._journal, self._history = self._run.journal, History(self._run)
-        self._replays = life.Replays(self._history.last_step)
+        self._replays = agent_state.Replays(self._history.last_step)
         self._restarts = Restarts(self._run.events())
         host, port = settings.metrics.host_and_port
         shown = self.status, self._history.curves, access, self._about.read, self._log
         server = self._server = MetricsServer(self.metrics, host, port, *shown)
         log.info("live page at %s/, metrics at %s/metrics", server.url, server.url)
-        started = time.time() - life.process_age_seconds()
+        started = time.time() - agent_state.process_age_seconds()
         self.metrics.apply(
             [metrics.RUN_STATE.enter("starting"), metrics.RUN_START_TIMESTAMP_SECONDS.set(started)]
             + [self._info()]
@@ -120,16 +124,19 @@ class NodeView:
 
     def rejoining(self) -> None:
         """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
-        self.last_progress, self._state = time.time(), "rendezvous"
+        self.last_progress = time.time()
+        self._state = "rendezvous"
         if self._journal is not None:
             self._enter("rendezvous")
 
     def generation_started(self, number: int, position: Position) -> None:
         """Record that the agent is about to start its ranks."""
-        self.last_progress, self.last_words = time.time(), ""
+        self.last_progress = time.time()
+        self.last_words = ""
         if self._journal is None:
             return
-        self._nodes, self._world_size = position.nodes, position.world_size
+        self._nodes = position.nodes
+        self._world_size = position.world_size
         anew = {"anew": True} if number == 1 and self._settings.checkpoint.resume == "never" else {}
         self.event("world", number=number, world_size=self._world_size, nodes=self._nodes, **anew)
         self._enter("rendezvous")
@@ -190,10 +197,11 @@ class NodeView:
         """
         if self._server is None:
             return
-        is_stopped, limit = bool(stop), (stop.at or 0.0) + self._settings.launch.shutdown_timeout
+        is_stopped = bool(stop)
+        limit = (stop.at or 0.0) + self._settings.launch.shutdown_timeout
 
         def is_over() -> bool:
-            return stop.interrupts > 1 or (running.now() > limit if is_stopped else bool(stop))
+            return stop.interrupts > 1 or (running_clock.now() > limit if is_stopped else bool(stop))
 
         with still(f"waiting for the last scrape, up to {self.linger_seconds:g} s; Ctrl-C ends it"):
             self._server.linger(self.linger_seconds, is_over)
@@ -214,7 +222,8 @@ class NodeView:
         Times are Unix seconds, durations are seconds.
         """
         healthy, says = health.judge(self._health(), time.time())
-        step, rate = self.rank_zeros_step(), self._done.samples_per_second
+        step = self.rank_zeros_step()
+        rate = self._done.samples_per_second
         planned = self.plan.steps_planned if self.plan is not None else None
         left = (planned - step) * self._settings.data.batch_size / rate if planned and rate > 0 else None
         return {
@@ -271,7 +280,7 @@ class NodeView:
         if not moved or self._state in FINAL_STATES:
             return
         if beat.rank == 0:
-            self._enter(life.STATE_OF.get(beat.activity, "training"))
+            self._enter(agent_state.STATE_OF.get(beat.activity, "training"))
         self._state = beat.activity
 
     def _count_steps(self, unreported: int, again: int) -> None:
@@ -285,9 +294,9 @@ class NodeView:
         """Update the counters that grow on their own (wall time, signals), and the ranks' memory use."""
         if self._journal is not None:
             received = {} if self._stop is None else self._stop.received
-            signals = life.signal_increments(received, self._signals_counted)
+            signals = agent_state.signal_increments(received, self._signals_counted)
             self.metrics.apply([*self._activities.take(time.monotonic()), *signals])
-        sizes = {rank: life.resident_bytes(pid) for rank, pid in self._pids.items()}
+        sizes = {rank: agent_state.resident_bytes(pid) for rank, pid in self._pids.items()}
         self.metrics.apply([
             metrics.RANK_MEMORY_BYTES.set(size, rank=rank) for rank, size in sizes.items() if size
         ])  # fmt: skip
@@ -299,7 +308,7 @@ class NodeView:
             self._about.write(gpus.names())
         while True:
             if self._journal is not None:
-                self.metrics.apply(life.volume_sizes(self._run.folder))
+                self.metrics.apply(agent_state.volume_sizes(self._run.folder))
             self.metrics.apply(gpus.sample())
             if self._closing.wait(seconds):
                 return
@@ -332,9 +341,10 @@ class NodeView:
         return f"(in {beat.phase or beat.activity} of step {beat.step})" if beat is not None else ""
 
     def _tick(self) -> None:
-        asleep = time.monotonic() - running.now()
+        asleep = time.monotonic() - running_clock.now()
         while not self._closing.wait(NODE_TICK_SECONDS):
-            before, asleep = asleep, time.monotonic() - running.now()
+            before = asleep
+            asleep = time.monotonic() - running_clock.now()
             self.last_progress += asleep - before  # no progress was possible while this process was stopped
             self._bring_up_to_date()
             renew_outputs()

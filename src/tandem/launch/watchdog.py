@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem import running
+from tandem import running_clock
 from tandem.launch.rendezvous import read_all
 from tandem.process import stat_of
 from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, judge
@@ -46,7 +46,8 @@ log = logging.getLogger("tandem.watchdog")
 
 NODES_AT_ONCE = 16
 """How many nodes' metrics node 0 reads at once: all of 1,024 nodes within 13 s, before any is stale."""
-STOPPED, ENDED = ("T", "t"), ("Z", "X", "x")
+STOPPED = ("T", "t")
+ENDED = ("Z", "X", "x")
 
 
 @dataclass
@@ -69,7 +70,8 @@ class _Heard:
         if now - self.looked_at > NODE_TICK_SECONDS:
             if self.looked_at and ticks > self.used:
                 self.worked_at = now
-            self.used, self.looked_at = ticks, now
+            self.used = ticks
+            self.looked_at = now
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,15 @@ class Watchdog:
     def __init__(
         self, node: int, node_name: str, port: int, connect: Callable[[], TCPStore], registry: Registry
     ) -> None:
-        self._node, self._name, self._port, self._connect = node, node_name, port, connect
+        self._node = node
+        self._name = node_name
+        self._port = port
+        self._connect = connect
         self._registry = registry
         self._samples_heard: dict[int, tuple[bytes, float]] = {}
         # Keys that exist in the store; where the next read of metrics begins.
-        self._there, self._turn = set[str](), 0
+        self._there = set[str]()
+        self._turn = 0
         self._clocks_compared: set[int] = set()
         self._lock = threading.Lock()
         self._generation = ""
@@ -137,10 +143,15 @@ class Watchdog:
     def begin_generation(self, generation: str, pids: Mapping[int, int], nodes: Sequence[int]) -> None:
         """Watch the ranks {rank: pid} of a generation from now on."""
         with self._lock:
-            self._generation, self._pids, self._alarm = generation, dict(pids), None
-            self._heartbeats, self._nodes, self.has_trained = {}, {}, False
-            self._advanced_at, self._unheard = 0.0, set()
-            self._last_exchange = running.now()  # the agent has just used the store
+            self._generation = generation
+            self._pids = dict(pids)
+            self._alarm = None
+            self._heartbeats = {}
+            self._nodes = {}
+            self.has_trained = False
+            self._advanced_at = 0.0
+            self._unheard = set()
+            self._last_exchange = running_clock.now()  # the agent has just used the store
             self._other_nodes = [node for node in nodes if node != self._node]
 
     def end_generation(self, store: TCPStore) -> None:
@@ -152,14 +163,15 @@ class Watchdog:
         with self._lock:
             heard = (*self._heartbeats.values(), *self._nodes.values())
             self._past = self._past.after(self._alarm, [beat for each in heard for beat in each.beats])
-            self._generation, self._alarm = "", None
+            self._generation = ""
+            self._alarm = None
 
     def hear(self, beat: Heartbeat) -> None:
         """Record a heartbeat of a rank of this node."""
         with self._lock:
             if beat.rank in self._pids:
                 here = Beat(**vars(beat), node=self._node, node_name=self._name)
-                heard = _Heard([here], 0, running.now())
+                heard = _Heard([here], 0, running_clock.now())
                 self._note_steps(self._heartbeats.get(beat.rank), heard)
                 self._heartbeats[beat.rank] = heard
                 self.has_trained = self.has_trained or beat.trained
@@ -175,7 +187,8 @@ class Watchdog:
     def _local_beats(self, now: float) -> list[Beat]:
         beats = []
         for rank, heard in self._heartbeats.items():
-            silent, state = now - heard.at, "R"
+            silent = now - heard.at
+            state = "R"
             # A rank whose thread cannot send heartbeats may still compute, for example in a C call that holds
             # the GIL.
             if silent > 1.0:
@@ -197,7 +210,7 @@ class Watchdog:
     def _judge(self) -> None:
         while not self._closing.wait(WATCHDOG_TICK_SECONDS):
             try:
-                self._look(running.now())
+                self._look(running_clock.now())
             except Exception:  # without this thread, no hang would be detected
                 log.exception("hang detection failed; retrying")
                 self._closing.wait(STORE_RETRY_SECONDS)
@@ -237,11 +250,13 @@ class Watchdog:
 
     def _exchange(self) -> None:
         store: TCPStore | None = None
-        known, told_at = False, 0.0  # before the first generation there may be no store
+        known = False  # before the first generation there may be no store
+        told_at = 0.0
         while not self._closing.wait(WATCHDOG_TICK_SECONDS):
             with self._lock:
-                generation, others = self._generation, list(self._other_nodes)
-                beats = [asdict(beat) for beat in self._local_beats(running.now())]
+                generation = self._generation
+                others = list(self._other_nodes)
+                beats = [asdict(beat) for beat in self._local_beats(running_clock.now())]
                 alarm = self._alarm
             known = known or bool(generation)
             if not known or (self._node == 0 and not others):
@@ -255,8 +270,8 @@ class Watchdog:
                     self._turn += NODES_AT_ONCE
                 else:
                     self._tell_first(store, generation, beats)
-                    if running.now() - told_at > NODE_TICK_SECONDS:
-                        told_at = running.now()
+                    if running_clock.now() - told_at > NODE_TICK_SECONDS:
+                        told_at = running_clock.now()
                         self._tell_samples(store)
             except Exception as error:  # a lost store raises many types; the judge measures the time
                 log.debug("the store does not answer the watchdog: %s", error)
@@ -277,7 +292,7 @@ class Watchdog:
                 log.debug("node %d says what is no heartbeat: %s", node, error)
                 continue
             self._compare_clocks(node, words.time)
-            heard = _Heard(beats, words.number, running.now())
+            heard = _Heard(beats, words.number, running_clock.now())
             with self._lock:
                 before = self._nodes.get(node)
                 if generation == self._generation and (before is None or before.number != heard.number):
@@ -302,7 +317,7 @@ class Watchdog:
         with suppress(ValueError, RecursionError):  # an invalid alarm counts as none
             alarm = checked(Alarm, json.loads(store.get(key))) if store.check([key]) else None
         with self._lock:
-            self._last_exchange = running.now()
+            self._last_exchange = running_clock.now()
             if generation == self._generation and alarm is not None:
                 self._alarm = alarm
 
@@ -319,7 +334,7 @@ class Watchdog:
 
     def _read_samples(self, store: TCPStore, others: Sequence[int]) -> None:
         """Apply the metrics of other nodes, and remove the gauges of a node that is silent."""
-        now = running.now()
+        now = running_clock.now()
         keys = {f"metrics/{node}": node for node in others}
         for key, said in read_all(store, list(keys), self._there).items():
             node, (before, at) = keys[key], self._samples_heard.get(keys[key], (b"", now))

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from tandem.checkpoint.memory import NodeMemory
-from tandem.distributed.helpers import killed_helper
+from tandem.checkpoint.node_memory import NodeMemory
+from tandem.distributed.child_processes import killed_helper
 from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED, shell_code
 from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_gone, start
 from tandem.launch.sessions import ask
@@ -35,7 +35,7 @@ from tandem.process import (
     send,
 )
 from tandem.script.lifeline import heed
-from tandem.silence import still
+from tandem.slow_start import still
 from tandem.timeouts import (
     DISMISSED_SECONDS,
     END_LOOK_SECONDS,
@@ -169,7 +169,8 @@ class Workers:
 
     def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
         """Start one process per local rank; return {local rank: pid}."""
-        self._ranks, self._positions = {}, positions
+        self._ranks = {}
+        self._positions = positions
         with still("importing modules for the ranks"):  # the fork server is importing them
             for local_rank, position in positions.items():
                 self._ranks[local_rank] = rank = self._take_standby(position) or self._fork(position)
@@ -295,7 +296,9 @@ class Workers:
 
         After `kill`, only what cannot be ended.
         """
-        alive, ours, forks = living(), os.getpid(), fork_server_pid()
+        alive = living()
+        ours = os.getpid()
+        forks = fork_server_pid()
         spared = {int(worker.process.pid or 0) for worker in self._standby}
         for each in alive.values():  # what this process itself has started stays in its session
             if each.parent == ours and each.session == os.getsid(0) and each.pid != forks:

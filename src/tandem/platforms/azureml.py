@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set, said
+from tandem.platforms.environment import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    Columns,
+    Placement,
+    PlatformEnv,
+    any_set,
+    said,
+)
 
 ORDER = 45  # before by-hand, because it sets RANK and MASTER_ADDR; its distribution MPI is Open MPI's mpirun
 MARKS = ("AZUREML_NODE_COUNT", "AZUREML_RUN_ID")
@@ -21,7 +29,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     facts = facts.on("azureml", MARKS, COLUMNS)
     is_placed = any_set(facts.environ, ("NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"))
     nodes = facts.number("nodes", None if is_placed else 1)
@@ -47,9 +55,10 @@ def read(facts: Facts) -> Placement:
     return placement if world == nodes else _rank(facts, placement, world)
 
 
-def _rank(facts: Facts, placement: Placement, world: int) -> Placement:
+def _rank(facts: PlatformEnv, placement: Placement, world: int) -> Placement:
     """Return the placement of one of several processes per instance."""
-    rank, local_rank = facts.variable("RANK"), facts.variable("LOCAL_RANK")
+    rank = facts.variable("RANK")
+    local_rank = facts.variable("LOCAL_RANK")
     here = world // max(1, placement.nodes)
     is_even = here * placement.nodes == world and rank == placement.node_rank * here + local_rank
     if not is_even or local_rank >= here or placement.nproc not in (None, here):

@@ -13,8 +13,8 @@ from tandem.platforms.environment import (
     DEFAULT_PORT,
     LOOPBACK,
     Columns,
-    Facts,
     Placement,
+    PlatformEnv,
     any_set,
     loopback_name,
 )
@@ -35,13 +35,13 @@ def unplaced(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in (*MARKS, *RANK_MARKS)}
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     if any_set(facts.environ, RANK_MARKS):
         return _rank(facts.on("by-hand", RANK_MARKS, RANK_COLUMNS))
     return _node(facts.on("by-hand", MARKS, COLUMNS))
 
 
-def _node(facts: Facts) -> Placement:
+def _node(facts: PlatformEnv) -> Placement:
     """Read a node's position from the flags, or NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
     A single node needs fewer of them.
@@ -67,12 +67,15 @@ def _node(facts: Facts) -> Placement:
     )
 
 
-def _rank(facts: Facts) -> Placement:
-    rank, world = facts.variable("RANK"), facts.variable("WORLD_SIZE")
-    port, host = facts.number("port"), facts.host()
+def _rank(facts: PlatformEnv) -> Placement:
+    rank = facts.variable("RANK")
+    world = facts.variable("WORLD_SIZE")
+    port = facts.number("port")
+    host = facts.host()
     nproc = _ranks_here(facts, world, host)
     local_rank = facts.variable("LOCAL_RANK") if facts.environ.get("LOCAL_RANK") else rank
-    nodes, node_rank = facts.number("nodes", world // nproc), facts.number("node_rank", rank // nproc)
+    nodes = facts.number("nodes", world // nproc)
+    node_rank = facts.number("node_rank", rank // nproc)
     is_even = nodes * nproc == world and rank == node_rank * nproc + local_rank
     if not is_even or rank >= world or local_rank >= nproc:
         raise ConfigError(
@@ -83,7 +86,7 @@ def _rank(facts: Facts) -> Placement:
     return Placement("by-hand", nodes, node_rank, nproc, host, port, None, name, rank, local_rank, world)
 
 
-def _ranks_here(facts: Facts, world: int, host: str) -> int:
+def _ranks_here(facts: PlatformEnv, world: int, host: str) -> int:
     """Return the number of ranks per node. It is never guessed: raises ConfigError if it is unknown."""
     is_one_host = world == 1 or host == "localhost" or host.startswith("127.")
     stated = facts.nproc()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set
+from tandem.platforms.environment import DEFAULT_PORT, Columns, Placement, PlatformEnv, any_set
 
 ORDER = 80  # its variables are tandem's own, so it only has to precede by-hand
 MARKS = ("TANDEM_COMPOSE_NODES", "TANDEM_COMPOSE_INDEX", "TANDEM_COMPOSE_PROJECT")
@@ -14,10 +14,11 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     """Read the position; replicas are named <project>-node-<index>, counted from 1."""
     facts = facts.on("compose", MARKS, COLUMNS)
-    project, index = facts.environ.get("TANDEM_COMPOSE_PROJECT"), facts.variable("TANDEM_COMPOSE_INDEX")
+    project = facts.environ.get("TANDEM_COMPOSE_PROJECT")
+    index = facts.variable("TANDEM_COMPOSE_INDEX")
     if not project:
         raise ConfigError(
             "TANDEM_COMPOSE_INDEX is set but TANDEM_COMPOSE_PROJECT is not; start with docker compose up"

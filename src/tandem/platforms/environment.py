@@ -1,4 +1,4 @@
-"""Define what every platform's reader works with: its input `Facts` and its result `Placement`.
+"""Define what every platform's reader works with: its input `PlatformEnv` and its result `Placement`.
 
 Variables with the same meaning are in the same column, together with the flag for it; those that are set must
 agree. Nothing here resolves a name or opens a connection.
@@ -101,7 +101,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlatformEnv:
     """What a platform's reader may use: variables, the host name, and flags (as text, by column).
 
     `marks` are the variables that identify the platform, for messages. A reader starts with `on(...)`.
@@ -115,7 +115,7 @@ class Facts:
     marks: tuple[str, ...] = ()
     columns: Columns = Columns(host=(), port=())
 
-    def on(self, platform: str, marks: tuple[str, ...], columns: Columns) -> "Facts":
+    def on(self, platform: str, marks: tuple[str, ...], columns: Columns) -> "PlatformEnv":
         """Return the same facts with this platform's names."""
         return replace(self, platform=platform, marks=marks, columns=columns)
 

@@ -5,7 +5,7 @@ Kubernetes sets only the pod's index. The number of nodes and the master come fr
 
 from collections.abc import Mapping
 
-from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set
+from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Placement, PlatformEnv, any_set
 from tandem.platforms.pods import pod_name
 
 ORDER = 70  # after the kinds of job that are built from Indexed Jobs
@@ -17,9 +17,10 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     facts = facts.on("indexed-job", MARKS, COLUMNS)
-    host, nodes = facts.text("host"), facts.number("nodes")
+    host = facts.text("host")
+    nodes = facts.number("nodes")
     if host is None and nodes > 1:
         raise facts.missing("host")
     host = host or LOOPBACK

@@ -6,7 +6,7 @@ The manifest sets JOBSET_NAME, REPLICATED_JOB_NAME and NODES; the pods' names fo
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set
+from tandem.platforms.environment import DEFAULT_PORT, Columns, Placement, PlatformEnv, any_set
 from tandem.platforms.pods import pod_name
 
 ORDER = 60  # before the Indexed Job, whose pods it uses
@@ -18,7 +18,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     facts = facts.on("jobset", MARKS, COLUMNS)
     names = [facts.environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME")]
     host = facts.text("host")

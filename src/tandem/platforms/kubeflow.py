@@ -12,8 +12,8 @@ from tandem.platforms.environment import (
     DEFAULT_PORT,
     LOOPBACK,
     Columns,
-    Facts,
     Placement,
+    PlatformEnv,
     any_set,
     said,
     split_address,
@@ -38,7 +38,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, (*MARKS, "PET_RDZV_ENDPOINT"))
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     """Read the position.
 
     With a Master replica, the store is at MASTER_ADDR, even under an elasticPolicy, where PET_RDZV_ENDPOINT
@@ -54,13 +54,17 @@ def read(facts: Facts) -> Placement:
     host = facts.text("host")
     # A Master replica, or a TrainJob: the address and the rank are set.
     if host is not None:
-        node_rank, port = facts.number("node_rank"), facts.number("port")
+        node_rank = facts.number("node_rank")
+        port = facts.number("port")
     elif endpoint:
         host, text = split_address("PET_RDZV_ENDPOINT", endpoint)
-        port, node_rank = whole("PET_RDZV_ENDPOINT", text), facts.number("node_rank", _ordinal(facts))
+        port = whole("PET_RDZV_ENDPOINT", text)
+        node_rank = facts.number("node_rank", _ordinal(facts))
     # A single pod needs no rendezvous.
     elif high == 1 and not facts.sources("node_rank"):
-        host, port, node_rank = LOOPBACK, DEFAULT_PORT, 0
+        host = LOOPBACK
+        port = DEFAULT_PORT
+        node_rank = 0
     elif facts.sources("node_rank"):
         raise facts.missing("host")
     else:
@@ -76,15 +80,16 @@ def read(facts: Facts) -> Placement:
     )
 
 
-def _kubeflow_range(facts: Facts) -> tuple[int, int]:
-    stated, flag = facts.environ.get("PET_NNODES"), facts.flags.get("nodes")
+def _kubeflow_range(facts: PlatformEnv) -> tuple[int, int]:
+    stated = facts.environ.get("PET_NNODES")
+    flag = facts.flags.get("nodes")
     bounds = value_range("PET_NNODES", stated) if stated else value_range("--nodes", flag or "1")
     if flag is not None and int(flag) != bounds[1]:
         raise ConfigError(f"--nodes={flag} and PET_NNODES={stated} contradict each other; omit --nodes")
     return bounds
 
 
-def _check_world_size(facts: Facts, nodes: int, elastic: tuple[int, int] | None) -> None:
+def _check_world_size(facts: PlatformEnv, nodes: int, elastic: tuple[int, int] | None) -> None:
     """Raise ConfigError unless WORLD_SIZE = pods x nprocPerNode.
 
     The operator counts an nprocPerNode that is not a number as 1.
@@ -106,7 +111,7 @@ def _check_world_size(facts: Facts, nodes: int, elastic: tuple[int, int] | None)
         )
 
 
-def _ordinal(facts: Facts) -> int:
+def _ordinal(facts: PlatformEnv) -> int:
     """Return the rank in a pod's name. Elastic workers get no rank, but are named <job>-worker-<rank>."""
     match = re.search(r"-worker-([0-9]+)$", facts.hostname.split(".")[0])
     if match is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tandem.errors import ConfigError
 from tandem.platforms import by_hand
-from tandem.platforms.environment import LOOPBACK, Columns, Facts, Placement, loopback_name
+from tandem.platforms.environment import LOOPBACK, Columns, Placement, PlatformEnv, loopback_name
 
 ORDER = 100  # last: it detects anything
 COLUMNS = Columns(host=(), port=())
@@ -18,13 +18,13 @@ def detect(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     if "node_rank" in facts.flags or "host" in facts.flags:
         return by_hand.read(facts)
     return alone(facts.on("none", (), COLUMNS))
 
 
-def alone(facts: Facts) -> Placement:
+def alone(facts: PlatformEnv) -> Placement:
     """Place all nodes on this host; each simulated node gets its own loopback address."""
     nodes = int(facts.flags.get("nodes", facts.elastic[1] if facts.elastic else 1))
     if nodes > SIMULATED_NODES_LIMIT:

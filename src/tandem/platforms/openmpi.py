@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Facts, Placement, any_set
+from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Placement, PlatformEnv, any_set
 
 ORDER = 20  # before Slurm and the clouds, which mpirun uses to start its ranks
 MARKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -14,7 +14,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     """Read the position.
 
     `mpirun` sets no address and no node rank, so ranks must be laid out node by node, evenly.

@@ -30,8 +30,8 @@ from tandem.platforms import slurm
 from tandem.platforms.environment import (
     DEFAULT_PORT,
     Columns,
-    Facts,
     Placement,
+    PlatformEnv,
     said,
     split_address,
     value_range,
@@ -50,7 +50,7 @@ class Platform(Protocol):
     COLUMNS: Columns
 
     def detect(self, environ: Mapping[str, str]) -> bool: ...
-    def read(self, facts: Facts) -> Placement: ...
+    def read(self, facts: PlatformEnv) -> Placement: ...
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
     elif asked.master is not None:
         given["host"], given["port"] = split_address("--master", asked.master)
     bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
-    facts = Facts(environ, hostname, given, bounds)
+    facts = PlatformEnv(environ, hostname, given, bounds)
     platform = next(platform for platform in platforms() if platform.detect(environ))
     return _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))
 
@@ -127,7 +127,7 @@ def _check_file(master: str, environ: Mapping[str, str]) -> None:
         )
 
 
-def _checked(placement: Placement, facts: Facts) -> Placement:
+def _checked(placement: Placement, facts: PlatformEnv) -> Placement:
     """Check the limits that hold on every platform, and apply --elastic. Raises ConfigError."""
     given = said({**facts.sources("nodes"), **facts.sources("node_rank")}) or str(placement)
     if placement.nodes < 1 or placement.node_rank >= placement.nodes:

@@ -18,14 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem import layout
+from tandem.bounded_reader import content, count, moment, parsed
 from tandem.errors import ConfigError, is_own
-from tandem.reading import content, count, moment, parsed
 from tandem.timeouts import RESOLVER_SECONDS, STAY_DOWN_SECONDS
 
 RESOLVER = ("127.0.0.11", 53)
 ATTEMPTS = 5
 NOTES = Path("/var/lib/tandem")
-_PTR, _INTERNET, _POINTER = 12, 1, 0xC0
+_PTR = 12
+_INTERNET = 1
+_POINTER = 0xC0
 
 
 def with_index(environ: Mapping[str, str], resolver: tuple[str, int] = RESOLVER) -> Mapping[str, str]:
@@ -98,7 +100,8 @@ def _decode(message: bytes, at: int) -> tuple[str, int]:
     which could loop forever.
     """
     labels: list[str] = []
-    after, began = None, at
+    after = None
+    began = at
     while length := message[at]:
         if length & _POINTER:
             # The name continues elsewhere, but the next field follows the pointer.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tandem.errors import ConfigError
 from tandem.platforms import by_hand
-from tandem.platforms.environment import DEFAULT_PORT, Columns, Facts, Placement, any_set, said, whole
+from tandem.platforms.environment import DEFAULT_PORT, Columns, Placement, PlatformEnv, any_set, said, whole
 
 ORDER = 40  # before by-hand, because the toolkit sets MASTER_ADDR
 MARKS = ("SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG", "TRAINING_JOB_ARN")
@@ -27,7 +27,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     """Read the position; the host whose name sorts first is node 0."""
     # Without the toolkit, the container only tells that this is SageMaker; the flags give the rest.
     if facts.flags.keys() >= {"node_rank", "host"} and not any_set(facts.environ, MARKS[:3]):
@@ -35,7 +35,8 @@ def read(facts: Facts) -> Placement:
     facts = facts.on("sagemaker", MARKS, COLUMNS)
     hosts, here = _hosts(facts)
     host = facts.text("host") or hosts[0]
-    nodes, node_rank = facts.number("nodes", len(hosts)), facts.number("node_rank", hosts.index(here))
+    nodes = facts.number("nodes", len(hosts))
+    node_rank = facts.number("node_rank", hosts.index(here))
     if (nodes, node_rank, host.split(".")[0]) != (len(hosts), hosts.index(here), hosts[0]):
         raise ConfigError(
             f"{said({**facts.sources('nodes'), **facts.sources('node_rank'), **facts.sources('host')})} "
@@ -54,7 +55,7 @@ def read(facts: Facts) -> Placement:
     )
 
 
-def _hosts(facts: Facts) -> tuple[list[str], str]:
+def _hosts(facts: PlatformEnv) -> tuple[list[str], str]:
     """Return (all hosts sorted by name, this host), from SM_HOSTS or else SM_RESOURCE_CONFIG."""
     resources = _json(facts, "SM_RESOURCE_CONFIG", "{}")
     resources = resources if isinstance(resources, dict) else {}
@@ -74,12 +75,12 @@ def _hosts(facts: Facts) -> tuple[list[str], str]:
     return names, str(here)
 
 
-def _set_here(facts: Facts) -> str:
+def _set_here(facts: PlatformEnv) -> str:
     names = [name for name in MARKS if facts.environ.get(name)]
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} set"
 
 
-def _json(facts: Facts, name: str, default: str) -> object:
+def _json(facts: PlatformEnv, name: str, default: str) -> object:
     try:
         return json.loads(facts.environ.get(name) or default)
     except ValueError:

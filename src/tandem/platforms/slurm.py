@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 from tandem.platforms import by_hand
-from tandem.platforms.environment import Columns, Facts, Placement, any_set, said, whole
+from tandem.platforms.environment import Columns, Placement, PlatformEnv, any_set, said, whole
 from tandem.platforms.laptop import alone
 from tandem.process import stat_of
 
@@ -41,7 +41,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 
 def _is_outside_job(environ: Mapping[str, str]) -> bool:
-    of_step, of_job = environ.get("SLURM_STEP_NODELIST", ""), environ.get("SLURM_JOB_NODELIST", "")
+    of_step = environ.get("SLURM_STEP_NODELIST", "")
+    of_job = environ.get("SLURM_JOB_NODELIST", "")
     return bool(of_step and of_job) and not set(expand_nodelist(of_step)) <= set(expand_nodelist(of_job))
 
 
@@ -77,7 +78,7 @@ def without_job(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in by_hand.unplaced(environ).items() if name not in MARKS}
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     """Read the position: one task per node is the node's agent or its rank; of several, each is a rank."""
     parts = facts.environ.get("SLURM_HET_SIZE") or "1"
     if whole("SLURM_HET_SIZE", parts) > 1:
@@ -103,8 +104,9 @@ def read(facts: Facts) -> Placement:
     )
 
 
-def _placed(facts: Facts) -> Placement:
-    nodes, node_rank = facts.number("nodes"), facts.number("node_rank")
+def _placed(facts: PlatformEnv) -> Placement:
+    nodes = facts.number("nodes")
+    node_rank = facts.number("node_rank")
     names = expand_nodelist(
         facts.environ.get("SLURM_STEP_NODELIST") or facts.environ.get("SLURM_JOB_NODELIST", "")
     )
@@ -127,7 +129,8 @@ def _placed(facts: Facts) -> Placement:
         )
     # Two jobs, or two steps of one job, may share a node, so their stores should use different ports. If the
     # ports are equal anyway (numbers repeat), `job` tells the stores apart.
-    job, step = facts.variable("SLURM_JOB_ID"), facts.variable("SLURM_STEP_ID")
+    job = facts.variable("SLURM_JOB_ID")
+    step = facts.variable("SLURM_STEP_ID")
     placement = Placement(
         "slurm",
         nodes,
@@ -148,12 +151,10 @@ def _placed(facts: Facts) -> Placement:
     return replace(placement, one_task=True) if max(tasks) == 1 else _ranks(facts, placement, tasks)
 
 
-def _ranks(facts: Facts, placement: Placement, tasks: list[int]) -> Placement:
-    rank, local_rank, here = (
-        facts.variable("SLURM_PROCID"),
-        facts.variable("SLURM_LOCALID"),
-        tasks[placement.node_rank],
-    )
+def _ranks(facts: PlatformEnv, placement: Placement, tasks: list[int]) -> Placement:
+    rank = facts.variable("SLURM_PROCID")
+    local_rank = facts.variable("SLURM_LOCALID")
+    here = tasks[placement.node_rank]
     if rank >= sum(tasks) or local_rank >= here or placement.nproc not in (None, here):
         raise ConfigError(
             f"SLURM_PROCID={rank}, SLURM_LOCALID={local_rank} and --nproc={placement.nproc or 'auto'} "
@@ -178,7 +179,7 @@ def _own_device(environ: Mapping[str, str]) -> int | None:
     return 0 if visible and here.isdigit() and len(visible) < int(here) else None
 
 
-def _without_step(facts: Facts) -> Placement:
+def _without_step(facts: PlatformEnv) -> Placement:
     """Place a batch script or a shell in an allocation: only on one node, because other nodes would be idle.
 
     Several tasks on one node are allowed if the number of ranks is given.

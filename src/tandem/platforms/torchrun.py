@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import Columns, Facts, Placement, any_set, said
+from tandem.platforms.environment import Columns, Placement, PlatformEnv, any_set, said
 
 ORDER = 10  # first: torchrun runs inside Slurm steps, pods and every cloud's jobs
 MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
@@ -16,7 +16,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     )
 
 
-def read(facts: Facts) -> Placement:
+def read(facts: PlatformEnv) -> Placement:
     facts = facts.on("torchrun", MARKS, COLUMNS)
     rank, local_rank, world = (facts.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     nproc = facts.variable("LOCAL_WORLD_SIZE")

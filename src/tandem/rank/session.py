@@ -21,19 +21,19 @@ from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
 from tandem.log import log_warnings, redirect_output, setup
 from tandem.run.directory import RunDir
-from tandem.silence import still
+from tandem.slow_start import still
+from tandem.telemetry.agent_state import count_log_messages
 from tandem.telemetry.channel import sender
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
-from tandem.telemetry.life import count_log_messages
 from tandem.telemetry.messages import Send
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.stacks import keep_stacks
-from tandem.training.loop import Timetable
+from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
-from tandem.training.resume import NONE, Beginning, Redistribute, begin, check_data
+from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
 from tandem.training.saving import Learning, Saver, snapshot_every
-from tandem.training.summary import Facts, open_displays, write_summary
+from tandem.training.summary import RunInfo, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
 
@@ -50,8 +50,8 @@ class RankSession:
     world: ProcessGroup
     threads: int
     recorder: Recorder
-    facts: Facts
-    timetable: Timetable
+    facts: RunInfo
+    timetable: EventSchedule
     saver: Saver
 
     def __init__(self, settings: Settings, position: Position) -> None:
@@ -60,7 +60,7 @@ class RankSession:
         self.send: Send = sender(None)
         """Sends messages to the agent, or to the page's host in this process, from `join` on."""
         self.clock = Clock()
-        self.beginning = Beginning(0, None)
+        self.beginning = ResumePoint(0, None)
         self.code = FINISHED
         """The rank's exit code. A run that was asked to stop sets it before its last save."""
         self._began = time.monotonic()
@@ -73,7 +73,8 @@ class RankSession:
 
     def open_log(self) -> None:
         """Log to the terminal and a file on rank 0, and only to a file on the others."""
-        rank, path = self.position.rank, self.run.rank_log(self.position.rank)
+        rank = self.position.rank
+        path = self.run.rank_log(self.position.rank)
         if rank != 0:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,9 @@ class RankSession:
 
         Raises ConfigError if ranks differ in a common setting, and for a device that is missing.
         """
-        given, position, clock = self.given, self.position, self.clock
+        given = self.given
+        position = self.position
+        clock = self.clock
         self.send = sender(position.sample_socket)
         if position.store is not None:  # without an agent, the page's host in this process counts them
             count_log_messages(self.send)
@@ -107,7 +110,8 @@ class RankSession:
 
     def open_group(self, trains: bool = False) -> None:
         """Open the process group on this rank's devices, which is all that an evaluation needs."""
-        compute, position = self.given.compute, self.position
+        compute = self.given.compute
+        position = self.position
         self.threads = set_threads(compute.threads, position)
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
         if trains:
@@ -117,7 +121,8 @@ class RankSession:
 
     def _get_ready(self, devices: Sequence[torch.device]) -> None:
         """Set what a process computes with in training, and say whom it waits for."""
-        compute, position = self.given.compute, self.position
+        compute = self.given.compute
+        position = self.position
         if compute.deterministic:
             compute_deterministically()
         if compute.numa_binding == "node":
@@ -136,7 +141,8 @@ class RankSession:
         self._use(settings)
 
     def _use(self, given: Settings) -> None:
-        world, position = self.world, self.position
+        world = self.world
+        position = self.position
         self.given = given
         self.settings = given.replace(precision=precision_of(given.compute.precision, world))
         batch_size = given.data.batch_size
@@ -148,7 +154,7 @@ class RankSession:
         homes: Mapping[str, Tensor] = NONE,
         own: Collection[str] = (),
         redistribute: Redistribute | None = None,
-    ) -> Beginning:
+    ) -> ResumePoint:
         """Return the state to begin with; see `resume.begin`. Without a `decision`, the position's counts."""
         self.beginning = begin(
             self.world,
@@ -182,9 +188,11 @@ class RankSession:
 
         Manifests have the settings in `recorded`, by default those that were given.
         """
-        settings, recorded, beginning = self.settings, recorded or self.given, self.beginning
+        settings = self.settings
+        recorded = recorded or self.given
+        beginning = self.beginning
         self.beginning = replace(beginning, state=None)  # the model and the optimizer have it now
-        self.facts = Facts(
+        self.facts = RunInfo(
             run=settings.run,
             batch_size=settings.data.batch_size,
             precision=settings.compute.precision,
@@ -201,7 +209,7 @@ class RankSession:
             shares=shares,
             data=self._data,
         )
-        self.timetable = Timetable.of(
+        self.timetable = EventSchedule.of(
             order.steps_per_epoch,
             planned,
             log=settings.telemetry.log_every,
@@ -210,7 +218,8 @@ class RankSession:
             check=settings.reliability.replica_check_every,
             snapshot=snapshot_every(settings.checkpoint.snapshot_every, self.world, strategy),
         )
-        config, slots = settings.checkpoint, (beginning.slot, beginning.own_slot)
+        config = settings.checkpoint
+        slots = (beginning.slot, beginning.own_slot)
         self.saver = Saver(config, self.facts, state, self.recorder, *slots)
 
     def begin_run(self, model: nn.Module) -> None:
@@ -225,7 +234,8 @@ class RankSession:
 
         All ranks call this, after the last save. `used`: see `write_summary`.
         """
-        saver, finished = self.saver, self.code == FINISHED
+        saver = self.saver
+        finished = self.code == FINISHED
         if self.world.is_first:
             saver.end(step, finished)
         last = weights()

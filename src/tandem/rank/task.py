@@ -11,10 +11,10 @@ from tandem import layout
 from tandem.config import Settings, TaskJob
 from tandem.data.loader import end_loaders
 from tandem.distributed import strategy as strategies
+from tandem.distributed.child_processes import killed_helper
 from tandem.distributed.devices import not_deterministic, open_gpus
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import Position, in_one_line
-from tandem.distributed.helpers import killed_helper
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import (
     FAILED,
@@ -27,18 +27,18 @@ from tandem.errors import (
 )
 from tandem.rank.session import RankSession
 from tandem.signals import StopFlag
-from tandem.silence import still
+from tandem.slow_start import still
 from tandem.tasks.base import task_class
 from tandem.tasks.traces import full_trace, short_trace, what_and_where
 from tandem.telemetry.messages import Event
 from tandem.telemetry.recorder import Recorder
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
-from tandem.training.learner import Learner
-from tandem.training.loop import Training, make_up, train
+from tandem.training.loop import TaskLoopState, make_up, train
 from tandem.training.profiling import profiled
 from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE
 from tandem.training.saving import warn_of_unsaved_scores
+from tandem.training.train_state import TrainState
 
 log = logging.getLogger("tandem.run")
 
@@ -89,7 +89,8 @@ def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] 
 def _tell(session: RankSession, error: Exception) -> None:
     """Send the reason of this rank's failure to its agent, which reports it last and to the other nodes."""
     if not isinstance(error, PeerLostError):
-        rank, node = session.position.rank, session.position.node_rank
+        rank = session.position.rank
+        node = session.position.node_rank
         what = str(error) if isinstance(error, TandemError) else what_and_where(error)
         reason = f"rank {rank} on node {node}: {what}"
         session.send(Event("rank_failed", time.time(), {"rank": rank, "reason": reason[:1000]}))
@@ -106,10 +107,12 @@ def warm_up(job: TaskJob, expected: Position | None = None) -> None:
 
 def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     """Build what is trained, load its state, train it, and set the session's exit code."""
-    world, clock, settings = session.world, session.clock, session.settings
+    world = session.world
+    clock = session.clock
+    settings = session.settings
     slices = settings.run, settings.data, settings.compute, settings.optimization, settings.exchange
     with still("building data and model"):
-        learner = Learner(*slices, world, clock, session.recorder, chosen)
+        learner = TrainState(*slices, world, clock, session.recorder, chosen)
     with clock.phase("resume"), still("deciding where to resume"):
         if session.resume(homes=learner.model.state_dict()).step == COMPLETE:
             session.recorder.close()
@@ -129,14 +132,16 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
         learner.workers,
         learner.exchanges,
     )
-    timetable, saver = session.timetable, session.saver
+    timetable = session.timetable
+    saver = session.saver
     # A restart of the same launch has tested it before.
     if session.position.restart == 0 and timetable.cadences["eval"].unit != "never":
         with still("testing the evaluation"):
             evaluation.rehearse()
     training = _training(session, learner, evaluation, stop)
     session.begin_run(learner.model)
-    beginning, planned = session.beginning, learner.planned
+    beginning = session.beginning
+    planned = learner.planned
     first = f"running the first steps (--log-every {settings.telemetry.log_every})"
     with saver, still(first) if world.is_first else nullcontext():
         saver.is_end = beginning.ended_of == planned
@@ -150,9 +155,10 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     session.finish(training.step, learner.weights, learner.schedule.used())
 
 
-def _plan(session: RankSession, learner: Learner) -> None:
+def _plan(session: RankSession, learner: TrainState) -> None:
     """Plan the run, and log events that are never due."""
-    settings, is_first = session.settings, session.world.is_first
+    settings = session.settings
+    is_first = session.world.is_first
     evaluates = learner.datasets.evaluation is not None
     if is_first and not evaluates:
         log.info("no evaluation: the task has only a training dataset")
@@ -162,13 +168,17 @@ def _plan(session: RankSession, learner: Learner) -> None:
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
 
 
-def _training(session: RankSession, learner: Learner, evaluation: Evaluation, stop: StopFlag) -> Training:
+def _training(
+    session: RankSession, learner: TrainState, evaluation: Evaluation, stop: StopFlag
+) -> TaskLoopState:
     """Assemble the loop. Rank 0's steps of --profile are recorded by torch.profiler."""
-    world, recorder, first = session.world, session.recorder, session.beginning.step
+    world = session.world
+    recorder = session.recorder
+    first = session.beginning.step
     window = session.settings.telemetry.profile if world.is_first else None
     steps = _told(learner.data.steps(first, learner.planned), recorder)
     profile = session.run.folder / layout.PROFILE / layout.profile(0)
-    return Training(
+    return TaskLoopState(
         world=world,
         task=learner.task,
         model=learner.model,

@@ -17,24 +17,27 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tandem import __version__, layout
+from tandem.bounded_reader import RunFiles
 from tandem.config.secrets import hidden, hide, is_secret
 from tandem.config.settings import SETTINGS
 from tandem.config.sources import PLACES
-from tandem.reading import RunFiles
 from tandem.rotation import tail
 from tandem.script.job import FUNCTION
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import GIT_SECONDS
 
 PACKAGES = ("torch", "torchvision", "numpy")
-LOG_LINES, LOG_BYTES, LINE_CHARACTERS = 200, 64 * 1024, 500
+LOG_LINES = 200
+LOG_BYTES = 64 * 1024
+LINE_CHARACTERS = 500
 
 
 class About:
     """Facts about the run with files in `run_dir`; `secrets` are values that must not be shown."""
 
     def __init__(self, run_dir: Path, secrets: Iterable[str] = ()) -> None:
-        self._run_dir, self._secrets = run_dir, tuple(secrets)
+        self._run_dir = run_dir
+        self._secrets = tuple(secrets)
 
     def write(self, gpus: Sequence[str]) -> None:
         """Record this launch: command, directory, commit, versions and hardware. A full disk is no error."""
@@ -53,7 +56,8 @@ class About:
     def read(self, files: RunFiles | None = None) -> dict[str, Any]:
         """Return the record, and the settings as in `settings_of`; `files` is the reader to use."""
         files = RunFiles(self._run_dir) if files is None else files
-        about, config = files.read(layout.ABOUT), files.read(layout.CONFIG)
+        about = files.read(layout.ABOUT)
+        config = files.read(layout.CONFIG)
         folder = PurePath(about.get("folder") or "")
         place = {"run_dir": config["run_dir"]} if config.get("run_dir") else {}
         return {**self.hidden({**about, **place}), "settings": settings_of(config, folder, self._secrets)}

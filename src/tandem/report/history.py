@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from tandem.bounded_reader import RunFiles
 from tandem.errors import CheckpointError
 from tandem.layout import METRICS
-from tandem.reading import RunFiles
 from tandem.run.directory import RunDir
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
 from tandem.telemetry.restarts import COUNTED
@@ -77,7 +77,8 @@ class History:
 
     def _add_event(self, event: Mapping[str, Any]) -> None:
         self._events.append(dict(event))
-        kind, step = event.get("kind"), event.get("step")
+        kind = event.get("kind")
+        step = event.get("step")
         if isinstance(step, int) and kind in ("checkpoint", "checkpoint_verified", "fallback", "resumed"):
             verified = kind in ("checkpoint_verified", "resumed") or bool(event.get("verified"))
             self._states[step] = "damaged" if kind == "fallback" else "verified" if verified else "written"
@@ -126,5 +127,6 @@ class History:
             with suppress(CheckpointError):  # damaged or just pruned
                 manifest = store.manifest(step)
                 size = sum(int(file["bytes"]) for file in manifest["files"].values())
-                written, state = float(manifest["written_at"]), self._states.get(step, "written")
+                written = float(manifest["written_at"])
+                state = self._states.get(step, "written")
                 yield {"step": step, "time": written, "bytes": size, "state": state}

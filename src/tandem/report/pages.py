@@ -27,7 +27,8 @@ class Page:
 @cache
 def live_page() -> Page:
     """Return the page that requests only /api/run and /api/history."""
-    style, script = _style(), _script("live.js")
+    style = _style()
+    script = _script("live.js")
     html = _part("live.html").replace("@STYLE@", style).replace("@SCRIPT@", script)
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
@@ -38,7 +39,8 @@ def live_page() -> Page:
 
 def report_page(data: Mapping[str, object]) -> bytes:
     """Return the report of finished runs; `data` is what report.js reads."""
-    style, script = _style(), _script("report.js")
+    style = _style()
+    script = _script("report.js")
     # In a script element, only "</script" and "<!--" have a meaning, and both need a "<".
     embedded = to_json(dict(data)).replace("<", "\\u003c")
     html = _part("report.html").replace("@STYLE@", style).replace("@SCRIPT@", script)
@@ -48,7 +50,8 @@ def report_page(data: Mapping[str, object]) -> bytes:
 @cache
 def report_policy() -> str:
     """Return the Content-Security-Policy of every report."""
-    style, script = _digest(_style()), _digest(_script("report.js"))
+    style = _digest(_style())
+    script = _digest(_script("report.js"))
     return f"default-src 'none'; style-src '{style}'; script-src '{script}'; img-src data:"
 
 

@@ -24,7 +24,8 @@ from tandem.telemetry.restarts import Restarts
 _ACTIVITY = re.compile(
     rf"""^(?:{"|".join(ACTIVITY_SECONDS.wire_names)})\{{[^}}]*\bactivity="(\w+)"[^}}]*\}} (\S+)$""", re.M
 )
-LONGEST, LONGEST_NAME = 400, 120
+LONGEST = 400
+LONGEST_NAME = 120
 """Maximum number of characters for a message about a problem, and for a name."""
 NOT_COMPARED = ("run_dir", "resume", "metrics", "node_rank", "master")
 
@@ -90,19 +91,23 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
     """`copied`: the same with its files at hand; logs are not copied."""
     files = copied.files()
     settings = files.read(layout.CONFIG)
-    history, linked = History(copied, files), is_linked(run.where)
+    history = History(copied, files)
+    linked = is_linked(run.where)
     points: list[dict[str, Any]] = list(history.curves()["points"])  # type: ignore[call-overload]
     if not settings and not points:
         why = "; ".join(files.problems) or "it has neither config.json nor metrics.jsonl"
         raise ConfigError(f"{run.where} is not a run: {why}")
-    summary, now = files.read(layout.SUMMARY), history.now()
+    summary = files.read(layout.SUMMARY)
+    now = history.now()
     noted = About(copied.folder, secrets)
     about = noted.read(files)
     name = printable(noted.hide(Path(run.where).resolve().name), LONGEST_NAME)
-    ranks, nodes = summary.get("world_size"), summary.get("nodes")
+    ranks = summary.get("world_size")
+    nodes = summary.get("nodes")
     size = f"{counted(ranks, 'rank')} on {counted(nodes or 1, 'node')}" if ranks else ""
     starts = Restarts(files.events())
-    restarts, stops = summary.get("restarts"), summary.get("planned_stops")
+    restarts = summary.get("restarts")
+    stops = summary.get("planned_stops")
     events = now["events"]
     assert isinstance(events, list)
     state = printable(summary.get("state") or "not finished", LONGEST_NAME)

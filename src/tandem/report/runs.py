@@ -17,12 +17,16 @@ from tandem.run.directory import RunDir
 from tandem.run.lease import owner_here
 from tandem.timeouts import SETTLED_SECONDS
 
-OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
+OPEN = "open"
+RUNNING = "running"
+NOT_BEGUN = "not begun"
 """States of a run without a summary; otherwise, the state is the summary's."""
 HEADS = ("run", "state", "step", "saved", "scores", "last update", "MB")
-MOST_FILES, DEEPEST_FOLDER = 100_000, 32
+MOST_FILES = 100_000
+DEEPEST_FOLDER = 32
 """Limits for measuring one run."""
-LONGEST_CELL, LONGEST_LINE = 80, 300
+LONGEST_CELL = 80
+LONGEST_LINE = 300
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,11 @@ def _is_run(folder: Path) -> bool:
 
 
 def _row(folder: Path, now: float) -> RunRow:
-    run, measured = RunDir(folder), list(_files(folder))
+    run = RunDir(folder)
+    measured = list(_files(folder))
     files = run.files()
-    summary, config = files.read(layout.SUMMARY), files.read(layout.CONFIG)
+    summary = files.read(layout.SUMMARY)
+    config = files.read(layout.CONFIG)
     saved = None if is_linked(folder) else newest_step(run.checkpoints)
     step = summary.get("global_step")
     if is_linked(folder):
@@ -172,7 +178,8 @@ def _is_note(entry: os.DirEntry[str]) -> bool:
 
 def _files(folder: Path) -> Iterator[tuple[int, float]]:
     """Yield (bytes, last change in Unix seconds) of at most MOST_FILES files, without following links."""
-    folders, found = [(str(folder), 0)], 0
+    folders = [(str(folder), 0)]
+    found = 0
     while folders:
         place, depth = folders.pop()
         try:

@@ -17,7 +17,8 @@ from tandem.timeouts import SUPERVISE_SECONDS
 
 MOST = 20
 """Maximum number of runs on a page; of a directory with more, the newest."""
-HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
+HTML = "text/html; charset=utf-8"
+TEXT = "text/plain; charset=utf-8"
 
 
 def runs_in(places: Sequence[Path]) -> list[Path]:
@@ -43,7 +44,9 @@ class ReportServer:
         self, run_dirs: Sequence[Path], host: str, port: int, access: Access, secrets: Sequence[str] = ()
     ) -> None:
         """Raises OSError."""
-        self._run_dirs, self.access, self._secrets = run_dirs, access, secrets
+        self._run_dirs = run_dirs
+        self.access = access
+        self._secrets = secrets
         self._http = bind(host, port, self, "the page")
         self.url = self._http.url
 

@@ -60,7 +60,8 @@ class MetricsServer:
         self._log = log
         self._last_read = {"/metrics": float("-inf"), "/api/run": float("-inf")}
         self._read_done = threading.Condition()
-        self._held, self._is_closing = 0, False
+        self._held = 0
+        self._is_closing = False
         self._http = bind(host, port, self)
         self.host, self.port = str(self._http.server_address[0]), int(self._http.server_address[1])
         self._thread = threading.Thread(

@@ -18,7 +18,7 @@ LONGEST = 5000
 OURS = "tandem.run"
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """A line of metrics.jsonl; `number` counts the rows of the tracker's run, from 0."""
 
     step: int
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     number: int
 
 
-class Beginning(NamedTuple):
+class RunStart(NamedTuple):
     """What a tracker needs to open a run.
 
     `ours` identifies the run before the tracker has an ID for it; `known` is the tracker's ID, once it is
@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
     id: str
 
-    def rows(self, rows: Sequence[Row]) -> None:
+    def rows(self, rows: Sequence[MetricRow]) -> None:
         """Return when the tracker has the rows; sending rows again does no harm."""
 
     def end(self, state: str, summary: Mapping[str, object]) -> None:
@@ -62,7 +62,7 @@ def check(name: str | None) -> None:
         )
 
 
-def begin(name: str, beginning: Beginning) -> Tracker:
+def begin(name: str, beginning: RunStart) -> Tracker:
     """Create the run at the tracker, or continue it."""
     return MLflow(beginning) if name == "mlflow" else Wandb(beginning)
 
@@ -87,11 +87,12 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 class MLflow:
     """A run on an MLflow server. A row that is sent twice appears once, because it has the journal's time."""
 
-    def __init__(self, beginning: Beginning) -> None:
+    def __init__(self, beginning: RunStart) -> None:
         import mlflow
         from mlflow import entities
 
-        self._entities, self._client = entities, mlflow.MlflowClient()
+        self._entities = entities
+        self._client = mlflow.MlflowClient()
         self._settings: Mapping[str, object] | None = beginning.settings
         if beginning.known is not None:
             self.id = beginning.known
@@ -105,7 +106,7 @@ class MLflow:
         run = made[0] if made else self._client.create_run(experiment, None, tags, beginning.title)
         self.id = run.info.run_id
 
-    def rows(self, rows: Sequence[Row]) -> None:
+    def rows(self, rows: Sequence[MetricRow]) -> None:
         if self._settings is not None:
             self._say_settings(self._settings)
             self._settings = None
@@ -154,7 +155,7 @@ class Wandb:
     Curves are drawn over `step`.
     """
 
-    def __init__(self, beginning: Beginning) -> None:
+    def __init__(self, beginning: RunStart) -> None:
         import wandb
 
         if (beginning.folder / "wandb").is_symlink():
@@ -170,7 +171,7 @@ class Wandb:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def rows(self, rows: Sequence[Row]) -> None:
+    def rows(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             self._run.log({"step": row.step, **row.numbers}, step=row.number, commit=True)
 

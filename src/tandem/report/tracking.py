@@ -19,11 +19,11 @@ from typing import Any
 from uuid import uuid4
 
 from tandem import layout
+from tandem.bounded_reader import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, opened, parsed, typed
 from tandem.errors import ConfigError, TandemError
 from tandem.log import setup
-from tandem.reading import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, opened, parsed, typed
 from tandem.report.about import About
-from tandem.report.trackers import Beginning, Row, Tracker, begin, numbers_of
+from tandem.report.trackers import MetricRow, RunStart, Tracker, begin, numbers_of
 from tandem.rotation import LOG_BYTES, put_aside
 from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_json_atomic
@@ -38,7 +38,7 @@ LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
-class Mark:
+class UploadMark:
     """How far a tracker's run is: `sent` rows in all; the last is row number `rows` of `step`.
 
     `ours` and `run`: the run's ID here, and at the tracker.
@@ -51,21 +51,23 @@ class Mark:
     sent: int = 0
 
 
-def _kept(found: Any) -> Mark:
+def _kept(found: Any) -> UploadMark:
     """Return the mark from a file, or a new one if it is missing or invalid."""
     with suppress(ValueError):
         known, left_out = typed(found, MARK)
         if not left_out:
-            return Mark(**known)
-    return Mark(uuid4().hex[:12])
+            return UploadMark(**known)
+    return UploadMark(uuid4().hex[:12])
 
 
-class Journal:
+class JournalReader:
     """The rows of a metrics.jsonl that grows, and whose last lines are removed when the run goes back."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset, self._last, self._at = 0, b"", (-1, 0)
+        self._offset = 0
+        self._last = b""
+        self._at = (-1, 0)
 
     def read(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
         """Yield ((step, number of the row in that step, from 1), row) for all new rows."""
@@ -73,11 +75,14 @@ class Journal:
             file.seek(self._offset - len(self._last))
             # Lines were removed; a repeated row has a different time.
             if file.read(len(self._last)) != self._last:
-                self._offset, self._last, self._at = 0, b"", (-1, 0)
+                self._offset = 0
+                self._last = b""
+                self._at = (-1, 0)
                 file.seek(0)
             stray = 0
             while (line := file.readline(LINE_BYTES)).endswith(b"\n") and stray < MOST_STRAY_LINES:
-                self._offset, self._last = self._offset + len(line), line
+                self._offset = self._offset + len(line)
+                self._last = line
                 try:
                     record, _ = typed(parsed(line), POINT)
                 except ValueError:  # incomplete, because its writer was killed
@@ -92,16 +97,19 @@ class Sending:
     """Sends the rest of a run to the tracker `name`."""
 
     def __init__(self, run: RunDir, name: str, secrets: list[str]) -> None:
-        self._run, self._name, self._about = run, name, About(run.folder, secrets)
+        self._run = run
+        self._name = name
+        self._about = About(run.folder, secrets)
         self.files = run.files()
         self._mark = _kept(self.files.read(layout.TRACKER).get(name))
-        self._journal = Journal(run.folder / layout.METRICS)
+        self._journal = JournalReader(run.folder / layout.METRICS)
         self._tracker: Tracker | None = None
-        self._waiting: list[tuple[Mark, Row]] = []
+        self._waiting: list[tuple[UploadMark, MetricRow]] = []
 
     def send(self) -> int:
         """Send new rows; return how many. Raises the tracker's errors, after which nothing is lost."""
-        tracker, before = self._opened(), self._mark.sent
+        tracker = self._opened()
+        before = self._mark.sent
         while waiting := self._next():
             tracker.rows([row for _, row in waiting])
             self._keep(waiting[-1][0])
@@ -136,26 +144,26 @@ class Sending:
             settings = {str(row["name"]): row["value"] for row in about["settings"]}
             self._keep(self._mark)
             folder = self._run.folder
-            known = Beginning(self._mark.ours, self._mark.run, folder.name, settings, folder)
+            known = RunStart(self._mark.ours, self._mark.run, folder.name, settings, folder)
             self._tracker = begin(self._name, known)
             self._keep(replace(self._mark, run=self._tracker.id))
         return self._tracker
 
-    def _next(self) -> list[tuple[Mark, Row]]:
+    def _next(self) -> list[tuple[UploadMark, MetricRow]]:
         """Return the rows to send next: those of a failed attempt, else new ones."""
         if not self._waiting:
             self._waiting = list(islice(self._unsent(), ROWS_AT_ONCE))
         return self._waiting
 
-    def _unsent(self) -> Iterator[tuple[Mark, Row]]:
+    def _unsent(self) -> Iterator[tuple[UploadMark, MetricRow]]:
         mark = self._mark
         for (step, rows), record in self._journal.read():
             if (step, rows) > (mark.step, mark.rows):
-                row = Row(step, record.get("time") or 0.0, numbers_of(record), mark.sent)
+                row = MetricRow(step, record.get("time") or 0.0, numbers_of(record), mark.sent)
                 mark = replace(mark, step=step, rows=rows, sent=mark.sent + 1)
                 yield mark, row
 
-    def _keep(self, mark: Mark) -> None:
+    def _keep(self, mark: UploadMark) -> None:
         self._mark = mark
         others = self._run.files().read(layout.TRACKER)
         write_json_atomic(self._run.folder / layout.TRACKER, {**others, self._name: asdict(mark)})
@@ -166,7 +174,8 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
 
     A tracker that does not answer costs one warning, and is retried at increasing intervals.
     """
-    failing, pause = False, 0.0
+    failing = False
+    pause = 0.0
     while True:
         ended = until(pause)
         try:
@@ -176,14 +185,16 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
                 return True
             if failing:
                 log.info("%s is back; sent %d rows that had been kept", name, rows)
-            failing, pause = False, TRACKER_SECONDS
+            failing = False
+            pause = TRACKER_SECONDS
         except Exception as error:  # a tracker's package may raise anything
             if not failing:
                 say = "%s does not accept rows (%s); training continues, and unsent rows are kept"
                 log.warning(say, name, sending.words(error))
             if ended is not None:
                 return False
-            failing, pause = True, min(max(2 * pause, TRACKER_SECONDS), TRACKER_LONGEST_PAUSE_SECONDS)
+            failing = True
+            pause = min(max(2 * pause, TRACKER_SECONDS), TRACKER_LONGEST_PAUSE_SECONDS)
 
 
 def follow_launch(sending: Sending, name: str, config: Mapping[str, object], run: RunDir) -> bool:

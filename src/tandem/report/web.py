@@ -46,7 +46,8 @@ class WebServer(BoundedServer):
     @property
     def url(self) -> str:
         """The server's URL, as a user types it."""
-        host, port = str(self.server_address[0]), self.server_address[1]
+        host = str(self.server_address[0])
+        port = self.server_address[1]
         scheme = "https" if self.owner.access.tls is not None else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -56,7 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: WebServer
     timeout = REQUEST_SECONDS
-    server_version, sys_version = "tandem", ""
+    server_version = "tandem"
+    sys_version = ""
 
     def handle(self) -> None:
         head = self._read_head()
@@ -66,7 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.handle_one_request()
 
     def _read_head(self) -> bytes | None:
-        deadline, head = time.monotonic() + REQUEST_SECONDS, b""
+        deadline = time.monotonic() + REQUEST_SECONDS
+        head = b""
         while b"\r\n\r\n" not in head and b"\n\n" not in head:
             left = deadline - time.monotonic()
             if left <= 0 or len(head) > MAX_HEAD_BYTES:
@@ -92,7 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(405, "text/plain; charset=utf-8", b"only GET and HEAD are allowed\n")
 
     def do_GET(self) -> None:
-        owner, began = self.server.owner, time.monotonic()
+        owner = self.server.owner
+        began = time.monotonic()
         path = self.path.partition("?")[0]
         host = self.headers.get("Host")
         if self.server.is_local and owner.access.token is None and not is_local_name(host):
@@ -135,7 +139,8 @@ def bind(host: str, port: int, owner: Answers, what: str = "metrics") -> WebServ
     error: Exception | None = None
     for try_host, try_port in ((host, port), (host, 0), ("127.0.0.1", 0)):
         try:
-            kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+            kind = socket.SOCK_STREAM
+            flags = socket.AI_PASSIVE
             found = socket.getaddrinfo(try_host or None, try_port, type=kind, flags=flags)
             server = WebServer((str(found[0][4][0]), try_port), found[0][0], owner)
         except (OSError, OverflowError, UnicodeError) as failure:

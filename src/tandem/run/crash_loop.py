@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
 from tandem import layout
+from tandem.bounded_reader import STARTS, content, parsed, typed
 from tandem.checkpoint.listing import newest_step
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import RemotePath
 from tandem.errors import STOPPED, CrashLoopError
 from tandem.log import printable
-from tandem.reading import STARTS, content, parsed, typed
 from tandem.telemetry.journal import write_bytes_atomic
 from tandem.timeouts import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, MONITOR_SECONDS, STEADY_SECONDS
 
@@ -62,7 +62,9 @@ class CrashLoop:
         checkpoints: CheckpointStore,
         is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._where, self._folder, self._is_ours = where, folder, is_ours
+        self._where = where
+        self._folder = folder
+        self._is_ours = is_ours
         step = newest_step(checkpoints) or 0
         before = Record.parse(self._read())
         self._before = before if step <= before.step else Record(step=step)

@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tandem import layout
+from tandem.bounded_reader import RunFiles
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
@@ -22,9 +23,8 @@ from tandem.config.address import address
 from tandem.errors import ConfigError
 from tandem.paths import exists
 from tandem.platforms.placement import Placement
-from tandem.reading import RunFiles
 from tandem.run.crash_loop import CrashLoop
-from tandem.run.lease import Claim, claim, restarted_as
+from tandem.run.lease import Lease, claim, restarted_as
 from tandem.run.mirror import Mirror
 from tandem.run.owner import Token, fence
 from tandem.telemetry.journal import Journal, read_events, write_json_atomic
@@ -60,7 +60,7 @@ class RunDir:
             if placement.platform != "none":
                 raise ConfigError(
                     "no run directory is set, and all ranks need the same one; set TANDEM_RUN_DIR=runs/NAME "
-                    "before the command, or give --run-dir runs/NAME; several nodes need it on a shared volume"
+                    "before the command, or give --run-dir runs/NAME; several nodes need a shared volume"
                 )
             name = settings.run.task.rpartition(":")[2] if ":" in settings.run.task else settings.run.task
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
@@ -192,7 +192,7 @@ class RunDir:
             shutil.rmtree(self.logs, ignore_errors=True)
 
     @contextmanager
-    def lease(self, placement: Placement, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Claim]:
+    def lease(self, placement: Placement, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
         """Hold the lease in this block. Raises ConfigError if another launch holds it."""
         with closing(claim(self.where, restarted_as(placement), should_stop)) as mine:
             yield mine

@@ -19,7 +19,7 @@ from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import ConfigError, RunTakenError, StoppedError
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
-from tandem.run.owner import Note, Token, check, fence
+from tandem.run.owner import LeaseRecord, Token, check, fence
 from tandem.timeouts import OWNER_EXPIRY_SECONDS, OWNER_LOOK_SECONDS, OWNER_RENEW_SECONDS
 
 log = logging.getLogger("tandem.run")
@@ -28,7 +28,7 @@ STARTED_ONCE = ("kubeflow-v1", "kubeflow-v2", "jobset", "indexed-job", "compose"
 """Platforms that restart a node only after its last start has ended."""
 
 
-class Claim:
+class Lease:
     """The lease of this launch on its run directory, held until `close`; a thread renews the record `note`.
 
     With a token but no note, the lease belongs to an agent that is an ancestor of this process. With neither,
@@ -39,13 +39,17 @@ class Claim:
         self,
         run_dir: PurePath,
         token: Token | None = None,
-        note: Note | None = None,
+        note: LeaseRecord | None = None,
         problem: OSError | None = None,
     ) -> None:
-        self.token, self.problem, self.lost = token, problem, ""
+        self.token = token
+        self.problem = problem
+        self.lost = ""
         """`lost`: a one-line message that names the new owner; empty while the lease is ours."""
-        self._run_dir, self._note = run_dir, note
-        self._closing, self._has_failed = threading.Event(), False
+        self._run_dir = run_dir
+        self._note = note
+        self._closing = threading.Event()
+        self._has_failed = False
         self._thread = threading.Thread(target=self._keep, name="tandem-owner", daemon=True)
         if note is not None:
             self._thread.start()
@@ -106,7 +110,7 @@ class Claim:
             log.debug("the lease on %s was not released: %s", self._run_dir, error)
 
 
-def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = lambda: False) -> Claim:
+def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = lambda: False) -> Lease:
     """Acquire the lease on the run directory.
 
     `job` identifies a job that its platform may restart on another machine, but only after the job has ended.
@@ -116,13 +120,14 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
     notes = notes_at(run_dir / layout.OWNER)
     try:
         while True:
-            numbers, here = notes.numbers(), Note.mine(job)
+            numbers = notes.numbers()
+            here = LeaseRecord.mine(job)
             last = max(numbers, default=0)
             raw = notes.read(last) if last else None
-            found = Note.parse(raw)
+            found = LeaseRecord.parse(raw)
             # Ranks and helper processes share the lease of the agent that started them.
             if found is not None and not found.is_over and found.is_above(here):
-                return Claim(run_dir, Token(last, found.word))
+                return Lease(run_dir, Token(last, found.word))
             if last and not _may_take(notes, run_dir, last, raw, here, should_stop):
                 continue  # the record has changed: read it again
             # While this process was delayed, other launches may have created larger numbers and removed this
@@ -130,10 +135,10 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
             if notes.create(last + 1, here.render()) and max(notes.numbers()) == last + 1:
                 for old in numbers:
                     notes.remove(old)
-                return Claim(run_dir, Token(last + 1, here.word), here)
+                return Lease(run_dir, Token(last + 1, here.word), here)
     except OSError as error:
         # Not every caller needs to write, so the caller decides.
-        return Claim(run_dir, problem=error)
+        return Lease(run_dir, problem=error)
 
 
 def restarted_as(placement: Placement) -> str:
@@ -156,23 +161,24 @@ def refuse_if_owned(run_dir: PurePath) -> None:
         raise _refusal(run_dir, found)
 
 
-def owner_here(run_dir: PurePath) -> Note | None:
+def owner_here(run_dir: PurePath) -> LeaseRecord | None:
     """Return the lease of a launch here that certainly owns the run; None if it is an ancestor of ours."""
-    notes, here = notes_at(run_dir / layout.OWNER), Note.mine("")
+    notes = notes_at(run_dir / layout.OWNER)
+    here = LeaseRecord.mine("")
     with suppress(OSError):
-        if (last := max(notes.numbers(), default=0)) and (found := Note.parse(notes.read(last))):
+        if (last := max(notes.numbers(), default=0)) and (found := LeaseRecord.parse(notes.read(last))):
             if not found.is_over and not found.is_above(here) and _lives(found, here):
                 return found
     return None
 
 
-def _lives(found: Note, here: Note) -> bool:
+def _lives(found: LeaseRecord, here: LeaseRecord) -> bool:
     """Return True if the owner's process is visible, running, and has renewed its lease recently."""
     is_running = found.is_seen_from(here) and not found.is_gone(here)
     return is_running and found.silence(here) <= OWNER_EXPIRY_SECONDS
 
 
-def _refusal(run_dir: PurePath, found: Note) -> ConfigError:
+def _refusal(run_dir: PurePath, found: LeaseRecord) -> ConfigError:
     return ConfigError(
         f"{run_dir} is in use by another launch ({found}); wait for it to end, stop it "
         f"(`kill {found.process}` on {found.host}), or use another --run-dir"
@@ -184,7 +190,7 @@ def _may_take(
     run_dir: PurePath,
     number: int,
     raw: bytes | None,
-    here: Note,
+    here: LeaseRecord,
     should_stop: Callable[[], bool],
 ) -> bool:
     """Return True if the owner has exited or lost its lease; log why, unless it released the lease itself.
@@ -192,7 +198,7 @@ def _may_take(
     False means that the record has changed and must be read again. Raises ConfigError if the owner is alive,
     and StoppedError.
     """
-    found = Note.parse(raw)
+    found = LeaseRecord.parse(raw)
     if found is None:
         why = _watch(notes, run_dir, number, raw, OWNER_EXPIRY_SECONDS, should_stop)
     elif found.is_over:
@@ -223,7 +229,8 @@ def _watch(
 
     Raises ConfigError once the record is renewed, and StoppedError.
     """
-    deadline, found = time.monotonic() + seconds, Note.parse(raw)
+    deadline = time.monotonic() + seconds
+    found = LeaseRecord.parse(raw)
     if seconds > 0:
         owner = found or "an unknown launch"
         log.info(
@@ -236,7 +243,7 @@ def _watch(
             )
         time.sleep(OWNER_LOOK_SECONDS)
         if (now := notes.read(number)) != raw:
-            seen = Note.parse(now)
+            seen = LeaseRecord.parse(now)
             if seen is None or seen.is_over:
                 return ""
             raise _refusal(run_dir, seen)

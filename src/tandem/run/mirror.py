@@ -22,7 +22,8 @@ class Mirror:
     """Copies at `where` of the files in `folder`; does nothing for a run in a local directory."""
 
     def __init__(self, where: PurePath, folder: Path) -> None:
-        self._where, self._folder = where, folder
+        self._where = where
+        self._folder = folder
         self._pushed: dict[str, tuple[int, int]] = {}
 
     def _store(self) -> Remote | None:
@@ -35,11 +36,13 @@ class Mirror:
         """
         if (store := self._store()) is None:
             return
-        folder, has_more_events = self._folder, self._has_more_events(store)
+        folder = self._folder
+        has_more_events = self._has_more_events(store)
         for name in layout.COPIED:
             if name.startswith(layout.EVENTS) and has_more_events:
                 continue
-            content, path = store.read(self._where / name), folder / name
+            content = store.read(self._where / name)
+            path = folder / name
             if name == layout.TRACKER and exists(path):
                 continue  # it is written more often than it is copied, so the local one is newer
             if content is None:
@@ -50,7 +53,8 @@ class Mirror:
 
     def _has_more_events(self, store: Remote) -> bool:
         """Return True if the local events.jsonl was rotated since its copy, which the older file contains."""
-        content, path = store.read(self._where / layout.EVENTS), self._folder / (layout.EVENTS + layout.OLDER)
+        content = store.read(self._where / layout.EVENTS)
+        path = self._folder / (layout.EVENTS + layout.OLDER)
         return bool(content) and exists(path) and path.read_bytes().startswith(content or b"")
 
     def begin(self, config: bytes, keeps_summary: bool = False) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from tandem import layout
+from tandem.bounded_reader import moment, parsed
 from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import RunTakenError
 from tandem.log import printable
 from tandem.process import stat_of
-from tandem.reading import moment, parsed
 
 NOTE_BYTES = 1024
 """Fixed length of a record. A single write rewrites it in place, so no reader sees half a record."""
@@ -37,7 +37,7 @@ class Token(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Note:
+class LeaseRecord:
     """An owner's lease record: which process owns the run, and when it renewed the lease.
 
     `machine` is the machine ID, if there is one, and `space` the PID namespace of `process`. `born` is the
@@ -59,7 +59,7 @@ class Note:
     is_over: bool = False
 
     @classmethod
-    def mine(cls, job: str) -> "Note":
+    def mine(cls, job: str) -> "LeaseRecord":
         """Return a record of this process."""
         pid = os.getpid()
         return cls(
@@ -79,7 +79,7 @@ class Note:
         return json.dumps(asdict(self)).encode().ljust(NOTE_BYTES - 1) + b"\n"
 
     @classmethod
-    def parse(cls, raw: bytes | None) -> "Note | None":
+    def parse(cls, raw: bytes | None) -> "LeaseRecord | None":
         """Return the record; None if the bytes are not a valid one."""
         try:
             found: dict[str, Any] = parsed(raw or b"")
@@ -95,26 +95,26 @@ class Note:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return printable(f"process {self.process} on {self.host}, started {since}")
 
-    def is_seen_from(self, here: "Note") -> bool:
+    def is_seen_from(self, here: "LeaseRecord") -> bool:
         """Return True if this process can tell whether the owner runs.
 
         It can if both have the same boot and PID namespace, or if the machine was rebooted since.
         """
         return self._is_of_an_earlier_boot(here) or (self.boot, self.space) == (here.boot, here.space)
 
-    def is_gone(self, here: "Note") -> bool:
+    def is_gone(self, here: "LeaseRecord") -> bool:
         """Return True if the owner's process, which is visible from here, has ended."""
         return self._is_of_an_earlier_boot(here) or _born(self.process) != self.born
 
-    def is_above(self, here: "Note") -> bool:
+    def is_above(self, here: "LeaseRecord") -> bool:
         """Return True if the owner is an ancestor of this process, or this process itself."""
         return self.is_seen_from(here) and not self.is_gone(here) and _is_above(self.process)
 
-    def silence(self, here: "Note") -> float:
+    def silence(self, here: "LeaseRecord") -> float:
         """Return the seconds since the last renewal, or 0 if the clocks cannot be compared (another boot)."""
         return max(0.0, here.renewed - self.renewed) if self.boot == here.boot else 0.0
 
-    def _is_of_an_earlier_boot(self, here: "Note") -> bool:
+    def _is_of_an_earlier_boot(self, here: "LeaseRecord") -> bool:
         is_same = bool(here.machine) and (self.machine, self.host) == (here.machine, here.host)
         return is_same and self.boot != here.boot
 
@@ -152,19 +152,19 @@ def fence(run_dir: PurePath, token: Token | None) -> Callable[[], None]:
     return lambda: check(notes_at(run_dir / layout.OWNER), run_dir, token)
 
 
-def check(notes: Notes, run_dir: PurePath, token: Token, note: Note | None = None) -> None:
+def check(notes: Notes, run_dir: PurePath, token: Token, note: LeaseRecord | None = None) -> None:
     """Check like `fence`. Write our record again if it was deleted and no larger number exists.
 
     The record is opened, not only listed: NFS may return an outdated listing, but asks the server about a
     file that is opened.
     """
-    found = Note.parse(notes.read(token.number))
+    found = LeaseRecord.parse(notes.read(token.number))
     if found is None:
-        notes.create(token.number, (note or replace(Note.mine(""), word=token.word)).render())
-        found = Note.parse(notes.read(token.number))
+        notes.create(token.number, (note or replace(LeaseRecord.mine(""), word=token.word)).render())
+        found = LeaseRecord.parse(notes.read(token.number))
     last = max(notes.numbers(), default=token.number)
     if last > token.number or found is None or found.word != token.word:
-        owner = Note.parse(notes.read(last))
+        owner = LeaseRecord.parse(notes.read(last))
         raise RunTakenError(
             f"{run_dir} was taken over by {owner or 'another launch'}; this launch writes no more there. "
             "To start again, stop the other launch first or use another --run-dir"

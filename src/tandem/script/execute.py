@@ -33,8 +33,10 @@ def forget_the_fork(folder: Path) -> None:
     multiprocessing's sockets go to `folder`, which is removed even if this process is killed.
     """
     process = cast(Any, multiprocessing.process)
-    process._current_process, process._parent_process = _MAIN_PROCESS, None
-    process._children, _MAIN_PROCESS.name = set(), "MainProcess"
+    process._current_process = _MAIN_PROCESS
+    process._parent_process = None
+    process._children = set()
+    _MAIN_PROCESS.name = "MainProcess"
     cast(Any, _MAIN_PROCESS)._config["tempdir"] = str(folder)
     multiprocessing.set_start_method(cast(Any, None), force=True)  # the fork server made itself the default
     sys.modules.pop("__mp_main__", None)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, cast
 
 from tandem import layout
 from tandem.distributed import position as positions
-from tandem.distributed.helpers import killed_helper
+from tandem.distributed.child_processes import killed_helper
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError, text_of
 from tandem.log import keep_bounded, redirect_output, setup
@@ -37,7 +37,7 @@ from tandem.script.execute import (
 )
 from tandem.script.job import Job
 from tandem.script.lifeline import descriptor_for_exec
-from tandem.script.watch import Watch, imports_file
+from tandem.script.observer import Watch, imports_file
 from tandem.signals import default_signals
 from tandem.telemetry.channel import sender
 from tandem.telemetry.stacks import keep_stacks
@@ -146,7 +146,7 @@ def _show(error: BaseException, position: Position, record: Any) -> None:
 
     The log has the full traceback.
     """
-    own_loop = sys.modules.get("tandem.own_loop.run")
+    own_loop = sys.modules.get("tandem.custom_loop.run")
     is_ours = own_loop is not None and own_loop._started is not None and isinstance(error, Exception)
     if not is_ours or position.rank != 0 or record is sys.stderr:
         sys.excepthook(type(error), error, error.__traceback__)

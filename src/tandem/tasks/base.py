@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tandem.config.task_names import VALID, parsed
-from tandem.data.asked import Moment, asking
 from tandem.data.datasets import Datasets, install_vision
 from tandem.data.fetch import Collate
 from tandem.data.loader import batch_size_of
+from tandem.data.step_context import StepContext, asking
 from tandem.errors import ConfigError, TandemError
 from tandem.tasks.fields import convert_fields
 from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of, where
 from tandem.tasks.mistakes import Sums as Sums
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 NEAR = 0.9
 """How similar a method's name must be to an optional one to count as a typo, such as "build_schedule"."""
@@ -67,7 +67,7 @@ class WholeTask:
         self.own = frozenset(name for name in vars(WholeTask) if name[0] != "_" and hasattr(task, name))
         for name in self.own.union(REQUIRED_METHODS):
             setattr(self, name, getattr(task, name, None))
-        self.moment = Moment()
+        self.moment = StepContext()
         self.loss = asking(self.loss, 2, self.moment)
         self.collate = asking(self.collate, 1, self.moment)
 

@@ -11,7 +11,8 @@ from tandem.data.digits import TRAIN_SAMPLES, prepare_digits
 from tandem.errors import ConfigError
 from tandem.tasks.classification import LossAndSums, cross_entropy, strided_cnn
 
-_MEAN, _STD = 0.187, 0.209
+_MEAN = 0.187
+_STD = 0.209
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tandem.data.datasets import one_line
 from tandem.errors import ConfigError
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 _TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _FROM_TEXT: Mapping[Any, tuple[str, Callable[[str], Any]]] = {

@@ -12,13 +12,14 @@ from tandem.data.datasets import Datasets, one_line, torchvision_for
 from tandem.errors import ConfigError
 from tandem.tasks.classification import LossAndSums, cross_entropy
 from tandem.tasks.normalised import normalised
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 LEFT_BY_TOOLS = frozenset(
     ("__MACOSX", "@eaDir", "lost+found", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information")
 )
 """Directories that archives, file servers and file systems leave among data; others begin with a dot."""
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+_MEAN = (0.485, 0.456, 0.406)  # of ImageNet
+_STD = (0.229, 0.224, 0.225)
 
 
 class Pictures(Dataset[tuple[Any, int]]):
@@ -35,7 +36,9 @@ class Pictures(Dataset[tuple[Any, int]]):
                 map(is_left_by_tools, Path(path).relative_to(folder).parts)
             )
 
-        self.classes, self.transform, self._load = list(classes), transform, pictures.default_loader
+        self.classes = list(classes)
+        self.transform = transform
+        self._load = pictures.default_loader
         self.class_to_idx = {name: index for index, name in enumerate(classes)}
         self.samples = pictures.make_dataset(folder, self.class_to_idx, is_valid_file=is_picture)
         self.targets = [target for _, target in self.samples]
@@ -79,7 +82,8 @@ class ImageFolder:
 
     def build_datasets(self) -> Datasets:
         vision = torchvision_for("task image-folder")
-        train, evaluation = self._classes("train"), self._classes("val")
+        train = self._classes("train")
+        evaluation = self._classes("val")
         if train != evaluation:
             different = ", ".join(sorted(set(train) ^ set(evaluation)))
             raise ConfigError(

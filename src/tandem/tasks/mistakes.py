@@ -45,7 +45,8 @@ def line_of(method: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(method), "__code__", None)
     if code is None:
         return ""
-    path, here = Path(code.co_filename), Path.cwd()
+    path = Path(code.co_filename)
+    here = Path.cwd()
     shown = path.relative_to(here) if path.is_relative_to(here) else path
     return f"{shown} line {code.co_firstlineno}: "
 

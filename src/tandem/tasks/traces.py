@@ -15,7 +15,9 @@ OURS = str(Path(__file__).resolve().parent.parent) + "/"
 TASKS = str(Path(__file__).resolve().parent) + "/"
 INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + "/")
 FRAME = re.compile(r'^ +\|? *File "([^"<][^"]*)", line (\d+), in (.+)$', re.M)
-MOST_FRAMES, MOST_LINES, LINE_CHARACTERS = 4, 10, 500
+MOST_FRAMES = 4
+MOST_LINES = 10
+LINE_CHARACTERS = 500
 LOADER = re.compile(r"Caught \w+ in .+\.\nOriginal Traceback")
 
 
@@ -43,7 +45,8 @@ def script_trace(error: BaseException) -> str:
 
 def what_and_where(error: BaseException) -> str:
     """Return one line such as `RuntimeError: shapes do not fit (my_task.py line 12)`."""
-    kind, text = type(error).__name__, text_of(error).strip()
+    kind = type(error).__name__
+    text = text_of(error).strip()
     if LOADER.match(text):  # from a loader process: the error is the last line of its traceback
         kind, _, text = text.splitlines()[-1].partition(": ")
     what = f"{kind}: {text.splitlines()[0]}" if text else kind
@@ -66,5 +69,6 @@ def _frames(error: BaseException) -> tuple[list[tuple[str, str, str]], bool]:
 
 
 def _shown(file: str) -> str:
-    path, here = Path(file), Path.cwd()
+    path = Path(file)
+    here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -90,11 +90,18 @@ class RichBar:
         from rich.progress_bar import ProgressBar
         from rich.text import Text
 
-        self._console, self._stream = Console(file=stream, highlight=False), stream
-        self._progress_bar, self._text = ProgressBar, Text
-        self._total, self._first, self._step = total, initial, initial
-        self._began, self._next_draw = time.monotonic(), 0.0
-        self._epoch, self._loss, self._pace = "", "", ""
+        self._console = Console(file=stream, highlight=False)
+        self._stream = stream
+        self._progress_bar = ProgressBar
+        self._text = Text
+        self._total = total
+        self._first = initial
+        self._step = initial
+        self._began = time.monotonic()
+        self._next_draw = 0.0
+        self._epoch = ""
+        self._loss = ""
+        self._pace = ""
         self._lock = threading.RLock()
         self._draw()
 
@@ -104,7 +111,8 @@ class RichBar:
             self._draw()
 
     def say(self, epoch: int, loss: float, samples_per_second: float) -> None:
-        self._epoch, self._loss = f"epoch {epoch}", f"loss {loss:.4f}"
+        self._epoch = f"epoch {epoch}"
+        self._loss = f"loss {loss:.4f}"
         self._pace = f"{samples_per_second:,.0f} samples/s"
 
     @contextmanager
@@ -151,7 +159,8 @@ class RichBar:
 
     def _left(self) -> str:
         """Format the remaining time, at the average pace since the bar started."""
-        done, spent = self._step - self._first, time.monotonic() - self._began
+        done = self._step - self._first
+        spent = time.monotonic() - self._began
         return f"{clock(spent / done * (self._total - self._step))} left" if done else ""
 
 

@@ -29,7 +29,9 @@ class Receiver:
         on_error: Callable[[str], None] | None = None,
     ) -> None:
         self.malformed = 0
-        self._path, self._on_message, self._on_error = path, on_message, on_error
+        self._path = path
+        self._on_message = on_message
+        self._on_error = on_error
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             path.unlink()  # left by a killed agent

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem import running
+from tandem import running_clock
 from tandem.telemetry.meter import StepTimes
 from tandem.torch_private import after_gradients, around_compilation
 
@@ -41,7 +41,8 @@ class Clock:
     def __init__(self) -> None:
         self._timer: HostTimer | DeviceTimer = HostTimer()
         self.activity = self.current = "startup"
-        self.since, self.entered = running.now(), 0
+        self.since = running_clock.now()
+        self.entered = 0
         self.step = self.first_step = 0
         self.on_activity: Callable[[], None] = lambda: None
         self.computes_alone = False
@@ -51,7 +52,8 @@ class Clock:
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self.longest_step = 0.0
         """Duration of the longest step so far, in seconds."""
-        self._step_began, self._open = self.since, "other"
+        self._step_began = self.since
+        self._open = "other"
         self.recent: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
         """Times of the most recent steps that are known."""
 
@@ -154,7 +156,8 @@ class Clock:
         return True
 
     def _enter(self, phase: str) -> None:
-        self.current, self.since = phase, running.now()
+        self.current = phase
+        self.since = running_clock.now()
         self.entered += 1
 
     def _compiles(self) -> None:

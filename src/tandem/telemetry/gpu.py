@@ -22,7 +22,8 @@ class Gpus:
     """
 
     def __init__(self, nvml: Any = None, names: Sequence[str] | None = None) -> None:
-        self._nvml, self._handles = nvml, []  # type: ignore[var-annotated,unused-ignore]
+        self._nvml = nvml  # type: ignore[var-annotated,unused-ignore]
+        self._handles = []
         self._energy: dict[int, float] = {}
         self._told = False
         try:

@@ -61,16 +61,16 @@ class Alarm:
 
 
 @dataclass(frozen=True)
-class Past:
+class HangHistory:
     """What earlier generations of a run learned: a hang, and the longest limit from their step times."""
 
     hang: Alarm | None = None
     idle_limit: float = 0.0
 
-    def after(self, alarm: Alarm | None, beats: Sequence[Beat]) -> "Past":
+    def after(self, alarm: Alarm | None, beats: Sequence[Beat]) -> "HangHistory":
         """Return this with what one more generation knew at its end."""
         hang = self.hang if alarm is None or alarm.halted else alarm
-        return Past(hang, max([self.idle_limit, *(beat.idle_limit for beat in beats if beat.trains)]))
+        return HangHistory(hang, max([self.idle_limit, *(beat.idle_limit for beat in beats if beat.trains)]))
 
     def applied_to(self, beats: Sequence[Beat]) -> list[Beat]:
         """Return heartbeats with the limits that result from it."""
@@ -96,10 +96,10 @@ class Past:
         return replace(beat, idle_limit=max(beat.idle_limit, self.idle_limit)) if is_auto else beat
 
 
-NOTHING_BEFORE = Past()
+NOTHING_BEFORE = HangHistory()
 
 
-def judge(beats: Sequence[Beat], past: Past = NOTHING_BEFORE) -> Alarm | None:
+def judge(beats: Sequence[Beat], past: HangHistory = NOTHING_BEFORE) -> Alarm | None:
     """Return an alarm for the rank that blocks all others, or None while no rank is overdue.
 
     1. A rank has sent nothing for longer than a hang: that rank.

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from tandem.bounded_reader import RunFiles, content, count, finite, parsed
 from tandem.layout import CONFIG, HEALTH, HEALTH_TEMPORARY, SUMMARY
-from tandem.reading import RunFiles, content, count, finite, parsed
+from tandem.text import format_duration
 from tandem.timeouts import NODE_TICK_SECONDS, RUN_HEALTH_STALE_SECONDS, SLACK_SECONDS, STALE_SECONDS
-from tandem.words import lasting
 
 if TYPE_CHECKING:
     from tandem.config.slices import LaunchConfig, ReliabilityConfig
@@ -26,7 +26,7 @@ LONGEST_LINE = 400
 
 
 @dataclass(frozen=True)
-class Limits:
+class HealthLimits:
     """Limits without progress, in seconds: until all nodes joined, until the first step, per step."""
 
     master_timeout: float
@@ -34,7 +34,7 @@ class Limits:
     hang_timeout: float | None
 
     @classmethod
-    def asked(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "Limits":
+    def asked(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "HealthLimits":
         """Return the limits from the settings."""
         return cls(launch.master_timeout, timeouts.phase_timeout, timeouts.hang_seconds)
 
@@ -99,8 +99,10 @@ class Starting:
     cached for half a minute.
     """
 
-    def __init__(self, state_dir: str | os.PathLike[str], limits: Limits) -> None:
-        self._state_dir, self._limit, self._closing = state_dir, limits.of("starting"), threading.Event()
+    def __init__(self, state_dir: str | os.PathLike[str], limits: HealthLimits) -> None:
+        self._state_dir = state_dir
+        self._limit = limits.of("starting")
+        self._closing = threading.Event()
         self._since = time.time()
         self._thread = threading.Thread(target=self._write, name="tandem-starting", daemon=True)
         self._thread.start()
@@ -151,7 +153,8 @@ def judge(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS
 
     Raises KeyError, TypeError or ValueError if it is not one.
     """
-    state, step = str(record["state"]), count(record["step"])
+    state = str(record["state"])
+    step = count(record["step"])
     where = f"{state} at step {step:,}"
     if state == "succeeded":
         return True, where
@@ -159,15 +162,15 @@ def judge(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS
         return False, where
     age = now - finite(record["time"])
     if age > stale:
-        return False, f"last heartbeat {lasting(age)} ago, limit {stale:.0f} s ({where})"
+        return False, f"last heartbeat {format_duration(age)} ago, limit {stale:.0f} s ({where})"
     pid = count(record["pid"])
     if record.get("machine", _machine()) == _machine() and not _is_alive(pid):
         return False, f"process {pid} is gone ({where})"
     quiet = max(0.0, now - finite(record["last_progress"]))
     limit = float("inf") if record["limit_seconds"] is None else finite(record["limit_seconds"])
     if quiet > limit:
-        return False, f"no progress for {lasting(quiet)}, limit {lasting(limit)} ({where})"
-    return True, f"{where}, last progress {lasting(quiet)} ago"
+        return False, f"no progress for {format_duration(quiet)}, limit {format_duration(limit)} ({where})"
+    return True, f"{where}, last progress {format_duration(quiet)} ago"
 
 
 def main(environ: Mapping[str, str], as_json: bool = False, run_dir: str | None = None) -> int:
@@ -178,7 +181,8 @@ def main(environ: Mapping[str, str], as_json: bool = False, run_dir: str | None 
     elif state_dir:
         healthy, line = check(state_dir)
     else:
-        healthy, line = False, "TANDEM_STATE_DIR is not set; give a run directory: tandem health RUN_DIR"
+        healthy = False
+        line = "TANDEM_STATE_DIR is not set; give a run directory: tandem health RUN_DIR"
     line = "".join(each if each.isprintable() else " " for each in line[:LONGEST_LINE])
     if as_json:
         print(json.dumps({"healthy": healthy, "reason": line}), flush=True)

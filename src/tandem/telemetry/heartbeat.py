@@ -11,13 +11,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tandem import layout, running
+from tandem import layout, running_clock
 from tandem.config.slices import ReliabilityConfig
 from tandem.log import renew_outputs
 from tandem.telemetry.clock import STEP_PHASES, Clock
-from tandem.telemetry.effort import Effort, in_collective
-from tandem.telemetry.limits import Limits
+from tandem.telemetry.hang_limits import HangLimits
 from tandem.telemetry.messages import Heartbeat, Send
+from tandem.telemetry.thread_activity import ThreadActivity, in_collective
 from tandem.timeouts import BEAT_SECONDS
 from tandem.torch_private import flight_record
 
@@ -40,28 +40,34 @@ class Heartbeats:
         directory: Path,
         pause: float = BEAT_SECONDS,
     ) -> None:
-        self._rank, self._clock, self._send = rank, clock, send
+        self._rank = rank
+        self._clock = clock
+        self._send = send
         self._pause = pause
-        self._limits = Limits(limits.hang_seconds, limits.phase_timeout)
+        self._limits = HangLimits(limits.hang_seconds, limits.phase_timeout)
         self._path = directory / layout.flight(rank)
-        self._effort = Effort()
+        self._effort = ThreadActivity()
         self._one_at_a_time = threading.Lock()
-        self._recorded, self._complained = -1, False
+        self._recorded = -1
+        self._complained = False
         clock.on_activity = self.send
         threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
 
     def send(self) -> None:
         """Send the rank's position; the lock keeps the order, whichever thread calls."""
         with self._one_at_a_time:
-            clock, now = self._clock, running.now()
+            clock = self._clock
+            now = running_clock.now()
             quiet = now - clock.since
             trains = clock.current in STEP_PHASES and clock.has_trained
             stands = quiet > 2 * self._pause
             kernel = clock.kernel() if stands and trains else None
-            phase, step = clock.current, clock.step
+            phase = clock.current
+            step = clock.step
             # The host waits for the kernel later in the step, in a place where it also waits for other ranks.
             if kernel is not None:
-                phase, step = f"{kernel[0]} (kernel)", kernel[1]
+                phase = f"{kernel[0]} (kernel)"
+                step = kernel[1]
             idle = quiet if kernel is not None else min(quiet, max(0.0, now - self._effort.worked_at))
             limits = self._limits
             self._send(
@@ -97,7 +103,7 @@ class Heartbeats:
                 self._complained = True
 
     def _record_if_stuck(self) -> None:
-        stuck = running.now() - self._clock.since > self._hang_seconds()
+        stuck = running_clock.now() - self._clock.since > self._hang_seconds()
         if stuck and self._recorded != self._clock.entered:
             self._recorded = self._clock.entered
             with suppress(OSError):

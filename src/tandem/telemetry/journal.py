@@ -12,8 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tandem.bounded_reader import RunFiles, numbers
 from tandem.layout import EVENTS, METRICS
-from tandem.reading import RunFiles, numbers
 from tandem.rotation import EVENTS_BYTES, appending, exclusively, replace_full
 from tandem.telemetry.restarts import COUNTED, Restarts
 
@@ -78,7 +78,8 @@ class Journal:
     """Appends to RUN_DIR/events.jsonl and metrics.jsonl. A full disk is logged once, never raised."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self.events_path = run_dir, run_dir / EVENTS
+        self._run_dir = run_dir
+        self.events_path = run_dir / EVENTS
         self.metrics_path = run_dir / METRICS
         self.failures = 0
         self._lock = threading.Lock()
@@ -173,7 +174,8 @@ def _is_torn(descriptor: int) -> bool:
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (end offset in the file, line) for each line, last line first."""
-    end, block = file.seek(0, os.SEEK_END), BLOCK_BYTES
+    end = file.seek(0, os.SEEK_END)
+    block = BLOCK_BYTES
     while end > 0:
         start = max(0, end - block)
         file.seek(start)

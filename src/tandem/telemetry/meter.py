@@ -176,7 +176,9 @@ class Meter:
     """Phases and throughput of one rank's steps."""
 
     def __init__(self, warmup_steps: int = WARMUP_STEPS) -> None:
-        self._closed, self._open, self._warmup = Interval(), Interval(), Interval()
+        self._closed = Interval()
+        self._open = Interval()
+        self._warmup = Interval()
         self._warmup_steps = warmup_steps
 
     def step(self, samples: int, times: StepTimes) -> None:
@@ -187,7 +189,8 @@ class Meter:
 
     def interval(self) -> Interval:
         """Return the steps since the last call; an unfinished step belongs to the next interval."""
-        closed, self._open = self._open, Interval()
+        closed = self._open
+        self._open = Interval()
         self._closed += closed
         return closed
 
@@ -202,7 +205,8 @@ class Meter:
 
         A launch of 20 steps or fewer counts all of its steps. 0.0 before the first step.
         """
-        total, warmup = self.total, self._warmup
+        total = self.total
+        warmup = self._warmup
         if total.steps <= self._warmup_steps:
             return total.samples_per_second
         seconds = total.seconds - warmup.seconds
@@ -213,7 +217,8 @@ class Means:
     """Means over the steps of a log interval: the loss, and the task's sums divided by their counts."""
 
     def __init__(self) -> None:
-        self._loss_sum, self._loss_count = 0.0, 0
+        self._loss_sum = 0.0
+        self._loss_count = 0
         self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, consensus: Consensus) -> None:
@@ -248,5 +253,6 @@ class Means:
         return {"loss_sum": self._loss_sum, "loss_count": self._loss_count, "sums": sums}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._loss_sum, self._loss_count = state.get("loss_sum", 0.0), int(state.get("loss_count", 0))
+        self._loss_sum = state.get("loss_sum", 0.0)
+        self._loss_count = int(state.get("loss_count", 0))
         self._sums = {name: (total, count) for name, (total, count) in state.get("sums", {}).items()}

@@ -66,25 +66,31 @@ class Recorder:
         node: int = 0,
         pause: float = PROGRESS_SECONDS,
     ) -> None:
-        self.rank, self.clock, self._send = rank, clock, send
+        self.rank = rank
+        self.clock = clock
+        self._send = send
         self._pause = pause
-        self._plan, self.meter = Plan(batch_size), Meter()
+        self._plan = Plan(batch_size)
+        self.meter = Meter()
         self._journal: Journal | None = None  # the displays of rank 0, set by `begin_run`
         self._progress: Progress | None = None
         self._tensorboard: EventWriter | None = None
         self._means = Means()
         self._tokens: float | None = None  # since the last line, in this process; None: not reported
         self._unsent_tokens = 0.0
-        self.loss, self.rate = math.nan, 0.0
+        self.loss = math.nan
+        self.rate = 0.0
         self.scores: dict[str, float] = {}
         self._own: dict[str, None] = {}
         """Names that a custom loop has logged, in order."""
         self._scores_step = -1
         self._unsent: list[StepTimes] = []
-        self._stragglers, self._watch = Stragglers(node), StragglerWatch()
+        self._stragglers = Stragglers(node)
+        self._watch = StragglerWatch()
         self._memory: DeviceMemory | None = None
         self.known_costs = Costs()  # the last argument of `costs`, or from the loaded state
-        self._steps_sent, self._sent_at = 0, 0.0
+        self._steps_sent = 0
+        self._sent_at = 0.0
 
     def begin_run(
         self,
@@ -97,7 +103,9 @@ class Recorder:
     ) -> None:
         """Start the run with a known plan; rank 0 passes its outputs, the other ranks None."""
         self._plan = Plan(self._plan.batch_size, steps_per_epoch, steps_planned)
-        self._journal, self._progress, self._tensorboard = journal, progress, tensorboard
+        self._journal = journal
+        self._progress = progress
+        self._tensorboard = tensorboard
         self.clock.resume(step)
         self._steps_sent = step
         if self.rank == 0:
@@ -202,7 +210,8 @@ class Recorder:
         """Return the token rate, nothing before the first token; start counting again for the next line."""
         if self._tokens is None or line.interval.seconds <= 0:
             return []
-        tokens, self._tokens = self._tokens, 0.0
+        tokens = self._tokens
+        self._tokens = 0.0
         return [metrics.TOKENS_PER_SECOND.set(tokens / line.interval.seconds)]
 
     def _show(self, line: LogLine) -> None:
@@ -251,7 +260,8 @@ class Recorder:
 
     def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
         """Report scores over the whole evaluation set, which are equal on all ranks."""
-        self.scores, self._scores_step = dict(scores), step
+        self.scores = dict(scores)
+        self._scores_step = step
         if self.rank != 0:
             return
         point = Point(step, time.time(), {"eval": self.scores})
@@ -263,7 +273,8 @@ class Recorder:
 
     def recall(self, step: int, scores: Mapping[str, float]) -> None:
         """Restore the scores of an evaluation at `step` from before this launch or restart."""
-        self.scores, self._scores_step = dict(scores), step
+        self.scores = dict(scores)
+        self._scores_step = step
 
     def scores_at(self, step: int) -> dict[str, float]:
         """Return the scores of the evaluation at exactly this step; empty if the last one was at another."""
@@ -308,11 +319,14 @@ class Recorder:
         self._sent_at = time.monotonic()
         if self.rank != 0:
             return []
-        new_steps, self._steps_sent = self.step - self._steps_sent, self.step
-        times, self._unsent = self._unsent, []
+        new_steps = self.step - self._steps_sent
+        self._steps_sent = self.step
+        times = self._unsent
+        self._unsent = []
         pace = self.meter.samples_per_second
         self._send(StepsDone(self.step, self.loss if math.isfinite(self.loss) else None, round(pace, 1)))
         progress = progress_samples(self._plan, self.known_costs, self.step, new_steps, pace)
-        tokens, self._unsent_tokens = self._unsent_tokens, 0.0
+        tokens = self._unsent_tokens
+        self._unsent_tokens = 0.0
         counted = [metrics.TOKENS.inc(tokens)] if tokens else []
         return progress + counted + time_samples(times, self.known_costs.sync_bytes)

@@ -115,7 +115,8 @@ class Registry:
             raise _BadSampleError("name")
         labels = {**labels, "node": node}
         if isinstance(family, Counter):
-            key, now = (family.name, _key(family, labels)), _number(value)
+            key = (family.name, _key(family, labels))
+            now = _number(value)
             before = self._of_nodes.get(key, 0.0)
             self._of_nodes[key] = now
             value = now - before if now >= before else now  # lower: that node's agent has restarted
@@ -175,7 +176,8 @@ class Registry:
         self.training_started = self.training_started or state == "training"
 
     def _child(self, family: Family, labels: Mapping[str, object]) -> AnyMetric:
-        metric, series = self._metrics[family.name], self._series[family.name]
+        metric = self._metrics[family.name]
+        series = self._series[family.name]
         key = _key(family, labels)
         if not key:
             return metric

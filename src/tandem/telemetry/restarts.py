@@ -53,7 +53,9 @@ class Restarts:
             if self._next is not None:
                 reason = self._next if self._nodes in (None, event.get("nodes")) else "elastic"
                 self.by_reason[reason] += 1
-            self._next, self._nodes, self._is_over = "crash", event.get("nodes"), False
+            self._next = "crash"
+            self._nodes = event.get("nodes")
+            self._is_over = False
         elif kind == "hang":
             self._next = "hang"
         elif kind == "stopped" and self._next is not None:
@@ -74,12 +76,14 @@ class Restarts:
         }
 
     def _go_on_from(self, event: Mapping[str, Any]) -> None:
-        restarts, following = event.get("restarts"), event.get("next")
+        restarts = event.get("restarts")
+        following = event.get("next")
         if isinstance(restarts, dict):
             known = {why: number for why, number in restarts.items() if type(number) is int and number > 0}
             self.by_reason = Counter(known)
             self._next = following if isinstance(following, str) else None
-            self._nodes, self._is_over = event.get("nodes"), event.get("over") is True
+            self._nodes = event.get("nodes")
+            self._is_over = event.get("over") is True
 
 
 def sample(reason: str, count: int = 1) -> Sample:

@@ -20,7 +20,8 @@ MARK_RATIO = 1.2
 """A rank is marked if its quick steps take this many times those of the median rank; see `judge`."""
 MARK_SHARE = 0.05
 """The extra time of a marked rank is at least this share of a step; less is not worth reporting."""
-NAMED_ABOVE, FORGOTTEN_BELOW = 0.65, 0.25
+NAMED_ABOVE = 0.65
+FORGOTTEN_BELOW = 0.25
 MAX_RANK_SERIES = 64
 MAX_TIMES = 1000
 """A rank's typical step is taken from this many of the last steps in an interval."""
@@ -55,7 +56,8 @@ def row_of(node: int, steps: Sequence[StepTimes]) -> list[float]:
     """Return the row that a rank contributes: its node and the values of `RankTimes`, or zeros."""
     if not steps:
         return [float(node)] + [0.0] * (ROW_LENGTH - 1)
-    own, whole = sorted(step.own for step in steps), [step.total for step in steps]
+    own = sorted(step.own for step in steps)
+    whole = [step.total for step in steps]
     phases = [median(getattr(step, name) for step in steps) for name in PHASES]
     return [float(node), median(own), own[len(own) // 4], median(whole), sum(whole), *phases]
 
@@ -72,7 +74,8 @@ class Gathering:
     """An exchange of rows between ranks in progress; `work` is torch's handle, `everyones` a tensor."""
 
     def __init__(self, work: Any, mine: object, everyones: Any) -> None:
-        self._work, self._everyones = work, everyones
+        self._work = work
+        self._everyones = everyones
         self._kept = mine  # keeps the tensor alive until it is sent
 
     def is_here(self) -> bool:
@@ -126,7 +129,8 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
     of the step. The median is the lower of two middle ranks: of two ranks, the slower is compared with the
     faster.
     """
-    middle, quick = median_low(each.own for each in ranks), median_low(each.quick for each in ranks)
+    middle = median_low(each.own for each in ranks)
+    quick = median_low(each.quick for each in ranks)
     slow = max(ranks, key=lambda each: each.quick)
     typical = slow.own - middle >= max(middle * (MARK_RATIO - 1) / 2, slow.step * MARK_SHARE)
     marked = typical and 0 < quick * MARK_RATIO <= slow.quick
@@ -207,7 +211,8 @@ class Stragglers:
         """Return all ranks' times once, when their rows have arrived and contain steps; else empty."""
         if self._gathering is None or not (wait or self._gathering.is_here()):
             return []
-        ranks, self._gathering = from_rows(self._gathering.rows()), None
+        ranks = from_rows(self._gathering.rows())
+        self._gathering = None
         return ranks if any(each.own for each in ranks) else []
 
 

@@ -123,7 +123,8 @@ def _copy_where(found: Tensor | None, pairs: list[tuple[Tensor, Tensor]]) -> Non
     """Copy old values into buffers, for pairs (buffer, old values); with `found`, only if it is above 0."""
     if not pairs:
         return
-    group, before = [now for now, _ in pairs], [old for _, old in pairs]
+    group = [now for now, _ in pairs]
+    before = [old for _, old in pairs]
     # A copy that depends on a value on the device, without waiting for it: select element by element.
     if found is not None:
         flat = torch.where(found.to(group[0].device) > 0, _flat(before), _flat(group))

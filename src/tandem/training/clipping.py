@@ -26,7 +26,8 @@ class Clipping:
         world: ProcessGroup,
     ) -> None:
         self._largest = optimization.clip_norm
-        self._strategy, self._parameters = strategy, parameters
+        self._strategy = strategy
+        self._parameters = parameters
         self._norm: Tensor | None = None
         self._clips = torch.zeros((), device=world.device)
 

@@ -12,15 +12,15 @@ from tandem.config.slices import DataConfig, EvaluationConfig
 from tandem.data.fetch import is_stream
 from tandem.data.kinds import begins_anew, evaluation_batches
 from tandem.data.loader import batch_size_of, joint_batches
+from tandem.distributed.collective_observer import CollectiveObserver
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
-from tandem.distributed.watching import Watching
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import Outputs as Rows
 from tandem.tasks.mistakes import Sums, check_batch, kind, line_of, sums_and_outputs
 from tandem.training.buffers import buffers_kept
-from tandem.training.gathered import Outputs
+from tandem.training.gathered_outputs import Outputs
 from tandem.training.precision import autocast
 
 
@@ -158,7 +158,7 @@ class Evaluation:
     def _first_scored(self, batch: Any) -> tuple[list["_Scored"], bool]:
         """Return the result of the first pass, and whether it was stopped before a collective."""
         try:
-            with Watching(_stop):
+            with CollectiveObserver(_stop):
                 return ([] if batch is None else [_Scored(*self._scores_of(batch))]), False
         except _CollectiveMet:
             return [], True
@@ -180,7 +180,8 @@ class Evaluation:
                 f"of samples from {kind(self.dataset)}; evaluate on a dataset with __len__ and __getitem__, "
                 "or without collectives"
             )
-        rank, size = self.world.rank, self.world.size
+        rank = self.world.rank
+        size = self.world.size
         for batch, shared in joint_batches(
             self.dataset,
             rank,
@@ -204,7 +205,8 @@ class Evaluation:
         Before each pass, ranks ask each other whether any has a batch left. A rank without one repeats its
         last batch, or the first batch of the set if it had none.
         """
-        batches, spare = self._batches(self.world.rank, self.world.size), None
+        batches = self._batches(self.world.rank, self.world.size)
+        spare = None
         while self.world.sum([float((batch := next(batches, None)) is not None)])[0]:
             if batch is None and spare is None:
                 spare = next(self._batches(0, 1))

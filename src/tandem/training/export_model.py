@@ -18,11 +18,11 @@ from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_model
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.mistakes import kind, mistake
-from tandem.tasks.parts import datasets_of, model_of
 from tandem.training.export import facts_of, path_for, write_whole
-from tandem.training.memory import recall
 from tandem.training.resume import check_model
+from tandem.training.task_memory import recall
 from tandem.training.weights import Saved, saved_at, tensors_in
 
 SAMPLES = 3
@@ -86,7 +86,8 @@ def export_model(place: str, form: str, output: Path | None, settings_of: Callab
     if form == "hf":
         write_whole(path, _saver(task, model))
         return f"{path}: {about}, for {type(model).__name__}.from_pretrained; weights {digest[:12]}"
-    call, said = call_of(task, datasets, model), ""
+    call = call_of(task, datasets, model)
+    said = ""
 
     def write(there: Path) -> None:
         nonlocal said
@@ -158,7 +159,8 @@ def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str
     assert program is not None
     program.model.metadata_props.update(facts)
     program.save(str(path))
-    inputs, outputs = program.model.graph.inputs, program.model.graph.outputs
+    inputs = program.model.graph.inputs
+    outputs = program.model.graph.outputs
     any_size = any("batch" in map(str, each.shape or ()) for each in inputs)
     said = f"{', '.join(map(_told, inputs))} -> {', '.join(map(_told, outputs))}"
     sizes = (call.size, call.size - 1) if any_size else (call.size,)
@@ -176,7 +178,8 @@ def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
     except ImportError:
         return "not compared with PyTorch, because onnxruntime is not installed"
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names, largest = [each.name for each in session.get_inputs()], 0.0
+    names = [each.name for each in session.get_inputs()]
+    largest = 0.0
     for call in calls:
         given = [leaf for leaf in trees.tree_leaves(call[:2]) if isinstance(leaf, Tensor)]
         found = session.run(None, {name: leaf.numpy() for name, leaf in zip(names, given, strict=True)})

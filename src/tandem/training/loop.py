@@ -25,7 +25,7 @@ EVENTS = ("log", "eval", "save", "check", "snapshot")
 
 
 @dataclass
-class Timetable:
+class EventSchedule:
     """When each of EVENTS is due: by step number, the same on every rank, or by rank 0's clock.
 
     The clock's decisions travel as bits in the step's all-reduce, so all ranks act together. See
@@ -39,7 +39,7 @@ class Timetable:
     _last: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, steps_per_epoch: int, steps_planned: int, **every: str) -> "Timetable":
+    def of(cls, steps_per_epoch: int, steps_planned: int, **every: str) -> "EventSchedule":
         """Create a timetable from intervals: "200", "1epoch", "30s", "10%" or "never" for each of EVENTS."""
         cadences = {event: Cadence.parse(every[event]) for event in EVENTS}
         return cls(cadences, steps_per_epoch, steps_planned)
@@ -52,7 +52,8 @@ class Timetable:
         """Return whether every evaluation has a checkpoint, so that --keep-best sees all of them."""
         if self.cadences["eval"] == self.cadences["save"]:
             return self.cadences["eval"].unit != "never"
-        evaluated, saved = self.steps_between("eval"), self.steps_between("save")
+        evaluated = self.steps_between("eval")
+        saved = self.steps_between("save")
         return evaluated is not None and saved is not None and evaluated % saved == 0
 
     def decisions(self, is_first: bool) -> int:
@@ -89,12 +90,12 @@ class Stepping(Protocol):
 
 
 @dataclass
-class Course:
+class LoopState:
     """Everything that follows each step of a run; `step` is the number of finished steps."""
 
     world: ProcessGroup
     stepper: Stepping
-    timetable: Timetable
+    timetable: EventSchedule
     recorder: Recorder
     clock: Clock
     nonfinite: Policy
@@ -106,7 +107,7 @@ class Course:
 
 
 @dataclass
-class Training(Course):
+class TaskLoopState(LoopState):
     """A task's run, assembled by `rank/task.py`."""
 
     task: WholeTask
@@ -117,14 +118,16 @@ class Training(Course):
     batches: Iterator[Sequence[Any]]
 
 
-def train(t: Training) -> bool:
+def train(t: TaskLoopState) -> bool:
     """Train to the planned step; return False if a signal ended the run before, else True.
 
     Also returns True if the task ended the run early. Raises NonFiniteError and ReplicaMismatchError on all
     ranks at the same step. Errors of torch and of the task propagate.
     """
-    planned, first = t.timetable.steps_planned, t.step
-    settles_at, an_epoch = first, t.timetable.steps_per_epoch
+    planned = t.timetable.steps_planned
+    first = t.step
+    settles_at = first
+    an_epoch = t.timetable.steps_per_epoch
     t.clock.begin("train")
     while t.step < planned:
         t.clock.begin_step()
@@ -147,7 +150,7 @@ def train(t: Training) -> bool:
     return True
 
 
-def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bool) -> bool:
+def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first: bool) -> bool:
     """Do everything that follows a step; return whether the run ends. Raises the errors of `train`."""
     t.step += 1
     if is_first:
@@ -181,7 +184,7 @@ def after_step(t: Course, consensus: Consensus | None, rate: float, is_first: bo
     return stops or t.saver.is_end
 
 
-def evaluate(t: Course) -> bool:
+def evaluate(t: LoopState) -> bool:
     """Score the current weights; return whether the task ends the run."""
     with t.clock.phase("eval"):
         scores = t.evaluate()
@@ -191,7 +194,7 @@ def evaluate(t: Course) -> bool:
     return t.saver.is_end
 
 
-def make_up(t: Course) -> None:
+def make_up(t: LoopState) -> None:
     """Repeat the evaluation in which the run failed; the checkpoint of its step gets the scores."""
     if t.timetable.cadences["eval"].unit != "never":
         with t.clock.phase("checkpoint"):
@@ -201,7 +204,7 @@ def make_up(t: Course) -> None:
             t.saver.save(t.step)
 
 
-def heed(t: Course, consensus: Consensus | None) -> set[str]:
+def heed(t: LoopState, consensus: Consensus | None) -> set[str]:
     """Count what the ranks agreed on in a step, whenever it becomes known; return the events that are due."""
     if consensus is not None:
         t.recorder.agreed(consensus)

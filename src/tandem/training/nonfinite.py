@@ -46,7 +46,8 @@ class Guard:
         scaler: torch.amp.GradScaler,
         device: torch.device,
     ) -> None:
-        self._optimizer, self._scaler = optimizer, scaler
+        self._optimizer = optimizer
+        self._scaler = scaler
         self._strategy = strategy
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._keeps_buffers = policy != "stop"  # after a stop they are not used
@@ -162,7 +163,9 @@ class Policy:
         recorder: Recorder,
         culprit: Callable[[int], str | None] = lambda step: None,
     ) -> None:
-        self._name, self._is_scaled, self._recorder = name, is_scaled, recorder
+        self._name = name
+        self._is_scaled = is_scaled
+        self._recorder = recorder
         self._culprit = culprit
         self._skipped = self._last_step = self._in_a_row = 0
 
@@ -170,7 +173,8 @@ class Policy:
         """Count a step that was left out. Raises NonFiniteError if the run has to end."""
         if not consensus.left_out:
             return
-        step, in_loss = consensus.step + 1, math.isnan(consensus.loss)
+        step = consensus.step + 1
+        in_loss = math.isnan(consensus.loss)
         overflow = self._is_scaled() and not in_loss
         reason = "nonfinite_loss" if in_loss else "amp_overflow" if overflow else "nonfinite_grad"
         self._recorder.samples(metrics.STEPS_SKIPPED.inc(reason=reason))
@@ -187,7 +191,8 @@ class Policy:
                 f"{what} not finite{named}; {ADVICE}; checkpoints, if any, are from before this step"
             )
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
-        self._skipped, self._last_step = self._skipped + 1, step
+        self._skipped = self._skipped + 1
+        self._last_step = step
         if self._in_a_row >= MOST_SKIPS_IN_A_ROW:
             raise NonFiniteError(f"{what} not finite, like the {self._in_a_row - 1} before it; {ADVICE}")
         if self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th...

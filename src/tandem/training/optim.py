@@ -13,8 +13,8 @@ from torch import nn
 from tandem.config.slices import OptimisationConfig
 from tandem.data.datasets import one_line
 from tandem.tasks.base import WholeTask
+from tandem.tasks.build import optimizer_of, scheduler_of
 from tandem.tasks.mistakes import kind, mistake
-from tandem.tasks.parts import optimizer_of, scheduler_of
 from tandem.training.rates import Rates
 
 BY_SCHEDULE = ("schedule", "lr_scaling", "warmup")
@@ -35,7 +35,8 @@ def build_optimizer(
     if (own := optimizer_of(task, model)) is not None:
         return own
     parameters = trained_by(task, model)
-    lr, decay = config.lr, config.weight_decay
+    lr = config.lr
+    decay = config.weight_decay
     is_fit = not has_sparse_gradients(model) and not any(p.is_complex() for p in parameters)
     fused = (is_fit and all(p.is_cuda for p in parameters)) or None  # None: torch decides
     if config.optimizer == "sgd":
@@ -79,7 +80,9 @@ class Schedule:
         epoch_steps: int,
         planned: int,
     ) -> None:
-        self._optimizer, self._planned, self._build = optimizer, planned, task.build_scheduler
+        self._optimizer = optimizer
+        self._planned = planned
+        self._build = task.build_scheduler
         before = [{*group} for group in optimizer.param_groups]
         self._own = scheduler_of(task, optimizer, planned)
         self._made = [

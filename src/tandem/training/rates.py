@@ -13,7 +13,9 @@ class Rates:
     def __init__(
         self, config: OptimisationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int
     ) -> None:
-        self._config, self._batch_size, self._planned = config, batch_size, steps_planned
+        self._config = config
+        self._batch_size = batch_size
+        self._planned = steps_planned
         self._scaling, self._base = scaling_of(config.lr_scaling)
         self.peak = scale_lr(config.lr, self._scaling, batch_size, self._base)
         """The learning rate after the warm-up."""
@@ -31,7 +33,8 @@ class Rates:
 
     def __str__(self) -> str:
         """Describe the rates: `lr 0.1 x 480/240 (linear) = 0.2, warm-up linear ..., then ...`."""
-        config, said = self._config, f"lr {self._config.lr:g}"
+        config = self._config
+        said = f"lr {self._config.lr:g}"
         if self._scaling != "none":
             ratio = f"{self._batch_size}/{self._base}"
             factor = f"sqrt({ratio})" if self._scaling == "sqrt" else ratio

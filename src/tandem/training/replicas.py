@@ -41,7 +41,9 @@ def check_replicas(
     position = world.position
     mine = {"node": f"node {position.node_rank} ({position.node_name})", "sums": sums.tolist()}
     ranks: list[Any] = world.gather_json(mine)
-    expected, names, found = ranks[digests.index(right)]["sums"], list(named), []
+    expected = ranks[digests.index(right)]["sums"]
+    names = list(named)
+    found = []
     for rank, digest in enumerate(digests):
         if digest != right:
             pairs = zip(names, ranks[rank]["sums"], expected, strict=True)

@@ -29,9 +29,9 @@ from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 from tandem.training.buffers import adopt_buffers
-from tandem.training.groups import check_groups
 from tandem.training.lazy import is_lazy
 from tandem.training.optim import Schedule
+from tandem.training.parameter_groups import check_groups
 from tandem.training.weights import Initial, read_weights
 
 log = logging.getLogger("tandem.run")
@@ -46,7 +46,7 @@ KERNELS = ("fused", "foreach", "capturable")
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ResumePoint:
     """The start of this generation: the state to load (None: fresh) and its step, equal on all ranks.
 
     `slot`: the slot of the snapshot that the state came from, or None. `weights`: the weights that a fresh
@@ -78,14 +78,15 @@ def begin(
     homes: Mapping[str, Tensor] = NONE,
     own: Collection[str] = (),
     redistribute: Redistribute | None = None,
-) -> Beginning:
+) -> ResumePoint:
     """Find the newest state on rank 0, or the weights to start from, and broadcast it to all ranks.
 
     `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
     names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
     Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
     """
-    found, position = _Found(0), world.position
+    found = _Found(0)
+    position = world.position
     slots = _own_slots(position) if own else {}
     # A snapshot counts only if every rank still has its own values of that step.
     common = set.intersection(*map(set, world.gather_json(list(slots)))) if own else None
@@ -100,10 +101,13 @@ def begin(
         [found.step, found.slot, found.said(), len(parts), named]
     )
     if step == 0 and config.init_from is not None:
-        return Beginning(step, None, weights=_weights(world, config.init_from, config.init_strict, download))
+        return ResumePoint(
+            step, None, weights=_weights(world, config.init_from, config.init_strict, download)
+        )
     if step <= 0:
-        return Beginning(step, None)
-    began, state = time.monotonic(), found.state
+        return ResumePoint(step, None)
+    began = time.monotonic()
+    state = found.state
     found = _Found(step)  # drops the reference to the state on rank 0
     state = broadcast_state(world, state, homes) if world.size > 1 else state
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
@@ -115,7 +119,7 @@ def begin(
         mine = _mine(world, parts, count, named, own, redistribute)
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
-    return Beginning(
+    return ResumePoint(
         step,
         state,
         slot,
@@ -220,7 +224,8 @@ def _newest(
     3. the decision's checkpoints of another run, in its order
     4. step 0, unless the decision requires a checkpoint, or one that is here cannot be loaded
     """
-    snapshot, unloadable = newest_snapshot(position.shared_memories, among), list[str]()
+    snapshot = newest_snapshot(position.shared_memories, among)
+    unloadable = list[str]()
 
     def cannot_load(step: int, problem: str) -> None:
         unloadable.append(f"step {step}: {problem}")
@@ -277,7 +282,9 @@ def _count_fallback(recorder: Recorder, step: int, problem: str) -> None:
     recorder.samples(metrics.CHECKPOINT_FALLBACKS.inc(), metrics.CHECKPOINT_LOAD_FAILURES.inc())
 
 
-def check_data(world: ProcessGroup, beginning: Beginning, dataset: Any, on_change: str) -> Mapping[str, Any]:
+def check_data(
+    world: ProcessGroup, beginning: ResumePoint, dataset: Any, on_change: str
+) -> Mapping[str, Any]:
     """Compare rank 0's training set with the checkpoint's; return its `data_facts`. All ranks call this.
 
     Raises ConfigError on all ranks if it differs, unless `on_change` is "continue".

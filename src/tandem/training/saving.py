@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import OF, PER_RANK, Snapshots
-from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, Later
+from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import StoppedError
 from tandem.telemetry.recorder import Recorder
-from tandem.training.summary import Facts, manifest_info
+from tandem.training.summary import RunInfo, manifest_info
 
 log = logging.getLogger("tandem.saving")
 
@@ -53,13 +53,15 @@ class Saver:
     def __init__(
         self,
         config: CheckpointConfig,
-        facts: Facts,
+        facts: RunInfo,
         learner: Learning,
         recorder: Recorder,
         kept_slot: int | None,
         own_slot: int | None = None,
     ) -> None:
-        self._facts, self._learner, self._recorder = facts, learner, recorder
+        self._facts = facts
+        self._learner = learner
+        self._recorder = recorder
         self._keep_best = config.keep_best
         self.is_end = False
         """Whether the task ends the run at the step that is saved next."""
@@ -75,7 +77,7 @@ class Saver:
         position = facts.world.position
         shared = position.shared_memories if position.node_rank == 0 else ()
         self._begun: int | None = None
-        self._scores = Later()
+        self._scores = PendingScores()
         self._snapshots = Snapshots(shared, position.local_rank, kept_slot) if shared else None
         own = position.own_memories if learner.keeps_own else ()
         self._own = Snapshots(own, 0, own_slot) if own else None
@@ -94,7 +96,8 @@ class Saver:
         See `CheckpointWriter.save`. If the run fails before, `settle` completes it without scores.
         """
         state = {**self._learner.whole(), **self._learner.beside(self._recorder, step)}
-        self._begun, self._scores = step, Later()
+        self._begun = step
+        self._scores = PendingScores()
         if self._facts.world.is_first:
             scores = self._scores
             self._writer.save(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tandem.config.slices import ComputeConfig, OptimisationConfig
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_micro_step
+from tandem.distributed.collective_observer import CollectiveObserver
 from tandem.distributed.consensus import (
     LOSS,
     SLOTS,
@@ -22,7 +23,6 @@ from tandem.distributed.consensus import (
 )
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy, waits_inside
-from tandem.distributed.watching import Watching
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import (
@@ -76,7 +76,9 @@ class TrainingModule(nn.Module):
         super().__init__()
         self.model = model
         self.names: list[str] = []
-        self._task, self._device, self._precision = task, device, precision
+        self._task = task
+        self._device = device
+        self._precision = precision
         self._ranks = ranks
         self.samples: float | Tensor = batch_size
         self.weighs = "weight" in task.own
@@ -141,9 +143,14 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         clock: Clock,
     ) -> None:
-        self.clock, self._task = clock, task
-        self._world, self._strategy, self._optimizer, self._model = world, strategy, optimizer, model
-        self._precision, self._seed = compute.precision, seed
+        self.clock = clock
+        self._task = task
+        self._world = world
+        self._strategy = strategy
+        self._optimizer = optimizer
+        self._model = model
+        self._precision = compute.precision
+        self._seed = seed
         self._parameters = trained_by(task, model)
         trained = strategy.compiled(model, compute.compile) if compute.compile else model
         self._has_graphs = compute.compile not in (None, "default")
@@ -197,7 +204,8 @@ class Stepper:
             if micro_batches[0] is not None:
                 check_batch(self._task.collate, self._task.build_datasets, micro_batches[0])
             self._check_collectives(micro_batches[0])
-            flops, names = known.flops_per_sample, known.sums
+            flops = known.flops_per_sample
+            names = known.sums
             if not flops or names is None:
                 flops, names = self._count(micro_batches[0])
         self._module.names[:] = names
@@ -232,7 +240,7 @@ class Stepper:
                 advice = f"choose a --batch-size that divides evenly over {len(sizes)} ranks"
                 raise mistake(self._task.loss, got, advice, "calls")
 
-        with torch.no_grad(), Watching(meet):
+        with torch.no_grad(), CollectiveObserver(meet):
             self._module.outcome(batch, self._model)
 
     def _peak(self) -> float:

@@ -26,13 +26,13 @@ from tandem.telemetry.progress import Progress
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.restarts import Restarts
 from tandem.telemetry.tensorboard import EventWriter
-from tandem.words import lasting, shown
+from tandem.text import format_duration, shown
 
 log = logging.getLogger("tandem.run")
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunInfo:
     """Facts about this generation of a run that do not change while it trains.
 
     `settings` and `fingerprint` are stored in the manifest; `config_hash` is their digest. `started` is a
@@ -57,9 +57,10 @@ class Facts:
     data: Mapping[str, object] = field(default_factory=dict)
 
 
-def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
+def identity(facts: RunInfo, save_steps: int | None) -> list[Sample]:
     """Return the metrics of the identity group, and the steps between checkpoints (0: not by steps)."""
-    position, on_gpu = facts.world.position, facts.world.device.type == "cuda"
+    position = facts.world.position
+    on_gpu = facts.world.device.type == "cuda"
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     return [
         metrics.BUILD_INFO.says(
@@ -85,7 +86,7 @@ def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
 
 
 def manifest_info(
-    facts: Facts, step: int, scores: Mapping[str, float], is_end: bool, owes_evaluation: bool
+    facts: RunInfo, step: int, scores: Mapping[str, float], is_end: bool, owes_evaluation: bool
 ) -> dict[str, Any]:
     """Return a checkpoint's facts for its manifest, so that the resume decision needs no torch.load.
 
@@ -113,7 +114,7 @@ def manifest_info(
 
 
 def write_summary(
-    facts: Facts,
+    facts: RunInfo,
     recorder: Recorder,
     weights: Mapping[str, Any],
     saved_step: int | None,
@@ -182,7 +183,8 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
         "samples": f"{summary['samples_seen']:,} in total, {pace}",
         "loss": f"{summary['loss']:.4f} (training)" if steps.steps else "none: no steps were taken",
         **{name: f"{value:.4f} (evaluation)" for name, value in summary["eval"].items() if name != "loss"},
-        "time": f"{lasting(summary['wall_seconds'])}{since}, {lasting(steps.seconds)} of it in steps",
+        "time": f"{format_duration(summary['wall_seconds'])}{since}, "
+        f"{format_duration(steps.seconds)} of it in steps",
         "a step": ", ".join(shares) or "none taken",
         "ranks": f"{summary['world_size']} on {counted(summary['nodes'], 'node')}, "
         f"restarts: {summary['restarts']}"
@@ -192,13 +194,15 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
 
 
 def open_displays(
-    facts: Facts, display: TelemetryConfig, save_steps: int | None, recorder: Recorder, model: nn.Module
+    facts: RunInfo, display: TelemetryConfig, save_steps: int | None, recorder: Recorder, model: nn.Module
 ) -> None:
     """Open the journal, TensorBoard and the progress display on rank 0, and log the derived numbers once.
 
     Removes the summary of an earlier end.
     """
-    step, epoch_steps, planned = facts.first_step, facts.order.steps_per_epoch, facts.planned
+    step = facts.first_step
+    epoch_steps = facts.order.steps_per_epoch
+    planned = facts.planned
     if not facts.world.is_first:
         recorder.begin_run(step, epoch_steps, planned, None, None, None)
         return
@@ -217,8 +221,9 @@ def open_displays(
     _say_derived_numbers(facts, model)
 
 
-def _say_derived_numbers(facts: Facts, model: nn.Module) -> None:
-    world, parameters = facts.world, sum(parameter.numel() for parameter in model.parameters())
+def _say_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
+    world = facts.world
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(
         "%s: %s samples, %s parameters; %s on %s (%s), each with %s of a batch of %s, %s, %s",
         facts.run.task,

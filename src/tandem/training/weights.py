@@ -23,7 +23,7 @@ from tandem.data.datasets import one_line, torchvision_for
 from tandem.distributed.strategy import Strategy
 from tandem.errors import CheckpointError, ConfigError
 from tandem.paths import exists, is_file
-from tandem.words import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest
 
 log = logging.getLogger("tandem.run")
 
@@ -198,9 +198,11 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
         candidates = by_core.get(_core(name), [])
         if name not in places and len(candidates) == 1 and candidates[0] not in places.values():
             places[name] = candidates[0]
-    loaded, wrong = {}, {}
+    loaded = {}
+    wrong = {}
     for name, place in places.items():
-        here, there = tuple(getattr(mine[place], "shape", ())), tuple(theirs[name].shape)
+        here = tuple(getattr(mine[place], "shape", ()))
+        there = tuple(theirs[name].shape)
         if here == there and isinstance(mine[place], Tensor):
             loaded[place] = theirs[name]
         else:

@@ -237,11 +237,11 @@ def kill_options(parser: "Parser") -> None:
 
 def evaluate(options: "Namespace", environ: Environment) -> int:
     """Evaluate a checkpoint with as many ranks as there are."""
-    from tandem.launch.variables import wait_passively
+    from tandem.launch.torch_variables import wait_passively
 
     # torch reads these variables when the next line imports it.
     wait_passively()
-    from tandem.launch.scoring import evaluate as score
+    from tandem.launch.eval_command import evaluate as score
 
     return score(options.place, options.given, environ, options.json)
 
@@ -266,7 +266,7 @@ def export(options: "Namespace", environ: Environment) -> int:
 
         print(printable(write(options.place, options.format, options.output)))
         return FINISHED
-    from tandem.launch.scoring import settings_of
+    from tandem.launch.eval_command import settings_of
     from tandem.training.export_model import export_model
 
     def settings(saved: "Saved") -> "Settings":

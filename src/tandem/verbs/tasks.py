@@ -52,7 +52,8 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     stop = StopFlag().install()
     from tandem.verify.resume import verify
 
-    say, flags = _says(options.json), as_flags(options.given)
+    say = _says(options.json)
+    flags = as_flags(options.given)
     code, found = verify(settings, flags, environ, trials, stop, say, script)
     if options.json:
         print_json(found)

@@ -23,8 +23,8 @@ from tandem.config.slices import ONE_PROCESS
 from tandem.errors import FAILED, FINISHED, ConfigError, RunFailedError
 from tandem.signals import StopFlag
 from tandem.telemetry.journal import write_json_atomic
+from tandem.text import did_you_mean, nearest
 from tandem.verify.watched_run import WatchedRun, rank_processes
-from tandem.words import did_you_mean, nearest
 
 ROUNDS = 3
 STEPS = 120
@@ -131,8 +131,11 @@ def compare(
 
     Raises ConfigError and StoppedError.
     """
-    gpus, rounds, stop = gpus_for(settings), wanted.rounds, StopFlag().install()
-    modes, steps = modes_of(wanted.names, settings, gpus), settings.run.steps or STEPS
+    gpus = gpus_for(settings)
+    rounds = wanted.rounds
+    stop = StopFlag().install()
+    modes = modes_of(wanted.names, settings, gpus)
+    steps = settings.run.steps or STEPS
     device = f"{gpus} GPUs" if gpus else "CPU"
     batch_size = settings.data.batch_size
     say(f"bench: {settings.run.task}, {steps} steps of {batch_size} samples, {rounds} rounds, {device}")
@@ -147,7 +150,8 @@ def compare(
                 try:
                     _run(mode, steps, run_dir, arguments, environ, stop)
                 except RunFailedError as error:
-                    mode.problem, failed = f"failed: {error}", True
+                    mode.problem = f"failed: {error}"
+                    failed = True
                     continue
                 rate = mode.samples_per_second[-1]
                 say(f"round {number + 1} of {rounds}: {mode.name}, {rate:,.0f} samples/s")

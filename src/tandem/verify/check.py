@@ -22,13 +22,14 @@ from tandem.errors import FAILED, FINISHED, ConfigError, RunFailedError
 from tandem.launch.simulated import stop_with_parent
 from tandem.process import safe_path
 from tandem.signals import StopFlag
+from tandem.text import format_duration
 from tandem.timeouts import CHECK_SAYS_SECONDS, CHECK_SECONDS
 from tandem.verify.outcome import difference
-from tandem.verify.probe import Fact, Facts
+from tandem.verify.probe import Fact, ProbeResults
 from tandem.verify.resume import SEE, STATE, Runner
-from tandem.words import lasting
 
-STEPS, RANKS = 20, 2
+STEPS = 20
+RANKS = 2
 MISTAKEN = ConfigError.exit_code
 LEVELS = ("ok", "note", "wrong")
 _DRAWS = (
@@ -52,24 +53,28 @@ class Finding(NamedTuple):
         return f"  {self.level:<6} {self.place}{self.text}"
 
 
-class Parts:
+class TaskParts:
     """The progress of `check`: a line when a part begins, with the remaining time from the second part on.
 
     The first part gives the estimate: all parts take about as long, and the last, which starts twice, half as
     long again.
     """
 
-    COUNT, LAST = 4, 1.5
+    COUNT = 4
+    LAST = 1.5
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._began, self._number, self._each = clock, clock(), 0, 0.0
+        self._clock = clock
+        self._began = clock()
+        self._number = 0
+        self._each = 0.0
 
     def next(self, what: str) -> Finding:
         self._number += 1
         if self._number == 2:
             self._each = self._clock() - self._began
         left = self._each * (self.COUNT - self._number + self.LAST)
-        to_go = f"; about {lasting(10 * math.ceil(left / 10))} to go" if self._number > 1 else ""
+        to_go = f"; about {format_duration(10 * math.ceil(left / 10))} to go" if self._number > 1 else ""
         return Finding(f"{self._number} of {self.COUNT}", f"{what}{to_go}")
 
 
@@ -121,7 +126,9 @@ def said_to_go_on(say: Say) -> Iterator[Say]:
     def watch() -> None:
         while not closing.wait(max(0.0, last + CHECK_SAYS_SECONDS - time.monotonic())):
             if time.monotonic() - last >= CHECK_SAYS_SECONDS:
-                say_now(str(Finding("...", f"still running after {lasting(time.monotonic() - began)}")))
+                say_now(
+                    str(Finding("...", f"still running after {format_duration(time.monotonic() - began)}"))
+                )
 
     thread = threading.Thread(target=watch, name="tandem-check", daemon=True)
     thread.start()
@@ -136,9 +143,10 @@ def findings(
     settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], stop: StopFlag
 ) -> Iterator[Finding]:
     """Yield the findings as they are found, and a line when each part begins."""
-    parts = Parts(time.monotonic)
+    parts = TaskParts(time.monotonic)
     with tempfile.TemporaryDirectory(prefix="tandem-check-") as name:
-        folder, steps = Path(name), min(settings.run.steps or STEPS, STEPS)
+        folder = Path(name)
+        steps = min(settings.run.steps or STEPS, STEPS)
         runner = Runner([*arguments, f"--nproc={RANKS}", "--device=cpu"], environ, folder, steps, stop)
         yield parts.next(f"a run of {steps} steps on {RANKS} ranks")
         baseline = runner.uninterrupted()
@@ -146,7 +154,8 @@ def findings(
         yield parts.next("samples, first weights and gradients, twice on each rank")
         ranks = facts_of_ranks(settings, environ, folder)
         yield from compared(ranks)
-        task, wrong = ranks[0].task, any(f.level == "wrong" for f in compared(ranks))
+        task = ranks[0].task
+        wrong = any(f.level == "wrong" for f in compared(ranks))
         yield parts.next("the same run again")
         if again := difference(baseline, runner.uninterrupted()):
             if not wrong:
@@ -163,11 +172,12 @@ def findings(
             yield Finding("wrong", f"{trial}; {why}", task)
 
 
-def compared(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def compared(ranks: Sequence[ProbeResults]) -> Iterator[Finding]:
     """Yield what differs between two calls, and between ranks."""
     sound = True
     for of_ranks in zip(*(rank.facts for rank in ranks), strict=True):
-        fact, here = of_ranks[0], [each.first for each in of_ranks]
+        fact = of_ranks[0]
+        here = [each.first for each in of_ranks]
         if fact.first != fact.second:
             text = f"{fact.name}: two calls in a row differ with the same seeds; {_DRAWS}"
         elif len(set(here)) > 1:
@@ -184,7 +194,7 @@ def compared(ranks: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("note", f"{text}; tandem's loaders do not need that, others may", place)
 
 
-def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path) -> list[Facts]:
+def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path) -> list[ProbeResults]:
     """Return the facts of `RANKS` interpreters. Raises RunFailedError with the last line of a failed one."""
     given = folder / "settings.json"
     given.write_text(json.dumps(settings.to_dict()))
@@ -204,7 +214,7 @@ def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path)
     return [_facts(process) for process in started]
 
 
-def _facts(process: "subprocess.Popen[str]") -> Facts:
+def _facts(process: "subprocess.Popen[str]") -> ProbeResults:
     try:
         said, errors = process.communicate(timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
@@ -215,4 +225,4 @@ def _facts(process: "subprocess.Popen[str]") -> Facts:
     if process.returncode != FINISHED:
         raise RunFailedError((errors.strip() or f"code {process.returncode}").splitlines()[-1], FAILED)
     facts, unpicklable, task = json.loads(said.splitlines()[-1])
-    return Facts([Fact(*each) for each in facts], [(place, text) for place, text in unpicklable], task)
+    return ProbeResults([Fact(*each) for each in facts], [(place, text) for place, text in unpicklable], task)

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tandem.launch.reach import Finding
+from tandem.launch.connectivity import ConnectivityProblem
 from tandem.timeouts import TOOL_ANSWER_SECONDS
 
 USER_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
@@ -22,7 +22,7 @@ PYXIS_OPTION = "--container-image"
 Environment = Mapping[str, str]
 
 
-def findings(environ: Environment, namespaces: Path = USER_NAMESPACES) -> Iterator[Finding]:
+def findings(environ: Environment, namespaces: Path = USER_NAMESPACES) -> Iterator[ConnectivityProblem]:
     """Yield one line for each container runtime installed here."""
     for name in ("apptainer", "singularity"):
         if program := _program(name, environ):
@@ -31,17 +31,19 @@ def findings(environ: Environment, namespaces: Path = USER_NAMESPACES) -> Iterat
     yield from _pyxis(environ, namespaces)
 
 
-def _apptainer(name: str, program: str, environ: Environment, namespaces: Path) -> Finding:
+def _apptainer(name: str, program: str, environ: Environment, namespaces: Path) -> ConnectivityProblem:
     works, said = _answer([program, "--version"], environ)
     if not works:
-        return Finding(name, "warn", f"{program} fails: {said}", ASK)
+        return ConnectivityProblem(name, "warn", f"{program} fails: {said}", ASK)
     if os.geteuid() and not _has_namespaces(namespaces) and not _is_setuid(name, program):
-        return Finding(name, "warn", f"{said}, and {NO_NAMESPACES}", ASK_SETUID)
+        return ConnectivityProblem(name, "warn", f"{said}, and {NO_NAMESPACES}", ASK_SETUID)
     return _placed(name, said, "slurm/train-apptainer.sbatch", environ)
 
 
-def _pyxis(environ: Environment, namespaces: Path) -> Iterator[Finding]:
-    name, srun, enroot = "pyxis", _program("srun", environ), _program("enroot", environ)
+def _pyxis(environ: Environment, namespaces: Path) -> Iterator[ConnectivityProblem]:
+    name = "pyxis"
+    srun = _program("srun", environ)
+    enroot = _program("enroot", environ)
     works, said = _answer([enroot, "version"], environ) if enroot else (True, "enroot is not on PATH")
     version = said if not enroot or not works else f"enroot {said}"
     helps, options = _answer([srun, "--help"], environ) if srun else (True, "")
@@ -49,27 +51,29 @@ def _pyxis(environ: Environment, namespaces: Path) -> Iterator[Finding]:
     if not enroot and not is_loaded:
         return
     if not works or not helps:
-        yield Finding(name, "warn", f"{srun if works else enroot} fails: {said if helps else options}", ASK)
+        yield ConnectivityProblem(
+            name, "warn", f"{srun if works else enroot} fails: {said if helps else options}", ASK
+        )
     elif not is_loaded:
         missing = f"srun has no {PYXIS_OPTION}" if srun else "srun is not on PATH"
         remedy = "load spank_pyxis.so in Slurm's plugstack.conf, or use `srun enroot start`"
-        yield Finding(name, "warn", f"{version}, but {missing}", remedy)
+        yield ConnectivityProblem(name, "warn", f"{version}, but {missing}", remedy)
     elif enroot and os.geteuid() and not _has_namespaces(namespaces):
-        yield Finding(name, "warn", f"{version}, and {NO_NAMESPACES}", ASK)
+        yield ConnectivityProblem(name, "warn", f"{version}, and {NO_NAMESPACES}", ASK)
     elif not enroot and "SLURMD_NODENAME" in environ:
-        yield Finding(name, "warn", f"srun has {PYXIS_OPTION}, but {version} on this node", ASK)
+        yield ConnectivityProblem(name, "warn", f"srun has {PYXIS_OPTION}, but {version} on this node", ASK)
     else:
         yield _placed(name, f"srun has {PYXIS_OPTION}, {version}", "slurm/train-pyxis.sbatch", environ)
 
 
-def _placed(name: str, said: str, file: str, environ: Environment) -> Finding:
+def _placed(name: str, said: str, file: str, environ: Environment) -> ConnectivityProblem:
     """Pass inside a job or without Slurm; on a login node, say how to get into a job."""
     if job := environ.get("SLURM_JOB_ID"):
-        return Finding(name, "pass", f"{said}, in job {job}")
+        return ConnectivityProblem(name, "pass", f"{said}, in job {job}")
     if _program("srun", environ) is None:
-        return Finding(name, "pass", said)
+        return ConnectivityProblem(name, "pass", said)
     remedy = f"submit {file}, or check a node with `srun tandem doctor`"
-    return Finding(name, "warn", f"{said}, but this is not inside an allocation", remedy)
+    return ConnectivityProblem(name, "warn", f"{said}, but this is not inside an allocation", remedy)
 
 
 def _program(name: str, environ: Environment) -> str | None:

@@ -10,10 +10,11 @@ from tandem import layout
 from tandem.errors import FINISHED, ConfigError
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
+from tandem.text import format_duration, shown
 from tandem.verify.watched_run import EndedFirstError, Kill, WatchedRun
-from tandem.words import lasting, shown
 
-STEPS, KILLED_AT = 600, 200
+STEPS = 600
+KILLED_AT = 200
 FLAGS = {
     "--nodes": 2,
     "--nproc": 1,
@@ -53,7 +54,8 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
     files = RunDir(run_dir).files()
     killed = [each for each in files.events() if each.get("kind") == "rank_killed"]
     for each in killed[:1]:
-        say(f"{lasting(each['seconds'])} later both ranks trained again; steps lost: {each['steps_lost']}")
+        after = format_duration(each["seconds"])
+        say(f"{after} later both ranks trained again; steps lost: {each['steps_lost']}")
     summary = files.read(layout.SUMMARY)
     scores = ", ".join(f"{name} {value:.4g}" for name, value in summary["eval"].items())
     say(f"finished at step {summary['global_step']}: {scores}; restarts: {summary['restarts']}")

@@ -18,7 +18,7 @@ from tandem import __version__
 from tandem.config import Settings
 from tandem.distributed.devices import DRIVER_FILE, driver_version, why_no_gpu
 from tandem.errors import TandemError
-from tandem.launch.reach import Finding, clock, interfaces, names, others, world_size
+from tandem.launch.connectivity import ConnectivityProblem, clock, interfaces, names, others, world_size
 from tandem.platforms.placement import detect, of_this_process
 from tandem.run.directory import RunDir
 from tandem.verify import containers
@@ -37,7 +37,7 @@ class Diagnosis(NamedTuple):
     """`facts` by name, and `findings` of the checks; each is pass, warn or fail."""
 
     facts: dict[str, str]
-    findings: list[Finding]
+    findings: list[ConnectivityProblem]
 
     @property
     def state(self) -> str:
@@ -65,7 +65,7 @@ def diagnose(settings: Settings, environ: Environment) -> Diagnosis:
     return Diagnosis(facts, checks)
 
 
-def _place(settings: Settings, environ: Environment) -> Iterator[Finding]:
+def _place(settings: Settings, environ: Environment) -> Iterator[ConnectivityProblem]:
     """Check this node's position, and whether it can reach the others."""
     nproc = settings.launch.nproc
     ranks = max(1, torch.cuda.device_count()) if nproc == "auto" else int(nproc)
@@ -73,11 +73,11 @@ def _place(settings: Settings, environ: Environment) -> Iterator[Finding]:
         placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
     except (TandemError, OSError) as error:
         remedy = "see docs/platforms.md for the variables of each platform"
-        yield world_size(environ, None, ranks) or Finding("placement", "fail", str(error), remedy)
+        yield world_size(environ, None, ranks) or ConnectivityProblem("placement", "fail", str(error), remedy)
         yield from interfaces(environ)
         yield clock({})
         return
-    yield Finding("placement", "pass", str(placement))
+    yield ConnectivityProblem("placement", "pass", str(placement))
     if (counts := world_size(environ, placement, ranks)) is not None:
         yield counts
     yield from names(placement, environ)

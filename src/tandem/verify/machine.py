@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from tandem.config import Settings
 from tandem.distributed.devices import DRIVER_FILE, why_no_gpu, why_refused
-from tandem.launch.reach import Finding
+from tandem.launch.connectivity import ConnectivityProblem
 from tandem.log import counted
 from tandem.run.directory import RunDir
+from tandem.text import format_duration
 from tandem.timeouts import CLOCK_SKEW_SECONDS, LEAVE_SECONDS
-from tandem.words import lasting
 
 MIB = 2**20
 ENOUGH_SHARED_BYTES = 256 * MIB
@@ -27,14 +27,14 @@ ENOUGH_SPACE_BYTES = 256 * MIB
 TRIED_BYTES = MIB
 
 
-def findings(settings: Settings) -> Iterator[Finding]:
+def findings(settings: Settings) -> Iterator[ConnectivityProblem]:
     """Yield all checks that need no other machine."""
     yield shared_memory(Path("/dev/shm"), settings.data.workers)
     place = settings.run.run_dir
     saves = list[dict[str, object]]()
     run = RunDir(place or "runs")
     if not run.is_here:
-        yield Finding("run volume", "pass", f"{place} is an object store, not checked here")
+        yield ConnectivityProblem("run volume", "pass", f"{place} is an object store, not checked here")
     else:
         saves = [line for line in run.events() if line.get("kind") == "checkpoint"]
         yield from volume(run.folder, max((_number(each, "bytes") for each in saves), default=0.0))
@@ -42,35 +42,33 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield gpus(settings.compute.device)
 
 
-def shared_memory(folder: Path, workers: Literal["auto"] | int) -> Finding:
+def shared_memory(folder: Path, workers: Literal["auto"] | int) -> ConnectivityProblem:
     """Check the space in shared memory, which loader processes and NCCL use; tandem itself does not."""
-    name, remedy = (
-        "shm",
-        "--shm-size=1g or --ipc=host (Docker), or mount a medium: Memory volume there (Kubernetes)",
-    )
+    name = "shm"
+    remedy = "--shm-size=1g or --ipc=host (Docker), or mount a medium: Memory volume there (Kubernetes)"
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Finding(name, "warn", f"{folder}: {error.strerror}", remedy)
+        return ConnectivityProblem(name, "warn", f"{folder}: {error.strerror}", remedy)
     said = f"{folder} has {free / MIB:,.0f} MiB free"
     if free < ENOUGH_SHARED_BYTES and workers == "auto":
-        return Finding(name, "warn", f"{said}; --workers auto", f"{remedy}, or --workers 0")
+        return ConnectivityProblem(name, "warn", f"{said}; --workers auto", f"{remedy}, or --workers 0")
     if free < ENOUGH_SHARED_BYTES and workers:
         processes = "1 loader process" if workers == 1 else f"{workers} loader processes"
-        return Finding(name, "warn", f"{said}; {processes}", f"{remedy}, or --workers 0")
+        return ConnectivityProblem(name, "warn", f"{said}; {processes}", f"{remedy}, or --workers 0")
     if free < ENOUGH_SHARED_BYTES:
-        return Finding(name, "warn", said, remedy)
-    return Finding(name, "pass", said)
+        return ConnectivityProblem(name, "warn", said, remedy)
+    return ConnectivityProblem(name, "pass", said)
 
 
-def volume(run_dir: Path, save_bytes: float) -> Iterator[Finding]:
+def volume(run_dir: Path, save_bytes: float) -> Iterator[ConnectivityProblem]:
     """Check the run's volume: owner, space, and a small file written like a checkpoint.
 
     A directory that does not exist yet is judged by its nearest existing parent.
     """
     there = next(each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists())
     if os.statvfs(there).f_flag & os.ST_RDONLY:
-        yield Finding(
+        yield ConnectivityProblem(
             "run volume", "fail", f"{there} is read-only", "mount it for writing, or use another --run-dir"
         )
         return
@@ -83,37 +81,40 @@ def volume(run_dir: Path, save_bytes: float) -> Iterator[Finding]:
     remedy = "free space, prune (`tandem checkpoints prune RUN_DIR`), or use another --run-dir"
     said += f", a checkpoint needs {save_bytes / MIB:,.1f}" if save_bytes else ""
     if usage.free < max(save_bytes, 2 * TRIED_BYTES):
-        yield Finding("space", "fail", said, remedy)
+        yield ConnectivityProblem("space", "fail", said, remedy)
         return
     if usage.free < max(2 * save_bytes, ENOUGH_SPACE_BYTES):
-        yield Finding("space", "warn", said, remedy)
+        yield ConnectivityProblem("space", "warn", said, remedy)
     else:
-        yield Finding("space", "pass", said)
+        yield ConnectivityProblem("space", "pass", said)
     yield _written(there)
 
 
-def _owner(folder: Path, is_run: bool) -> Finding:
-    seen, me = folder.stat(), os.geteuid()
+def _owner(folder: Path, is_run: bool) -> ConnectivityProblem:
+    seen = folder.stat()
+    me = os.geteuid()
     mode = stat.S_IMODE(seen.st_mode)
     who = f"{folder} belongs to user {seen.st_uid}, mode {mode:o}; this process runs as user {me}"
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         remedy = f"`chown {me}` it (Kubernetes: fsGroup), run as user {seen.st_uid}, or another --run-dir"
-        return Finding("owner", "fail", f"{who}, who cannot write there", remedy)
+        return ConnectivityProblem("owner", "fail", f"{who}, who cannot write there", remedy)
     if is_run and seen.st_uid != me:
         remedy = f"run as user {seen.st_uid}, who may otherwise be unable to read the files written"
-        return Finding("owner", "warn", who, remedy)
+        return ConnectivityProblem("owner", "warn", who, remedy)
     if is_run and mode & stat.S_IWOTH:
-        return Finding("owner", "warn", f"{who}: anyone can write there", f"`chmod o-w {folder}`")
-    return Finding("owner", "pass", who)
+        return ConnectivityProblem("owner", "warn", f"{who}: anyone can write there", f"`chmod o-w {folder}`")
+    return ConnectivityProblem("owner", "pass", who)
 
 
-def _written(folder: Path) -> Finding:
+def _written(folder: Path) -> ConnectivityProblem:
     """Write a file in the way a checkpoint is committed: write, fsync, rename, fsync of the directory."""
     name = "run volume"
     try:
         with tempfile.TemporaryDirectory(prefix=".tandem-doctor-", dir=folder) as made:
-            first, last = Path(made) / "new", Path(made) / "committed"
-            began, before = time.time(), time.monotonic()
+            first = Path(made) / "new"
+            last = Path(made) / "committed"
+            began = time.time()
+            before = time.monotonic()
             with first.open("wb") as file:
                 file.write(b"\1" * TRIED_BYTES)
                 file.flush()
@@ -124,55 +125,68 @@ def _written(folder: Path) -> Finding:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            seconds, written = time.monotonic() - before, last.stat().st_mtime
+            seconds = time.monotonic() - before
+            written = last.stat().st_mtime
     except OSError as error:
         remedy = (
             "checkpoints need write, fsync and rename there; check mount options, or use another --run-dir"
         )
-        return Finding(name, "fail", f"{folder}: {error.strerror or error}", remedy)
+        return ConnectivityProblem(name, "fail", f"{folder}: {error.strerror or error}", remedy)
     # A clock difference is certain only if the file's time is outside the interval in which it was written.
     ahead = began - written if began > written else min(0.0, began + seconds - written)
     if abs(ahead) > CLOCK_SKEW_SECONDS:
         when = "before" if ahead > 0 else "after"
         said = f"files in {folder} are dated {abs(ahead):.0f} s {when} this clock"
-        return Finding("clock", "warn", said, "synchronize the clocks of this node and its file server")
-    return Finding(name, "pass", f"{folder}: 1 MiB written, synced and renamed in {lasting(seconds)}")
+        return ConnectivityProblem(
+            "clock", "warn", said, "synchronize the clocks of this node and its file server"
+        )
+    return ConnectivityProblem(
+        name, "pass", f"{folder}: 1 MiB written, synced and renamed in {format_duration(seconds)}"
+    )
 
 
-def grace(shutdown_timeout: float, save_seconds: list[float]) -> Finding:
+def grace(shutdown_timeout: float, save_seconds: list[float]) -> ConnectivityProblem:
     """Check that a save fits into --shutdown-timeout, by the longest save of this run."""
-    name, said = "grace", f"--shutdown-timeout {shutdown_timeout:g} s"
+    name = "grace"
+    said = f"--shutdown-timeout {shutdown_timeout:g} s"
     outer = f"the platform's own grace period {shutdown_timeout + LEAVE_SECONDS:g} s or more"
     if not save_seconds:
-        return Finding(name, "pass", f"{said}; no save of this run has been measured yet; {outer}")
+        return ConnectivityProblem(
+            name, "pass", f"{said}; no save of this run has been measured yet; {outer}"
+        )
     longest = max(save_seconds)
-    said = f"{said}, and the longest of {counted(len(save_seconds), 'save')} took {lasting(longest)}"
+    said = f"{said}, and the longest of {counted(len(save_seconds), 'save')} took {format_duration(longest)}"
     remedy = f"--shutdown-timeout {max(5, round(3 * longest))}, and the platform's grace period 10 s above it"
     if longest > shutdown_timeout:
-        return Finding(name, "fail", said, remedy)
+        return ConnectivityProblem(name, "fail", said, remedy)
     if 2 * longest > shutdown_timeout:  # one save may be in progress when the signal arrives
-        return Finding(name, "warn", said, remedy)
-    return Finding(name, "pass", f"{said}; {outer}")
+        return ConnectivityProblem(name, "warn", said, remedy)
+    return ConnectivityProblem(name, "pass", f"{said}; {outer}")
 
 
-def gpus(device: str) -> Finding:
+def gpus(device: str) -> ConnectivityProblem:
     """Check that torch can use the GPUs that the driver lists, and that NCCL is available."""
-    count, name = torch.cuda.device_count(), "GPU"
+    count = torch.cuda.device_count()
+    name = "GPU"
     if count == 0:
         why = why_no_gpu(DRIVER_FILE)
         if why or device == "cuda":
             remedy = "update the driver, or install a torch built for it; --device cpu trains without a GPU"
-            return Finding(name, "fail", why or "--device cuda, but torch sees no GPU", remedy)
-        return Finding(name, "pass", "none: this node trains on its CPUs")
+            return ConnectivityProblem(name, "fail", why or "--device cuda, but torch sees no GPU", remedy)
+        return ConnectivityProblem(name, "pass", "none: this node trains on its CPUs")
     if why := refused(count):
-        return Finding(
+        return ConnectivityProblem(
             name, "fail", f"{counted(count, 'GPU')}, but {why}", "--device cpu trains without a GPU"
         )
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     if not dist.is_nccl_available():
-        return Finding(name, "fail", f"{counted(count, 'GPU')}, but no NCCL", "install a torch with NCCL")
+        return ConnectivityProblem(
+            name, "fail", f"{counted(count, 'GPU')}, but no NCCL", "install a torch with NCCL"
+        )
     nccl = ".".join(map(str, version()))
-    return Finding(name, "pass", f"{counted(count, 'GPU')}, CUDA {torch.version.cuda}, NCCL {nccl}")
+    return ConnectivityProblem(
+        name, "pass", f"{counted(count, 'GPU')}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    )
 
 
 def refused(count: int) -> str:

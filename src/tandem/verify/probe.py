@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from tandem.config import Settings
-from tandem.data.asked import Asking
 from tandem.data.kinds import begins_anew, training_data
 from tandem.data.seeds import seed_micro_step, seed_model
-from tandem.data.source import Reader
+from tandem.data.source import BatchReader
+from tandem.data.step_context import WithStepContext
+from tandem.distributed.collective_observer import CollectiveObserver
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.watching import Watching
 from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.build import datasets_of, model_of, order_of
 from tandem.tasks.mistakes import kind, line_of, loss_and_sums
-from tandem.tasks.parts import datasets_of, model_of, order_of
 from tandem.training.lazy import materialize
 from tandem.verify.outcome import digest, flat
 
@@ -40,7 +40,7 @@ class Fact(NamedTuple):
     second: str
 
 
-class Facts(NamedTuple):
+class ProbeResults(NamedTuple):
     """The facts of one rank. `unpicklable`: (place, what and why)."""
 
     facts: list[Fact]
@@ -49,7 +49,7 @@ class Facts(NamedTuple):
     """Where the task's model is built, for findings without their own location."""
 
 
-def facts_of(settings: Settings, position: Position) -> Facts:
+def facts_of(settings: Settings, position: Position) -> ProbeResults:
     """Create everything twice and compute digests. Raises TandemError like training."""
     world = ProcessGroup.open(position, torch.device("cpu"), settings.reliability.phase_timeout)
     try:
@@ -58,13 +58,14 @@ def facts_of(settings: Settings, position: Position) -> Facts:
         world.close()
 
 
-def _facts_in(world: ProcessGroup, settings: Settings) -> Facts:
-    run, config = settings.run, settings.data
+def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
+    run = settings.run
+    config = settings.data
     made = load_task(run.task, run.task_fields, config.data_dir, config.download)
     task = WholeTask(made)
     world.once_per_node(task.prepare)
     datasets = datasets_of(task)
-    reader = Reader(config, run.seed, 0, 1, task.collate, world.device, world.gather)
+    reader = BatchReader(config, run.seed, 0, 1, task.collate, world.device, world.gather)
 
     def batches() -> list[Any]:
         data = training_data(datasets.train, reader, run.steps, order_of(task, datasets.train))
@@ -88,7 +89,7 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> Facts:
             learner = model().train()
             seed_micro_step(run.seed, 0, 0, 0)
             met: list[str] = []
-            with Watching(lambda name, shapes: met.append(name)):
+            with CollectiveObserver(lambda name, shapes: met.append(name)):
                 value, _ = loss_and_sums(task.loss, task.loss(learner, seen[0][0][0]), trains=True)
             value.backward()  # type: ignore[no-untyped-call]
             found = [value.detach(), *(each.grad for each in learner.parameters())]
@@ -98,7 +99,7 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> Facts:
             return [each if each is None else world.mean(each) for each in found]
 
         facts.append(_fact("loss and gradients", line_of(task.loss), loss))
-    return Facts(facts, unpicklable(task, datasets), line_of(task.build_model))
+    return ProbeResults(facts, unpicklable(task, datasets), line_of(task.build_model))
 
 
 def _fact(name: str, place: str, make: Callable[[int], Any]) -> Fact:
@@ -108,7 +109,7 @@ def _fact(name: str, place: str, make: Callable[[int], Any]) -> Fact:
 def unpicklable(task: WholeTask, datasets: Any) -> list[tuple[str, str]]:
     """Return (place, what and why) for each part that cannot be sent to another process."""
     parts = {"the training set": datasets.train, "the evaluation set": datasets.evaluation}
-    collate = task.collate.method if isinstance(task.collate, Asking) else task.collate
+    collate = task.collate.method if isinstance(task.collate, WithStepContext) else task.collate
     found = []
     for name, part in {**parts, "collate": collate}.items():
         try:

@@ -79,7 +79,8 @@ def verify(
         runner = Runner(arguments, environ, Path(folder), steps, stop, script)
         baseline = runner.uninterrupted()
         name = script or settings.run.task
-        ranks, killed = _count(baseline.world_size, "rank"), f"of {_count(trials, 'killed run')}"
+        ranks = _count(baseline.world_size, "rank")
+        killed = f"of {_count(trials, 'killed run')}"
         say(f"verify-resume: {name}, {baseline.step} steps on {ranks}, {_count(trials, 'trial')}")
         shown = ", ".join(f"{part} {value[:12]}" for part, value in baseline.digests().items())
         say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
@@ -133,8 +134,13 @@ class Runner:
         stop: StopFlag,
         script: Program | None = None,
     ) -> None:
-        self._arguments, self._environ, self._folder = list(arguments), dict(environ), folder
-        self._steps, self._stop, self._script, self._count = steps, stop, script, 0
+        self._arguments = list(arguments)
+        self._environ = dict(environ)
+        self._folder = folder
+        self._steps = steps
+        self._stop = stop
+        self._script = script
+        self._count = 0
         self._differs: list[str] = []
 
     def uninterrupted(self) -> Outcome:
@@ -210,7 +216,8 @@ class Runner:
                 f"the time, entropy, or kernels that add in any order; {SEE[what]}"
             )
         if self._differs:
-            names, differ = ", ".join(self._differs), _verb(len(self._differs), "differ")
+            names = ", ".join(self._differs)
+            differ = _verb(len(self._differs), "differ")
             return (
                 f"uninterrupted runs agree. {names}, passed to run.keep, {differ} between ranks, but a "
                 f"checkpoint has rank 0's only. Pass each rank's own values in per_rank; {SEE[what]}"

@@ -19,7 +19,7 @@ from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.timeouts import END_LOOK_SECONDS, END_POLL_SECONDS, KILLED_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
-from tandem.work.endings import run_failed
+from tandem.work.root_cause import run_failed
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class WatchedRun:
     """A `tandem launch` in its own session; leaving the block kills what is left of it."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
-        self._command, self._environ, self._run_dir = command, environ, run_dir
+        self._command = command
+        self._environ = environ
+        self._run_dir = run_dir
         self._output = run_dir.with_suffix(".log")
         self._generations = 0  # number of generations killed so far
         self._process: subprocess.Popen[bytes] | None = None

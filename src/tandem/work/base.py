@@ -11,7 +11,7 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.position import Position
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
-from tandem.work.endings import Cause
+from tandem.work.root_cause import Cause
 
 THERE = NOTHING, SAVED, TRAINED = "nothing", "saved", "trained"
 """What there is of a run when a generation starts.

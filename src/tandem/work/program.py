@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from tandem import running
+from tandem import running_clock
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import SETTINGS, Settings
 from tandem.distributed.position import Position
@@ -32,10 +32,10 @@ from tandem.rotation import tail
 from tandem.run.directory import RunDir
 from tandem.script.environment import error_file
 from tandem.script.job import Job, Program
+from tandem.text import shown
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
-from tandem.words import shown
 from tandem.work.base import TRAINED, GenerationEnd, place_of
-from tandem.work.endings import Cause, choose, failures, is_of_tandem, last_words
+from tandem.work.root_cause import Cause, choose, failures, is_of_tandem, last_words
 
 log = logging.getLogger("tandem.launch")
 
@@ -72,7 +72,7 @@ class ProgramWork:
         self.words: Sequence[str] = program.words()
         # For a new interpreter the fork server imports only what starts it, because exec drops the modules.
         cold = self.job.cold or program.kind == "command"
-        self.preload: Sequence[str] = [*([] if cold else ["tandem.launch.warm"]), "tandem.script.rank"]
+        self.preload: Sequence[str] = [*([] if cold else ["tandem.launch.preload"]), "tandem.script.rank"]
 
     def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
         """Under torchrun or srun, each rank would launch the program again."""
@@ -146,9 +146,9 @@ def _asked_to_stop(end: GenerationEnd, code: int) -> int:
     if code == FINISHED and end.is_forwarded:
         return STOPPED
     # The signal may reach the ranks before their agent.
-    deadline = running.now() + OTHERS_SECONDS
+    deadline = running_clock.now() + OTHERS_SECONDS
     while code == STOPPED and not end.stop:
-        if running.now() > deadline:
+        if running_clock.now() > deadline:
             return KILLED
         time.sleep(MONITOR_SECONDS)
     return code
@@ -159,11 +159,12 @@ def _explained_elsewhere(end: GenerationEnd, ours: Cause) -> Cause:
 
     A killed rank explains most, then a failed one.
     """
-    position, found = end.positions[0], ours
+    position = end.positions[0]
+    found = ours
     others = [replace(position, node_rank=node) for node in range(position.nodes)]
     keys = [_ended_key(each) for each in others if each.node_rank != position.node_rank]
-    deadline = running.now() + OTHERS_SECONDS
-    while running.now() < deadline:
+    deadline = running_clock.now() + OTHERS_SECONDS
+    while running_clock.now() < deadline:
         for key in [key for key in keys if end.store.check([key])]:
             try:
                 theirs = Cause.from_json(end.store.get(key))

@@ -6,13 +6,13 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.listing import is_finished
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import ONE_PROCESS
-from tandem.data.shares import check_even
+from tandem.data.batch_shares import check_even
 from tandem.errors import PEER_LOST, CheckpointError, ConfigError, is_retried, job_code
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
-from tandem.silence import still
+from tandem.slow_start import still
 from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, gpu_of, nothing_of
-from tandem.work.endings import Cause
+from tandem.work.root_cause import Cause
 
 # A name, not an import: importing it imports torch, which reads variables that the agent sets first.
 RANK_FUNCTION = "tandem.rank.task:run_rank"
@@ -37,7 +37,7 @@ class TaskWork:
         self.rank_entry = RANK_FUNCTION
         self.warm_up = f"{module}:warm_up"
         self.job = TaskJob(settings.to_dict(), frozenset(chosen))
-        self.preload: Sequence[str] = ["tandem.launch.warm", module]
+        self.preload: Sequence[str] = ["tandem.launch.preload", module]
         self.standby_key: Callable[..., object] = gpu_of if settings.launch.warm_gpu else nothing_of
         self.is_retried = is_retried
 
@@ -47,7 +47,8 @@ class TaskWork:
         Only node 0 checks. A run that resumes from a checkpoint may share its batch unevenly, and the other
         nodes may not see the checkpoints.
         """
-        data, ranks = self._settings.data, self._ranks(placement, gpus)
+        data = self._settings.data
+        ranks = self._ranks(placement, gpus)
         if ranks is None or placement.node_rank != 0 or data.batch_shares is not None:
             return
         if self._begins_afresh():
@@ -82,7 +83,8 @@ class TaskWork:
     def prepare(self, placement: Placement) -> ResumeDecision | None:
         from tandem.tasks.base import load_task
 
-        asked, data = self._settings.run, self._settings.data
+        asked = self._settings.run
+        data = self._settings.data
         if placement.elastic is not None and data.batch_shares is not None:
             raise ConfigError(
                 f"--batch-shares {data.batch_shares} needs a fixed number of ranks, but --elastic changes "

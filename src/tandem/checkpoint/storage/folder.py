@@ -14,18 +14,18 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
+from tandem.bounded_reader import descriptor
 from tandem.checkpoint.storage.protocol import (
     MANIFEST,
     STATE,
     STEP_NAME,
     Entries,
     Payload,
-    Reader,
     Sink,
+    StorageReader,
     unstale,
 )
 from tandem.paths import exists, is_directory
-from tandem.reading import descriptor
 
 # Returned by file systems that do not support it and do not need it.
 NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -40,7 +40,8 @@ class _File:
     """An open file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self.size = file, size
+        self._file = file
+        self.size = size
 
     def read(self, size: int = -1, /) -> bytes:
         return self._file.read(size)
@@ -60,7 +61,7 @@ class Folder:
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
         return unstale(lambda: _entries(Path(directory)))
 
-    def open(self, path: PurePath, from_disk: bool = False) -> Reader:
+    def open(self, path: PurePath, from_disk: bool = False) -> StorageReader:
         path = Path(path)
         found = descriptor(path.parent.parent, f"{path.parent.name}/{path.name}")
         if from_disk:
@@ -97,7 +98,7 @@ class Folder:
         if self._anchored != directory or not is_directory(directory):
             make_directory(directory)
             self._anchored = directory
-        _mend(directory)
+        _repair(directory)
         _sweep(directory, ".tmp-*")
 
     def _write(self, target: Path, payload: Payload, manifest: Callable[[Entries], bytes]) -> int:
@@ -113,17 +114,18 @@ class Folder:
         _publish(temporary, target)
         return state.bytes + sealed.bytes
 
-    def mend(self, directory: PurePath) -> None:
+    def repair(self, directory: PurePath) -> None:
         """Finish an interrupted prune, or a second save of a step killed between its two renames."""
 
         def once() -> None:
-            _mend(Path(directory))
+            _repair(Path(directory))
             _sweep(Path(directory), ".tmp-pruned-*")
 
         unstale(once)
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        source, target = Path(source), Path(target)
+        source = Path(source)
+        target = Path(target)
         if not is_directory(target.parent):
             make_directory(target.parent)
         rename(source, target)
@@ -191,7 +193,7 @@ def _publish(temporary: Path, target: Path) -> None:
     remove_tree(replaced)
 
 
-def _mend(directory: Path) -> None:
+def _repair(directory: Path) -> None:
     for replaced in directory.glob(".replaced-step-*"):
         target = directory / replaced.name.removeprefix(".replaced-")
         if exists(target / MANIFEST):

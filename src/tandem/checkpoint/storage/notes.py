@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Protocol
 
+from tandem.bounded_reader import opened
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.storage.protocol import unstale
 from tandem.config.address import RemotePath
 from tandem.paths import is_directory
-from tandem.reading import opened
 
 LARGEST_BYTES = 64 * 1024
 NAME = re.compile(r"\d{9,}")
@@ -124,7 +124,8 @@ class RemoteNotes:
     """On an object store, given by its address."""
 
     def __init__(self, where: RemotePath) -> None:
-        self._where, self._store = where, remote_at(where)
+        self._where = where
+        self._store = remote_at(where)
 
     def _path(self, number: int) -> PurePath:
         return self._where / f"{number:09d}" / "note.json"

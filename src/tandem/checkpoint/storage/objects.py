@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import PurePath
 from typing import Any
 
-from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Reader, Sink
+from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Sink, StorageReader
 from tandem.errors import ConfigError
 from tandem.timeouts import LEFT_OVER_SECONDS
 
@@ -27,7 +27,8 @@ def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     except OSError:
         raise
     except Exception as error:
-        name, said = type(error).__name__, (str(error) or "no answer").splitlines()[0]
+        name = type(error).__name__
+        said = (str(error) or "no answer").splitlines()[0]
         raise OSError(errno.EBADMSG if "Checksum" in name else errno.EIO, f"{name}: {said}") from error
 
 
@@ -35,7 +36,8 @@ class _Reader:
     """An open object."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self.size = file, int(file.size)
+        self._file = file
+        self.size = int(file.size)
 
     def read(self, size: int = -1, /) -> bytes:
         return bytes(ask(self._file.read, size))
@@ -79,7 +81,7 @@ class Objects:
             return {key.removeprefix(prefix): int(info["size"]) for key, info in found.items()}
         return {}
 
-    def open(self, path: PurePath, from_disk: bool = False) -> Reader:
+    def open(self, path: PurePath, from_disk: bool = False) -> StorageReader:
         return _Reader(ask(self._fs.open, str(path), "rb"))
 
     def read(self, path: PurePath) -> bytes | None:
@@ -112,7 +114,8 @@ class Objects:
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
     ) -> int:
-        state, seal = target / f"state-{secrets.token_hex(8)}.pt", target / MANIFEST
+        state = target / f"state-{secrets.token_hex(8)}.pt"
+        seal = target / MANIFEST
         sink = self._upload(str(state), payload)
         raw = manifest({state.name: sink.entry()})
         held, lost = self._put(seal, raw, replace)
@@ -141,7 +144,7 @@ class Objects:
             raise OSError(errno.EIO, f"only {size} of {sink.bytes} bytes were uploaded")
         return sink
 
-    def mend(self, directory: PurePath) -> None:
+    def repair(self, directory: PurePath) -> None:
         before = datetime.now(UTC) - timedelta(seconds=LEFT_OVER_SECONDS)
         for entry, names in self.list(directory).items():
             for path in [directory / entry / name for name in names if MANIFEST not in names]:

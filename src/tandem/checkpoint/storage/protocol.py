@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Protocol, TypeVar
 
-STATE, MANIFEST = "state.pt", "manifest.json"
+STATE = "state.pt"
+MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{9,})")
 STALE_TRIES = 3
 T = TypeVar("T")
@@ -20,7 +21,8 @@ class Sink:
     """The file object that a payload is written to (by torch.save); hashes and counts the bytes."""
 
     def __init__(self, write: Callable[[memoryview], int]) -> None:
-        self._write, self._digest = write, hashlib.sha256()
+        self._write = write
+        self._digest = hashlib.sha256()
         self.bytes = 0
         self._error: OSError | None = None  # torch.save converts it to a RuntimeError
 
@@ -70,7 +72,7 @@ def unstale(action: Callable[[], T]) -> T:
     return action()
 
 
-class Reader(Protocol):
+class StorageReader(Protocol):
     """An open file; `size` is its size in bytes when it was opened."""
 
     @property
@@ -95,7 +97,7 @@ class Storage(Protocol):
         If a writer adds an entry and then removes another one, the result contains at least one of them.
         """
 
-    def open(self, path: PurePath, from_disk: bool = False) -> Reader:
+    def open(self, path: PurePath, from_disk: bool = False) -> StorageReader:
         """Open a file for reading; `from_disk`: bypass the page cache if possible.
 
         Raises OSError with EBADMSG, as for damage, if it exists but is not a regular file (a pipe, device,
@@ -111,7 +113,7 @@ class Storage(Protocol):
         already exists, unless `replace` is set.
         """
 
-    def mend(self, directory: PurePath) -> None:
+    def repair(self, directory: PurePath) -> None:
         """Finish or undo the incomplete work of a killed writer in `directory`."""
 
     def rename(self, source: PurePath, target: PurePath) -> None:

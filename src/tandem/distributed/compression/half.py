@@ -26,7 +26,9 @@ class Half:
     remembers = False
 
     def __init__(self, group: ProcessGroup, word: str) -> None:
-        self._ranks, self._word, self._dtype = group.size, word, DTYPES[word]
+        self._ranks = group.size
+        self._word = word
+        self._dtype = DTYPES[word]
 
     def attach(
         self, ddp: DistributedDataParallel, carrier: nn.Parameter, named: Mapping[str, nn.Parameter]

@@ -42,7 +42,8 @@ class PowerSGD:
 
     def __init__(self, group: ProcessGroup, rank: int) -> None:
         """Raises ConfigError if the ranks' CPUs would not compute the same bits."""
-        self._group, self._rank = group, rank
+        self._group = group
+        self._rank = rank
         self._errors: dict[str, Tensor] = {}
         self._qs: dict[str, Tensor] = {}
         self._next: dict[str, tuple[Tensor, Tensor]] = {}
@@ -93,7 +94,8 @@ class PowerSGD:
             if self._group.device.type != "cpu":
                 error = torch.where(skip > 0, self._error(name, error), error)
                 q = torch.where(skip > 0, self._q(name), q)
-            self._errors[name], self._qs[name] = error, q
+            self._errors[name] = error
+            self._qs[name] = q
         self._next = {}
 
     def state(self) -> dict[str, Any]:
@@ -162,7 +164,10 @@ class PowerSGD:
 
         It ends on a thread of the backend; errors there are raised where DDP waits.
         """
-        buckets, gradients, self._buckets, self._gradients = self._buckets, self._gradients, [], {}
+        buckets = self._buckets
+        gradients = self._gradients
+        self._buckets = []
+        self._gradients = {}
         ranks = self._group.size
         plain = [gradients[id(p)] for p in self._plain]
         targets = {name: gradients[id(p)] for name, p in self._matrices.items()}

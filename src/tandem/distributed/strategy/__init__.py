@@ -1,7 +1,7 @@
 """Strategies that distribute the model over ranks and devices: one file each, found by name.
 
-A new one is a file NAME.py with a class `Strategy` (interface: `base.Strategy`), and its name in the choices
-of `--strategy` (config/slices.py). It is imported only if it is used: FSDP alone takes a second.
+A new one is a file NAME.py with a class (interface: `base.Strategy`), its row in CLASSES, and its name in the
+choices of `--strategy` (config/slices.py). It is imported only if it is used: FSDP alone takes a second.
 """
 
 from importlib import import_module
@@ -14,9 +14,17 @@ from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy.base import Strategy
 from tandem.errors import ConfigError
 
+CLASSES = {
+    "single": "SingleStrategy",
+    "dp": "DPStrategy",
+    "ddp": "DDPStrategy",
+    "fsdp": "FSDPStrategy",
+}
+"""{file of this package: its class}, so that a strategy is imported only where it is chosen."""
 __all__ = ["Strategy", "load", "load_to_evaluate", "preload", "waits_inside"]
 
-AS_TORCH_DOES, PLAIN = ExchangeConfig(), ComputeConfig()
+AS_TORCH_DOES = ExchangeConfig()
+PLAIN = ComputeConfig()
 
 
 def load(
@@ -65,4 +73,5 @@ def preload(name: str) -> None:
 
 
 def _class(name: str) -> Any:
-    return import_module(f"{__name__}.{name.partition(':')[0]}").Strategy
+    kind = name.partition(":")[0]
+    return getattr(import_module(f"{__name__}.{kind}"), CLASSES[kind])

@@ -58,7 +58,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-class Strategy(single.Strategy):
+class DDPStrategy(single.SingleStrategy):
     """Gradients are means over ranks; weights are equal on all of them from the start."""
 
     checks_gradients = True

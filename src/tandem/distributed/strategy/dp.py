@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.slices import ComputeConfig, ExchangeConfig
+from tandem.data.batch_shares import apportion
 from tandem.data.loader import batch_size_of, parts_of, to_device
 from tandem.data.seeds import derive_seed
-from tandem.data.shares import apportion
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import single
 from tandem.errors import ConfigError
@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 log = logging.getLogger("tandem.run")
 
 
-class Strategy(single.Strategy):
+class DPStrategy(single.SingleStrategy):
     """Splits the batch of a single process over the GPUs; the first GPU has the weights and the optimizer."""
 
     has_one_device = True

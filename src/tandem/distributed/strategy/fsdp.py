@@ -22,7 +22,7 @@ from tandem.distributed.strategy import single
 from tandem.errors import ConfigError
 
 
-class Strategy(single.Strategy):
+class FSDPStrategy(single.SingleStrategy):
     """Every rank holds its shard and processes its part of the batch."""
 
     shares_parameters = True

@@ -14,7 +14,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
 
 
-class Strategy:
+class SingleStrategy:
     """Leaves the model unchanged."""
 
     shares_parameters = False

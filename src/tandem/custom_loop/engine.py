@@ -1,0 +1,254 @@
+"""Implement `Run` with the same parts as a task's run, for a loop that the script writes."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tandem.checkpoint.decision import ResumeDecision
+from tandem.config import Settings
+from tandem.custom_loop.backward import Backward
+from tandem.custom_loop.batches import Batches
+from tandem.custom_loop.kept import KeptState, unwrapped
+from tandem.custom_loop.limits import check_batch_size, check_settings, hints_as_arguments
+from tandem.custom_loop.micro_batches import MicroBatches
+from tandem.data.batch_shares import equal_shares
+from tandem.data.kinds import training_data
+from tandem.data.loader import end_loaders
+from tandem.data.seeds import seed_model
+from tandem.data.source import BatchReader, TrainingData
+from tandem.distributed import strategy as strategies
+from tandem.distributed.devices import cores_of
+from tandem.errors import FINISHED, STOPPED, TandemError
+from tandem.launch.run_dir import decide
+from tandem.launch.script import ScriptRank
+from tandem.rank.session import RankSession
+from tandem.signals import StopFlag, ended_by_stop_signals
+from tandem.telemetry.meter import Costs
+from tandem.training.loop import LoopState
+from tandem.training.nonfinite import Policy
+from tandem.training.replicas import check_replicas
+from tandem.training.resume import Redistribute
+
+log = logging.getLogger("tandem.run")
+
+NO_END = 2**62
+"""The number of steps of a run whose end is not known yet; the script sets it after the resume decision."""
+
+
+class Engine:
+    """An open process group, and after `begin` and `loop` a run."""
+
+    def __init__(self, here: ScriptRank) -> None:
+        """Open the process group. Raises TandemError."""
+        self.settings = here.settings
+        self._chosen = here.chosen
+        check_settings(self.settings)
+        self._hear = here.hear
+        self.session = session = RankSession(self.settings, here.position)
+        if not here.is_launched:
+            session.open_log()
+        # There is nothing to save yet, and without an agent no other process could end the wait.
+        with nullcontext() if here.position.store is not None else ended_by_stop_signals():
+            session.join()
+        self.world = session.world
+        self.clock = session.clock
+        self._strategy = strategies.load(self.settings.compute.strategy, self.world, self.settings.exchange)
+        policy = self.settings.optimization.on_nonfinite
+        self.backward = Backward(self.world, self._strategy, self.clock, policy)
+        self.parts = MicroBatches(self.settings.run.seed, self.world.rank, self.backward)
+        self._batches: Batches | None = None
+        seed_model(self.settings.run.seed)
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps."""
+        return self._batches.course.step if self._batches else self.session.beginning.step
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the script holds a batch."""
+        return self._batches is not None and self._batches.is_open
+
+    def begin(self, state: KeptState, redistribute: Redistribute | None = None) -> None:
+        """Load the newest state, as --resume says. An error on rank 0 is raised on all ranks."""
+        with self.clock.phase("resume"):
+            decision = self.world.on_first(self._decision)
+            beginning = self.session.resume(decision, own=state.per_rank, redistribute=redistribute)
+            if beginning.state is not None:
+                state.load(beginning.state, beginning.own)
+            elif beginning.weights is not None:
+                beginning.weights.load(self._strategy, state.together)
+
+    def loop(
+        self,
+        state: KeptState,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        asked: Mapping[str, int | None],
+    ) -> Batches:
+        """Return the remaining batches.
+
+        `asked` has the script's arguments, which explicit settings override.
+        """
+        settings = self._settled(asked)
+        session = self.session
+        session.change(settings)
+        with hints_as_arguments(self._chosen):
+            reader = self._reader(settings, collate)
+            # A run that resumes with another number of ranks may share its batch unevenly.
+            if session.beginning.state is None:
+                reader.check_shares()
+        check_batch_size(settings.data.batch_size, session.beginning.state)
+        session.check_data(dataset)
+        with hints_as_arguments(self._chosen):
+            data = training_data(dataset, reader, settings.run.steps)
+        planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
+        course = self._course(state, data, planned)
+        stop = StopFlag().install()
+        stop.is_heeded = True
+        self._hear(stop)
+        self._batches = Batches(
+            course=course,
+            backward=self.backward,
+            data=data.steps(course.step, course.timetable.steps_planned),
+            stop=stop,
+            seed=settings.run.seed,
+            optimizers=state.optimizers,
+            finish=partial(self._finish, state, course),
+            first=course.step,
+        )
+        self.clock.begin("train")
+        return self._batches
+
+    def close(self, code: int) -> int:
+        """Return the exit code of a script that is over with `code`.
+
+        Raises LoopLeftError if its loop has not ended.
+        """
+        batches = self._batches
+        end_loaders()
+        if batches is None:
+            return code
+        if not batches.is_over:
+            self.session.saver.settle()
+            if code == FINISHED:
+                # Without this error, the script would exit with 0 and the platform would not resume the run.
+                raise LoopLeftError(
+                    f"the script left its loop after step {self.step}, before the end of the run; "
+                    "to end a run early, call run.stop() and let the loop finish"
+                )
+        # After a failure, closing the group could wait for ranks that are gone.
+        elif code == FINISHED:
+            self.session.close()
+        return code or self.session.code
+
+    def _settled(self, asked: Mapping[str, int | None]) -> Settings:
+        length = {"steps", "epochs"}
+        beaten = self._chosen | (length if self._chosen & length else set())
+        values = {n: v for n, v in asked.items() if v is not None and n not in beaten}
+        return Settings.from_dict(self.settings.to_dict() | values)
+
+    def _reader(self, settings: Settings, collate: Callable[[list[Any]], Any] | None) -> BatchReader:
+        world = self.world
+        whole = replace(settings.data, micro_batch_size=None)
+        place = world.device, None, cores_of(world.position)
+        reader = BatchReader(whole, settings.run.seed, world.rank, world.size, collate, *place)
+        share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
+        self.parts.share = share * world.size / whole.batch_size
+        return reader
+
+    def _course(self, state: KeptState, data: TrainingData, planned: int) -> LoopState:
+        """Assemble what follows each step, from the settings and the loaded state."""
+        session = self.session
+        world = self.world
+        backward = self.backward
+        settings = session.settings
+        recorder = session.recorder
+        saved = session.beginning.state or {}
+        first = session.beginning.step
+        data.load(saved.get("data", {}))
+        recorder.load(saved.get("log", {}))
+        backward.recorder = recorder
+        backward.numbers.load(saved.get("names", []))
+        state.live = lambda: {
+            "data": data.state(),
+            "log": recorder.state(),
+            "names": backward.numbers.state(),
+            "batch_size": settings.data.batch_size,
+            "ended": backward.ends,
+        }
+        # run.stop() ended the run, so a restart must not continue it.
+        planned = min(planned, first) if saved.get("ended") else planned
+        # `decide` compares with these; the script's arguments are unknown to it.
+        recorded = self.settings.replace(steps=NO_END)
+        session.plan(state, self._strategy, data.order, planned, recorded=recorded)
+        together = nn.ModuleDict(state.modules)
+        course = LoopState(
+            world=world,
+            stepper=backward,
+            timetable=session.timetable,
+            recorder=recorder,
+            clock=self.clock,
+            nonfinite=Policy(
+                settings.optimization.on_nonfinite, lambda: backward.is_scaled, recorder, backward.culprit
+            ),
+            evaluate=dict,
+            ends=lambda step, scores: False,
+            check_replicas=partial(check_replicas, world, self._strategy, together, recorder),
+            saver=session.saver,
+            step=first,
+        )
+        if first >= planned and not self._is_unsaved:
+            log.info(
+                "the run in %s already finished at step %d; raise epochs or steps to continue",
+                session.run.folder,
+                first,
+            )
+            return course
+        session.begin_run(together)
+        sync_bytes = self._strategy.sync_bytes(_trained(backward.models))
+        recorder.costs(Costs(devices=world.size, sync_bytes=sync_bytes))
+        return course
+
+    def _finish(self, state: KeptState, course: LoopState, finished: bool) -> None:
+        """End the run: wait for the save that is being written, then write the summary."""
+        self.clock.begin("drain")
+        session = self.session
+        saver = course.saver
+        if course.step == session.beginning.step and finished and not self._is_unsaved:
+            return  # it was already complete
+        session.code = FINISHED if finished else STOPPED
+        with saver:
+            pass
+        # Ended early, between two saves.
+        if finished and self.world.broadcast_json(saver.last_step != course.step):
+            with saver:
+                saver.save(course.step)
+        session.finish(course.step, state.weights)
+
+    @property
+    def _is_unsaved(self) -> bool:
+        """True if this generation began from a snapshot in memory: no checkpoint may have that step."""
+        return self.session.beginning.slot is not None
+
+    def _decision(self) -> ResumeDecision:
+        """Return where to resume, decided once per launch.
+
+        After a restart, what this launch has saved counts, even with --resume never.
+        """
+        if self.world.position.restart and self.settings.checkpoint.resume == "never":
+            return ResumeDecision("fresh")
+        return decide(self.session.run, self.settings.replace(steps=NO_END))
+
+
+class LoopLeftError(TandemError):
+    """The script ended before its loop did."""
+
+
+def _trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for model in models for p in unwrapped(model).parameters() if p.requires_grad]

@@ -1,0 +1,273 @@
+"""Define what a checkpoint of a custom loop contains: everything that the script passed to `Run.keep`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tandem.checkpoint.flatten import flatten
+from tandem.checkpoint.snapshot import PER_RANK
+from tandem.checkpoint.state import deserialize, serialize
+from tandem.custom_loop.differences import Differences
+from tandem.custom_loop.values import (
+    MODEL,
+    NUMBER,
+    OBJECT,
+    TENSOR,
+    VALID,
+    assigned,
+    check_array,
+    check_form,
+    converted,
+    form_of,
+    kind_of,
+    put,
+    restore,
+    state_of,
+    tensor_in,
+)
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.replica import Replica
+from tandem.errors import ConfigError
+from tandem.telemetry.recorder import Recorder
+from tandem.training.buffers import adopt_buffers
+from tandem.training.parameter_groups import check_groups, groups_of
+from tandem.training.resume import check_shapes
+from tandem.training.train_state import parameter_names, places_beside
+
+
+class KeptValues(SimpleNamespace):
+    """The kept values, by the names given to `Run.keep`. Assign to a number to change it."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{name: converted(value) for name, value in values.items()})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a value. Raises ConfigError if its kind differs from the previous value's."""
+        here = vars(self)
+        super().__setattr__(name, assigned(name, here[name], value) if name in here else value)
+
+
+class KeptState:
+    """The kept objects as a state with parts.
+
+    "model": tensors of all modules, by their own names if there is one module, else as "NAME.their name".
+    "tensors": other tensors. "objects": what has a state_dict(). "numbers": numbers. The rest is what `live`
+    returns. Values in `per_rank` are in none of these; see `own`.
+    """
+
+    def __init__(
+        self,
+        kept: KeptValues,
+        wrapped: Sequence[nn.Module],
+        world: ProcessGroup,
+        per_rank: Sequence[str] = (),
+    ) -> None:
+        """Check and collect the values.
+
+        Raises ConfigError for values that cannot be kept, and for a trained model that is not in `wrapped`.
+        """
+        self._kept = kept
+        self._wrapped = wrapped
+        self._world = world
+        self.per_rank = list(per_rank)
+        self._shared = [name for name in vars(kept) if name not in self.per_rank]
+        self.live: Callable[[], dict[str, Any]] = dict
+        trained = {id(p) for module in wrapped for p in unwrapped(module).parameters()}
+        for name, value in vars(kept).items():
+            self._check(name, value, trained)
+        self._forms = {n: form_of(v) for n, v in vars(kept).items() if kind_of(v) == TENSOR}
+        self._differences = Differences(world)
+        # Fails here, rather than at the first save, if a state cannot be written.
+        flatten({**self.whole(), PER_RANK: self.own()})
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether something is kept per rank."""
+        return bool(self.per_rank)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The kept modules, without their wrappers."""
+        return {name: unwrapped(value) for name, value in self._of(MODEL).items()}
+
+    @property
+    def together(self) -> nn.Module:
+        """The kept modules as one, with the same names as `weights`."""
+        modules = self.modules
+        return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The kept optimizers, in the order in which they were named."""
+        return list(self._optimizers().values())
+
+    def whole(self) -> dict[str, Any]:
+        """Return everything that ranks have in common, "model" first.
+
+        Exchanges nothing, because every rank has all of it. Raises ConfigError for a tensor whose dtype or
+        shape has changed.
+        """
+        objects = {name: state_of(value) for name, value in self._of(OBJECT).items()}
+        tensors = {name: self._tensor(name, value) for name, value in self._of(TENSOR).items()}
+        parts = {"model": self.weights(), TENSOR: tensors, OBJECT: objects, NUMBER: self._of(NUMBER)}
+        return {**parts, **self.live()}
+
+    def own(self) -> dict[str, Any]:
+        """Return what this rank keeps for itself, by name. Exchanges nothing."""
+        found = dict[str, Any]()
+        for name in self.per_rank:
+            value = getattr(self._kept, name)
+            kind = kind_of(value)
+            found[name] = (
+                value if kind == NUMBER else self._tensor(name, value) if kind == TENSOR else state_of(value)
+            )
+        return found
+
+    def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
+        """Return the names of the optimizers' parameters, and every rank's own values.
+
+        All ranks call this. At the first save at which common values differ between ranks, rank 0 logs it.
+        """
+        groups = {name: self._groups(optimizer) for name, optimizer in self._optimizers().items()}
+        self._differences.look(self._comparable(), recorder, step)
+        if not self.per_rank:
+            return {"groups": groups}
+        parts = self._world.gather_bytes(serialize({PER_RANK: self.own()}))
+        return {"groups": groups, PER_RANK: [deserialize(part)[PER_RANK] for part in parts]}
+
+    def _comparable(self) -> dict[str, Any]:
+        """Return what should be equal on all ranks and is not covered by the replica checks, by name."""
+        values = {
+            **self._of(NUMBER),
+            **{name: self._tensor(name, value) for name, value in self._of(TENSOR).items()},
+            **{name: state_of(value) for name, value in self._of(OBJECT).items()},
+        }
+        for name, optimizer in self._optimizers().items():  # its tensors follow from exchanged gradients
+            values[name] = [{**group, "params": None} for group in optimizer.param_groups]
+        replicas = {id(unwrapped(each)) for each in self._wrapped}
+        for name, module in self.modules.items():
+            if id(module) not in replicas:
+                values[name] = dict(module.named_parameters())
+        return values
+
+    def weights(self) -> dict[str, Any]:
+        """Return the part "model"."""
+        modules = self.modules
+        if len(modules) == 1:
+            return dict(next(iter(modules.values())).state_dict())
+        return {
+            f"{n}.{key}": value for n, module in modules.items() for key, value in module.state_dict().items()
+        }
+
+    def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
+        """Return the places in the flattened state where only rank 0's tensor counts.
+
+        These are buffers and untrained parameters.
+        """
+        return places_beside({**state["model"], "": state["tensors"]}, self._ranks_share)
+
+    @cached_property
+    def _ranks_share(self) -> frozenset[str]:
+        """Names in "model" of the parameters that ranks train together."""
+        replicated = {id(unwrapped(each)) for each in self._wrapped}
+        modules = self.modules
+        prefixes = {name: "" if len(modules) == 1 else f"{name}." for name in modules}
+        trained = {n: parameter_names(m) for n, m in modules.items() if id(m) in replicated}
+        return frozenset(prefixes[n] + name for n, names in trained.items() for name in names)
+
+    def load(self, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Restore what `whole` and `own` returned. Raises ConfigError if it belongs to other objects."""
+        modules = self.modules
+        parts = {
+            name: _part(saved.get("model", {}), "" if len(modules) == 1 else f"{name}.") for name in modules
+        }
+        for name, module in modules.items():
+            adopt_buffers(module, parts[name])
+        check_shapes(self.weights(), saved.get("model", {}))
+        for part in (TENSOR, OBJECT, NUMBER):
+            mine = set(self._of(part))
+            theirs = set(saved.get(part, {}))
+            if mine != theirs:
+                raise ConfigError(
+                    f"the checkpoint has different {part}: {_listed(theirs)} in it, {_listed(mine)} here; "
+                    "keep the same values, or use another --run-dir or --resume never"
+                )
+        # All checks precede the first change, so that an error leaves the objects as they were.
+        for name, optimizer in self._optimizers().items():
+            theirs_of = saved.get("groups", {}).get(name)
+            check_groups(name, saved[OBJECT][name], theirs_of, optimizer, self._groups(optimizer))
+        for name, module in modules.items():
+            module.load_state_dict(parts[name])
+        for name, value in {**saved[TENSOR], **saved[OBJECT], **saved[NUMBER], **own}.items():
+            self._put_back(name, value)
+
+    def _put_back(self, name: str, saved: Any) -> None:
+        value = getattr(self._kept, name)
+        kind = kind_of(value)
+        if kind == NUMBER:
+            setattr(self._kept, name, saved)
+        elif kind == TENSOR:
+            if not isinstance(saved, Tensor):
+                saved = torch.from_numpy(saved) if isinstance(saved, np.ndarray) else torch.as_tensor(saved)
+            check_shapes({name: value}, {name: saved})
+            put(value, saved)
+        else:
+            try:
+                restore(value, saved)
+            except (ValueError, KeyError, RuntimeError) as error:
+                raise ConfigError(
+                    f"the checkpoint's {name} does not match ({error}); use another --run-dir, "
+                    "or --resume never"
+                ) from error
+
+    def _of(self, kind: str) -> dict[str, Any]:
+        """Return the common values of one kind."""
+        values = {name: getattr(self._kept, name) for name in self._shared}
+        return {name: value for name, value in values.items() if kind_of(value) == kind}
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {n: each for n, each in self._of(OBJECT).items() if isinstance(each, torch.optim.Optimizer)}
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        modules = self.modules.items()
+        return groups_of(optimizer, ((f"{n}.{at}", p) for n, m in modules for at, p in m.named_parameters()))
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        check_form(name, self._forms.get(name, form_of(value)), value)
+        return tensor_in(value)
+
+    def _check(self, name: str, value: object, trained: set[int]) -> None:
+        if kind_of(value) is None:
+            raise ConfigError(f"run.keep({name}=...): invalid type {type(value).__name__}; expected {VALID}")
+        check_array(name, value)
+        if isinstance(value, torch.optim.Optimizer) and name not in self.per_rank:
+            mine = [p for group in value.param_groups for p in group["params"] if p.requires_grad]
+            if any(id(parameter) not in trained for parameter in mine):
+                raise ConfigError(
+                    f"run.keep({name}=...): it trains a model that was not wrapped, so its gradients "
+                    "would differ between ranks; call model = run.wrap(model) before creating the optimizer"
+                )
+        if name in self.per_rank and isinstance(value, Replica):
+            raise ConfigError(
+                f"run.keep(per_rank={{{name!r}: ...}}): a wrapped model is the same on all ranks; name it as "
+                f"run.keep({name}=...)"
+            )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model that `Run.wrap` received."""
+    return module.model if isinstance(module, Replica) else module
+
+
+def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the entries below `prefix`, without it."""
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

@@ -1,0 +1,207 @@
+"""How ranks meet before their group is open: the store, and what must be equal on all ranks by then.
+
+Once the group is open, it compares the settings (`ProcessGroup.check_same_settings`). But a rank that opens
+NCCL and one that opens gloo would wait for each other until a time limit ends it.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from tandem.distributed.position import Position
+from tandem.errors import ConfigError, PeerLostError
+from tandem.timeouts import (
+    LEAVE_SECONDS,
+    MEETING_FILE_SECONDS,
+    RENDEZVOUS_POLL_SECONDS,
+    WAITING_WORD_SECONDS,
+)
+from tandem.torch_private import listening_at, without_prefixes
+
+log = logging.getLogger("tandem")
+
+SHOWN = 8
+KINDS = {"cuda": "has a GPU", "cpu": "has none"}
+DUMP_SIGNAL = "exception_dump"
+"""A key that NCCL's watchdog sets after an error, without any prefix (torch 2.11: ProcessGroupNCCL.cpp)."""
+
+
+def listen(host: str, port: int) -> tuple[int, int]:
+    """Return (a descriptor that listens only at `host`, its port); port 0 is any free one. Raises OSError.
+
+    torch's store accepts the descriptor and closes it at the end. Without one, it listens on every interface.
+    """
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    port = int(listener.getsockname()[1])
+    return listener.detach(), port
+
+
+def connect_store(
+    host: str,
+    port: int,
+    timeout: timedelta,
+    patience: float,
+    should_stop: Callable[[], bool] = lambda: False,
+    word_every: float = WAITING_WORD_SECONDS,
+) -> TCPStore:
+    """Connect to the store of another process; `timeout` applies to the calls of the store.
+
+    If another program has the port, accepts connections and sends nothing, torch's constructor waits without
+    a limit. It therefore runs in a thread, which is then abandoned. Raises PeerLostError after `patience`
+    seconds or if `should_stop()` returns True, and the constructor's own errors. The wait is logged every
+    `word_every` seconds.
+    """
+    made: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            made.put(TCPStore(host, port, is_master=False, timeout=timeout))
+        except BaseException as error:
+            made.put(error)
+
+    threading.Thread(target=connect, name="tandem-store", daemon=True).start()
+    began = time.monotonic()
+    speaks_at = began + word_every
+    while True:
+        with contextlib.suppress(Empty):
+            store = made.get(timeout=RENDEZVOUS_POLL_SECONDS)
+            if isinstance(store, BaseException):
+                raise store
+            return store
+        now = time.monotonic()
+        if now - began >= patience or should_stop():
+            raise PeerLostError(
+                f"{host}:{port} accepts connections, but did not answer as node 0 of this job within "
+                f"{now - began:.0f} s; if another program uses this port, choose another: --master HOST:PORT"
+            )
+        if now >= speaks_at:
+            log.info(
+                "waiting: %s:%d accepts connections but does not answer as node 0; does another program "
+                "use this port? (%.0f of %.0f s)", host, port, now - began, patience,
+            )  # fmt: skip
+            speaks_at += word_every
+
+
+def open_store(position: Position, timeout: timedelta) -> Any:
+    """Open the store through which ranks find each other; `timeout` limits waits for other ranks."""
+    if position.store is not None:
+        host, port, prefix = position.store
+        return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timeout))
+    if position.init == "alone":
+        return HashStore()
+    if position.init == "env":
+        return next(rendezvous("env://", timeout=timeout))[0]
+    if position.init.startswith("file:"):
+        check_fresh(Path(position.init.removeprefix("file://")), time.time())
+        store = next(rendezvous(position.init, position.rank, position.world_size, timeout=timeout))[0]
+        store.set_timeout(timeout)
+        return store
+    if position.master is None:
+        raise ValueError("no master is known")
+    host, port = position.master
+    is_first = position.rank == 0
+    # With one node, other hosts have no reason to connect, so the store listens at the master's address
+    # alone.
+    here = listen(host, port)[0] if is_first and position.nodes == 1 else None
+    patience = timedelta(seconds=position.patience)
+    own: Any
+    if is_first:
+        own = TCPStore(
+            host, port, is_master=True, timeout=patience, wait_for_workers=False, **listening_at(here)
+        )
+    else:
+        own = connect_store(host, port, patience, position.patience)
+    store = PrefixStore(position.job, own) if position.job else own
+    wait_for_all(store, position)
+    own.set_timeout(timeout)
+    return store
+
+
+def wait_for_all(store: Any, position: Position) -> None:
+    """Wait until each rank has joined the store on rank 0; report every few seconds who is missing.
+
+    Raises PeerLostError if they do not join within `position.patience`.
+    """
+    size = position.world_size
+    began = time.monotonic()
+    speaks_at = began + WAITING_WORD_SECONDS
+    store.set(f"here/{position.rank}", "")
+    count = store.add("here", 1)
+    while count < size:
+        time.sleep(RENDEZVOUS_POLL_SECONDS)
+        count = store.add("here", 0)
+        now = time.monotonic()
+        if count >= size or now < min(speaks_at, began + position.patience):
+            continue
+        missing = [str(rank) for rank in range(size) if not store.check([f"here/{rank}"])]
+        more = f" and {len(missing) - SHOWN} more" if missing[SHOWN:] else ""
+        who = f"rank {', '.join(missing[:SHOWN])}{more}"
+        if now >= began + position.patience:
+            raise PeerLostError(
+                f"not all of the {size} ranks joined within {position.patience:.0f} s, missing {who}; start "
+                "the others, or raise --master-timeout"
+            )
+        log.info(
+            "waiting: %d of %d ranks have joined, missing %s (%.0f of %.0f s)",
+            count, size, who, now - began, position.patience,
+        )  # fmt: skip
+        speaks_at = now + WAITING_WORD_SECONDS
+
+
+def check_fresh(path: Path, now: float) -> None:
+    """Raise ConfigError for a rendezvous file of an earlier run, which has the addresses of its ranks."""
+    with contextlib.suppress(OSError):
+        age = now - path.stat().st_mtime
+        if age > MEETING_FILE_SECONDS and path.stat().st_size:
+            raise ConfigError(
+                f"--master file://{path}: the file is from an earlier run, {age:.0f} s old; remove it, "
+                "or use a new file for each start"
+            )
+
+
+def forget_dump_signal(store: Any) -> None:
+    """Delete the signal that an NCCL error of an earlier generation left in a store that outlives it.
+
+    NCCL's watchdogs check it in every later generation: each would dump its record and abort its rank. Rank 0
+    calls this before the others can open their group, when all ranks of earlier generations are dead.
+    """
+    store = without_prefixes(store)
+    if isinstance(store, TCPStore):
+        store.delete_key(DUMP_SIGNAL)
+
+
+def check_same_kind(store: Any, position: Position, kind: str) -> None:
+    """Wait for all ranks; raise ConfigError on each if some have a GPU and others have none."""
+    here = f"rank {position.rank} on node {position.node_rank} ({position.node_name})"
+    store.compare_set(f"kind/{kind}", "", here)
+    if store.add("kind/arrived", 1) >= position.world_size:
+        store.set("kind/all", "1")
+    store.wait(["kind/all"])
+    if all(store.check([f"kind/{each}"]) for each in KINDS):
+        said = " and ".join(f"{store.get(f'kind/{each}').decode()} {what}" for each, what in KINDS.items())
+        if store.add("kind/told", 1) >= position.world_size:
+            store.set("kind/all told", "1")
+        if position.rank == 0:  # the store may be in rank 0's process, so it must stay until all have read it
+            with contextlib.suppress(RuntimeError):
+                store.wait(["kind/all told"], timedelta(seconds=LEAVE_SECONDS))
+        raise ConfigError(
+            f"{said}, but all ranks need the same kind of device; use --device cpu, or leave out the nodes "
+            "without a GPU"
+        )

@@ -1,0 +1,32 @@
+"""Make the fork server end all descendants of its ranks when the agent ends, however it ends.
+
+Each rank leads a session, and so does the fork server, so no signal to the agent's process group reaches
+them. What a rank leaves behind becomes a child of the fork server, which is a subreaper (deaf.py), even if it
+has daemonized: the agent can find and end it. When the agent dies, the kernel sends the fork server SIGCONT,
+which is delivered even to a stopped process. (multiprocessing's pipe closes too late for this, because ranks
+hold its other end, too.)
+
+Importing this module installs it. Only a fork server imports it, after everything else.
+"""
+
+import os
+import signal
+from contextlib import suppress
+from types import FrameType
+
+from tandem.process import end_below, end_with_parent
+from tandem.timeouts import KILLED_SECONDS
+
+
+def _end_with_agent(_number: int, _frame: FrameType | None) -> None:
+    if os.getpid() == KEEPER and os.getppid() != AGENT:
+        end_below(KEEPER, KILLED_SECONDS)
+        os._exit(0)
+
+
+KEEPER = os.getpid()
+AGENT = os.getppid()
+with suppress(PermissionError):  # it leads a session already
+    os.setsid()
+signal.signal(signal.SIGCONT, _end_with_agent)
+end_with_parent(signal.SIGCONT)

@@ -1,0 +1,93 @@
+"""Exchange, after all nodes have joined, which ranks each node has and which generation it is.
+
+torch reads this from the store in C, where no signal is handled, and waits a minute for a node that joined
+and disappeared again. Here every wait checks signals, the job result, and which nodes are still alive.
+"""
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tandem import running_clock
+from tandem.launch.rendezvous import StoreLostError
+from tandem.platforms.placement import Placement
+from tandem.timeouts import SHORTEST_LOOK_SECONDS, STORE_READ_SECONDS
+from tandem.work.base import THERE
+
+
+class GenerationStore:
+    """The store of one round of the rendezvous; its reads wait for keys that other nodes have yet to write.
+
+    `look` is called between polls, which are at most `longest_pause` seconds apart, and raises what ends the
+    wait. All other calls go to the store itself.
+    """
+
+    def __init__(self, store: Any, look: Callable[[], None], longest_pause: float) -> None:
+        self._store = store
+        self._look = look
+        self._longest_pause = longest_pause
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of `key`.
+
+        Raises StoreLostError if no node writes it within STORE_READ_SECONDS, and what `look` raises.
+        """
+        self._await([key])
+        return bytes(self._store.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of all `keys`; raises the same errors as `get`."""
+        self._await(keys)
+        return list(self._store.multi_get(keys))
+
+    def _await(self, keys: Sequence[str]) -> None:
+        deadline = running_clock.now() + STORE_READ_SECONDS
+        pause = SHORTEST_LOOK_SECONDS
+        while not self._store.check(list(keys)):
+            self._look()
+            if running_clock.now() > deadline:
+                raise StoreLostError(f"a node joined but sent nothing for {STORE_READ_SECONDS} s")
+            # The other nodes write within milliseconds, unless one is lost.
+            time.sleep(pause)
+            pause = min(2 * pause, self._longest_pause)
+
+
+def agree_on_generation(store: Any, mine: tuple[int, str] | None) -> tuple[str, int, str]:
+    """Return (key prefix, number, what there is of the run) of the generation, as its first node wrote them.
+
+    The first node passes its number and state as `mine`, the others None. The prefix is unique, so no node
+    reads keys of an earlier generation. Raises StoreLostError.
+    """
+    key = "tandem/generation"
+    form = rf"\d{{1,9}}\.[0-9a-f]{{32}}\.({'|'.join(THERE)})"
+    if mine is not None:
+        # The number alone is not unique: it starts again when the agent of the first node is restarted.
+        store.set(key, f"{mine[0]}.{uuid.uuid4().hex}.{mine[1]}")
+    number, name, there = agreed(store, key, form).split(".")
+    return f"generation/{number}.{name}", int(number), there
+
+
+def agreed(store: Any, key: str, form: str) -> str:
+    """Return what the first node wrote at `key` for all nodes.
+
+    Raises StoreLostError if it does not match the pattern `form`.
+    """
+    text = bytes(store.get(key)).decode(errors="replace")
+    if re.fullmatch(form, text, re.ASCII) is None:
+        raise StoreLostError(f"invalid value {text[:40]!r} in the store for {key}")
+    return text
+
+
+def check_all_are_in(placement: Placement, nodes: int) -> None:
+    """Raise StoreLostError if a rendezvous of `nodes` nodes is not what the job asked for.
+
+    The caller then rejoins the rendezvous.
+    """
+    if placement.elastic is None and nodes != placement.nodes:
+        asked = f"{nodes} of {placement.nodes} nodes"
+        raise StoreLostError(f"the rendezvous started with {asked}, but all are required")

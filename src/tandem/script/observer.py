@@ -1,0 +1,217 @@
+"""Observe a script that does not call tandem: its steps, its step time, and where it is.
+
+torch's global hook counts optimizer steps. A thread next to the script sends heartbeats four times a second.
+The rank's position comes from its stack: the innermost line of the script's own code, and whether that waits
+for other ranks. See docs/architecture.md#user-scripts.
+"""
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+from tandem import running_clock
+from tandem.distributed.position import Position
+from tandem.log import renew_outputs
+from tandem.script.job import Job
+from tandem.script.step_time import Pace
+from tandem.telemetry import metrics
+from tandem.telemetry.families import Sample
+from tandem.telemetry.hang_limits import HangLimits
+from tandem.telemetry.messages import Heartbeat, Samples, Send
+from tandem.telemetry.thread_activity import ThreadActivity, in_collective
+from tandem.timeouts import BEAT_SECONDS, PROGRESS_SECONDS
+
+RECENT_STEPS = 50
+MAX_TIMES = 1000  # step times per message, which may have 64 KiB
+INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + "/", "<frozen ")
+OURS = str(Path(__file__).parent.parent) + "/"
+
+
+class Watch:
+    """Count one rank's steps and send its heartbeats, from construction on."""
+
+    def __init__(self, job: Job, position: Position, send: Send) -> None:
+        self._job = job
+        self._position = position
+        self._send = send
+        self._limits = HangLimits(job.hang_timeout, job.patience)
+        self._modules = set(sys.modules)
+        self._counts: Counter[int] = Counter()  # by optimizer
+        self._hook: Any = None
+        self._is_silent = False
+        self._lock = threading.Lock()
+        self.steps = 0
+        self._steps_sent = 0
+        self._sent_at = 0.0
+        self._ended_at = 0.0
+        self._unsent = list[float]()
+        self._longest = 0.0
+        self._times: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._place = ""
+        self._since = running_clock.now()
+        self._pace = Pace()
+        self._effort = ThreadActivity()
+        if position.rank == 0:
+            self._say(
+                metrics.WORLD_SIZE.set(position.world_size),
+                metrics.NODES.set(position.nodes),
+                metrics.GLOBAL_STEP.set(0),
+            )
+        self._count_steps()
+        threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
+
+    def hand_over(self) -> None:
+        """Stop sending: the script reports its position itself from now on."""
+        self._count_steps()
+        self._tell_steps()
+        self._is_silent = True
+
+    def close(self) -> None:
+        """Report the last steps."""
+        self._tell_steps()
+
+    def imported(self) -> list[str]:
+        """Return the installed modules that the script has imported, in the order of their import."""
+        new = [(name, module) for name, module in list(sys.modules.items()) if name not in self._modules]
+        files = ((name, getattr(module, "__file__", None) or "") for name, module in new)
+        return [name for name, file in files if any(place in file for place in INSTALLED)]
+
+    def _count_steps(self) -> None:
+        """Hook into torch as soon as the script, or the fork server before it, has imported it."""
+        register = getattr(
+            sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None
+        )
+        if self._hook is None and register is not None:
+            self._hook = register(self._after_step)
+
+    def _after_step(self, optimizer: object, _args: object, _kwargs: object) -> None:
+        """Count a step. With several optimizers (a GAN), the one that steps most often defines the steps."""
+        if self._is_silent and self.steps:
+            return
+        self._counts[id(optimizer)] += 1
+        if self._counts[id(optimizer)] <= self.steps:
+            return
+        now = running_clock.now()
+        with self._lock:
+            if self.steps:  # the time before the first one belongs to the start
+                self._times.append(now - self._ended_at)
+                self._unsent.append(now - self._ended_at)
+                self._longest = max(self._longest, now - self._ended_at)
+            self.steps = self.steps + 1
+            self._ended_at = now
+        if not self._is_silent:
+            self._pace.stepped(optimizer)
+        if self.steps == 1 and self._position.local_rank == 0:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Record what the script has imported, for the standby processes of the next generation."""
+        path = imports_file(self._position)
+        with suppress(OSError):
+            path.with_suffix(".new").write_text(json.dumps(self.imported()))
+            path.with_suffix(".new").replace(path)
+
+    def _beat(self) -> None:
+        while not self._is_silent:
+            with suppress(Exception):  # a rank without heartbeats would be reported as hung
+                self._speak()
+            time.sleep(BEAT_SECONDS)
+
+    def _speak(self) -> None:
+        self._count_steps()
+        self._effort.look()
+        self._send(self._heartbeat())
+        renew_outputs()
+        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
+            self._tell_steps()
+
+    def _heartbeat(self) -> Heartbeat:
+        place, in_distributed, in_autograd = where(self._effort.frame)
+        waiting = in_distributed or (in_autograd and not self._effort.is_busy())
+        if not waiting:
+            self._pace.seen_at(place)
+        own, quick, doing = self._pace.typical()
+        now = running_clock.now()
+        state = f"{place} step {self.steps} {waiting}"
+        if state != self._place:
+            self._place = state
+            self._since = now
+        quiet = now - self._since
+        limits = self._limits
+        trains = self.steps > 0
+        # A script's evaluation or save looks like a hang. Unless a limit is set, only a collective has to be
+        # short.
+        short = trains and (waiting or limits.hang_timeout is not None)
+        return Heartbeat(
+            rank=self._position.rank,
+            step=self.steps,
+            activity="train" if trains else "startup",
+            phase=place,
+            quiet=round(quiet, 3),
+            limit=limits.of_work(trains),
+            hang=limits.of_silence(median(tuple(self._times) or (0.0,)) if trains else None),
+            trained=trains,
+            waiting=waiting and quiet > 2 * BEAT_SECONDS,
+            idle=round(min(quiet, max(0.0, now - self._effort.worked_at)), 3),
+            idle_limit=limits.of_idling(self._longest) if short else limits.patience,
+            own=own,
+            quick=quick,
+            doing=doing,
+        )
+
+    def _tell_steps(self) -> None:
+        """Report the new steps; only rank 0 reports numbers of the run."""
+        if self._is_silent:
+            return
+        with self._lock:
+            times = self._unsent
+            self._unsent = []
+            new = self.steps - self._steps_sent
+            self._steps_sent = self.steps
+            self._sent_at = time.monotonic()
+        if not new or self._position.rank != 0:
+            return
+        self._say(
+            metrics.GLOBAL_STEP.set(self.steps),
+            metrics.STEPS.inc(new),
+            metrics.LAST_STEP_TIMESTAMP_SECONDS.set(time.time()),
+        )
+        for start in range(0, len(times), MAX_TIMES):
+            self._say(metrics.STEP_DURATION_SECONDS.observe(*times[start : start + MAX_TIMES]))
+
+    def _say(self, *samples: Sample) -> None:
+        self._send(Samples(list(samples)))
+
+
+def imports_file(position: Position) -> Path:
+    """Return the path where a node's ranks record what they have imported."""
+    return Path(position.sample_socket or ".").parent / "imports.json"
+
+
+def where(frame: FrameType | None) -> tuple[str, bool, bool]:
+    """Return ("train.py:42", in a collective, in autograd) for a thread's innermost frame.
+
+    The place is the innermost line of a file that does not belong to an installed package, or else the
+    innermost line. Generated code ("<string>", a dataclass's methods) is not a file.
+    """
+    innermost = frame
+    place = ""
+    in_autograd = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        in_autograd = in_autograd or "/torch/autograd/" in file
+        if not place and not file.startswith((OURS, "<")) and not any(each in file for each in INSTALLED):
+            place = f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    if not place and innermost is not None:
+        place = f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno}"
+    return place, in_collective(innermost), in_autograd

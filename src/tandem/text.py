@@ -1,0 +1,38 @@
+"""Format numbers, paths and suggestions for people. JSON output has plain values."""
+
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in its two largest units: 12 ms, 0.6 s, 25 s, 3 min 4 s, 2 h 5 min."""
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    whole = round(seconds) if seconds < 3599.5 else 60 * round(seconds / 60)
+    for length, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= length:
+            rest = whole % length // part
+            return f"{whole // length:,} {unit}" + (f" {rest} {smaller}" if rest else "")
+    raise AssertionError(seconds)
+
+
+def shown(path: PurePath) -> PurePath:
+    """Return a path as a person would type it here: relative if it is below the current directory."""
+    try:
+        return path.relative_to(Path.cwd())
+    except (ValueError, OSError):  # it is elsewhere, or the current directory is gone
+        return path
+
+
+def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
+    """Return the known name most similar to `name`; None if none has at least that similarity, 0 to 1."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=least)), None)
+
+
+def did_you_mean(meant: str | None, otherwise: str = "") -> str:
+    """Return the part of a message about an unknown name that suggests the one that was meant, if any."""
+    return f"; did you mean {meant}?" if meant else otherwise

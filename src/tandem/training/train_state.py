@@ -1,0 +1,263 @@
+"""Build what is trained, and define its checkpoint state: everything that the next step depends on."""
+
+import logging
+from collections.abc import Collection, Mapping, Set
+from typing import Any
+
+from torch import Tensor, nn
+
+from tandem.checkpoint.flatten import flatten
+from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimisationConfig, RunConfig
+from tandem.data.kinds import takes_workers, training_data
+from tandem.data.seeds import seed_model
+from tandem.data.sharded import ShardedData
+from tandem.data.source import BatchReader
+from tandem.distributed import strategy as strategies
+from tandem.distributed.devices import cores_of
+from tandem.distributed.group import ProcessGroup
+from tandem.errors import ConfigError
+from tandem.log import counted
+from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.build import check_methods, datasets_of, model_of, order_of
+from tandem.telemetry.clock import Clock
+from tandem.telemetry.recorder import Recorder
+from tandem.torch_private import compile_deterministically
+from tandem.training.channels_last import lay_out
+from tandem.training.lazy import materialize
+from tandem.training.nonfinite import Policy
+from tandem.training.optim import Schedule, build_optimizer
+from tandem.training.parameter_groups import groups_of
+from tandem.training.resume import ResumePoint, load_state
+from tandem.training.step import Stepper
+from tandem.training.task_memory import Memory
+
+log = logging.getLogger("tandem.run")
+
+
+class TrainState:
+    """The task with its data, its model under the strategy, and the object that takes steps."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        data: DataConfig,
+        compute: ComputeConfig,
+        optimization: OptimisationConfig,
+        exchange: ExchangeConfig,
+        world: ProcessGroup,
+        clock: Clock,
+        recorder: Recorder,
+        chosen: Collection[str],
+    ) -> None:
+        """Build everything. `chosen`: the names of the settings that were set explicitly."""
+        self.recorder = recorder
+        self.strategy = strategies.load(compute.strategy, world, exchange, compute)
+        flag = f"--strategy {compute.strategy}" if self.strategy.shares_parameters else ""
+        self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
+        world.once_per_node(self.task.prepare)
+        check_methods(self.task)
+        self.memory = Memory(self.task, world)
+        self.datasets = datasets_of(self.task)
+        place = world.device, world.gather, cores_of(world.position)
+        self._reader = BatchReader(data, run.seed, world.rank, world.size, self.task.collate, *place)
+        self.data = training_data(
+            self.datasets.train, self._reader, run.steps, order_of(self.task, self.datasets.train)
+        )
+        self.order = self.data.order
+        if isinstance(self.data, ShardedData):
+            check_uneven(flag, compute.sync_batchnorm)
+        if "freeze" in self.task.own:
+            check_freezing(flag, exchange.gradient_compression)
+        self.planned = run.steps or run.epochs * self.order.steps_per_epoch
+        seed_model(run.seed)  # the same initial weights on every rank
+        self.model = model_of(self.task, world.devices)
+        materialize(self.task, self.model, self.datasets.train, world)
+        lay_out(self.model, compute.channels_last, flag)
+        if compute.sync_batchnorm:
+            self.model = world.synchronise_batchnorm(self.model)
+        self._ranks_share = parameter_names(self.model)  # before a strategy replaces them
+        self.model = self.strategy.spread(self.model)
+        check_compilation(compute)
+        has_all_gradients = self.strategy.checks_gradients and not exchange.find_unused
+        optimizer = build_optimizer(optimization, self.task, self.model, has_all_gradients)
+        self._optimizer = self.strategy.spread_optimizer(optimizer)
+        self.schedule = Schedule(
+            optimization,
+            data.batch_size,
+            self.task,
+            self._optimizer,
+            self.order.steps_per_epoch,
+            self.planned,
+        )
+        if world.is_first:
+            if data.workers == "auto":
+                log.info("--workers auto: %s", self._loading())
+            log.info("%s", self.schedule.describe())
+            if unread := self.schedule.without_effect(chosen):
+                log.warning("%s", unread)
+        self.stepper = Stepper(
+            world,
+            self.strategy,
+            compute,
+            optimization,
+            data.batch_size,
+            run.seed,
+            self.task,
+            self.model,
+            self._optimizer,
+            clock,
+        )
+        self.stepper.samples_of = self.order.samples
+        if isinstance(self.data, ShardedData):
+            self.stepper.may_miss_ranks = len(set(self.data.sharded.sizes)) > 1
+        # On GPUs, zeroing needs a kernel per gradient. With unused parameters, an optimizer must skip those
+        # without a gradient.
+        self.stepper.drops_gradients = world.device.type == "cuda" or exchange.find_unused
+        self.exchanges: dict[str, bool] = {}
+        """See `Evaluation.exchanges`."""
+        scaled = self.stepper.scaler.is_enabled
+        self.nonfinite = Policy(optimization.on_nonfinite, scaled, recorder, self.stepper.culprit)
+
+    @property
+    def workers(self) -> int:
+        """Loader processes of this rank, for data that is loaded sample by sample."""
+        return self._reader.workers
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank in a global batch; empty if the shares are equal."""
+        return self._reader.sizes
+
+    def _loading(self) -> str:
+        if not takes_workers(self.datasets.train, self.task.collate):
+            return "0, because the training set returns whole batches or is a stream"
+        return f"{self.workers} per rank, which has {counted(self._reader.cores, 'CPU')}"
+
+    def begin(self, beginning: ResumePoint) -> None:
+        """Restore what `whole` returned, before the first step; without it, start fresh or from weights.
+
+        Raises ConfigError for a state of another model, and for a batch that the ranks cannot share evenly.
+        """
+        saved = beginning.state
+        self.task.moment.resume(beginning.step, self.order.steps_per_epoch)
+        if saved is None:
+            self._reader.check_shares()
+            if beginning.weights is not None:
+                beginning.weights.load(self.strategy, self.model)
+            return
+        ours = groups_of(self._optimizer, self.model.named_parameters())
+        load_state(saved, self.strategy, self.model, self._optimizer, self.schedule, ours)
+        self.data.load(saved.get("data", {}))
+        self.recorder.load(saved.get("log", {}))
+        self.exchanges.update(saved.get("exchanges", {}))
+        self.strategy.load_exchange(saved.get("exchange", {}))
+        if "scaler" in saved:
+            self.stepper.scaler.load_state_dict(saved["scaler"])
+        self.memory.load(saved, beginning.scores)
+        self.task.after_resume(self.model)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the state by part, "model" first. Tensors are complete on rank 0. All ranks call this."""
+        spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state = self.strategy.whole(spread)
+        return {**state, **self._rest()}
+
+    def check_state(self) -> None:
+        """Raise ConfigError, before the first step, for state that a checkpoint cannot contain."""
+        spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        flatten({**spread, **self._rest()})
+
+    def _rest(self) -> dict[str, Any]:
+        """Return the state next to the model and the optimizer; see `whole`."""
+        return {
+            "schedule": self.schedule.state(),
+            "scaler": self.stepper.scaler.state_dict(),
+            "data": self.data.state(),
+            "exchange": self.strategy.exchange_state(),
+            "log": self.recorder.state(),
+            "exchanges": dict(self.exchanges),
+            **self.memory.state(),
+        }
+
+    def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
+        """Return the names of the optimizer's parameters, to compare them on resume. Exchanges nothing."""
+        return {"groups": groups_of(self._optimizer, self.model.named_parameters())}
+
+    @property
+    def keeps_own(self) -> bool:
+        """False: a task's own state is equal on all ranks."""
+        return False
+
+    def own(self) -> dict[str, Any]:
+        """Return an empty dict; see `keeps_own`."""
+        return {}
+
+    def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
+        """See `Learning`."""
+        return places_beside(state["model"], self._ranks_share)
+
+    def weights(self) -> dict[str, Any]:
+        """Return only the model's part; see `whole`."""
+        return self.strategy.whole(self.model.state_dict())
+
+
+def check_uneven(shares: str, sync_batchnorm: bool) -> None:
+    """Raise ConfigError for settings that wait for all ranks inside a forward pass, which some may not run.
+
+    `shares` is the flag that shards the parameters, if any.
+    """
+    for flag, is_set in (
+        (shares, shares != ""),
+        ("--sync-batchnorm", sync_batchnorm),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{flag} does not work with a dataset that has of_rank(), because its parts may end early"
+            )
+
+
+def check_compilation(compute: ComputeConfig) -> None:
+    """Compile the same kernels in every process with --deterministic, even in a new container.
+
+    max-autotune chooses the kernels that were fastest when it tried them. Raises ConfigError for it.
+    """
+    if compute.compile is None or not compute.deterministic:
+        return
+    if compute.compile == "max-autotune":
+        raise ConfigError(
+            "--compile max-autotune chooses kernels by timing them, but --deterministic needs the same "
+            "kernels in every process; use --compile default or reduce-overhead"
+        )
+    compile_deterministically()
+
+
+def check_freezing(shares: str, compression: str) -> None:
+    """Raise ConfigError for settings whose layout is fixed by the parameters of the first step.
+
+    `shares` as for `check_uneven`.
+    """
+    if shares or compression != "none":
+        flag = shares or f"--gradient-compression {compression}"
+        raise ConfigError(
+            f"{flag} does not work with a task that has freeze(), which changes what is all-reduced"
+        )
+
+
+def parameter_names(model: nn.Module) -> frozenset[str]:
+    """Return all names in `model.state_dict()` that are parameters."""
+    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+
+
+def places_beside(state: Mapping[str, Any], names: Set[str]) -> frozenset[int]:
+    """Return the places of tensors in a flattened `state` that are not in `names`.
+
+    These are buffers, in which ranks may differ.
+    """
+    own: set[int] = set()
+    index = 0
+    for name, value in state.items():
+        count = 1 if isinstance(value, Tensor) else len(flatten({name: value})[1])
+        if name not in names:
+            own.update(range(index, index + count))
+        index += count
+    return frozenset(own)
