@@ -26,7 +26,11 @@ REPOSITORY = Path(__file__).parents[2]
 NETWORK = ipaddress.ip_network("10.244.0.0/24")
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount", "tini")
 METRICS_PORT = 19469
-ASK = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=5).read().decode())"
+ASK = """
+import sys, urllib.request as r
+asks = r.Request(sys.argv[1], headers={"User-Agent": "Prometheus/3.5.0"})
+print(r.urlopen(asks, timeout=5).read().decode())
+"""
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_BYTES = 4096  # what a kubelet keeps of it
 

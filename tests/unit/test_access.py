@@ -87,7 +87,8 @@ def guarded() -> Iterator[MetricsServer]:
 
 def ask(server: MetricsServer, path: str, token: str | None = None) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+    access = {"Authorization": f"Bearer {token}"} if token else {}
+    connection.request("GET", path, headers={"User-Agent": "Prometheus/3.5.0", **access})
     return connection.getresponse()
 
 

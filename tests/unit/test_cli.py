@@ -143,9 +143,7 @@ def test_who_reads_no_further_gets_no_traceback() -> None:
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize(
-    ("words", "code"), [("--version", 0), ("runs nowhere", 2), ("launch --nodes two", 2)]
-)
+@pytest.mark.parametrize("words, code", [("--version", 0), ("runs nowhere", 2), ("launch --nodes two", 2)])
 def test_a_closed_stream_leaves_the_exit_code_alone(words: str, code: int, closed: str) -> None:
     """It was 120, Python's own for a last flush that fails, or 1."""
     command = ["sh", "-c", f"{sys.executable} -m tandem {words} {closed}"]

@@ -157,7 +157,7 @@ def test_scale_counts_threads_anew_and_keeps_the_limits(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SHM_SIZE", "2gb")
     started: list[engine.Cluster] = []
-    for where, name in ((cluster.Job, "stop"), (cluster, "remove_metrics"), (cluster, "keep_shape")):
+    for where, name in ((cluster.ClusterJob, "stop"), (cluster, "remove_metrics"), (cluster, "keep_shape")):
         monkeypatch.setattr(where, name, lambda *_: None)
     monkeypatch.setattr(cluster, "start", started.append)
     monkeypatch.setattr(cluster.job_secret, "make", lambda *_: Path("/secret"))

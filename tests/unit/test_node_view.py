@@ -94,7 +94,8 @@ def test_how_a_run_ended_waits_for_the_last_scrape(
 
         def scrape() -> None:
             asked.set()
-            with urllib.request.urlopen(url, timeout=20) as answer:
+            asks = urllib.request.Request(url, headers={"User-Agent": "Prometheus/3.5.0"})
+            with urllib.request.urlopen(asks, timeout=20) as answer:
                 seen.append(answer.read().decode())
 
         scrape()

@@ -34,11 +34,11 @@ def server(status: dict[str, object]) -> Iterator[MetricsServer]:
 
 
 def ask(
-    server: MetricsServer, path: str, method: str = "GET", timeout: float | None = 20
+    server: MetricsServer, path: str, method: str = "GET", timeout: float | None = 20, **headers: str
 ) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
     try:
-        connection.request(method, path)
+        connection.request(method, path, headers={name.replace("_", "-"): v for name, v in headers.items()})
         response = connection.getresponse()
         return response.status, response.read()
     finally:
@@ -111,7 +111,7 @@ def test_a_status_that_raises_is_unhealthy() -> None:
 def test_only_get_and_head(server: MetricsServer) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "BREW"):
         assert ask(server, "/metrics", method)[0] == 405
-    assert ask(server, "/metrics", "HEAD") == (200, b"")
+    assert ask(server, "/metrics", "HEAD", User_Agent="Prometheus/3.5.0") == (200, b"")
     assert not server.scraped
 
 
@@ -178,15 +178,30 @@ def test_linger_is_over_at_once_if_never_scraped(server: MetricsServer) -> None:
     assert not looks
 
 
-def test_linger_waits_for_a_scrape_of_the_final_state(server: MetricsServer) -> None:
-    ask(server, "/metrics")
+def test_linger_is_over_at_once_if_only_a_person_has_looked(server: MetricsServer) -> None:
+    ask(server, "/metrics", User_Agent="curl/8.5.0")
+    server.metrics.apply([metrics.RUN_STATE.enter("failed")])
+    looks: list[int] = []
+    server.linger(FOR_EVER, lambda: bool(looks.append(1)))
+    assert not looks
+
+
+@pytest.mark.parametrize(
+    "headers", [{"User_Agent": "Prometheus/3.5.0"}, {"X_Prometheus_Scrape_Timeout_Seconds": "10"}]
+)
+def test_linger_waits_for_a_scrape_of_the_final_state(
+    server: MetricsServer, headers: dict[str, str]
+) -> None:
+    ask(server, "/metrics", **headers)
     assert wait_for(lambda: server.scraped)
     server.metrics.apply([metrics.RUN_STATE.enter("succeeded")])
     looks: list[int] = []
     server.linger(0.3, lambda: bool(looks.append(1)))
     assert looks, "it waited"
     server.linger(FOR_EVER, lambda: len(looks) > 3 or bool(looks.append(1)))
-    threading.Timer(0.2, ask, (server, "/metrics")).start()
+    ask(server, "/metrics")
+    server.linger(FOR_EVER, lambda: len(looks) > 6 or bool(looks.append(1)))
+    threading.Timer(0.2, ask, (server, "/metrics"), headers).start()
     server.linger(FOR_EVER)
 
 

@@ -68,7 +68,7 @@ class ReportServer:
         except ConfigError as error:  # it was removed, or cannot be read
             return 404, TEXT, f"{error}\n".encode(errors="replace")
 
-    def note_read(self, path: str, moment: float, is_sent: bool = True) -> None:
+    def note_read(self, path: str, moment: float, is_sent: bool = True, is_scraper: bool = False) -> None:
         """Do nothing, because the server does not wait for readers."""
 
     def problems(self) -> list[str]:

@@ -71,7 +71,7 @@ class MetricsServer:
 
     @property
     def scraped(self) -> bool:
-        """True once a client has read /metrics."""
+        """True once Prometheus has read /metrics; a person who looks with curl will not come back."""
         return self._last_read["/metrics"] > float("-inf")
 
     def scraped_since(self, moment: float) -> bool:
@@ -177,13 +177,16 @@ class MetricsServer:
             "why": "the log is shown only on loopback, or with --metrics-token-file to readers with the token"
         }
 
-    def note_read(self, path: str, moment: float, is_sent: bool = True) -> None:
-        """Record that a response, generated from `moment` on, was sent or could not be sent."""
+    def note_read(self, path: str, moment: float, is_sent: bool = True, is_scraper: bool = False) -> None:
+        """Record that a response, generated from `moment` on, was sent or could not be sent.
+
+        `is_scraper`: Prometheus has asked. Other readers of /metrics are not recorded.
+        """
         if path == "/api/end":
             with self._read_done:
                 self._held -= 1
                 self._read_done.notify_all()
-        elif path in self._last_read and is_sent:
+        elif path in self._last_read and is_sent and (is_scraper or path != "/metrics"):
             with self._read_done:
                 self._last_read[path] = max(self._last_read[path], moment)
                 self._read_done.notify_all()

@@ -20,6 +20,8 @@ NOT_CALLED_SO = (
     b"this page is served on loopback only, under local names; open http://localhost:PORT/, or start the "
     b"run with --metrics-token-file\n"
 )
+SCRAPE_TIMEOUT = "X-Prometheus-Scrape-Timeout-Seconds"
+"""The header that Prometheus sends with every scrape, and others that collect for it (agents, vmagent)."""
 
 
 class Answers(Protocol):
@@ -32,7 +34,7 @@ class Answers(Protocol):
 
     def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]: ...
 
-    def note_read(self, path: str, moment: float, is_sent: bool = True) -> None: ...
+    def note_read(self, path: str, moment: float, is_sent: bool = True, is_scraper: bool = False) -> None: ...
 
 
 class WebServer(BoundedServer):
@@ -110,9 +112,14 @@ class _Handler(BaseHTTPRequestHandler):
             is_sent = self.command == "GET"
         finally:
             if code == 200:
-                owner.note_read(path, began, is_sent)
+                owner.note_read(path, began, is_sent, self._is_scraper())
 
     do_HEAD = do_GET
+
+    def _is_scraper(self) -> bool:
+        """Return whether the reader identifies itself as Prometheus, or as a scraper that works like it."""
+        agent = self.headers.get("User-Agent", "")
+        return agent.startswith("Prometheus/") or SCRAPE_TIMEOUT in self.headers
 
     def _send(self, code: int, content_type: str, body: bytes) -> None:
         self.send_response(code)
