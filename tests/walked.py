@@ -2,9 +2,10 @@
 
     python tests/walked.py settings|loop [flags of tandem train]
 
-A walk begins in the rank's own function (`_run`, `train`). Each call that is given the settings, one of
-their slices, or the loop's object, is a stay in the file of its function; calls in a row into one file are
-one stay. The last line says how many stays and returns to a file already left there were.
+A walk begins in the rank's own function (`_run`, `train`). Each call that is given the settings (also in
+the rank's session), one of their slices, or the loop's object, is a stay in the file of its function; calls
+in a row into one file are one stay. The last line says how many stays and returns to a file already left
+there were.
 """
 
 import dataclasses
@@ -17,12 +18,16 @@ from typing import Any, NoReturn
 
 import tandem.cli
 from tandem.config import Settings, slices
-from tandem.training import loop, run
+from tandem.rank import task
+from tandem.rank.session import RankSession
+from tandem.training import loop
 
 SRC = Path(tandem.cli.__file__).parent
 WALKS: dict[str, tuple[tuple[type, ...], Any, str]] = {
-    "settings": ((Settings, *filter(dataclasses.is_dataclass, vars(slices).values())), run, "_run"),
-    "loop": ((loop.LoopState,), run, "train"),
+    "settings": (
+        (Settings, RankSession, *filter(dataclasses.is_dataclass, vars(slices).values())), task, "_run"
+    ),
+    "loop": ((loop.LoopState,), task, "train"),
 }
 
 
